@@ -1,0 +1,208 @@
+"""The online API: requests as async streams over one engine that steps on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from jaxengine.config import EngineConfig
+from jaxengine.core import EngineCore, Prompt
+from jaxengine.outputs import RequestOutput
+from scheduler.errors import RequestError
+from scheduler.sampling_params import RequestOutputKind, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's loop has failed or was shut down; start a new one."""
+
+
+class _Stream:
+    """What waits for one reader: at most one output, later ones are joined to it, so a slow reader costs no memory."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, aggregate: bool):
+        self._loop = loop
+        self._aggregate = aggregate
+        self._waiting: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        """Called on the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._put, item)
+        except RuntimeError:  # the reader's event loop is gone, and the reader with it
+            logger.debug("an output came after its event loop was closed")
+
+    async def get(self) -> RequestOutput:
+        await self._ready.wait()
+        self._ready.clear()
+        if self._waiting is not None:
+            output, self._waiting = self._waiting, None
+            if self._error is not None:
+                self._ready.set()
+            return output
+        assert self._error is not None
+        raise self._error
+
+    def _put(self, item: RequestOutput | BaseException) -> None:
+        if isinstance(item, BaseException):
+            self._error = item
+        elif self._waiting is None:
+            self._waiting = item
+        else:
+            self._waiting.add(item, self._aggregate)
+        self._ready.set()
+
+
+class AsyncLLM:
+    """Streams outputs of many requests at once.
+
+    Args:
+      model, options: as for `LLM`.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any):
+        self.core = EngineCore(EngineConfig.from_options(model=model, **options))
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._command_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._dead: EngineDeadError | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._num_requests = 0
+        self._thread = threading.Thread(target=self._loop, name="jaxengine", daemon=True)
+        self._thread.start()
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has failed or was shut down."""
+        return self._dead is not None
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields outputs of the kind that `sampling_params.output_kind` asks for, until the request is finished.
+
+        Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages.
+
+        Raises:
+          RequestError: the request cannot be served; no other is disturbed.
+          EngineDeadError: the engine has failed.
+        """
+        params = self.core.default_sampling_params() if sampling_params is None else sampling_params
+        if request_id is None:
+            self._num_requests += 1
+            request_id = f"async-{self._num_requests}"
+        aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+        stream = _Stream(asyncio.get_running_loop(), aggregate)
+        self._run_command(lambda: self._start(stream, prompt, params, request_id, priority, timeout))
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                with contextlib.suppress(EngineDeadError):
+                    self._run_command(lambda: self._stop(stream, request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its stream yields a last output with finish_reason "abort"."""
+        self._run_command(lambda: self._abort(request_id))
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError once the engine has failed or was shut down."""
+        if self._dead is not None:
+            raise self._dead
+
+    def get_metrics(self):
+        """As `LLM.get_metrics`."""
+        return self.core.metrics.collect()
+
+    def shutdown(self, timeout: float | None = 10.0) -> None:
+        """Stops the engine; streams still open end with EngineDeadError."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout)
+
+    def _run_command(self, command: Callable[[], None]) -> None:
+        """Has the engine's thread run `command` before its next step."""
+        with self._command_lock:
+            if self._dead is not None:
+                raise self._dead
+            self._commands.append(command)
+        self._wake.set()
+
+    def _start(self, stream: _Stream, prompt: Prompt, params: Any, request_id: str, priority: int, timeout) -> None:
+        if self._dead is not None:
+            stream.put(self._dead)
+            return
+        try:
+            prepared = self.core.prepare(
+                prompt, params, request_id=request_id, priority=priority, timeout=timeout
+            )
+            self.core.add(prepared)
+        except RequestError as error:
+            stream.put(error)
+        else:
+            self._streams[request_id] = stream
+
+    def _stop(self, stream: _Stream, request_id: str) -> None:
+        """The reader left. Another request may have the id if this one was refused for using it twice."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self.core.abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        for output in self.core.abort(request_id):
+            self._deliver(output)
+
+    def _loop(self) -> None:
+        error = EngineDeadError("the engine was shut down")
+        try:
+            while not self._closing:
+                while self._commands:
+                    self._commands.popleft()()
+                if self.core.has_unfinished:
+                    for output in self.core.step():
+                        self._deliver(output)
+                else:
+                    self._wake.wait()
+                    self._wake.clear()
+        except Exception as failure:
+            logger.exception("the engine's loop failed")
+            error = EngineDeadError(f"the engine has failed: {failure}")
+            error.__cause__ = failure
+        finally:
+            self._end(error)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:
+            stream.put(output)
+            if output.finished:
+                del self._streams[output.request_id]
+
+    def _end(self, error: EngineDeadError) -> None:
+        """Nothing is queued any more once `_dead` is set; requests that were still in the queue learn of it too."""
+        with self._command_lock:
+            self._dead = error
+        while self._commands:
+            self._commands.popleft()()
+        for stream in self._streams.values():
+            stream.put(error)
+        self._streams.clear()

@@ -1,0 +1,309 @@
+"""What a user may set, checked once. Names and meaning are vLLM's wherever vLLM has the option.
+
+`EngineConfig` is frozen; `None` in it means "as the model and platform suggest" and `resolved` fills that in. An option
+that is not built yet is refused with its name, never accepted and forgotten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from models.config import ModelConfig
+from scheduler.buckets import Buckets, default_sizes
+from scheduler.scheduler import SchedulerConfig
+from scheduler.waiting import POLICIES
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "float32", "bfloat16")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+
+# Options of vLLM that are not built yet, with the values that ask for nothing.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "enable_expert_parallel": (False,),
+    "quantization": (None,),
+    "speculative_config": (None,),
+    "enable_lora": (False,),
+    "max_loras": (1,),
+    "cpu_offload_gb": (0,),
+    "swap_space": (0, 4),
+    "limit_mm_per_prompt": (None,),
+    "mm_processor_kwargs": (None,),
+    "hf_overrides": (None,),
+    "kv_transfer_config": (None,),
+    "structured_outputs_config": (None,),
+    "enable_sleep_mode": (False,),
+    "logits_processors": (None,),
+    "tokenizer_mode": ("auto",),
+    "runner": ("auto", "generate"),
+    "trust_remote_code": (False,),
+}
+
+
+class ConfigError(ValueError):
+    """An engine option that cannot be honoured.
+
+    Attributes:
+      param: the option's name.
+    """
+
+    def __init__(self, param: str, value: Any, allowed: str):
+        super().__init__(f"{param} is {value!r}; allowed: {allowed}")
+        self.param = param
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """Which shapes are compiled before serving (vLLM: which CUDA graphs are captured).
+
+    Attributes:
+      cudagraph_capture_sizes: numbers of sequences for decode-only steps; max_num_seqs is always among them.
+      prefill_sizes: token counts for steps with prefill; max_num_batched_tokens is always among them.
+      mode: None or 3; every step is compiled whole, so no lesser mode exists (`enforce_eager` skips warm-up).
+    """
+
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    prefill_sizes: tuple[int, ...] | None = None
+    mode: int | None = None
+
+    def __post_init__(self):
+        if self.mode not in (None, 3):
+            raise ConfigError("compilation_config.mode", self.mode, "None or 3")
+        for name in ("cudagraph_capture_sizes", "prefill_sizes"):
+            sizes = getattr(self, name)
+            if sizes is None:
+                continue
+            if not isinstance(sizes, (list, tuple)) or not all(type(size) is int and size > 0 for size in sizes):
+                raise ConfigError(f"compilation_config.{name}", sizes, "a list of integers of at least 1")
+            object.__setattr__(self, name, tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What a kind of device suggests where the user says nothing."""
+
+    name: str
+    dtype: str
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_utilization: float
+    prefill_steps_per_doubling: tuple[float, ...]
+
+
+PLATFORMS = {
+    # A CPU shares its memory with everything else, and padding costs it in proportion: small share, fine grid.
+    "cpu": Platform("cpu", "float32", 16, 32, 512, 0.25, (1.0, 1.5)),
+    "gpu": Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, (1.0,)),
+    "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, (1.0,)),
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Engine options.
+
+    Attributes:
+      model: a GGUF file, a Hugging Face folder, or a hub id to download; None for the embedded SmolLM2-135M-Instruct.
+      tokenizer: a folder with a tokenizer.json, when it is not the model's own.
+      skip_tokenizer_init: token ids in and out, no text.
+      load_format: "auto", "safetensors", "gguf", or "dummy" for random weights.
+      revision: the hub's branch, tag or commit.
+      download_dir: where hub downloads go.
+      dtype: of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere.
+      kv_cache_dtype: of the KV pages; "auto" follows dtype.
+      seed: of everything random that has no seed of its own.
+      max_model_len: longest prompt and output together, in tokens.
+      max_num_seqs: requests that run at once.
+      max_num_batched_tokens: tokens of one step.
+      block_size: tokens of one page (page_size).
+      gpu_memory_utilization: share of the device's memory the engine may use.
+      kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
+      num_gpu_blocks_override: number of pages; overrides both.
+      enable_prefix_caching: reuse the KV of known prefixes.
+      enable_chunked_prefill: let a prompt span several steps.
+      long_prefill_token_threshold: longest prefill chunk, 0 for no limit of its own.
+      scheduling_policy: "fcfs" or "priority".
+      async_scheduling: dispatch a step before the tokens of the one before are read.
+      enforce_eager: no warm-up; a shape is compiled when it first occurs. For debugging.
+      compilation_config: which shapes are compiled; a CompilationConfig or a dict of its fields.
+      compile_cache_dir: where compiled steps are kept; "" keeps none.
+      max_logprobs: most logprobs a request may ask for.
+      logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".
+      generation_config: "auto" takes default sampling parameters from the model's generation_config.json, "vllm" none.
+      chat_template: a Jinja template to use instead of the model's.
+      disable_log_stats: no periodic log line, no progress bars at start-up.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    load_format: str = "auto"
+    revision: str | None = None
+    download_dir: str | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    async_scheduling: bool = True
+    enforce_eager: bool = False
+    compilation_config: CompilationConfig = CompilationConfig()
+    compile_cache_dir: str | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    generation_config: str = "auto"
+    chat_template: str | None = None
+    disable_log_stats: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.compilation_config, dict):
+            known = {field.name for field in dataclasses.fields(CompilationConfig)}
+            for name in self.compilation_config:
+                if name not in known:
+                    raise ConfigError("compilation_config", name, f"a dict of {', '.join(sorted(known))}")
+            object.__setattr__(self, "compilation_config", CompilationConfig(**self.compilation_config))
+        elif not isinstance(self.compilation_config, CompilationConfig):
+            raise ConfigError("compilation_config", self.compilation_config, "a CompilationConfig or a dict")
+        for name, choices in (
+            ("load_format", LOAD_FORMATS),
+            ("dtype", DTYPES),
+            ("kv_cache_dtype", DTYPES),
+            ("scheduling_policy", POLICIES),
+            ("logprobs_mode", LOGPROBS_MODES),
+            ("generation_config", ("auto", "vllm")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(name, getattr(self, name), ", ".join(choices))
+        for field in dataclasses.fields(self):
+            self._check_type(field.name, str(field.type))
+        for name, least, most in (
+            ("seed", -(2**63), 2**63 - 1),
+            ("max_model_len", 2, 2**24),
+            ("max_num_seqs", 1, 4096),
+            ("max_num_batched_tokens", 1, 2**20),
+            ("block_size", 1, 1024),
+            ("kv_cache_memory_bytes", 1, 2**60),
+            ("num_gpu_blocks_override", 1, 2**31 - 1),
+            ("long_prefill_token_threshold", 0, 2**24),
+            ("max_logprobs", 0, 1024),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(name, value, f"{least} to {most}")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """A config from keyword options; one that is unknown or not built yet is refused with its name."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        chosen = {}
+        for name, value in options.items():
+            if name in known:
+                chosen[name] = value
+            elif name in _NOT_BUILT:
+                if not any(type(value) is type(default) and value == default for default in _NOT_BUILT[name]):
+                    allowed = " or ".join(repr(default) for default in _NOT_BUILT[name])
+                    raise ConfigError(name, value, f"{allowed} (not supported yet)")
+            else:
+                near = difflib.get_close_matches(name, [*known, *_NOT_BUILT], 1)
+                raise ConfigError(name, value, f"no such option{f'; did you mean {near[0]}?' if near else ''}")
+        return cls(**chosen)
+
+    def resolved(self, model: ModelConfig, platform: Platform) -> EngineConfig:
+        """This config with nothing left open.
+
+        Raises:
+          ConfigError: values that do not go together, or that the model cannot do.
+        """
+        longest = model.max_position_embeddings
+        if self.max_model_len is not None and self.max_model_len > longest:
+            raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
+        max_model_len = self.max_model_len or longest
+        max_num_seqs = self.max_num_seqs or platform.max_num_seqs
+        tokens = self.max_num_batched_tokens
+        if tokens is None:
+            tokens = max(platform.max_num_batched_tokens, max_num_seqs)
+            tokens = max(tokens, max_model_len) if not self.enable_chunked_prefill else tokens
+        if tokens < max_num_seqs:
+            raise ConfigError("max_num_batched_tokens", tokens, f"at least max_num_seqs, {max_num_seqs}")
+        if not self.enable_chunked_prefill and tokens < max_model_len:
+            raise ConfigError(
+                "max_num_batched_tokens", tokens, f"at least max_model_len, {max_model_len}, without chunked prefill"
+            )
+        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
+            raise ConfigError("long_prefill_token_threshold", self.long_prefill_token_threshold, "0, without chunks")
+        dtype = platform.dtype if self.dtype == "auto" else self.dtype
+        return dataclasses.replace(
+            self,
+            dtype=dtype,
+            kv_cache_dtype=dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=tokens,
+            block_size=self.block_size or platform.page_size,
+            gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
+            max_logprobs=min(self.max_logprobs, model.vocab_size),
+        )
+
+    def buckets(self, platform: Platform) -> Buckets:
+        """The shapes a resolved config compiles."""
+        assert self.max_num_seqs is not None and self.max_num_batched_tokens is not None
+        chosen = self.compilation_config
+        decode = chosen.cudagraph_capture_sizes
+        if decode is None:
+            decode = default_sizes(self.max_num_seqs)
+        prefill = chosen.prefill_sizes
+        if prefill is None:
+            start = min(16, self.max_num_batched_tokens)
+            steps = platform.prefill_steps_per_doubling
+            prefill = default_sizes(self.max_num_batched_tokens, steps_per_doubling=steps, start=start)
+        try:
+            return Buckets(self.max_num_seqs, self.max_num_batched_tokens, decode, prefill)
+        except ValueError as error:
+            raise ConfigError("compilation_config", chosen, str(error)) from None
+
+    def scheduler_config(self, num_pages: int) -> SchedulerConfig:
+        """What a resolved config says to the scheduler."""
+        assert self.max_num_seqs and self.max_num_batched_tokens and self.max_model_len and self.block_size
+        return SchedulerConfig(
+            num_pages=num_pages,
+            page_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            enable_prefix_caching=self.enable_prefix_caching,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            policy=self.scheduling_policy,
+        )
+
+    def _check_type(self, name: str, annotation: str) -> None:
+        value = getattr(self, name)
+        if value is None and "None" in annotation:
+            return
+        kind = annotation.removesuffix(" | None")
+        right = {
+            "int": type(value) is int,
+            "bool": type(value) is bool,
+            "float": type(value) in (int, float),
+            "str": isinstance(value, str),
+        }.get(kind, True)
+        if not right:
+            raise ConfigError(name, value, f"a value of type {kind}")

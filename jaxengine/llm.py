@@ -1,0 +1,160 @@
+"""The offline API: `LLM(...)`, `generate`, `chat`. Same names and results as vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxengine.config import EngineConfig
+from jaxengine.core import EngineCore, Prompt
+from jaxengine.metrics import Histogram, Metric
+from jaxengine.outputs import RequestOutput
+from jaxengine.tokenizer import Tokenizer
+from scheduler.errors import RequestError
+from scheduler.sampling_params import RequestOutputKind, SamplingParams
+
+ProgressFactory = Callable[..., Any]
+
+
+class LLM:
+    """A model in this process, answering batches of prompts.
+
+    Args:
+      model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
+      options: see `jaxengine.EngineConfig`. One that is unknown or not supported yet raises ConfigError.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any):
+        self.core = EngineCore(EngineConfig.from_options(model=model, **options))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | ProgressFactory = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues each prompt; results come in the order of the prompts.
+
+        Args:
+          prompts: a string, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of them.
+          sampling_params: one for all or one each; None for the model's defaults.
+          use_tqdm: a progress bar, or what makes one.
+          priority: one each; smaller runs first. Needs scheduling_policy="priority".
+
+        Raises:
+          RequestError: for the first bad prompt or parameter; no request has been started then.
+        """
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        if not isinstance(prompts, Sequence) or (prompts and type(prompts[0]) is int):
+            raise RequestError(
+                "prompts must be a string, a dict or a list of them; token ids go into "
+                "{'prompt_token_ids': [...]}",
+                param="prompts",
+                value=prompts,
+            )
+        params = self._params_for(len(prompts), sampling_params)
+        priorities = list(priority) if priority is not None else [0] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise RequestError(
+                f"priority has {len(priorities)} values for {len(prompts)} prompts", param="priority", value=priority
+            )
+        prepared = [
+            self.core.prepare(prompt, each, priority=rank)
+            for prompt, each, rank in zip(prompts, params, priorities, strict=True)
+        ]
+        started = []
+        try:
+            for request in prepared:
+                self.core.add(request)
+                started.append(request.request_id)
+            return self._run(started, use_tqdm)
+        except BaseException:
+            for request_id in started:
+                self.core.abort(request_id)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | ProgressFactory = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, through the model's chat template."""
+        if not messages:
+            raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        tokenizer = self.get_tokenizer()
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template=chat_template or self.core.config.chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            # The template has written the special tokens already.
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer; RequestError when the engine was started without."""
+        if self.core.tokenizer is None:
+            raise RequestError("there is no tokenizer: skip_tokenizer_init is set", param="skip_tokenizer_init")
+        return self.core.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` stands for: the model's generation_config.json over vLLM's defaults."""
+        return self.core.default_sampling_params()
+
+    def get_metrics(self) -> list[Metric | Histogram]:
+        """Counters, gauges and histograms, each with `name` and `value`."""
+        return self.core.metrics.collect()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        self.core.engine.scheduler.reset_prefix_cache()
+        return True
+
+    def _params_for(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            params = [params] * count
+        if not isinstance(params, Sequence) or len(params) != count:
+            raise RequestError(
+                f"sampling_params must be one SamplingParams or one for each of the {count} prompts",
+                param="sampling_params",
+                value=params,
+            )
+        final = RequestOutputKind.FINAL_ONLY
+        return [
+            each.clone_with(output_kind=final) if isinstance(each, SamplingParams) else each for each in params
+        ]
+
+    def _run(self, request_ids: list[str], use_tqdm: bool | ProgressFactory) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        waited = set(request_ids)
+        with make(total=len(request_ids), desc="Processed prompts", disable=not use_tqdm) as bar:
+            while len(outputs) < len(waited):
+                for output in self.core.step():
+                    if output.request_id in waited and output.finished:
+                        outputs[output.request_id] = output
+                        bar.update(1)
+        return [outputs[request_id] for request_id in request_ids]

@@ -1,0 +1,243 @@
+"""From token ids to what a caller sees: text, stop strings, logprobs, and the n outputs of a request put together.
+
+A request whose caller waits for the end costs nothing until it ends. Knows nothing of scheduling or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxengine.detokenizer import IncrementalDetokenizer
+from jaxengine.engine import EngineOutput, PromptScores, TokenScore
+from jaxengine.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput, position_logprobs
+from jaxengine.tokenizer import Tokenizer
+from scheduler.request import FinishReason, Request
+from scheduler.sampling_params import RequestOutputKind, SamplingParams
+
+
+def follows_every_step(params: SamplingParams) -> bool:
+    """Whether somebody needs each token of such a request when it comes."""
+    streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
+    return streamed or bool(params.stop) or params.logprobs is not None
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One of a request's n outputs, growing."""
+
+    group: _Group
+    index: int
+    request: Request
+    detokenizer: IncrementalDetokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    num_sent: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def append(self, token_id: int) -> str | None:
+        """Takes in a token; returns the stop string it completed."""
+        self.token_ids.append(token_id)
+        if self.detokenizer is None or self._hides(token_id):
+            return None
+        allowed = len(self.token_ids) > self.request.params.min_tokens
+        return self.detokenizer.append([token_id], check_stop=allowed)
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason.value, stop_reason
+        if self.detokenizer is not None:
+            if not self.request.per_step:
+                self.token_ids = self.request.output_token_ids.tolist()
+                hidden = bool(self.token_ids) and self._hides(self.token_ids[-1])
+                self.detokenizer.append(self.token_ids[:-1] if hidden else self.token_ids)
+            self.detokenizer.finish()
+        elif not self.request.per_step:
+            self.token_ids = self.request.output_token_ids.tolist()
+
+    def output(self, kind: RequestOutputKind) -> CompletionOutput:
+        """What the caller gets now, by the kind of output asked for."""
+        first = self.num_sent if kind is RequestOutputKind.DELTA else 0
+        self.num_sent = len(self.token_ids)
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
+        scored = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[first:],
+            cumulative_logprob=self.cumulative_logprob if scored else None,
+            logprobs=self.logprobs[first:] if scored else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _hides(self, token_id: int) -> bool:
+        """The token that ended the request is no text, unless asked for."""
+        request = self.request
+        ended = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
+        return ended and token_id in request.stop_token_ids and not request.params.include_stop_str_in_output
+
+
+@dataclass
+class _Group:
+    """A request as the caller sees it: n sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    metrics: RequestMetrics
+    sequences: list[_Sequence] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_running: int = 0
+
+
+class OutputProcessor:
+    """Follows the requests in an engine; tokenizer is None when there is no text."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._groups: dict[str, _Group] = {}
+        self._sequences: dict[Request, _Sequence] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(
+        self, request_id: str, prompt: str | None, params: SamplingParams, requests: list[Request], arrival_time: float
+    ) -> None:
+        """Starts to follow the n requests that make up `request_id`."""
+        prompt_ids = requests[0].prompt_token_ids.tolist()
+        group = _Group(request_id, prompt, prompt_ids, params, RequestMetrics(arrival_time), num_running=len(requests))
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None] * len(prompt_ids)
+        for index, request in enumerate(requests):
+            sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids))
+            group.sequences.append(sequence)
+            self._sequences[request] = sequence
+        self._groups[request_id] = group
+
+    def running(self, request_id: str) -> list[Request]:
+        """Those of a request's n that have not ended."""
+        group = self._groups.get(request_id)
+        sequences = group.sequences if group is not None else []
+        return [sequence.request for sequence in sequences if sequence.request in self._sequences]
+
+    def process(
+        self, step: EngineOutput, now: float, stop: Callable[[Request, str], None]
+    ) -> list[RequestOutput]:
+        """Takes in what a step brought; `stop` is called for requests that met a stop string.
+
+        Returns what callers asked to see: each new piece, or whole requests that ended.
+        """
+        changed: dict[_Sequence, None] = {}
+        for request in step.first_tokens:
+            if (sequence := self._sequences.get(request)) is not None:
+                metrics = sequence.group.metrics
+                metrics.first_token_time = metrics.first_token_time or now
+        for prompt_scores in step.prompt_scores:
+            self._score_prompt(prompt_scores)
+        for emitted, score in step.emitted:
+            sequence = self._sequences.get(emitted.request)
+            if sequence is None or emitted.token_id < 0:
+                continue
+            if score is not None:
+                self._score(sequence, score)
+            stop_string = sequence.append(emitted.token_id)
+            if stop_string is not None:
+                stop(emitted.request, stop_string)
+                self._end(sequence, FinishReason.STOP, stop_string)
+            changed[sequence] = None
+        for request in step.finished:
+            sequence = self._sequences.get(request)
+            if sequence is not None:
+                assert request.finish_reason is not None
+                self._end(sequence, request.finish_reason, request.stop_reason)
+                changed[sequence] = None
+        return self._outputs(list(changed), now)
+
+    def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
+        outputs = []
+        for sequence in changed:
+            group = sequence.group
+            finished = not group.num_running
+            metrics = group.metrics
+            metrics.last_token_time = now
+            metrics.first_scheduled_time = metrics.first_scheduled_time or sequence.request.first_scheduled_time
+            if finished:
+                metrics.finished_time = now
+                metrics.num_preemptions = sum(each.request.num_preemptions for each in group.sequences)
+                self._groups.pop(group.request_id, None)
+            kind = group.params.output_kind
+            if kind is not RequestOutputKind.FINAL_ONLY:
+                outputs.append(self._output(group, [sequence.output(kind)], finished))
+            elif finished:
+                outputs.append(self._output(group, [each.output(kind) for each in group.sequences], True))
+        return outputs
+
+    def _output(self, group: _Group, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
+        cached = group.sequences[0].request.num_cached_tokens
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=group.prompt_token_ids,
+            outputs=completions,
+            finished=finished,
+            prompt_logprobs=group.prompt_logprobs,
+            metrics=group.metrics,
+            num_cached_tokens=cached if cached >= 0 else None,
+        )
+
+    def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        del self._sequences[sequence.request]
+        sequence.finish(reason, stop_reason)
+        sequence.group.num_running -= 1
+
+    def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            stop=tuple(params.stop),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            prompt_tail_ids=prompt_ids[-8:],
+        )
+
+    def _score(self, sequence: _Sequence, score: TokenScore) -> None:
+        count = sequence.request.params.logprobs
+        assert count is not None
+        sequence.logprobs.append(self._position(score, count))
+        sequence.cumulative_logprob += score.logprob
+
+    def _score_prompt(self, scores: PromptScores) -> None:
+        sequence = self._sequences.get(scores.request)
+        if sequence is None or sequence.index != 0:
+            return
+        group = sequence.group
+        assert group.prompt_logprobs is not None and group.params.prompt_logprobs is not None
+        for position, score in enumerate(scores.scores, scores.first):
+            group.prompt_logprobs[position] = self._position(score, group.params.prompt_logprobs)
+
+    def _position(self, score: TokenScore, count: int) -> PositionLogprobs:
+        decode = None if self._tokenizer is None else self._decode_one
+        return position_logprobs(
+            score.token_id,
+            score.logprob,
+            score.rank,
+            score.top_ids.tolist(),
+            score.top_logprobs.tolist(),
+            count,
+            decode,
+        )
+
+    def _decode_one(self, token_id: int) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -1,0 +1,1 @@
+"""Which tokens run next: requests, pages, prefix cache, policy and packing. numpy only; no device, no text."""

@@ -1,0 +1,98 @@
+"""What one step computes and what came of it: the scheduler's two messages to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+
+# Features of a request the compiled step may skip when no row of the batch has them.
+RANDOM, TRUNCATION, PENALTIES, BIAS, LOGPROBS, PROMPT_LOGPROBS = (1 << bit for bit in range(6))
+
+
+def features_of(params: SamplingParams) -> int:
+    """Which optional parts of the step a request with `params` needs."""
+    biased = params.logit_bias or params.allowed_token_ids is not None or params.bad_words or params.min_tokens > 0
+    wanted = (
+        (RANDOM, not params.is_greedy),
+        (TRUNCATION, params.needs_truncation),
+        (PENALTIES, params.needs_penalties),
+        (BIAS, biased),
+        (LOGPROBS, params.logprobs is not None),
+        (PROMPT_LOGPROBS, params.prompt_logprobs is not None),
+    )
+    return sum(feature for feature, needed in wanted if needed)
+
+
+class PageDeltas(NamedTuple):
+    """Page-table entries written since the last step, i32[n] each."""
+
+    slots: np.ndarray
+    columns: np.ndarray
+    pages: np.ndarray
+
+    @staticmethod
+    def concatenate(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> PageDeltas:
+        if not parts:
+            empty = np.empty(0, np.int32)
+            return PageDeltas(empty, empty, empty)
+        return PageDeltas(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """Rows of one step, decodes first, n rows.
+
+    Attributes:
+      slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `models.forward_batch.StepLayout`.
+      num_decode: leading rows whose token is the one sampled last.
+      token_ids: for each row after the decodes, its i32 token ids.
+      next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
+      deltas: page-table entries the device does not have yet.
+      admitted: requests that took a slot in this step.
+      expired: requests ended in this step because their deadline had passed.
+      features: union of the features of the rows.
+    """
+
+    slots: np.ndarray
+    num_scheduled: np.ndarray
+    start: np.ndarray
+    sample: np.ndarray
+    epochs: np.ndarray
+    num_decode: int
+    token_ids: list[np.ndarray]
+    next_tokens: list[int]
+    deltas: PageDeltas
+    admitted: list[Request]
+    expired: list[Request]
+    features: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_scheduled.sum())
+
+
+class Emitted(NamedTuple):
+    """A token of a request that wants each one: its row in the batch and the token id."""
+
+    request: Request
+    row: int
+    token_id: int
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What `update` learnt: requests that ended, tokens for those that follow every step, and first tokens."""
+
+    finished: list[Request] = field(default_factory=list)
+    emitted: list[Emitted] = field(default_factory=list)
+    first_tokens: list[Request] = field(default_factory=list)
+    num_new_tokens: int = 0

@@ -1,0 +1,76 @@
+"""The closed set of shapes a step may have. Warm-up walks it; nothing outside it can run."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A compiled shape: T tokens over S sequences. Decode-only steps have one token a sequence, T = S."""
+
+    num_tokens: int
+    num_seqs: int
+
+    @property
+    def decode_only(self) -> bool:
+        return self.num_tokens == self.num_seqs
+
+    def __str__(self) -> str:
+        return f"decode S={self.num_seqs}" if self.decode_only else f"mixed T={self.num_tokens} S={self.num_seqs}"
+
+
+class Buckets:
+    """Decode-only buckets by number of sequences, mixed buckets by number of tokens.
+
+    Args:
+      decode_sizes: sizes for decode-only steps; max_num_seqs is added.
+      mixed_sizes: token counts for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has room
+        for min(T - 1, max_num_seqs) sequences: a step of T tokens in which one row has two cannot have more.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_num_batched_tokens: int, decode_sizes: Iterable[int], mixed_sizes: Iterable[int]
+    ):
+        for name, sizes, limit in (
+            ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
+            ("mixed_sizes", mixed_sizes := list(mixed_sizes), max_num_batched_tokens),
+        ):
+            wrong = [size for size in sizes if not 1 <= size <= limit]
+            if wrong:
+                raise ValueError(f"{name} holds {wrong[0]}; allowed are 1 to {limit}")
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.decode = tuple(Bucket(size, size) for size in sorted({*decode_sizes, max_num_seqs}))
+        tokens = sorted({*(size for size in mixed_sizes if size > 1), max_num_batched_tokens} - {1})
+        self.mixed = tuple(Bucket(size, min(size - 1, max_num_seqs)) for size in tokens)
+        self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
+        self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]
+
+    def __iter__(self):
+        return iter(self.decode + self.mixed)
+
+    def __len__(self) -> int:
+        return len(self.decode) + len(self.mixed)
+
+    def round_up(self, num_tokens: int, num_seqs: int) -> Bucket:
+        """The smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token each."""
+        if not 1 <= num_seqs <= min(num_tokens, self.max_num_seqs) or num_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"a step of {num_tokens} tokens over {num_seqs} sequences; allowed are 1 to {self.max_num_seqs} "
+                f"sequences of at least one token and {self.max_num_batched_tokens} tokens in all"
+            )
+        if num_tokens == num_seqs:
+            return self.decode[bisect.bisect_left(self._decode_sizes, num_seqs)]
+        return self.mixed[bisect.bisect_left(self._mixed_sizes, num_tokens)]
+
+
+def default_sizes(limit: int, *, steps_per_doubling: Sequence[float] = (1.0,), start: int = 1) -> list[int]:
+    """Sizes that grow geometrically from `start` to `limit`, `steps_per_doubling` being the factors inside a doubling."""
+    sizes, size = {limit}, start
+    while size < limit:
+        sizes.update(int(size * factor) for factor in steps_per_doubling if int(size * factor) < limit)
+        size *= 2
+    return sorted(sizes)

@@ -1,0 +1,19 @@
+"""The one error a bad request gets: it names the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked. Raised before any state changes.
+
+    Attributes:
+      param: name of the offending field, as the caller spells it.
+      value: what was given.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, value: Any = None):
+        super().__init__(message)
+        self.param = param
+        self.value = value

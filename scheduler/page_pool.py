@@ -1,0 +1,162 @@
+"""The pages of one KV pool: who refers to them, which hold a known prefix, which may be taken.
+
+A page is in exactly one state: referenced (ref_count > 0), blank (free, content worthless) or cached (free, but its
+content is findable by its digest until the page is taken again). Knows nothing of requests or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class PagePool:
+    """Allocates and frees pages in O(pages touched).
+
+    Free pages are taken blank ones first, then the cached ones least recently freed. The order of the cached ones is a
+    ring of page ids in which a page that was found again leaves a stale entry behind: an entry counts only while
+    `_position[page]` still names it.
+    """
+
+    def __init__(self, num_pages: int, *, enable_caching: bool = True):
+        if num_pages < 1:
+            raise ValueError(f"num_pages is {num_pages}; a pool needs at least 1")
+        self.num_pages = num_pages
+        self.enable_caching = enable_caching
+        self.ref_count = np.zeros(num_pages, np.int32)
+        self._blank = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._num_blank = num_pages
+        self._ring = np.zeros(2 * num_pages + 2, np.int32)
+        self._position = np.full(num_pages, -1, np.int64)
+        self._head = self._tail = 0
+        self._num_cached = 0
+        self._digest_of: list[bytes | None] = [None] * num_pages
+        self._page_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that may be taken now, cached ones included."""
+        return self._num_blank + self._num_cached
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages that are referenced, 0 to 1."""
+        return 1.0 - self.num_free / self.num_pages
+
+    def allocate(self, count: int) -> np.ndarray:
+        """Takes `count` free pages, i32[count], each with one reference. The caller has checked `num_free`."""
+        if count > self.num_free:
+            raise ValueError(f"count is {count}; only {self.num_free} pages are free")
+        blank = min(count, self._num_blank)
+        self._num_blank -= blank
+        pages = self._blank[self._num_blank : self._num_blank + blank][::-1].copy()
+        if blank < count:
+            pages = np.concatenate([pages, self._evict(count - blank)])
+        self.ref_count[pages] = 1
+        return pages
+
+    def acquire(self, pages: np.ndarray) -> None:
+        """Adds one reference to each of `pages`, i32[n] without repeats, as found by `lookup`."""
+        free = pages[self.ref_count[pages] == 0]
+        self._position[free] = -1
+        self._num_cached -= len(free)
+        self.ref_count[pages] += 1
+
+    def num_free_among(self, pages: np.ndarray) -> int:
+        """How many of `pages` are free now, and would leave the free pages if acquired."""
+        return int(np.count_nonzero(self.ref_count[pages] == 0))
+
+    def free(self, pages: np.ndarray) -> None:
+        """Drops one reference from each of `pages`, i32[n] in sequence order, without repeats.
+
+        Later pages of a sequence are reused before earlier ones: a prefix is worth more than its continuation.
+        """
+        if len(pages) and self.ref_count[pages].min() < 1:
+            raise ValueError("a freed page had no reference left")
+        self.ref_count[pages] -= 1
+        released = pages[self.ref_count[pages] == 0][::-1]
+        digests = self._digest_of
+        cached = np.fromiter((digests[page] is not None for page in released.tolist()), np.bool_, len(released))
+        blank = released[~cached]
+        self._blank[self._num_blank : self._num_blank + len(blank)] = blank
+        self._num_blank += len(blank)
+        self._append_cached(released[cached])
+
+    def register(self, page: int, digest: bytes) -> None:
+        """Makes the content of a referenced page findable. The first page to carry a digest keeps it."""
+        if self.enable_caching and digest not in self._page_of and self._digest_of[page] is None:
+            self._page_of[digest] = page
+            self._digest_of[page] = digest
+
+    def lookup(self, digests: Sequence[bytes]) -> np.ndarray:
+        """Pages of the longest known prefix of a digest chain, i32[n]."""
+        pages: list[int] = []
+        for digest in digests:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        return np.array(pages, np.int32)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every digest; cached pages become blank. Referenced pages stay with their owners."""
+        for page in self._page_of.values():
+            self._digest_of[page] = None
+        self._page_of.clear()
+        cached = np.flatnonzero(self._position >= 0).astype(np.int32)
+        self._position[cached] = -1
+        self._blank[self._num_blank : self._num_blank + len(cached)] = cached
+        self._num_blank += len(cached)
+        self._num_cached = self._head = self._tail = 0
+
+    def check(self) -> None:
+        """Raises AssertionError unless every page is in exactly one state and the counts agree. O(num_pages)."""
+        state = (self.ref_count > 0).astype(np.int32)
+        state[self._blank[: self._num_blank]] += 1
+        cached = np.flatnonzero(self._position >= 0)
+        state[cached] += 1
+        assert (state == 1).all(), f"pages in no state or in two: {np.flatnonzero(state != 1)}"
+        assert len(cached) == self._num_cached, f"{len(cached)} cached pages, {self._num_cached} counted"
+        assert (self._ring[self._position[cached] % len(self._ring)] == cached).all(), "a cached page lost its place"
+        assert all(self._digest_of[page] == digest for digest, page in self._page_of.items()), "digest maps disagree"
+        assert len(self._page_of) == sum(digest is not None for digest in self._digest_of), "a digest leads nowhere"
+        assert all(self._digest_of[page] is not None for page in cached), "a cached page without digest"
+
+    def _append_cached(self, pages: np.ndarray) -> None:
+        if self._tail + len(pages) - self._head > len(self._ring):
+            self._compact()
+        positions = np.arange(self._tail, self._tail + len(pages))
+        self._ring[positions % len(self._ring)] = pages
+        self._position[pages] = positions
+        self._tail += len(pages)
+        self._num_cached += len(pages)
+
+    def _compact(self) -> None:
+        """Drops the stale entries; at most num_pages valid ones remain, half of the ring."""
+        live = np.argsort(self._position, kind="stable")
+        live = live[self._position[live] >= 0].astype(np.int32)
+        self._ring[: len(live)] = live
+        self._position[live] = np.arange(len(live))
+        self._head, self._tail = 0, len(live)
+
+    def _evict(self, count: int) -> np.ndarray:
+        """Takes the `count` cached pages least recently freed and forgets their digests."""
+        taken: list[int] = []
+        ring, position, size = self._ring, self._position, len(self._ring)
+        while len(taken) < count:
+            window = np.arange(self._head, min(self._tail, self._head + 2 * (count - len(taken)) + 8))
+            pages = ring[window % size]
+            valid = np.flatnonzero(position[pages] == window)[: count - len(taken)]
+            taken += pages[valid].tolist()
+            full = len(taken) == count
+            self._head = int(window[valid[-1]]) + 1 if full else int(window[-1]) + 1
+        for page in taken:
+            digest = self._digest_of[page]
+            assert digest is not None
+            del self._page_of[digest]
+            self._digest_of[page] = None
+        pages = np.array(taken, np.int32)
+        position[pages] = -1
+        self._num_cached -= count
+        return pages

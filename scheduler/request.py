@@ -1,0 +1,101 @@
+"""A request as the scheduler sees it: token ids in, token ids out, and how it ended."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence to continue. Field names follow vLLM.
+
+    Attributes:
+      request_id: unique among the requests alive in an engine.
+      prompt_token_ids: i32[num_prompt_tokens].
+      params: how to sample.
+      max_tokens: new tokens at most, already capped by max_model_len.
+      stop_token_ids: ids that end the request, `eos_token_ids` among them.
+      eos_token_ids: the model's end-of-sequence ids, empty when the request ignores them.
+      seed: 64-bit seed of the request's random stream.
+      priority: smaller runs first under the priority policy.
+      arrival_time: seconds, as the engine's clock.
+      deadline: the same clock; the request is aborted once it has passed.
+      cache_salt: requests share cached pages only within one salt.
+      per_step: report every token when it is known, not only the end.
+      wait_for_token: never run ahead of the last sampled token: the host must see it before the next step.
+      page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
+      num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
+    """
+
+    request_id: str
+    prompt_token_ids: np.ndarray
+    params: SamplingParams
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    priority: int = 0
+    arrival_time: float = 0.0
+    deadline: float = float("inf")
+    cache_salt: str | None = None
+    per_step: bool = False
+    wait_for_token: bool = False
+
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int = -1
+    arrival_index: int = -1
+    output_token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    page_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int = -1
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    def known_token_ids(self) -> np.ndarray:
+        """Prompt and the output known so far, i32[n]. Only right while the request holds no slot."""
+        if not len(self.output_token_ids):
+            return self.prompt_token_ids
+        return np.concatenate([self.prompt_token_ids, self.output_token_ids])
+
+    def extend_page_hashes(self, token_ids: np.ndarray, page_size: int) -> list[bytes]:
+        """Continues the digest chain over every full page of `token_ids` and returns it.
+
+        A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes;
+        the first parent carries the cache salt.
+        """
+        hashes = self.page_hashes
+        first, last = len(hashes), len(token_ids) // page_size
+        if first >= last:
+            return hashes
+        raw = np.ascontiguousarray(token_ids[first * page_size : last * page_size], np.int32).tobytes()
+        parent = hashes[-1] if hashes else hashlib.sha256((self.cache_salt or "").encode()).digest()
+        width = page_size * 4
+        for start in range(0, len(raw), width):
+            parent = hashlib.sha256(parent + raw[start : start + width]).digest()
+            hashes.append(parent)
+        return hashes

@@ -1,0 +1,131 @@
+"""The running requests as columns: one row per slot, so that a step's work on all of them is a few array operations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler.request import Request
+
+
+
+class Slots:
+    """Columns over slots 0 .. max_num_seqs - 1. A slot's row means something only while `active`.
+
+    `num_tokens` counts tokens whose position is decided, `num_known` those whose id the host has seen; they differ by
+    the tokens of the step in flight. Positions below `num_fed` were known when the request took the slot and are sent
+    from the host; from there on each step feeds the token sampled before it. `epoch` changes with every owner, so
+    results of an earlier owner can be told apart.
+
+    Attributes:
+      page_table: i32[max_num_seqs, max_pages], -1 past `num_pages`.
+    """
+
+    def __init__(self, max_num_seqs: int, max_pages: int):
+        def column(dtype=np.int32, fill=0):
+            return np.full(max_num_seqs, fill, dtype)
+
+        self.max_num_seqs = max_num_seqs
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self.active = column(np.bool_, False)
+        self.epoch = column(np.int64)
+        self.priority = column(np.int64)
+        self.arrival_index = column(np.int64)
+        self.deadline = column(np.float64, np.inf)
+        self.num_prompt = column()
+        self.num_computed = column()
+        self.num_tokens = column()
+        self.num_known = column()
+        self.num_fed = column()
+        self.limit = column()
+        self.min_stop = column()
+        self.num_pages = column()
+        self.num_hashed = column()
+        self.per_step = column(np.bool_, False)
+        self.wait_for_token = column(np.bool_, False)
+        self.features = column(np.uint8)
+        self.page_table = np.full((max_num_seqs, max_pages), -1, np.int32)
+        self.stop_ids = np.full((max_num_seqs, 4), -1, np.int32)
+        self.known: list[np.ndarray | None] = [None] * max_num_seqs
+        self._output = np.zeros((max_num_seqs, 64), np.int32)
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_active(self) -> int:
+        return self.max_num_seqs - len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, request: Request, known: np.ndarray, num_computed: int, limit: int, features: int) -> int:
+        """Gives `request` a slot. `known` are the tokens to feed, of which `num_computed` have their KV already."""
+        slot = self._free.pop()
+        num_output = len(known) - request.num_prompt_tokens
+        self._reserve(limit - request.num_prompt_tokens, len(request.stop_token_ids))
+        self.requests[slot] = request
+        self.known[slot] = known
+        self.active[slot] = True
+        self.epoch[slot] += 1
+        self.priority[slot] = request.priority
+        self.arrival_index[slot] = request.arrival_index
+        self.deadline[slot] = request.deadline
+        self.num_prompt[slot] = request.num_prompt_tokens
+        self.num_computed[slot] = num_computed
+        self.num_tokens[slot] = self.num_known[slot] = self.num_fed[slot] = len(known)
+        self.limit[slot] = limit
+        self.min_stop[slot] = request.num_prompt_tokens + max(1, request.params.min_tokens)
+        self.num_pages[slot] = self.num_hashed[slot] = 0
+        self.per_step[slot] = request.per_step
+        self.wait_for_token[slot] = request.wait_for_token
+        self.features[slot] = features
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
+        self._output[slot, :num_output] = known[request.num_prompt_tokens :]
+        request.slot = slot
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Frees the slot; its request keeps what was generated."""
+        request = self.requests[slot]
+        assert request is not None
+        request.output_token_ids = self.output(slot).copy()
+        request.slot = -1
+        self.requests[slot] = self.known[slot] = None
+        self.page_table[slot, : self.num_pages[slot]] = -1
+        self.active[slot] = False
+        self.epoch[slot] += 1
+        self._free.append(slot)
+
+    def output(self, slot: int) -> np.ndarray:
+        """Known output tokens of a slot, i32[n], a view."""
+        return self._output[slot, : self.num_known[slot] - self.num_prompt[slot]]
+
+    def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """Records one sampled token for each of `slots` (no slot twice)."""
+        self._output[slots, self.num_known[slots] - self.num_prompt[slots]] = token_ids
+        self.num_known[slots] += 1
+
+    def add_pages(self, slot: int, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Appends pages to a slot's row; returns (slots, columns) of the entries written."""
+        first = int(self.num_pages[slot])
+        columns = np.arange(first, first + len(pages), dtype=np.int32)
+        self.page_table[slot, columns] = pages
+        self.num_pages[slot] += len(pages)
+        return np.full(len(pages), slot, np.int32), columns
+
+    def last_in_line(self) -> int:
+        """The active slot to give up first: lowest priority, latest arrival."""
+        slots = np.flatnonzero(self.active)
+        order = np.lexsort((self.arrival_index[slots], self.priority[slots]))
+        return int(slots[order[-1]])
+
+    def _reserve(self, num_output: int, num_stop_ids: int) -> None:
+        rows, columns = self._output.shape
+        if num_output > columns:
+            wider = np.empty((rows, max(num_output, 2 * columns)), np.int32)
+            wider[:, :columns] = self._output
+            self._output = wider
+        if num_stop_ids > self.stop_ids.shape[1]:
+            more = np.full((rows, num_stop_ids), -1, np.int32)
+            more[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = more

@@ -1,0 +1,47 @@
+"""The line of requests that hold no slot."""
+
+from __future__ import annotations
+
+import heapq
+
+from scheduler.request import Request
+
+POLICIES = ("fcfs", "priority")
+
+
+class WaitingQueue:
+    """Ordered by arrival, or by priority and then arrival. A preempted request returns to its old place, the front.
+
+    A request removed from the middle leaves its heap entry behind, which is dropped when it reaches the top.
+    """
+
+    def __init__(self, policy: str = "fcfs"):
+        self._by_priority = policy == "priority"
+        self._heap: list[tuple[int, int, int, Request]] = []
+        self._entries: dict[Request, int] = {}
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, request: Request) -> None:
+        self._num_pushed += 1
+        self._entries[request] = self._num_pushed
+        priority = request.priority if self._by_priority else 0
+        heapq.heappush(self._heap, (priority, request.arrival_index, self._num_pushed, request))
+
+    def first(self) -> Request | None:
+        """The next request in line, left in place; None when nobody waits."""
+        while self._heap:
+            _, _, number, request = self._heap[0]
+            if self._entries.get(request) == number:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out, wherever it stands."""
+        del self._entries[request]
+        if len(self._heap) > 64 + 2 * len(self._entries):
+            self._heap = [entry for entry in self._heap if self._entries.get(entry[3]) == entry[2]]
+            heapq.heapify(self._heap)

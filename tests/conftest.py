@@ -1,0 +1,73 @@
+"""Options and fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+TINY_CHECKPOINT = Path(__file__).parent / "fixtures" / "models" / "llama"
+
+# Few shapes, small pool: engines of the tests compile in seconds, once, and load in milliseconds after that.
+TINY_OPTIONS = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 96,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "block_size": 4,
+    "num_gpu_blocks_override": 200,
+    "compilation_config": {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32]},
+    "disable_log_stats": True,
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--pool-operations",
+        type=int,
+        default=50_000,
+        help="operations of the page pool's random walk (nightly: 1000000)",
+    )
+    parser.addoption(
+        "--executables", default=None, help="where compiled steps are kept between test runs (default: .cache)"
+    )
+
+
+@pytest.fixture(scope="session")
+def executables_dir(pytestconfig) -> str:
+    """Compiled steps, shared by all engines of all runs; a changed source makes new ones."""
+    return pytestconfig.getoption("--executables") or str(pytestconfig.rootpath / ".cache" / "executables")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    """The recorded tiny llama with a longer context: rope has no trained limit."""
+    folder = tmp_path_factory.mktemp("tiny") / "llama"
+    shutil.copytree(TINY_CHECKPOINT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_options(tiny_model, executables_dir) -> dict:
+    return {**TINY_OPTIONS, "model": tiny_model, "compile_cache_dir": executables_dir}
+
+
+@pytest.fixture(scope="session")
+def make_llm(tiny_options):
+    """Engines of the tiny model by options, made once each."""
+    from jaxengine import LLM
+
+    made = {}
+
+    def make(**changes):
+        key = repr(sorted(changes.items()))
+        if key not in made:
+            made[key] = LLM(**{**tiny_options, **changes})
+        return made[key]
+
+    return make

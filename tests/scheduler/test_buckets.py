@@ -1,0 +1,59 @@
+"""Every step the scheduler may emit has a bucket, and the bucket holds it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.buckets import Bucket, Buckets, default_sizes
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(0, 200),
+    st.lists(st.integers(1, 64), max_size=5),
+    st.lists(st.integers(1, 264), max_size=5),
+    st.data(),
+)
+def test_round_up_is_total(max_num_seqs, more, decode, mixed, data):
+    max_tokens = max_num_seqs + more
+    buckets = Buckets(
+        max_num_seqs,
+        max_tokens,
+        [size for size in decode if size <= max_num_seqs],
+        [size for size in mixed if size <= max_tokens],
+    )
+    num_tokens = data.draw(st.integers(1, max_tokens))
+    num_seqs = data.draw(st.integers(1, min(num_tokens, max_num_seqs)))
+    bucket = buckets.round_up(num_tokens, num_seqs)
+    assert bucket in set(buckets)
+    assert bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
+    assert bucket.decode_only == (num_tokens == num_seqs)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_seqs"), [(0, 0), (5, 6), (33, 1), (20, 9), (3, 0)])
+def test_impossible_steps_are_refused(num_tokens, num_seqs):
+    with pytest.raises(ValueError, match="allowed are"):
+        Buckets(8, 32, [], []).round_up(num_tokens, num_seqs)
+
+
+def test_largest_shapes_are_always_there():
+    assert list(Buckets(8, 32, [1, 2], [16])) == [
+        Bucket(1, 1),
+        Bucket(2, 2),
+        Bucket(8, 8),
+        Bucket(16, 8),
+        Bucket(32, 8),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [([9], []), ([], [33]), ([0], [])])
+def test_sizes_out_of_range_are_refused(sizes):
+    with pytest.raises(ValueError, match="allowed are 1 to"):
+        Buckets(8, 32, *sizes)
+
+
+def test_default_sizes():
+    assert default_sizes(32) == [1, 2, 4, 8, 16, 32]
+    assert default_sizes(100, steps_per_doubling=(1.0, 1.5), start=16) == [16, 24, 32, 48, 64, 96, 100]
