@@ -152,9 +152,7 @@ class AsyncLLM:
             stream.put(self._dead)
             return
         try:
-            prepared = self.core.prepare(
-                prompt, params, request_id=request_id, priority=priority, timeout=timeout
-            )
+            prepared = self.core.prepare(prompt, params, request_id=request_id, priority=priority, timeout=timeout)
             self.core.add(prepared)
         except RequestError as error:
             stream.put(error)

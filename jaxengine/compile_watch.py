@@ -44,7 +44,7 @@ def _listen() -> None:
             _registered = True
 
 
-def _count(event: str, duration: float, **_: object) -> None:
+def _count(event: str, duration_secs: float, **_: str | int | float) -> None:
     watch = getattr(_active, "watch", None)
     if watch is not None and event == _EVENT:
         watch.count += 1

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from models.config import ModelConfig
-from scheduler.buckets import Buckets, default_sizes
-from scheduler.scheduler import SchedulerConfig
+from scheduler.buckets import Buckets
+from scheduler.config import SchedulerConfig
 from scheduler.waiting import POLICIES
+
+if TYPE_CHECKING:
+    from models.config import ModelConfig
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -85,7 +87,11 @@ class CompilationConfig:
 
 @dataclass(frozen=True)
 class Platform:
-    """What a kind of device suggests where the user says nothing."""
+    """What a kind of device suggests where the user says nothing.
+
+    Attributes:
+      decode_sizes, prefill_sizes: steps to compile, by sequences and by tokens; those beyond the limits are left out.
+    """
 
     name: str
     dtype: str
@@ -93,14 +99,17 @@ class Platform:
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_utilization: float
-    prefill_steps_per_doubling: tuple[float, ...]
+    decode_sizes: tuple[int, ...]
+    prefill_sizes: tuple[int, ...]
 
+
+_DOUBLING = tuple(2**exponent for exponent in range(18))
 
 PLATFORMS = {
-    # A CPU shares its memory with everything else, and padding costs it in proportion: small share, fine grid.
-    "cpu": Platform("cpu", "float32", 16, 32, 512, 0.25, (1.0, 1.5)),
-    "gpu": Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, (1.0,)),
-    "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, (1.0,)),
+    # A CPU shares its memory with everything else and compiles slowly; two sequences cost it as much as four.
+    "cpu": Platform("cpu", "float32", 16, 32, 512, 0.25, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
+    "gpu": Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, _DOUBLING, _DOUBLING[4:]),
+    "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, _DOUBLING, _DOUBLING[4:]),
 }
 
 
@@ -226,7 +235,7 @@ class EngineConfig:
                 raise ConfigError(name, value, f"no such option{f'; did you mean {near[0]}?' if near else ''}")
         return cls(**chosen)
 
-    def resolved(self, model: ModelConfig, platform: Platform) -> EngineConfig:
+    def resolved(self, model: ModelConfig, platform: Platform) -> ResolvedConfig:
         """This config with nothing left open.
 
         Raises:
@@ -250,8 +259,8 @@ class EngineConfig:
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("long_prefill_token_threshold", self.long_prefill_token_threshold, "0, without chunks")
         dtype = platform.dtype if self.dtype == "auto" else self.dtype
-        return dataclasses.replace(
-            self,
+        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        chosen.update(
             dtype=dtype,
             kv_cache_dtype=dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
             max_model_len=max_model_len,
@@ -261,38 +270,7 @@ class EngineConfig:
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
         )
-
-    def buckets(self, platform: Platform) -> Buckets:
-        """The shapes a resolved config compiles."""
-        assert self.max_num_seqs is not None and self.max_num_batched_tokens is not None
-        chosen = self.compilation_config
-        decode = chosen.cudagraph_capture_sizes
-        if decode is None:
-            decode = default_sizes(self.max_num_seqs)
-        prefill = chosen.prefill_sizes
-        if prefill is None:
-            start = min(16, self.max_num_batched_tokens)
-            steps = platform.prefill_steps_per_doubling
-            prefill = default_sizes(self.max_num_batched_tokens, steps_per_doubling=steps, start=start)
-        try:
-            return Buckets(self.max_num_seqs, self.max_num_batched_tokens, decode, prefill)
-        except ValueError as error:
-            raise ConfigError("compilation_config", chosen, str(error)) from None
-
-    def scheduler_config(self, num_pages: int) -> SchedulerConfig:
-        """What a resolved config says to the scheduler."""
-        assert self.max_num_seqs and self.max_num_batched_tokens and self.max_model_len and self.block_size
-        return SchedulerConfig(
-            num_pages=num_pages,
-            page_size=self.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            enable_chunked_prefill=self.enable_chunked_prefill,
-            enable_prefix_caching=self.enable_prefix_caching,
-            long_prefill_token_threshold=self.long_prefill_token_threshold,
-            policy=self.scheduling_policy,
-        )
+        return ResolvedConfig(**chosen)
 
     def _check_type(self, name: str, annotation: str) -> None:
         value = getattr(self, name)
@@ -307,3 +285,41 @@ class EngineConfig:
         }.get(kind, True)
         if not right:
             raise ConfigError(name, value, f"a value of type {kind}")
+
+
+@dataclass(frozen=True)
+class ResolvedConfig(EngineConfig):
+    """A config in which model and platform have filled in what the user left open."""
+
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    block_size: int = 0
+    gpu_memory_utilization: float = 0.0
+
+    def buckets(self, platform: Platform) -> Buckets:
+        """The shapes to compile."""
+        chosen = self.compilation_config
+        decode, prefill = chosen.cudagraph_capture_sizes, chosen.prefill_sizes
+        if decode is None:
+            decode = [size for size in platform.decode_sizes if size < self.max_num_seqs]
+        if prefill is None:
+            prefill = [size for size in platform.prefill_sizes if size < self.max_num_batched_tokens]
+        try:
+            return Buckets(self.max_num_seqs, self.max_num_batched_tokens, decode, prefill)
+        except ValueError as error:
+            raise ConfigError("compilation_config", chosen, str(error)) from None
+
+    def scheduler_config(self, num_pages: int) -> SchedulerConfig:
+        """What the scheduler must know."""
+        return SchedulerConfig(
+            num_pages=num_pages,
+            page_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            enable_prefix_caching=self.enable_prefix_caching,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            policy=self.scheduling_policy,
+        )

@@ -6,10 +6,11 @@ Checks a request whole before anything changes, so that a bad one disturbs nobod
 from __future__ import annotations
 
 import hashlib
-import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ from models.registry import build_model
 from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request
 from scheduler.sampling_params import SamplingParams, verify_bad_word_tokens
-
-logger = logging.getLogger(__name__)
+from sharding.mesh import make_mesh
+from sharding.rules import named_sharding
 
 Prompt = str | Mapping[str, Any]
 
@@ -60,15 +61,16 @@ class EngineCore:
         self.tokenizer = source.load_tokenizer(self.config)
         model = build_model(source.config, dtype=self.config.dtype)
         with _ProgressBar("Loading weights", "B", show) as bar:
+            placing: Any = {"sharding_for": partial(named_sharding, make_mesh()), "progress": bar.update}
             if source.weights is None:
-                params = dummy_params(model, seed=self.config.seed, progress=bar.update)
+                params = dummy_params(model, seed=self.config.seed, **placing)
             else:
-                params = load_params(model, source.weights, dtype=self.config.dtype, progress=bar.update)
+                params = load_params(model, source.weights, dtype=self.config.dtype, **placing)
                 source.weights.close()
         with _ProgressBar("Compiling steps", "step", show) as bar:
             self.runner = ModelRunner(model, params, self.config, platform, progress=bar.update)
         if show:
-            logger.info("memory:\n%s", self.runner.plan.table())
+            print(self.runner.plan.table(), file=sys.stderr)
         self.engine = Engine(self.runner)
         self.metrics = Metrics(self.engine, log_stats=show)
         self._processor = OutputProcessor(self.tokenizer)
@@ -108,7 +110,6 @@ class EngineCore:
                 f"priority is {priority}; it needs scheduling_policy='priority'", param="priority", value=priority
             )
         text, token_ids, salt = self._read_prompt(prompt)
-        assert self.config.max_model_len is not None
         longest = self.config.max_model_len
         if not 1 <= len(token_ids) < longest:
             raise RequestError(
@@ -248,7 +249,6 @@ class EngineCore:
     def _make_request(
         self, request_id: str, token_ids: list[int], params: SamplingParams, *, fallback_seed: int, **fields: Any
     ) -> Request:
-        assert self.config.max_model_len is not None
         room = self.config.max_model_len - len(token_ids)
         eos = () if params.ignore_eos else self._eos_token_ids()
         return Request(

@@ -79,7 +79,10 @@ class StepStats:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A dispatched step and where in its tokens the scored prompts lie: (request, first token, first position, count)."""
+    """A dispatched step.
+
+    scored_prompts: (request, first token in the step, its position, number of tokens) of prompts to be scored.
+    """
 
     batch: ScheduledBatch
     pending: PendingStep

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.experimental import serialize_executable
 
 from jaxengine.config import ConfigError
@@ -99,7 +99,7 @@ class ExecutableCache:
     def _path(self, name: str, arguments: Sequence[Any], donate: tuple[int, ...], description: str) -> Path | None:
         if self._directory is None:
             return None
-        shapes = [(str(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(arguments)]
+        shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in jax.tree.leaves(arguments)]
         key = repr((_environment(), name, donate, shapes, str(jax.tree.structure(arguments)), description))
         return self._directory / f"{hashlib.sha256(key.encode()).hexdigest()}.xla"
 
@@ -132,7 +132,7 @@ def _environment() -> tuple[str, ...]:
     return (
         sources.hexdigest(),
         jax.__version__,
-        jaxlib.__version__,
+        jaxlib.version.__version__,
         device.platform,
         device.device_kind,
         str(device.client.platform_version),

@@ -52,8 +52,7 @@ class LLM:
             prompts = [prompts]
         if not isinstance(prompts, Sequence) or (prompts and type(prompts[0]) is int):
             raise RequestError(
-                "prompts must be a string, a dict or a list of them; token ids go into "
-                "{'prompt_token_ids': [...]}",
+                "prompts must be a string, a dict or a list of them; token ids go into {'prompt_token_ids': [...]}",
                 param="prompts",
                 value=prompts,
             )
@@ -93,7 +92,7 @@ class LLM:
         """Answers one conversation or a list of them, through the model's chat template."""
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
         prompts = []
         for conversation in conversations:
@@ -129,9 +128,7 @@ class LLM:
         self.core.engine.scheduler.reset_prefix_cache()
         return True
 
-    def _params_for(
-        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
+    def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
@@ -143,9 +140,7 @@ class LLM:
                 value=params,
             )
         final = RequestOutputKind.FINAL_ONLY
-        return [
-            each.clone_with(output_kind=final) if isinstance(each, SamplingParams) else each for each in params
-        ]
+        return [each.clone_with(output_kind=final) if isinstance(each, SamplingParams) else each for each in params]
 
     def _run(self, request_ids: list[str], use_tqdm: bool | ProgressFactory) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import jax
-
-from jaxengine.config import ConfigError, EngineConfig
+from jaxengine.config import ConfigError, ResolvedConfig
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -58,7 +57,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def device_memory(device: jax.Device) -> int:
+def device_memory(device: Any) -> int:
     """Bytes of memory of a device; of the host, or its control group, for a CPU."""
     if device.platform != "cpu":
         return device.memory_stats()["bytes_limit"]
@@ -73,13 +72,12 @@ def device_memory(device: jax.Device) -> int:
     return total
 
 
-def plan_memory(config: EngineConfig, *, total: int, weights: int, workspace: int, page_bytes: int) -> MemoryPlan:
-    """Sizes the KV pool for a resolved config.
+def plan_memory(config: ResolvedConfig, *, total: int, weights: int, workspace: int, page_bytes: int) -> MemoryPlan:
+    """Sizes the KV pool.
 
     Raises:
       ConfigError: not even one request of max_model_len fits; says what to change.
     """
-    assert config.block_size and config.max_model_len and config.max_num_seqs and config.gpu_memory_utilization
     pages_per_seq = -(-config.max_model_len // config.block_size)
     # More pages than all slots can fill would never be used but as cache: twice is plenty.
     useful = 2 * pages_per_seq * config.max_num_seqs
@@ -91,10 +89,9 @@ def plan_memory(config: EngineConfig, *, total: int, weights: int, workspace: in
     else:
         num_pages = min((budget - weights - workspace) // page_bytes, useful)
     if num_pages < pages_per_seq:
-        option = "max_model_len"
         fits = max(0, num_pages) * config.block_size
         raise ConfigError(
-            option,
+            "max_model_len",
             config.max_model_len,
             f"at most {fits} with the {max(0, num_pages)} KV pages that fit; lower max_model_len, or raise "
             f"gpu_memory_utilization ({config.gpu_memory_utilization}) or kv_cache_memory_bytes",

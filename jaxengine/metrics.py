@@ -1,4 +1,4 @@
-"""What the engine counts, under vLLM's names, as `LLM.get_metrics()` returns it and as its periodic log line says it."""
+"""What the engine counts, under vLLM's names: for `LLM.get_metrics()` and for the periodic log line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from jaxengine.engine import Engine
 from jaxengine.outputs import RequestMetrics, RequestOutput
+from scheduler.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Metrics:
         self._engine = engine
         self._log_stats = log_stats
         self._prompt_tokens = 0
-        self._finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self._finished = {reason.value: 0 for reason in FinishReason}
         self._time_to_first_token = Histogram("vllm:time_to_first_token_seconds")
         self._time_per_output_token = Histogram("vllm:request_time_per_output_token_seconds")
         self._e2e_latency = Histogram("vllm:e2e_request_latency_seconds")
@@ -160,6 +161,4 @@ class Metrics:
             return
         self._e2e_latency.observe(metrics.finished_time - metrics.arrival_time)
         if metrics.first_token_time is not None and num_output > 1:
-            self._time_per_output_token.observe(
-                (metrics.finished_time - metrics.first_token_time) / (num_output - 1)
-            )
+            self._time_per_output_token.observe((metrics.finished_time - metrics.first_token_time) / (num_output - 1))

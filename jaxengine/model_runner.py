@@ -6,6 +6,7 @@ compile while serving. Knows rows and messages; of requests only the sampling pa
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ from flax import nnx
 
 from jaxengine import sampler
 from jaxengine.compile_watch import CompileWatch
-from jaxengine.config import EngineConfig, Platform
+from jaxengine.config import Platform, ResolvedConfig
 from jaxengine.executables import ExecutableCache
 from jaxengine.logprobs import TokenLogprobs
 from jaxengine.memory import MemoryPlan, device_memory, plan_memory
 from jaxengine.step import SlotState, StepOutput, StepSpec, init_state, make_step, write_page_deltas
+from models.causal_lm import CausalLM
 from models.kv_cache import abstract_kv, make_kv, page_bytes_all_layers
-from models.llama import LlamaForCausalLM
 from scheduler.buckets import Bucket
 from scheduler.packing import Packer, StepInput, delta_chunks
 
@@ -66,15 +67,14 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: CausalLM,
         params: nnx.State,
-        config: EngineConfig,
+        config: ResolvedConfig,
         platform: Platform,
         *,
         progress: Progress | None = None,
     ):
         """model is abstract, params its weights, config resolved; progress(done, total, what) is called per program."""
-        assert config.max_num_seqs and config.max_model_len and config.block_size
         self.config = config
         self.packer = Packer(config.buckets(platform), config.block_size)
         self.executables = ExecutableCache(config.compile_cache_dir)
@@ -85,11 +85,9 @@ class ModelRunner:
         self._params, self._params_tree = jax.tree.flatten(params)
         self._spec = StepSpec(config.block_size, config.max_logprobs, config.logprobs_mode)
         # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
-        block = max(1, 128 // config.block_size)
-        self._num_columns = -(-(-(-config.max_model_len // config.block_size)) // block) * block
-        self._state_shapes = jax.eval_shape(
-            lambda: init_state(config.max_num_seqs, self._num_columns, self.vocab_size)
-        )
+        block = max(128, config.block_size)
+        self._num_columns = math.ceil(config.max_model_len / block) * block // config.block_size
+        self._state_shapes = jax.eval_shape(lambda: init_state(config.max_num_seqs, self._num_columns, self.vocab_size))
         self._description = repr((model.config, config.dtype, config.kv_cache_dtype, self._spec))
         self.plan = self._plan_memory()
         self._kv_shapes = abstract_kv(model, self.plan.num_pages, config.block_size, config.kv_cache_dtype)
@@ -139,19 +137,8 @@ class ModelRunner:
         counts[prompt] |= 1
         self._state = self._set_counts_row(self._state, np.int32(slot), counts)
 
-    def timeline(self, bucket: Bucket) -> dict[str, int]:
-        """Bytes a compiled step works on: arguments, results, temporaries."""
-        analysis = self._steps[bucket].memory_analysis()
-        return {
-            "arguments": analysis.argument_size_in_bytes,
-            "outputs": analysis.output_size_in_bytes,
-            "temporaries": analysis.temp_size_in_bytes,
-            "aliased": analysis.alias_size_in_bytes,
-        }
-
     def _plan_memory(self) -> MemoryPlan:
         config = self.config
-        assert config.block_size
         weights = sum(array.nbytes for array in self._params)
         state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._state_shapes))
         return plan_memory(
@@ -165,13 +152,13 @@ class ModelRunner:
     def _measure_workspace(self) -> int:
         """Temporary bytes of the largest step. They hardly depend on the pool, so a small one stands in for it."""
         config, bucket = self.config, max(self.buckets)
-        assert config.block_size
         kv = abstract_kv(self._model, self._num_columns, config.block_size, config.kv_cache_dtype)
         arguments = self._step_arguments(bucket, kv)
 
         def measure() -> int:
             step = make_step(self._graph, self._params_tree, self.packer.layouts[bucket], self._spec)
             analysis = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile().memory_analysis()
+            assert analysis is not None, "this platform does not tell what a program needs"
             outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             return analysis.temp_size_in_bytes + max(0, outputs) + analysis.generated_code_size_in_bytes
 
@@ -179,13 +166,12 @@ class ModelRunner:
 
     def _step_arguments(self, bucket: Bucket, kv: Any) -> tuple[Any, ...]:
         message = jax.ShapeDtypeStruct((self.packer.layouts[bucket].size,), np.int32)
-        params = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self._params]
+        params = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in self._params]
         return params, kv, self._state_shapes, message
 
     def _compile_step(self, bucket: Bucket) -> jax.stages.Compiled:
         step = make_step(self._graph, self._params_tree, self.packer.layouts[bucket], self._spec)
-        fields = sampler.SampleOutput(*[0] * len(sampler.SampleOutput._fields))
-        output = StepOutput(fields, TokenLogprobs(*[0] * len(TokenLogprobs._fields)))
+        output: Any = StepOutput(_like(sampler.SampleOutput), _like(TokenLogprobs))
         return self.executables.get(
             str(bucket),
             step,
@@ -200,7 +186,7 @@ class ModelRunner:
         int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
         rows, vocab = _PARAM_ROWS, self.vocab_size
 
-        def shape(*dims: int, dtype=int32):
+        def shape(*dims: int, dtype: np.dtype = int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(dims, dtype)
 
         self._write_deltas = self._state_program("page deltas", write_page_deltas, shape(3, _OVERFLOW_DELTAS))
@@ -228,6 +214,11 @@ class ModelRunner:
     def _state_program(self, name: str, function: Callable, *arguments: Any) -> jax.stages.Compiled:
         arguments = (self._state_shapes, *arguments)
         return self.executables.get(name, function, arguments, self._state_shapes, donate=(0,))
+
+
+def _like(fields: Any) -> Any:
+    """A value of a NamedTuple class, for its structure only."""
+    return fields(*range(len(fields._fields)))
 
 
 def _on_sampling(function: Callable) -> Callable:

@@ -48,7 +48,8 @@ class ModelSource:
             return Tokenizer.from_hf_folder(config.tokenizer)
         if self.path.is_dir():
             return Tokenizer.from_hf_folder(self.path)
-        return Tokenizer.from_gguf(GGUFFile(self.path).metadata)
+        with GGUFFile(self.path) as file:
+            return Tokenizer.from_gguf(file.metadata, path=str(self.path))
 
 
 def open_model(config: EngineConfig) -> ModelSource:

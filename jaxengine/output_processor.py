@@ -116,7 +116,7 @@ class OutputProcessor:
         prompt_ids = requests[0].prompt_token_ids.tolist()
         group = _Group(request_id, prompt, prompt_ids, params, RequestMetrics(arrival_time), num_running=len(requests))
         if params.prompt_logprobs is not None:
-            group.prompt_logprobs = [None] * len(prompt_ids)
+            group.prompt_logprobs = [None for _ in prompt_ids]
         for index, request in enumerate(requests):
             sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids))
             group.sequences.append(sequence)
@@ -129,9 +129,7 @@ class OutputProcessor:
         sequences = group.sequences if group is not None else []
         return [sequence.request for sequence in sequences if sequence.request in self._sequences]
 
-    def process(
-        self, step: EngineOutput, now: float, stop: Callable[[Request, str], None]
-    ) -> list[RequestOutput]:
+    def process(self, step: EngineOutput, now: float, stop: Callable[[Request, str], None]) -> list[RequestOutput]:
         """Takes in what a step brought; `stop` is called for requests that met a stop string.
 
         Returns what callers asked to see: each new piece, or whole requests that ended.

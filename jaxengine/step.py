@@ -16,8 +16,8 @@ from jax import lax
 
 from jaxengine import sampler
 from jaxengine.logprobs import TokenLogprobs, prompt_logprobs
-from models.forward_batch import HEADER, ForwardBatch, StepLayout
 from models.attention import RaggedBatch
+from models.forward_batch import HEADER, ForwardBatch, StepLayout
 
 
 class SlotState(NamedTuple):
@@ -81,12 +81,9 @@ def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
 
 def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: int):
     """Expands a message: (state with the new page-table entries and counts, ForwardBatch, Rows, header dict)."""
-    header = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
-    deltas = jnp.stack([layout.view(buffer, f"delta_{name}") for name in ("slot", "column", "page")])
-    state = write_page_deltas(state, deltas)
-    slot, count, start, sample, next_token = (
-        layout.view(buffer, name) for name in ("slot", "num_scheduled", "start", "sample", "next_token")
-    )
+    header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
+    state = write_page_deltas(state, layout.view(buffer, "deltas"))
+    slot, count, start, sample, next_token = layout.view(buffer, "rows")
     num_slots = state.last_token.shape[0]
     index = jnp.minimum(slot, num_slots - 1)
     start = jnp.where(start >= 0, start, state.num_computed[index])

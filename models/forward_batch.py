@@ -7,6 +7,7 @@ shapes of both and nothing of jax, so that the scheduler can import it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,11 +52,11 @@ DELTA_COLUMNS = ("slot", "column", "page")
 class StepLayout:
     """Where each field of a step's message lies in its flat int32 buffer.
 
-    Fields, in order: the header scalars; one i32[S] per row column; token_ids i32[T]; one i32[num_deltas] per column
-    of the page-table deltas. In a row, `start` >= 0 sets the slot's number of computed tokens and -1 goes on from the
-    one kept on the device; `sample` is 1 when the row ends at its last known token; `next_token` is the prompt token
-    after the chunk, -1 where there is none. A token id of -1 stands for the slot's last sampled token. Padding rows
-    carry slot = max_num_seqs, which no slot has.
+    Fields, in order: `header` [len(HEADER)], `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and `deltas`
+    [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new. In a row, `start` >= 0 sets the slot's number
+    of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at its last known
+    token; `next_token` is the prompt token after the chunk, -1 where there is none. A token id of -1 stands for the
+    slot's last sampled token. Padding rows and entries carry slot = max_num_seqs, which no slot has.
 
     Attributes:
       num_tokens: T.
@@ -68,22 +69,26 @@ class StepLayout:
     num_deltas: int
 
     @cached_property
-    def _offsets(self) -> dict[str, slice]:
-        offsets, end = {}, 0
-        sizes = [("header", len(HEADER))]
-        sizes += [(name, self.num_seqs) for name in ROW_COLUMNS]
-        sizes += [("token_ids", self.num_tokens)]
-        sizes += [(f"delta_{name}", self.num_deltas) for name in DELTA_COLUMNS]
-        for name, size in sizes:
-            offsets[name] = slice(end, end + size)
+    def _fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        shapes = {
+            "header": (len(HEADER),),
+            "rows": (len(ROW_COLUMNS), self.num_seqs),
+            "token_ids": (self.num_tokens,),
+            "deltas": (len(DELTA_COLUMNS), self.num_deltas),
+        }
+        fields, end = {}, 0
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            fields[name] = slice(end, end + size), shape
             end += size
-        return offsets
+        return fields
 
     @property
     def size(self) -> int:
         """Number of int32 in the message."""
-        return self._offsets["delta_page"].stop
+        return self._fields["deltas"][0].stop
 
     def view(self, buffer: Any, name: str) -> Any:
-        """The field `name` of a message, a view for numpy and a static slice under jit."""
-        return buffer[self._offsets[name]]
+        """The field `name` of a message, in its shape: a view for numpy, a static slice under jit."""
+        where, shape = self._fields[name]
+        return buffer[where].reshape(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -49,7 +49,7 @@ class Buckets:
         self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
         self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Bucket]:
         return iter(self.decode + self.mixed)
 
     def __len__(self) -> int:
@@ -65,12 +65,3 @@ class Buckets:
         if num_tokens == num_seqs:
             return self.decode[bisect.bisect_left(self._decode_sizes, num_seqs)]
         return self.mixed[bisect.bisect_left(self._mixed_sizes, num_tokens)]
-
-
-def default_sizes(limit: int, *, steps_per_doubling: Sequence[float] = (1.0,), start: int = 1) -> list[int]:
-    """Sizes that grow geometrically from `start` to `limit`, `steps_per_doubling` being the factors inside a doubling."""
-    sizes, size = {limit}, start
-    while size < limit:
-        sizes.update(int(size * factor) for factor in steps_per_doubling if int(size * factor) < limit)
-        size *= 2
-    return sorted(sizes)

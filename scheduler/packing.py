@@ -53,31 +53,32 @@ class Packer:
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
+        """How each bucket's message is laid out."""
         return {bucket: self._layout(bucket) for bucket in self.buckets}
 
     def pack(self, batch: ScheduledBatch) -> StepInput:
         """The message for a batch of at least one row."""
-        num_rows, num_tokens = batch.num_rows, batch.num_tokens
-        bucket = self.buckets.round_up(num_tokens, num_rows)
+        num_rows, first = batch.num_rows, batch.num_decode
+        bucket = self.buckets.round_up(batch.num_tokens, num_rows)
         layout = self.layouts[bucket]
-        buffer = np.zeros(layout.size, np.int32)
+        buffer = self._empty[bucket].copy()
         header = layout.view(buffer, "header")
-        header[:2] = num_rows, batch.num_decode
-        header[2:] = [bool(batch.features & flag) for flag in _FLAGS]
-        slot = layout.view(buffer, "slot")
+        features = batch.features
+        header[:] = num_rows, first, *[features & flag for flag in _FLAGS]
+        slot, num_scheduled, start, sample, next_token = layout.view(buffer, "rows")
         slot[:num_rows] = batch.slots
-        slot[num_rows:] = self.buckets.max_num_seqs
-        layout.view(buffer, "num_scheduled")[:num_rows] = batch.num_scheduled
-        layout.view(buffer, "start")[:num_rows] = batch.start
-        layout.view(buffer, "sample")[:num_rows] = batch.sample
-        next_token = layout.view(buffer, "next_token")
-        next_token[: batch.num_decode] = -1
-        next_token[batch.num_decode : num_rows] = batch.next_tokens
-        token_ids = layout.view(buffer, "token_ids")
-        token_ids[: batch.num_decode] = -1
-        if batch.token_ids:
-            token_ids[batch.num_decode : num_tokens] = np.concatenate(batch.token_ids)
-        return StepInput(bucket, buffer, self._write_deltas(layout, buffer, batch.deltas))
+        num_scheduled[:num_rows] = batch.num_scheduled
+        sample[:num_rows] = batch.sample
+        if first < num_rows:
+            start[:num_rows] = batch.start
+            next_token[first:num_rows] = batch.next_tokens
+            layout.view(buffer, "token_ids")[first : batch.num_tokens] = np.concatenate(batch.token_ids)
+        deltas = batch.deltas
+        if len(deltas.slots):
+            count = min(len(deltas.slots), layout.num_deltas)
+            layout.view(buffer, "deltas")[:, :count] = [column[:count] for column in deltas]
+            deltas = PageDeltas(*(column[count:] for column in deltas))
+        return StepInput(bucket, buffer, deltas)
 
     def _layout(self, bucket: Bucket) -> StepLayout:
         """Room for the pages a step can newly fill; only a prefix-cache hit can bring more."""
@@ -86,29 +87,26 @@ class Packer:
             num_deltas += bucket.num_tokens // self.page_size
         return StepLayout(bucket.num_tokens, bucket.num_seqs, num_deltas)
 
-    def _write_deltas(self, layout: StepLayout, buffer: np.ndarray, deltas: PageDeltas) -> PageDeltas:
-        count = min(len(deltas.slots), layout.num_deltas)
-        write_deltas(
-            PageDeltas(*(layout.view(buffer, f"delta_{name}") for name in ("slot", "column", "page"))),
-            PageDeltas(*(column[:count] for column in deltas)),
-            self.buckets.max_num_seqs,
-        )
-        return PageDeltas(*(column[count:] for column in deltas))
-
-
-def write_deltas(target: PageDeltas, deltas: PageDeltas, padding_slot: int) -> None:
-    """Fills the three columns of `target`; entries left over name a slot that does not exist."""
-    count = len(deltas.slots)
-    for column, values in zip(target, deltas, strict=True):
-        column[:count] = values
-    target.slots[count:] = padding_slot
+    @cached_property
+    def _empty(self) -> dict[Bucket, np.ndarray]:
+        """Messages of padding alone, in which every token is the one sampled last."""
+        messages = {}
+        for bucket, layout in self.layouts.items():
+            buffer = np.full(layout.size, -1, np.int32)
+            layout.view(buffer, "header")[:] = 0
+            slot, num_scheduled, _, sample, _ = layout.view(buffer, "rows")
+            slot[:] = self.buckets.max_num_seqs
+            num_scheduled[:] = sample[:] = 0
+            layout.view(buffer, "deltas")[:] = [[self.buckets.max_num_seqs], [0], [0]]
+            messages[bucket] = buffer
+        return messages
 
 
 def delta_chunks(deltas: PageDeltas, size: int, padding_slot: int) -> Iterator[np.ndarray]:
-    """Splits deltas into messages i32[3, size]."""
+    """Splits deltas into messages i32[3, size]; entries left over name `padding_slot`."""
     for first in range(0, len(deltas.slots), size):
         chunk = np.zeros((3, size), np.int32)
-        write_deltas(
-            PageDeltas(*chunk), PageDeltas(*(column[first : first + size] for column in deltas)), padding_slot
-        )
+        chunk[0] = padding_slot
+        columns = [column[first : first + size] for column in deltas]
+        chunk[:, : len(columns[0])] = columns
         yield chunk

@@ -10,51 +10,24 @@ from __future__ import annotations
 
 import heapq
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler.batch import Emitted, PageDeltas, ScheduledBatch, StepResult, features_of
+from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestError
 from scheduler.page_pool import PagePool
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.slots import Slots
-from scheduler.waiting import POLICIES, WaitingQueue
+from scheduler.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of the scheduler; names as in vLLM. Validated by the engine's configuration.
-
-    Attributes:
-      num_pages: pages of the pool.
-      page_size: tokens a page holds.
-      long_prefill_token_threshold: tokens a prefill chunk may have at most, 0 for no limit but the batch's.
-      policy: "fcfs", or "priority" (smaller runs first, then arrival).
-    """
-
-    num_pages: int
-    page_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    long_prefill_token_threshold: int = 0
-    policy: str = "fcfs"
-
-    @property
-    def max_pages_per_seq(self) -> int:
-        return -(-self.max_model_len // self.page_size)
 
 
 class Scheduler:
     """Decides what each step computes. `schedule` -> the device -> `update`, in that order for every step."""
 
     def __init__(self, config: SchedulerConfig):
-        if config.policy not in POLICIES:
-            raise ValueError(f"policy is {config.policy!r}; allowed are {', '.join(POLICIES)}")
         self.config = config
         self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
         self.slots = Slots(config.max_num_seqs, config.max_pages_per_seq)
@@ -178,17 +151,17 @@ class Scheduler:
         known = slots_.num_known[slots]
         stopped = (slots_.stop_ids[slots] == tokens[:, None]).any(axis=1) & (known >= slots_.min_stop[slots])
         ended = stopped | (known >= slots_.limit[slots]) | (tokens < 0)
-        for index in np.flatnonzero(known - slots_.num_prompt[slots] == 1).tolist():
-            result.first_tokens.append(slots_.requests[slots[index]])
-        for index in np.flatnonzero(slots_.per_step[slots]).tolist():
-            request = slots_.requests[slots[index]]
+        first = known == slots_.num_prompt[slots] + 1
+        for index in np.flatnonzero(ended | first | slots_.per_step[slots]).tolist():
+            request, token = slots_.requests[slots[index]], int(tokens[index])
             assert request is not None
-            result.emitted.append(Emitted(request, int(rows[index]), int(tokens[index])))
-        for index in np.flatnonzero(ended).tolist():
-            request = slots_.requests[slots[index]]
-            assert request is not None
-            self._end(request, int(tokens[index]), bool(stopped[index]))
-            result.finished.append(request)
+            if first[index]:
+                result.first_tokens.append(request)
+            if request.per_step:
+                result.emitted.append(Emitted(request, int(rows[index]), token))
+            if ended[index]:
+                self._end(request, token, bool(stopped[index]))
+                result.finished.append(request)
         return result
 
     def reset_prefix_cache(self) -> None:
@@ -208,7 +181,8 @@ class Scheduler:
         """Slots that feed their last token, i32[n]; each has a page for it."""
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
-        ready &= ~s.wait_for_token | (s.num_known == s.num_tokens)
+        if s.wait_for_token.any():
+            ready &= ~s.wait_for_token | (s.num_known == s.num_tokens)
         slots = np.flatnonzero(ready)
         needy = slots[s.num_computed[slots] == s.num_pages[slots] * self.config.page_size]
         while len(needy) > self.pool.num_free:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from scheduler.request import Request
-
 
 
 class Slots:
@@ -21,7 +21,7 @@ class Slots:
     """
 
     def __init__(self, max_num_seqs: int, max_pages: int):
-        def column(dtype=np.int32, fill=0):
+        def column(dtype: DTypeLike = np.int32, fill: float = 0) -> np.ndarray:
             return np.full(max_num_seqs, fill, dtype)
 
         self.max_num_seqs = max_num_seqs

@@ -23,6 +23,8 @@ TINY_OPTIONS = {
     "disable_log_stats": True,
 }
 
+REPORT = pytest.StashKey[list[str]]()
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -34,6 +36,20 @@ def pytest_addoption(parser):
     parser.addoption(
         "--executables", default=None, help="where compiled steps are kept between test runs (default: .cache)"
     )
+
+
+@pytest.fixture
+def report(pytestconfig):
+    """report(line): a figure the run shows at its end."""
+    return pytestconfig.stash.setdefault(REPORT, []).append
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    lines = config.stash.get(REPORT, [])
+    if lines:
+        terminalreporter.section("figures")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
@@ -71,3 +87,20 @@ def make_llm(tiny_options):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smollm(executables_dir):
+    """The default model with its real weights, float32."""
+    from jaxengine import LLM
+
+    return LLM(
+        dtype="float32",
+        max_model_len=1536,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=1 << 30,
+        compilation_config={"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32, 128]},
+        compile_cache_dir=executables_dir,
+        disable_log_stats=True,
+    )

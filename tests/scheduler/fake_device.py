@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-from models.forward_batch import HEADER
+from models.forward_batch import HEADER, ROW_COLUMNS
 from scheduler.packing import Packer, StepInput
 
 VOCAB_SIZE = 50
@@ -48,16 +48,13 @@ class FakeDevice:
         """Token ids by row, -99 in rows that do not sample."""
         layout = self.packer.layouts[step.bucket]
         self.shapes.add(step.bucket)
-        view = {
-            name: layout.view(step.buffer, name)
-            for name in ("header", "slot", "num_scheduled", "start", "sample", "next_token", "token_ids")
-        }
+        view = {name: layout.view(step.buffer, name) for name in ("header", "token_ids", "deltas")}
+        view |= dict(zip(ROW_COLUMNS, layout.view(step.buffer, "rows"), strict=True))
         header = dict(zip(HEADER, view["header"].tolist(), strict=True))
         assert header["num_seqs"] == num_rows
         for slot, column, page in zip(*step.overflow, strict=True):
             self.page_table[slot, column] = page
-        deltas = [layout.view(step.buffer, f"delta_{name}") for name in ("slot", "column", "page")]
-        for slot, column, page in zip(*deltas, strict=True):
+        for slot, column, page in view["deltas"].T:
             if slot < len(self.page_table):
                 self.page_table[slot, column] = page
         rows, first = [], 0

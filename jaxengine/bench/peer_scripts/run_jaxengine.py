@@ -1,0 +1,41 @@
+"""Our own engine, behind the same protocol as its peers. Variants: float32, bfloat16.
+
+Each workload starts with an empty prefix cache; `share_prefix` false switches the cache off for good.
+"""
+
+from __future__ import annotations
+
+from peer import Measured, Workload, serve
+
+
+def load(job):
+    import jaxengine
+    from jaxengine.bench import engine_run, workloads
+
+    engines = {}
+
+    def engine(prefix_caching: bool) -> jaxengine.LLM:
+        if prefix_caching not in engines:
+            engines.clear()
+            engines[prefix_caching] = jaxengine.LLM(
+                model=job["gguf"],
+                dtype=job["variant"],
+                enable_prefix_caching=prefix_caching,
+                max_model_len=2048,
+                skip_tokenizer_init=True,
+            )
+        return engines[prefix_caching]
+
+    def run(workload: Workload) -> Measured:
+        prompts = tuple(map(tuple, workload["prompts"]))
+        wanted = workloads.Workload("", prompts, (workload["max_tokens"],) * len(prompts))
+        done = engine_run.run_workload(engine(workload["share_prefix"]), wanted)
+        first = done.first_token_seconds
+        mean = sum(first) / len(first) if first else None
+        return {"seconds": done.seconds, "output_tokens": done.output_tokens, "first_token_seconds": mean}
+
+    engine(True)
+    return jaxengine.__version__, run
+
+
+serve(load)

@@ -1,0 +1,112 @@
+"""llama.cpp through the PyPI wheel xllamacpp: an in-process server, one slot a request.
+
+Variants: q4_1 is the file as it is; float32 and bfloat16 are written from its dequantised weights by the package gguf.
+The wheel is built without AVX-512; that is what `pip install` gives, and what a user gets.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import gguf
+import xllamacpp
+from peer import Measured, Workload, serve
+
+KINDS = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}
+
+
+def convert(source: str, target: Path, variant: str) -> None:
+    """Writes `source` with every matrix dequantised to `variant`; norms stay float32, as in llama.cpp's own files."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(str(target), reader.get_field(gguf.Keys.General.ARCHITECTURE).contents())
+    written_otherwise = (gguf.Keys.General.ARCHITECTURE, gguf.Keys.General.FILE_TYPE)
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in written_otherwise:
+            continue
+        kind = field.types[0]
+        element = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=element)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if len(tensor.shape) > 1:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, KINDS[variant]), raw_dtype=KINDS[variant])
+        else:
+            writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def load(job):
+    path = Path(job["gguf"])
+    if job["variant"] != "q4_1":
+        path = Path(job["folder"]) / f"{path.stem}.{job['variant']}.gguf"
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            convert(job["gguf"], partial, job["variant"])
+            os.replace(partial, path)
+    servers = {}
+
+    def server(num_requests: int, context: int) -> xllamacpp.Server:
+        """A server has a fixed number of slots, each with its share of the context: one server a workload's shape."""
+        key = (num_requests, context)
+        if key not in servers:
+            servers.clear()
+            params = xllamacpp.CommonParams()
+            params.model.path = str(path)
+            params.n_parallel = num_requests
+            params.n_ctx = num_requests * context
+            params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job["threads"]
+            params.verbosity = 0
+            servers[key] = xllamacpp.Server(params)
+        return servers[key]
+
+    def run(workload: Workload) -> Measured:
+        prompts, max_tokens = workload["prompts"], workload["max_tokens"]
+        if workload["prefix"] and workload["share_prefix"]:
+            return {"skipped": "slots that run at once do not share a prefix"}
+        llama = server(len(prompts), -(-(max(map(len, prompts)) + max_tokens + 1) // 64) * 64)
+        first, tokens = [], []
+
+        def complete(prompt: list[int]) -> None:
+            started = False
+
+            def on_chunk(chunk) -> None:
+                nonlocal started
+                if not started:
+                    started = True
+                    first.append(time.perf_counter() - start)
+                if "usage" in chunk:
+                    tokens.append(chunk["usage"]["completion_tokens"])
+                if "error" in chunk:
+                    raise RuntimeError(chunk["error"])
+
+            llama.handle_completions(
+                {
+                    "prompt": prompt,
+                    "max_tokens": max_tokens,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "cache_prompt": False,
+                    "stream": True,
+                },
+                on_chunk,
+            )
+
+        start = time.perf_counter()
+        threads = [threading.Thread(target=complete, args=(prompt,)) for prompt in prompts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "output_tokens": sum(tokens), "first_token_seconds": sum(first) / len(first)}
+
+    return xllamacpp.__version__, run
+
+
+serve(load)

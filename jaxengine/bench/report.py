@@ -1,0 +1,73 @@
+"""How a benchmark tells its result: a table for people, JSON for programs, and on what machine it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Columns named by the first row's keys, numbers right-aligned."""
+    if not rows:
+        return ""
+    names = list(rows[0])
+    cells = [[_cell(row.get(name)) for name in names] for row in rows]
+    widths = [max(len(name), *(len(line[at]) for line in cells)) for at, name in enumerate(names)]
+    numeric = [all(not isinstance(row.get(name), str) for row in rows) for name in names]
+
+    def line(texts: Sequence[str]) -> str:
+        shown = zip(texts, widths, numeric, strict=True)
+        return "  ".join(text.rjust(width) if right else text.ljust(width) for text, width, right in shown).rstrip()
+
+    return "\n".join([line(names), "  ".join("-" * width for width in widths), *(line(texts) for texts in cells)])
+
+
+def record(values: dict[str, Any]) -> str:
+    """One value a line, names aligned."""
+    width = max(map(len, values), default=0)
+    return "\n".join(f"{name.ljust(width)}  {_cell(value)}" for name, value in values.items())
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of `values` that at least `share` (0 to 1) of them do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]
+
+
+def machine() -> dict[str, Any]:
+    """Processor, interpreter and versions, for the JSON."""
+    from importlib.metadata import version
+    from os import cpu_count
+
+    from jaxengine import __version__
+
+    model = ""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else ""
+    return {
+        "cpu": model or platform.processor() or platform.machine(),
+        "cores": cpu_count(),
+        "python": platform.python_version(),
+        "jaxengine": __version__,
+        **{name: version(name) for name in ("jax", "jaxlib", "numpy")},
+    }
+
+
+def write_json(path: str | None, result: dict[str, Any]) -> None:
+    """Writes `result` and the machine to `path`; nothing when there is none."""
+    if path:
+        Path(path).write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")

@@ -1,0 +1,107 @@
+"""`jaxengine bench throughput`: output tokens a second of a recorded workload, random requests or a ragged trace.
+
+With `--trace` also what the two ideas of paged attention bring: how many token slots of the pages held are empty, and
+how much faster the engine is than itself forced to static batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.bench.workloads import NAMES
+from jaxengine.cli_options import add_options, given_options, positive_int
+from jaxengine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from jaxengine.bench.engine_run import Run
+    from jaxengine.bench.workloads import Workload
+    from jaxengine.llm import LLM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--workload", choices=NAMES, help="a recorded workload of the default model")
+    what.add_argument("--trace", action="store_true", help="log-normal lengths; also KV waste and static batches")
+    parser.add_argument("--num-prompts", type=positive_int, default=128, help="of random requests and of the trace")
+    parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of random requests")
+    parser.add_argument("--output-len", type=positive_int, default=64, help="new tokens of random requests")
+    parser.add_argument("--num-runs", type=positive_int, default=2, help="the fastest counts; each starts uncached")
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    add_options(parser, "engine options", EngineConfig)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from jaxengine import LLM
+    from jaxengine.bench.report import record, table, write_json
+
+    llm = LLM(**given_options(args, EngineConfig))
+    workload = _workload(args, llm)
+    result = measure(llm, workload, args.num_runs)
+    if args.trace:
+        result |= measure_static(llm, workload, result["output_tokens_per_second"])
+    print(record({name: value for name, value in result.items() if not isinstance(value, dict)}))
+    print("\nms a step, by part\n" + table([result["timeline_ms_per_step"]]))
+    write_json(args.json, result)
+    return 0
+
+
+def _workload(args: argparse.Namespace, llm: LLM) -> Workload:
+    from jaxengine.bench.workloads import fixed_lengths, ragged_trace, recorded
+
+    runner = llm.core.runner
+    if args.workload:
+        return recorded(args.workload)
+    if args.trace:
+        assert runner.config.max_model_len is not None
+        return ragged_trace(args.num_prompts, runner.vocab_size, min(1024, runner.config.max_model_len))
+    return fixed_lengths(args.num_prompts, args.input_len, args.output_len, runner.vocab_size)
+
+
+def measure(llm: LLM, workload: Workload, num_runs: int) -> dict[str, Any]:
+    """The fastest of `num_runs` runs."""
+    from jaxengine.bench.engine_run import run_workload
+
+    best = min((run_workload(llm, workload) for _ in range(num_runs)), key=lambda done: done.seconds)
+    return {
+        "workload": workload.name,
+        "dtype": llm.core.runner.config.dtype,
+        "requests": len(best.outputs),
+        "seconds": round(best.seconds, 3),
+        "output_tokens_per_second": round(best.output_tokens / best.seconds, 1),
+        "total_tokens_per_second": round((best.output_tokens + best.prompt_tokens) / best.seconds, 1),
+        "first_token_seconds": _mean(best.first_token_seconds),
+        "cached_tokens": best.cached_tokens,
+        "kv_waste_percent": round(best.kv_waste * 100, 2),
+        "padding_percent": round(100 * best.stats["num_padding_tokens"] / max(1, best.stats["num_tokens"]), 1),
+        "same_as_reference": _same(best, workload),
+        "timeline_ms_per_step": best.timeline(),
+    }
+
+
+def measure_static(llm: LLM, workload: Workload, tokens_per_second: float) -> dict[str, Any]:
+    """The same requests in static batches of max_num_seqs, and how many times faster continuous batching is."""
+    from jaxengine.bench.engine_run import run_static
+
+    batch_size = llm.core.runner.config.max_num_seqs
+    assert batch_size is not None
+    seconds, tokens = run_static(llm, workload, batch_size)
+    return {
+        "static_batch_size": batch_size,
+        "static_output_tokens_per_second": round(tokens / seconds, 1),
+        "times_static": round(tokens_per_second * seconds / tokens, 2),
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return round(sum(values) / len(values), 4) if values else None
+
+
+def _same(done: Run, workload: Workload) -> str | None:
+    """How many requests gave the reference's tokens; None where there is no reference."""
+    if not workload.reference:
+        return None
+    pairs = zip(done.outputs, workload.reference, strict=True)
+    same = sum(tuple(output.outputs[0].token_ids) == reference for output, reference in pairs)
+    return f"{same} of {len(workload.reference)}"

@@ -1,0 +1,89 @@
+"""What is measured: the recorded workloads W1, W2, W3 and CHAT, random lengths, and a ragged trace.
+
+`workloads.json` holds token ids with the greedy continuations of Hugging Face transformers in float32 for the default
+model; tests compare with the same file. Knows token ids only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+
+NAMES = ("W1", "W2", "W3", "CHAT")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that arrive at once.
+
+    Attributes:
+      prompts: token ids of each prompt.
+      max_tokens: new tokens of each request; the end-of-sequence token does not end one unless it is a stop token.
+      shared_prefix: leading tokens all prompts have in common.
+      stop_token_ids: ids that end a request.
+      reference: greedy continuations, empty where there are none.
+    """
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+    shared_prefix: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    reference: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def max_model_len(self) -> int:
+        """Room that the longest request needs."""
+        return max(len(prompt) + new for prompt, new in zip(self.prompts, self.max_tokens, strict=True))
+
+
+def recorded(name: str) -> Workload:
+    """The workload `name` of workloads.json."""
+    every = json.loads(files("jaxengine.bench").joinpath("workloads.json").read_text())
+    if name not in every:
+        raise ValueError(f"workload is {name!r}; allowed are {', '.join(every)}")
+    found = every[name]
+    prompts = tuple(map(tuple, found["prompts"]))
+    return Workload(
+        name=name,
+        prompts=prompts,
+        max_tokens=(found["max_tokens"],) * len(prompts),
+        shared_prefix=found.get("shared_prefix", 0),
+        stop_token_ids=tuple(found.get("stop_token_ids", ())),
+        reference=tuple(map(tuple, found["reference"])),
+    )
+
+
+def fixed_lengths(num_prompts: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0) -> Workload:
+    """Random token ids, every request of the same lengths."""
+    import numpy as np
+
+    if min(num_prompts, input_len, output_len) < 1:
+        raise ValueError(f"num_prompts {num_prompts}, input_len {input_len}, output_len {output_len}: at least 1 each")
+    ids = np.random.default_rng(seed).integers(0, vocab_size, (num_prompts, input_len))
+    name = f"{num_prompts} x {input_len}+{output_len}"
+    return Workload(name, tuple(map(tuple, ids.tolist())), (output_len,) * num_prompts)
+
+
+def ragged_trace(num_prompts: int, vocab_size: int, max_model_len: int, seed: int = 0) -> Workload:
+    """Log-normal prompt and output lengths, as chat traffic has them: many short ones, a few very long.
+
+    After the ShareGPT trace of the paged-attention paper (Kwon et al., 2023, section 6.1: on average 161 prompt and 338
+    output tokens), with shorter outputs for a CPU: medians of 96 prompt and 64 output tokens and a shape of 1.0 give
+    averages near 150 and 100, and a longest of 32 outputs that is about five times their average.
+    """
+    import numpy as np
+
+    if num_prompts < 1 or max_model_len < 16:
+        raise ValueError(f"num_prompts {num_prompts} must be at least 1 and max_model_len {max_model_len} at least 16")
+    generator = np.random.default_rng(seed)
+    half = max_model_len // 2
+    inputs = np.clip(generator.lognormal(np.log(96), 1.0, num_prompts), 4, half).astype(int)
+    outputs = np.clip(generator.lognormal(np.log(64), 1.0, num_prompts), 2, half).astype(int)
+    prompts = tuple(tuple(generator.integers(0, vocab_size, length).tolist()) for length in inputs)
+    return Workload(f"trace of {num_prompts}", prompts, tuple(outputs.tolist()))

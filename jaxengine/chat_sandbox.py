@@ -1,0 +1,113 @@
+"""Runs chat templates: Jinja programs that come with a model and are not trusted.
+
+The environment offers what Hugging Face templates count on (transformers' chat_template_utils) inside Jinja's
+immutable sandbox, and a template only ever sees plain JSON values. What it prints and the length of its ranges are
+bounded, its time and memory otherwise are not: a template must come from the model or from the owner of the process,
+never from a client. Knows nothing of messages or of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_OUTPUT_CHARS = 1 << 24
+FUNCTIONS = frozenset({"raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner"})
+
+
+class TemplateRefusal(ValueError):
+    """The template called raise_exception: what it was given does not suit it."""
+
+
+@lru_cache(maxsize=16)
+def compile_template(source: str) -> jinja2.Template:
+    """Raises jinja2.TemplateSyntaxError."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _PublicNamespace
+    environment.globals["dict"] = _make_dict
+    return environment.from_string(source)
+
+
+def render(source: str, variables: dict[str, Any]) -> str:
+    """The template's output. `variables` are plain JSON values.
+
+    Raises TemplateRefusal, jinja2.TemplateError (syntax, security, undefined), OverflowError for more than
+    MAX_OUTPUT_CHARS characters, and whatever else the program runs into (TypeError, ZeroDivisionError, ...).
+    """
+    pieces, length = [], 0
+    for piece in compile_template(source).generate(variables):
+        length += len(piece)
+        if length > MAX_OUTPUT_CHARS:
+            raise OverflowError(f"the output has more than {MAX_OUTPUT_CHARS} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} ... {% endgeneration %} marks what an assistant wrote, for training; here it only groups."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _PublicNamespace(Namespace):
+    """A namespace that stores no underscored attribute: those of Python objects lead out of the sandbox."""
+
+    def __init__(*args: Any, **attributes: Any):
+        # Like jinja2's own, so that an attribute may be called "self".
+        self, positional = args[0], args[1:]
+        attributes = dict(*positional, **attributes)
+        for name in attributes:
+            _check_public(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_public(name: Any) -> None:
+    if not isinstance(name, str) or name.startswith("_"):
+        raise SecurityError(f"a namespace attribute must not begin with an underscore, got {name!r}")
+
+
+def _make_dict(*args: Any, **entries: Any) -> dict[Any, Any]:
+    return dict(*args, **entries)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateRefusal(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

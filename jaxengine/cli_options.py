@@ -1,0 +1,105 @@
+"""Command-line options made from a dataclass, so that a new field of EngineConfig is an option without a line here.
+
+Field names become flags (`max_model_len` -> `--max-model-len`), types decide how a value is read, and the help text is
+the field's line in the class's docstring. Knows argparse and dataclasses, nothing of what the options mean: the values
+are checked where they always are, by the dataclass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def add_options(parser: argparse.ArgumentParser, title: str, cls: type, names: Sequence[str] | None = None) -> None:
+    """Adds one flag for each field of the dataclass `cls` (for `names` only, in their order, when given)."""
+    hints, texts = typing.get_type_hints(cls), _field_texts(cls.__doc__ or "")
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    group = parser.add_argument_group(title)
+    for name in names if names is not None else fields:
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=_destination(cls, name),
+            default=argparse.SUPPRESS,
+            help=_help(texts.get(name, ""), fields[name].default),
+            **_reader(hints[name]),
+        )
+
+
+def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The fields of `cls` that were given on the command line, and only those."""
+    values = vars(args)
+    names = [field.name for field in dataclasses.fields(cls)]
+    return {name: values[_destination(cls, name)] for name in names if _destination(cls, name) in values}
+
+
+def positive_int(text: str) -> int:
+    """Reads a count of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _destination(cls: type, name: str) -> str:
+    """Two dataclasses on one parser may share a field name (`seed`) as long as only one of them adds its flag."""
+    return f"{cls.__name__}.{name}"
+
+
+def _field_texts(docstring: str) -> dict[str, str]:
+    """Field -> text of the docstring's `Attributes:` section."""
+    section = docstring.partition("Attributes:\n")[2]
+    entries = re.split(r"^ {6}(\w+): ", section, flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
+
+
+def _help(text: str, default: Any) -> str:
+    shown = default is not None and not dataclasses.is_dataclass(default) and default not in ((), dataclasses.MISSING)
+    # A percent sign is argparse's own placeholder.
+    return (text + (f" (default: {default})" if shown else "")).strip().replace("%", "%%")
+
+
+def _reader(hint: Any) -> dict[str, Any]:
+    """The keyword arguments of add_argument that read a value of type `hint`; None is said by leaving the flag out."""
+    kinds = [kind for kind in _members(hint) if kind is not type(None)]
+    kind = kinds[0] if len(kinds) == 1 else Any
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if kind in (int, float, str):
+        return {"type": kind, "metavar": kind.__name__.upper()}
+    if origin is typing.Literal:
+        return {"type": type(arguments[0]), "choices": arguments}
+    if origin in (Sequence, list, tuple) and arguments[0] is str:
+        return {"action": "append", "metavar": "STR"}
+    if origin in (Sequence, list, tuple) and arguments[0] is int:
+        return {"type": _int_list, "metavar": "INT,INT,..."}
+    if origin in (Mapping, dict) and arguments[0] is int:
+        return {"type": _json(lambda found: {int(key): value for key, value in found.items()}), "metavar": "JSON"}
+    return {"type": _json(lambda found: found), "metavar": "JSON"}
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _int_list(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers, such as 1,2,3") from None
+
+
+def _json(shape: Callable[[Any], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return shape(json.loads(text))
+        except (ValueError, AttributeError, RecursionError):
+            raise argparse.ArgumentTypeError(f"{text!r} is not the JSON expected here") from None
+
+    return read

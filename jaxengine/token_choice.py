@@ -1,0 +1,153 @@
+"""Cutting a distribution over the vocabulary and drawing from it, for every row of logits f32[S, V] at once.
+
+The vocabulary is never sorted. min_p, top_k and top_p each keep every token above some logit, so what a row keeps is
+one number, found by bisection: exact, equal logits are kept or dropped together. A draw is the inverse of the
+cumulative distribution at one uniform number, in vocabulary order. Each row's arithmetic has the same order whatever S
+is. Pure functions of arrays; knows nothing of slots or requests. Per-row arguments are [S, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.fixed_order import BLOCK, block_sums, row_sums
+
+# Passes of a threshold search that halve the interval of values before it halves the interval of bit patterns.
+VALUE_PASSES = 12
+
+
+def first_true(mask: jax.Array) -> jax.Array:
+    """bool[S, C] -> i32[S], the first True of each row, C when there is none. XLA CPU's argmax is 4x slower."""
+    size = mask.shape[1]
+    return jnp.min(jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size), axis=1)
+
+
+def lowest_kept(
+    logits: jax.Array, best: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """The logit from which a row's tokens are kept, f32[S, 1]: min_p, then top_k, then top_p over what those leave.
+
+    best: the row's maximum. temperature > 0. min_p keeps tokens at least min_p times as likely as the best; top_k
+    (0 = off) those no less likely than the k-th; top_p those with less than top_p of the mass strictly above them
+    (Holtzman et al. 2020), so always the best.
+    """
+    weights = jnp.exp((logits - best) / temperature)
+
+    def num_from(threshold: jax.Array) -> jax.Array:
+        return jnp.sum((logits >= threshold).astype(jnp.float32), axis=1, keepdims=True)
+
+    def mass_from(threshold: jax.Array) -> jax.Array:
+        return row_sums(jnp.where(logits >= threshold, weights, 0))
+
+    lowest = jnp.min(jnp.where(logits > -jnp.inf, logits, best), axis=1, keepdims=True)
+    above = _ordered(best) + 1
+    num_kept = jnp.where(top_k > 0, top_k, logits.shape[1]).astype(jnp.float32)
+    kept = _highest(num_from, num_from, num_kept, lowest, above)
+    kept = jnp.maximum(kept, best + temperature * jnp.log(min_p))
+    return _highest(mass_from, num_from, top_p * mass_from(kept), kept, above)
+
+
+def uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
+    """One number in [0, 1) per row, f32[S], a multiple of 2**-24, from seeds u32[S, 2] and positions i32[S].
+
+    It is threefry of (seed, position), the word that jax.random.fold_in derives; taken as it is, without a further
+    jax.random draw, it depends on no jax_threefry_* option.
+    """
+
+    def word(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(key, position))[0]
+
+    return (jax.vmap(word)(seeds, positions) >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def draw(
+    logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: jax.Array, uniform: jax.Array
+) -> jax.Array:
+    """One token per row from softmax(logits / temperature) over the logits >= kept_from, at uniform f32[S, 1]. i32[S].
+
+    Never a token of probability 0 or outside the vocabulary, however sums round. Rows with NaN give any number.
+    """
+    vocab_size = logits.shape[1]
+
+    def weigh(x: jax.Array) -> jax.Array:
+        return jnp.where(x >= kept_from, jnp.exp((x - best) / temperature), 0)
+
+    # Two levels, blocks and then the tokens of one: V / 128 + 128 running sums instead of V.
+    sums = block_sums(weigh(logits))
+    running = jnp.cumsum(sums, axis=1)
+    target = uniform * running[:, -1:]
+    block = _first_beyond(sums, running, target)
+    before = jnp.where(block > 0, jnp.take_along_axis(running, jnp.maximum(block - 1, 0), axis=1), 0)
+
+    ids = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    inside = jnp.take_along_axis(logits, jnp.clip(ids, 0, vocab_size - 1), axis=1)
+    weights = jnp.where(ids < vocab_size, weigh(inside), 0)
+    return (block * BLOCK + _first_beyond(weights, jnp.cumsum(weights, axis=1), target - before))[:, 0]
+
+
+def _first_beyond(weights: jax.Array, running: jax.Array, target: jax.Array) -> jax.Array:
+    """First index with a positive weight whose running sum exceeds the target, i32[S, 1].
+
+    Rounding can leave every running sum short of the target; it is the last positive weight then.
+    """
+    positive = weights > 0
+    first = first_true((running > target) & positive)
+    last = weights.shape[1] - 1 - first_true(positive[:, ::-1])
+    return jnp.where(first < weights.shape[1], first, last)[:, None]
+
+
+def _highest(
+    measure: Callable[[jax.Array], jax.Array],
+    num_from: Callable[[jax.Array], jax.Array],
+    target: jax.Array,
+    lower: jax.Array,
+    above: jax.Array,
+) -> jax.Array:
+    """The highest threshold t >= lower with measure(t) >= target, or one that keeps the same tokens; else lower.
+
+    measure and num_from (how many logits are >= t) fall as t rises. above: an integer of `_ordered` beyond every logit.
+    Bisects until at most one token lies between the bounds or the lower one meets the target exactly.
+    """
+
+    def unsettled(low, high, measured, num_low, num_high):
+        return (measured > target) & (num_low - num_high > 1) & (low + 1 < high)
+
+    def halve(carry):
+        step, bounds = carry
+        low, high, measured, num_low, num_high = bounds
+        # Halving the values first saves the passes that halving the bits spends on the exponents around zero; halving
+        # the bits ends within 32 passes whatever the values are.
+        middle_value = _ordered(0.5 * _unordered(low) + 0.5 * _unordered(high))
+        middle_bits = (low & high) + ((low ^ high) >> 1)  # without overflow
+        middle = jnp.clip(jnp.where(step < VALUE_PASSES, middle_value, middle_bits), low + 1, high - 1)
+        reached, num = measure(_unordered(middle)), num_from(_unordered(middle))
+        active = unsettled(*bounds)
+        up, down = active & (reached >= target), active & (reached < target)
+        return step + 1, (
+            jnp.where(up, middle, low),
+            jnp.where(down, middle, high),
+            jnp.where(up, reached, measured),
+            jnp.where(up, num, num_low),
+            jnp.where(down, num, num_high),
+        )
+
+    start = (_ordered(lower), above, measure(lower), num_from(lower), jnp.zeros_like(lower))
+    _, bounds = lax.while_loop(lambda carry: jnp.any(unsettled(*carry[1])), halve, (jnp.int32(0), start))
+    return _unordered(bounds[0])
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """float32 -> int32 with the same order (-0.0 just below 0.0)."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _unordered(key: jax.Array) -> jax.Array:
+    """Inverse of `_ordered`, subnormal numbers as 0: XLA CPU compares them as 0 and numpy does not."""
+    x = lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
+    return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)

@@ -1,0 +1,46 @@
+"""CausalLM: what the engine, the registry and the loaders ask of a model, and all they may ask."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import jax
+
+from models.config import ModelConfig
+from models.config_fields import ConfigFields
+from models.forward_batch import ForwardBatch
+from pallas_kernels.kv_pages import KVPages, KVSpec
+
+
+class CausalLM(Protocol):
+    """A flax.nnx module that turns a ragged batch and a KV pool into hidden states and the updated pool.
+
+    Its weights are made with models.declare.declare. Shape letters: models/layers.py.
+    """
+
+    gguf_architecture: ClassVar[str | None]  # the family's general.architecture; None where another class reads it
+    config: ModelConfig
+
+    def __init__(self, config: ModelConfig, *, dtype: Any): ...
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        """What this family adds to, or changes in, the fields that all families read from a config.json."""
+        ...
+
+    @classmethod
+    def read_gguf(cls, fields: ConfigFields) -> dict[str, Any]:
+        """The same for GGUF metadata."""
+        ...
+
+    def __call__(self, batch: ForwardBatch, kv: KVPages) -> tuple[jax.Array, KVPages]:
+        """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens."""
+        ...
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[R, D] -> f32[R, V]"""
+        ...
+
+    def kv_spec(self, pages_per_layer: int, page_size: int, kv_dtype: Any) -> KVSpec:
+        """The pool this model needs to hold `pages_per_layer` pages of `page_size` tokens for each of its layers."""
+        ...

@@ -1,0 +1,33 @@
+"""WeightSource: what the parameter loader asks of any checkpoint format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+
+class WeightSource(Protocol):
+    """Named tensors that are read one at a time.
+
+    Names and orientation are those of Hugging Face checkpoints: linear weights are [out, in], whatever the file's own
+    convention. Every method raises ModelFileError for a file that cannot be trusted. `path` is for error messages.
+    """
+
+    @property
+    def path(self) -> str: ...
+
+    def names(self) -> Iterable[str]:
+        """All tensors of the checkpoint."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Known without reading the tensor."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in a floating dtype. The caller owns the array and lets go of it before the next read."""
+        ...
+
+    def close(self) -> None: ...

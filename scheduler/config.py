@@ -1,0 +1,37 @@
+"""The scheduler's limits, as the engine's configuration hands them over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.waiting import POLICIES
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Names as in vLLM; the sizes are checked by the engine's configuration.
+
+    Attributes:
+      num_pages: pages of the pool.
+      page_size: tokens a page holds.
+      long_prefill_token_threshold: tokens a prefill chunk may have at most, 0 for no limit but the batch's.
+      policy: "fcfs", or "priority" (smaller runs first, then arrival).
+    """
+
+    num_pages: int
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    policy: str = "fcfs"
+
+    def __post_init__(self):
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy is {self.policy!r}; allowed are {', '.join(POLICIES)}")
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        return -(-self.max_model_len // self.page_size)

@@ -1,0 +1,99 @@
+"""What the model tests share: recorded checkpoints, and a paged run of a model over ragged steps."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.config import ModelConfig, read_config_json
+from models.forward_batch import ForwardBatch
+from models.loading.params import load_params
+from models.loading.safetensors import SafetensorsCheckpoint
+from models.registry import build_model
+from pallas_kernels.kv_pages import alloc
+from pallas_kernels.paged_attention import RaggedBatch
+
+CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "models"
+WEIGHTS_OF = {"llama_yarn": "llama"}
+PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 24, 16
+
+
+@cache
+def _load(name: str) -> SimpleNamespace:
+    config = ModelConfig.from_hf(read_config_json(CHECKPOINTS / name))
+    model = build_model(config, dtype=jnp.float32)
+    source = SafetensorsCheckpoint(CHECKPOINTS / WEIGHTS_OF.get(name, name))
+    nnx.update(model, load_params(model, source, dtype=jnp.float32))
+    source.close()
+    with np.load(CHECKPOINTS / name / "golden.npz", allow_pickle=False) as golden:
+        prompts = [golden[f"token_ids_{i}"] for i in range(2)]
+        logits = [golden[f"logits_{i}"] for i in range(2)]
+    return SimpleNamespace(config=config, model=model, prompts=prompts, logits=logits)
+
+
+class PagedRun:
+    """Feeds sequences to a model step by step, keeping their KV in pages; steps are padded to T tokens, S rows."""
+
+    def __init__(self, model):
+        self.graph, state = nnx.split(model)
+        self.state = state
+        self.kv = alloc(model.kv_spec(PAGES_PER_LAYER, PAGE_SIZE, "float32"))
+        self.free = list(np.random.default_rng(0).permutation(PAGES_PER_LAYER))
+        self.pages: dict[str, list[int]] = {}
+        self.length: dict[str, int] = {}
+
+    def step(self, work: dict[str, np.ndarray], *, num_tokens: int, num_seqs: int = 2) -> dict[str, np.ndarray]:
+        """Run the new tokens of each sequence; returns their logits f32[n, V] by sequence."""
+        tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
+        slots, cu = np.full(num_tokens, -1, np.int32), np.zeros(num_seqs + 1, np.int32)
+        table, lens = np.full((num_seqs, TABLE_WIDTH), -1, np.int32), np.zeros(num_seqs, np.int32)
+        end = 0
+        for row, (name, new) in enumerate(work.items()):
+            pages, start = self.pages.setdefault(name, []), self.length.get(name, 0)
+            self.length[name] = lens[row] = start + len(new)
+            while len(pages) * PAGE_SIZE < lens[row]:
+                pages.append(self.free.pop())
+            table[row, : len(pages)] = pages
+            where = np.arange(start, lens[row])
+            span = slice(end, end + len(new))
+            tokens[span], positions[span] = new, where
+            slots[span] = table[row, where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
+            end = cu[row + 1] = end + len(new)
+        cu[len(work) + 1 :] = end
+        decodes = len(work) if all(len(new) == 1 for new in work.values()) else 0
+        ragged = RaggedBatch(cu, lens, table, slots, np.int32(len(work)), np.int32(decodes))
+        batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, ragged))
+        logits, self.kv = _forward(self.graph, self.state, batch, self.kv)
+        return {name: np.asarray(logits[cu[row] : cu[row + 1]]) for row, name in enumerate(work)}
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _forward(graph, state, batch, kv):
+    model = nnx.merge(graph, state)
+    hidden, kv = model(batch, kv)
+    return model.logits(hidden), kv
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> Path:
+    """Folder of the recorded checkpoints."""
+    return CHECKPOINTS
+
+
+@pytest.fixture(scope="session")
+def recorded():
+    """name -> namespace of config, model (loaded, float32), prompts and golden logits."""
+    return _load
+
+
+@pytest.fixture(scope="session")
+def paged_run():
+    """The PagedRun class."""
+    return PagedRun

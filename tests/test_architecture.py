@@ -1,0 +1,227 @@
+"""The house rules, read from the source with `ast`: who may import whom, and what must not appear anywhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("jaxengine", "pallas_kernels", "sharding", "scheduler", "models")
+MAX_LINES = 400
+
+# package -> prefixes of our own modules it may import, itself aside.
+ARROWS = {
+    "jaxengine": ("scheduler", "models", "sharding"),
+    "scheduler": ("models.forward_batch",),
+    "models": ("pallas_kernels", "sharding"),
+    "pallas_kernels": (),
+    "sharding": (),
+}
+# package -> the only packages from outside the standard library it may import; None: whatever pyproject.toml declares.
+OUTSIDE = {
+    "jaxengine": None,
+    "scheduler": {"numpy"},
+    "models": None,
+    "pallas_kernels": {"jax", "numpy", "ml_dtypes"},
+    "sharding": {"jax", "numpy"},
+}
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+# File -> why it may read or set the process environment. Options of the engine are fields of EngineConfig.
+ENVIRONMENT_ALLOWED: dict[str, str] = {
+    "jaxengine/executables.py": "the flags XLA and libtpu read themselves are part of the key of a saved executable",
+}
+# These run in the peers' interpreters, with the peers' packages, and import nothing of ours.
+PEER_SCRIPTS = ROOT / "jaxengine" / "bench" / "peer_scripts"
+
+
+@cache
+def sources() -> dict[str, tuple[Path, ast.Module]]:
+    """Dotted module name -> (file, syntax tree) of everything in the five packages but the peers' scripts."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if PEER_SCRIPTS not in path.parents:
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+                found[name] = (path, ast.parse(path.read_text(), str(path)))
+    return found
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(tree: ast.AST, *, at_import_time: bool) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of each import. `at_import_time`: only what importing the module runs, so neither function
+    bodies nor `if TYPE_CHECKING` blocks. `from a import b` yields a.b: the caller shortens it where b is no module."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import; write the full name"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif at_import_time and (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_type_checking(node)):
+            continue
+        else:
+            yield from imports(node, at_import_time=at_import_time)
+
+
+def allowed(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def import_names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=~! ]", line, maxsplit=1)[0].lower().replace("-", "_") for line in requirements}
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_the_packages_are_here():
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
+    assert sorted(hatch["build"]["targets"]["wheel"]["packages"]) == sorted(PACKAGES)
+    assert {name.partition(".")[0] for name in sources()} == set(PACKAGES)
+
+
+def test_imports_follow_the_arrows():
+    wrong = []
+    for module, (path, tree) in sources().items():
+        package = module.partition(".")[0]
+        for name, line in imports(tree, at_import_time=False):
+            top = name.partition(".")[0]
+            if top in PACKAGES and top != package and not allowed(name, ARROWS[package]):
+                wrong.append(f"{where(path, line)}: {package} must not import {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_outside_imports_are_declared_and_fit_the_room():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = import_names(project["dependencies"])
+    declared = required.union(*map(import_names, project["optional-dependencies"].values()))
+    wrong, used = [], set()
+    for module, (path, tree) in sources().items():
+        room = OUTSIDE[module.partition(".")[0]]
+        for name, line in imports(tree, at_import_time=False):
+            top = name.partition(".")[0]
+            if top in PACKAGES or top in sys.stdlib_module_names:
+                continue
+            used.add(top)
+            if top not in (declared if room is None else room & declared):
+                wrong.append(f"{where(path, line)}: {top} is not among {sorted(declared if room is None else room)}")
+    assert not wrong, "\n".join(wrong)
+    assert required <= used, f"declared as required and imported nowhere: {sorted(required - used)}"
+
+
+def test_no_circular_imports():
+    modules = sources()
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for module, (_, tree) in modules.items():
+        for name, _ in imports(tree, at_import_time=True):
+            target = name if name in modules else name.rpartition(".")[0]
+            # `import a.b` inside package a runs a/__init__.py first, which every module of a depends on anyway.
+            if target in modules and target != module and not module.startswith(target + "."):
+                graph[module].add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("circular import: " + " -> ".join(error.args[1]))
+
+
+def test_no_file_is_long():
+    folders = (*PACKAGES, "tests", "benchmarks", "scripts")
+    lines = {path: len(path.read_text().splitlines()) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    long = {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MAX_LINES}
+    assert lines and not long, f"longer than {MAX_LINES} lines: {long}"
+
+
+def test_every_module_says_what_it_owns():
+    silent = [path for path, tree in sources().values() if tree.body and not ast.get_docstring(tree)]
+    assert not silent, f"no module docstring: {[str(path.relative_to(ROOT)) for path in silent]}"
+
+
+@pytest.mark.parametrize("package", ["scheduler", "jaxengine"])
+def test_light_packages_import_without_jax(package):
+    if package == "scheduler":
+        names = [name for name in sources() if name.partition(".")[0] == "scheduler"] + ["models.forward_batch"]
+    else:
+        names = ["jaxengine", "jaxengine.cli", "jaxengine.config"]
+    code = (
+        f"import importlib, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "heavy = [name for name in ('jax', 'jaxlib', 'flax', 'transformers') if name in sys.modules]\n"
+        "sys.exit(f'imported as well: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_unsafe_is_imported():
+    wrong = [
+        f"{where(path, line)}: {name}"
+        for path, tree in sources().values()
+        for name, line in imports(tree, at_import_time=False)
+        if name.partition(".")[0] in UNSAFE_MODULES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """(last name of what is called, the call)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func).rpartition(".")[2], node
+
+
+def test_jinja_is_sandboxed_and_numpy_never_unpickles():
+    wrong = []
+    for path, tree in sources().values():
+        for name, call in calls(tree):
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            if name in ("Environment", "NativeEnvironment", "Template"):
+                wrong.append(f"{where(path, call.lineno)}: {name} is not the sandboxed environment")
+            if options.get("allow_pickle", "False") != "False":
+                wrong.append(f"{where(path, call.lineno)}: allow_pickle={options['allow_pickle']}")
+            if options.get("trust_remote_code", "False") != "False":
+                wrong.append(f"{where(path, call.lineno)}: trust_remote_code={options['trust_remote_code']}")
+            if name in ("eval", "exec") and isinstance(call.func, ast.Name):
+                wrong.append(f"{where(path, call.lineno)}: {name}()")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_switches_in_the_environment():
+    wrong = []
+    for path, tree in sources().values():
+        if str(path.relative_to(ROOT)) in ENVIRONMENT_ALLOWED:
+            continue
+        for node in ast.walk(tree):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+            if name in ("os.environ", "os.getenv", "os.putenv", "environ", "getenv"):
+                wrong.append(f"{where(path, node.lineno)}: {name}; an option is a field of EngineConfig")
+    assert not wrong, "\n".join(wrong)
+    assert all((ROOT / path).exists() for path in ENVIRONMENT_ALLOWED), "allowed, but not there"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import a.b", ["a.b"]),
+        ("from a import b, c", ["a.b", "a.c"]),
+        ("def f():\n    import a", []),
+        ("if TYPE_CHECKING:\n    import a\nimport b", ["b"]),
+        ("class C:\n    import a", ["a"]),
+        ("try:\n    import a\nexcept ImportError:\n    import b", ["a", "b"]),
+    ],
+)
+def test_the_reader_of_imports_sees_them(code, expected):
+    """The rules above are only as good as this walk."""
+    assert [name for name, _ in imports(ast.parse(code), at_import_time=True)] == expected
