@@ -225,3 +225,9 @@ def test_no_switches_in_the_environment():
 def test_the_reader_of_imports_sees_them(code, expected):
     """The rules above are only as good as this walk."""
     assert [name for name, _ in imports(ast.parse(code), at_import_time=True)] == expected
+
+
+def test_the_short_run_names_tests_that_exist():
+    lines = (ROOT / ".ci" / "short-tests.txt").read_text().splitlines()
+    names = [line for line in lines if line and not line.startswith("#")]
+    assert names and all((ROOT / name).is_file() for name in names)

@@ -5,7 +5,13 @@ Each workload starts with an empty prefix cache; `share_prefix` false switches t
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from peer import Measured, Workload, serve
+
+# The engine measured is the one this file belongs to, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
 def load(job):

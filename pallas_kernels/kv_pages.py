@@ -1,0 +1,188 @@
+"""The pool of key/value pages: one logical type, one physical layout per platform.
+
+Owns the storage of `KVPages` (allocation, size, partitioning, export and import). Only this file, kv_update.py and the
+attention implementations know the physical layout; everybody else speaks page ids and the canonical
+[n, page_size, 2, K, H] form. Knows nothing of layers, requests or who holds a page.
+
+Layout "cpu": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H] followed by one of values
+[page_size, Hv], flat: attention gathers whole tiles, and XLA:CPU copies one long row at memory bandwidth where it
+copies many short ones at half of it. Element types narrower than 32 bits are stored as unsigned integers of equal
+width, because XLA:CPU widens the operand of a bf16 or fp8 scatter or gather to float32: the whole pool, every call.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+LAYOUTS = ("cpu",)
+_CPU_STORAGE = {
+    "float32": "float32",
+    "bfloat16": "uint16",
+    "float16": "uint16",
+    "float8_e4m3fn": "uint8",
+    "float8_e5m2": "uint8",
+    "int8": "uint8",
+}
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """Logical shape of a pool. `num_pages` counts rows of the flat pool: num_layers * pages per layer."""
+
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        for name in ("num_pages", "page_size", "num_kv_heads", "head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"KVSpec.{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_pages * self.page_size > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"KVSpec: num_pages * page_size = {self.num_pages * self.page_size} slots do not fit int32 slot ids"
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVPages:
+    """A pool of pages; every writer takes `data` as donated and returns the successor.
+
+    A stored code c of kv head k stands for c * k_scale[k] (key) or c * v_scale[k] (value). Inside shard_map `data`
+    holds fewer heads than `spec` says: implementations read the head count from `data`.
+    """
+
+    data: jax.Array
+    k_scale: jax.Array | None  # f32 [K], traced: another value never recompiles
+    v_scale: jax.Array | None  # f32 [K]
+    spec: KVSpec = field(metadata={"static": True})
+    layout: str = field(default="cpu", metadata={"static": True})
+
+    @property
+    def num_pages(self) -> int:
+        return self.spec.num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self.spec.page_size
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Logical element type; `data.dtype` is the type it is stored as."""
+        return jnp.dtype(self.spec.dtype)
+
+
+def check_layout(layout: str) -> None:
+    """Raises ValueError for a layout nobody implements."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"KV page layout {layout!r} is not implemented, allowed: {', '.join(LAYOUTS)}")
+
+
+def storage_dtype(spec: KVSpec) -> np.dtype:
+    """Element type of the array in memory; raises ValueError for a dtype the pool cannot hold."""
+    if spec.dtype not in _CPU_STORAGE:
+        raise ValueError(f"KVSpec.dtype {spec.dtype!r} is not supported, allowed: {', '.join(_CPU_STORAGE)}")
+    return jnp.dtype(_CPU_STORAGE[spec.dtype])
+
+
+def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
+    """Shape of `KVPages.data`."""
+    check_layout(layout)
+    return (spec.num_pages, spec.num_kv_heads, spec.page_size * (spec.head_dim + spec.v_head_dim))
+
+
+def page_bytes(spec: KVSpec, layout: str = "cpu") -> int:
+    """Bytes of one row (page) of the pool in memory, keys and values of all heads."""
+    return math.prod(pool_shape(spec, layout)[1:]) * storage_dtype(spec).itemsize
+
+
+def is_quantized(spec: KVSpec) -> bool:
+    """True for the one-byte dtypes, whose codes are multiplied by a scale per kv head."""
+    return storage_dtype(spec).itemsize == 1
+
+
+def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding | None = None) -> KVPages:
+    """A zeroed pool, each device holding only its shard; quantised dtypes start with scales of 1.
+
+    sharding: of `data` (see `partition_spec`), None for the default device. Raises ValueError for a layout or dtype
+    that is not supported.
+    """
+    make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
+    data = make(pool_shape(spec, layout), storage_dtype(spec))
+    k_scale, v_scale = [jnp.ones((spec.num_kv_heads,), jnp.float32) if is_quantized(spec) else None for _ in range(2)]
+    return KVPages(data, k_scale, v_scale, spec, layout)
+
+
+def partition_spec(layout: str, *, head_axis: str | None = None, data_axis: str | None = None) -> PartitionSpec:
+    """How `KVPages.data` is split: pages over `data_axis`, kv heads over `head_axis`."""
+    check_layout(layout)
+    return PartitionSpec(data_axis, head_axis, None)
+
+
+def to_storage(values: jax.Array, spec: KVSpec, scale: jax.Array | None = None) -> jax.Array:
+    """Bits of [..., K, C] rounded to the pool's dtype; quantised values are divided by `scale` [K] and saturate."""
+    if is_quantized(spec):
+        if scale is None:
+            raise ValueError(f"a pool of {spec.dtype} needs k_scale and v_scale")
+        dtype = jnp.dtype(spec.dtype)
+        limit = float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 127.0
+        codes = jnp.clip(values.astype(jnp.float32) / scale[:, None], -limit, limit)
+        values = jnp.round(codes) if dtype == jnp.int8 else codes
+    return bits(values.astype(spec.dtype), storage_dtype(spec))
+
+
+def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
+    """Float32 codes of stored bits, scales not applied."""
+    if spec.dtype == "bfloat16":
+        # A shift instead of a bitcast to bfloat16: XLA:CPU then has no bf16 array whose widening it could hoist.
+        return lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
+    return bits(stored, jnp.dtype(spec.dtype)).astype(jnp.float32)
+
+
+def bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The same bits as another dtype of equal width."""
+    return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
+
+
+def _check_exchangeable(spec: KVSpec) -> None:
+    if spec.head_dim != spec.v_head_dim:
+        raise ValueError(
+            f"pages with head_dim {spec.head_dim} != v_head_dim {spec.v_head_dim} have no canonical form to exchange"
+        )
+
+
+def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
+    """Canonical copy [n, page_size, 2, K, H] of pages i32[n], bit for bit in the logical dtype (codes, not scaled).
+
+    Raises ValueError if keys and values differ in head dim. Page ids must be in range.
+    """
+    _check_exchangeable(kv.spec)
+    pages = kv.data[page_ids]  # [n, K, 2 * page_size * H]
+    pages = pages.reshape(*pages.shape[:2], 2, kv.page_size, kv.spec.head_dim).transpose(0, 3, 2, 1, 4)
+    return bits(pages, kv.dtype)
+
+
+def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages:
+    """Write canonical pages [n, page_size, 2, K, H] of the pool's dtype to rows i32[n]; ids out of range are dropped.
+
+    Donate `kv` when jitting. Raises ValueError for another dtype or shape.
+    """
+    _check_exchangeable(kv.spec)
+    num_pages, num_heads, width = kv.data.shape
+    wanted = (page_ids.shape[0], kv.page_size, 2, num_heads, kv.spec.head_dim)
+    if values.shape != wanted or values.dtype != kv.dtype:
+        raise ValueError(f"import_pages needs {kv.dtype}{list(wanted)}, got {values.dtype}{list(values.shape)}")
+    tiles = bits(values.transpose(0, 3, 2, 1, 4).reshape(-1, num_heads, width), kv.data.dtype)
+    ids = jnp.where(page_ids < 0, num_pages, page_ids)  # out of range: the scatter drops it
+    return replace(kv, data=kv.data.at[ids].set(tiles, mode="drop"))

@@ -1,0 +1,91 @@
+"""What attention is told about one step: the ragged batch and the static shape of the heads.
+
+Owns the two argument types shared by every attention implementation and their checks. Knows nothing of pools,
+platforms, models or requests.
+
+Shape letters: T new tokens, S sequences, W page-table columns, N query heads, K kv heads, H head dim, Hv value head
+dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+
+class RaggedBatch(NamedTuple):
+    """New tokens of S sequences, concatenated; every array int32, every row past `num_seqs` may hold garbage.
+
+    A sequence may have no new token (q_len 0), or neither tokens nor keys (kv_len 0). Entries of `page_table` past
+    ceil(kv_len / page_size) are never dereferenced.
+    """
+
+    cu_q_lens: jax.Array  # [S + 1] first token of each sequence (vLLM: query_start_loc)
+    kv_lens: jax.Array  # [S] keys visible, this step's included (vLLM: seq_lens)
+    page_table: jax.Array  # [S, W] pool rows of each sequence, in order (vLLM: block_table)
+    slot_mapping: jax.Array  # [T] flat pool slot (page * page_size + offset) of each new token, -1 = padding
+    num_seqs: jax.Array  # [] live rows
+    num_decode: jax.Array  # [] rows [0, num_decode) have exactly one new token
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Static, hashable description of one attention layer; raises ValueError for an impossible one."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    sm_scale: float
+    window: int | None = None  # a token sees the last `window` keys, itself included; None = all
+    soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"AttentionSpec.{field} must be at least 1, got {getattr(self, field)}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"AttentionSpec.num_q_heads ({self.num_q_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads}): query heads share kv heads in equal groups"
+            )
+        if not math.isfinite(self.sm_scale):
+            raise ValueError(f"AttentionSpec.sm_scale must be finite, got {self.sm_scale}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"AttentionSpec.window must be at least 1 or None, got {self.window}")
+        if self.window is not None and not self.causal:
+            raise ValueError("AttentionSpec.window needs causal=True: it counts keys backwards from the query")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"AttentionSpec.soft_cap must be positive or None, got {self.soft_cap}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+def check_batch(batch: RaggedBatch, num_tokens: int) -> None:
+    """Raises ValueError unless the arrays of `batch` are int32 and agree in S, W and T."""
+    for field, array in zip(batch._fields, batch, strict=True):
+        if array.dtype != "int32":
+            raise ValueError(f"RaggedBatch.{field} must be int32, got {array.dtype}")
+    if batch.page_table.ndim != 2 or 0 in batch.page_table.shape:
+        raise ValueError(f"RaggedBatch.page_table must be [S, W] with S, W >= 1, got {batch.page_table.shape}")
+    num_seqs = batch.page_table.shape[0]
+    wanted = {
+        "cu_q_lens": (num_seqs + 1,),
+        "kv_lens": (num_seqs,),
+        "slot_mapping": (num_tokens,),
+        "num_seqs": (),
+        "num_decode": (),
+    }
+    for field, shape in wanted.items():
+        if getattr(batch, field).shape != shape:
+            raise ValueError(
+                f"RaggedBatch.{field} must have shape {shape} for {num_tokens} tokens and "
+                f"{num_seqs} page-table rows, got {getattr(batch, field).shape}"
+            )

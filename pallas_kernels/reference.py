@@ -1,0 +1,91 @@
+"""Float64 oracle of every attention operation, written for the reader and not for speed.
+
+Imports numpy only and shares no code with the implementations it judges. Works on canonical pages
+[P, page_size, 2, K, H] (or separate keys and values), one sequence, token and head at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def ragged_paged_attention(
+    q: np.ndarray,  # [T, N, H]
+    k_pages: np.ndarray,  # [P, page_size, K, H]
+    v_pages: np.ndarray,  # [P, page_size, K, Hv]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    kv_lens: np.ndarray,  # [S]
+    page_table: np.ndarray,  # [S, W]
+    num_seqs: int,
+    *,
+    sm_scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,  # [N]
+    tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax attention over pages: (output [T, N, Hv], log-sum-exp [T, N]), both float64.
+
+    A token that belongs to no sequence gives output 0 and lse -inf; so does a token that sees no key, except that a
+    sink logit takes part in its lse. Reads exactly the visible slots, so anything else may hold NaN.
+    """
+    num_tokens, num_q_heads, _ = q.shape
+    page_size, num_kv_heads, v_head_dim = v_pages.shape[1:]
+    group = num_q_heads // num_kv_heads
+    out = np.zeros((num_tokens, num_q_heads, v_head_dim))
+    lse = np.full((num_tokens, num_q_heads), -np.inf)
+    for seq in range(num_seqs):
+        first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
+        num_computed = int(kv_lens[seq]) - (end - first)
+        for token in range(first, end):
+            tree_row = None if tree_mask is None else tree_mask[token]
+            keys = visible_keys(num_computed, end - first, token - first, causal, window, tree_row)
+            pages, offsets = page_table[seq, keys // page_size], keys % page_size
+            for head in range(num_q_heads):
+                k = k_pages[pages, offsets, head // group].astype(np.float64)
+                v = v_pages[pages, offsets, head // group].astype(np.float64)
+                logits = k @ q[token, head].astype(np.float64) * sm_scale
+                if soft_cap is not None:
+                    logits = soft_cap * np.tanh(logits / soft_cap)
+                sink = -np.inf if sinks is None else float(sinks[head])
+                out[token, head], lse[token, head] = softmax_average(logits, v, sink)
+    return out, lse
+
+
+def visible_keys(
+    num_computed: int, q_len: int, index: int, causal: bool, window: int | None, tree_row: np.ndarray | None
+) -> np.ndarray:
+    """Positions of the keys that new token `index` of a sequence sees, ascending.
+
+    tree_row: bit b says whether the token sees new token b of its sequence; it narrows the causal range.
+    """
+    position = num_computed + index
+    keys = np.arange(position + 1 if causal else num_computed + q_len)
+    if tree_row is not None:
+        new = np.maximum(keys - num_computed, 0)
+        keys = keys[(keys < num_computed) | ((tree_row[new // 32] >> (new % 32).astype(np.uint32)) & 1).astype(bool)]
+    return keys if window is None else keys[keys > position - window]
+
+
+def softmax_average(logits: np.ndarray, values: np.ndarray, sink: float) -> tuple[np.ndarray, float]:
+    """Softmax-weighted mean of values [n, Hv] and log-sum-exp; `sink` is one more logit whose value is 0."""
+    largest = max(np.max(logits, initial=-np.inf), sink)
+    if largest == -np.inf:
+        return np.zeros(values.shape[-1]), -np.inf
+    weights = np.exp(logits - largest)
+    total = weights.sum() + np.exp(sink - largest)
+    return weights @ values / total, largest + np.log(total)
+
+
+def kv_cache_update(
+    k_pages: np.ndarray, v_pages: np.ndarray, k: np.ndarray, v: np.ndarray, slot_mapping: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Copies of k_pages [P, page_size, K, H] and v_pages with tokens written to their slots; -1 is dropped."""
+    k_pages, v_pages = k_pages.copy(), v_pages.copy()
+    page_size = k_pages.shape[1]
+    for token, slot in enumerate(slot_mapping):
+        if slot >= 0:
+            k_pages[slot // page_size, slot % page_size] = k[token]
+            v_pages[slot // page_size, slot % page_size] = v[token]
+    return k_pages, v_pages
