@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_batch import AttentionSpec, RaggedBatch
 
-BLOCK_SEQS = 8
-BLOCK_Q = 32
+BLOCK_SEQS = 16
+BLOCK_Q = 128
 BLOCK_KV = 128
 
 

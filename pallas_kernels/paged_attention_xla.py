@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kv_pages import KVPages, from_storage
+from pallas_kernels.kv_pages import KVPages, KVSpec, bits, from_storage
 from pallas_kernels.paged_attention_schedule import Schedule, Tiles, block_kv_of
 from pallas_kernels.ragged_batch import AttentionSpec, RaggedBatch
 
@@ -37,15 +37,18 @@ def ragged_paged_attention(
     """o [T, N, Hv] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv.data.shape[1]
-    scaled = q.astype(jnp.float32).reshape(num_tokens, num_kv_heads, -1, head_dim) * spec.sm_scale
+    # bfloat16 queries over a bfloat16 pool: both products take bfloat16 operands, sums stay float32.
+    operand_dtype = jnp.bfloat16 if q.dtype == kv.dtype == jnp.bfloat16 else jnp.float32
+    rows = q.astype(operand_dtype).reshape(num_tokens, num_kv_heads, -1, head_dim)
+    scale = jnp.full((num_kv_heads,), spec.sm_scale, jnp.float32)
     if kv.k_scale is not None:
-        scaled = scaled * kv.k_scale[:, None, None]
+        scale = scale * kv.k_scale
     sink = jnp.full((num_q_heads,), -jnp.inf) if sinks is None else sinks
-    step = _Step(kv, batch, spec, sink.reshape(num_kv_heads, -1), tree_mask)
-    o, lse = _attend_single(scaled, step, schedule)
+    step = _Step(kv, batch, spec, scale, sink.reshape(num_kv_heads, -1), tree_mask)
+    o, lse = _attend_single(rows, step, schedule)
     if schedule.runs is not None:
         in_single = (schedule.rank < schedule.single.seqs.size)[:, None, None]
-        run_o, run_lse = _attend_runs(scaled, step, schedule.runs)
+        run_o, run_lse = _attend_runs(rows, step, schedule.runs)
         o, lse = jnp.where(in_single[..., None], o, run_o), jnp.where(in_single, lse, run_lse)
     there = (jnp.arange(num_tokens) < batch.cu_q_lens[batch.num_seqs])[:, None, None]
     o, lse = jnp.where(there[..., None], o, 0.0), jnp.where(there, lse, -jnp.inf)
@@ -60,6 +63,7 @@ class _Step(NamedTuple):
     kv: KVPages
     batch: RaggedBatch
     spec: AttentionSpec
+    scale: jax.Array  # f32 [K] of the logits
     sink: jax.Array  # f32 [K, G] logit that is in the denominator from the start, -inf: none
     tree_mask: jax.Array | None  # u32 [T, words]
 
@@ -132,9 +136,9 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
         rows, tree = read(tile)
         is_first = block == tiles.first_block[tile]
         softmax = jax.tree.map(lambda fresh, running: jnp.where(is_first, fresh, running), start, softmax)
-        k, v = _gather_block(tiles, tile, block, step)
+        k, v = (_operand(stored, rows.dtype, step.kv.spec) for stored in _gather_block(tiles, tile, block, step))
         visible = _visible(tiles, tile, block, k.shape[2], tree, step.batch)
-        softmax = _fold_block(softmax, rows, k, v, visible, step.spec)
+        softmax = _fold_block(softmax, rows, k, v, visible, step)
         results = write(results, tile, _normalised(*softmax))
         done = block >= tiles.last_block[tile]  # not ==: a batch that contradicts itself must still end
         next_tile = tile + done
@@ -145,15 +149,15 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
     return lax.while_loop(lambda carry: carry[0] < tiles.num_tiles, attend_block, carry)[3]
 
 
-def _fold_block(softmax, q, k, v, visible, spec: AttentionSpec):
+def _fold_block(softmax, q, k, v, visible, step: _Step):
     """Online softmax: (largest, total [B, K, M], acc [B, K, M, Hv]) after keys k [B, K, kv, H] and values v.
 
-    q: [B, K, M, H], already scaled. visible: bool [B, Q, kv]; the G rows of a token see the same keys.
+    q: [B, K, M, H]. visible: bool [B, Q, kv]; the G rows of a token see the same keys.
     """
     largest, total, acc = softmax
-    logits = _batch_dot(q, k, 3)  # [B, K, M, kv]
-    if spec.soft_cap is not None:
-        logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
+    logits = _batch_dot(q, k, 3) * step.scale[:, None, None]  # [B, K, M, kv]
+    if (cap := step.spec.soft_cap) is not None:
+        logits = cap * jnp.tanh(logits / cap)
     num_seqs, block_q, block_kv = visible.shape
     by_token = logits.reshape(num_seqs, logits.shape[1], block_q, -1, block_kv)
     logits = jnp.where(visible[:, None, :, None], by_token, -jnp.inf).reshape(logits.shape)
@@ -162,7 +166,7 @@ def _fold_block(softmax, q, k, v, visible, spec: AttentionSpec):
     weights = jnp.exp(logits - shift[..., None])
     decay = jnp.exp(largest - shift)
     total = total * decay + jnp.sum(weights, axis=-1)
-    return new_largest, total, acc * decay[..., None] + _batch_dot(weights, v, 2)
+    return new_largest, total, acc * decay[..., None] + _batch_dot(weights.astype(v.dtype), v, 2)
 
 
 def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
@@ -186,7 +190,7 @@ def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch)
 
 
 def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, float32.
+    """Keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored.
 
     Slots outside [low, high) may hold NaN: their values are 0 (their keys are masked as logits), and a page id there
     may be anything, the gather clips it. The two branches of the cond differ in the mask only: most blocks need none
@@ -220,7 +224,12 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     keys, values = lax.cond(is_whole, whole, masked)
     keys = keys.reshape(num_seqs, num_kv_heads, block_kv, spec.head_dim)
     values = values.reshape(num_seqs, num_kv_heads, block_kv, spec.v_head_dim)
-    return from_storage(keys, spec), from_storage(values, spec)
+    return keys, values
+
+
+def _operand(stored: jax.Array, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:
+    """Stored bits as the operand of a product with `dtype`, bfloat16 (the pool's own dtype then) or float32."""
+    return bits(stored, dtype) if dtype == jnp.bfloat16 else from_storage(stored, spec)
 
 
 def _gather_columns(data: jax.Array, rows: jax.Array, column: int, width: int) -> jax.Array:

@@ -96,8 +96,8 @@ MUTATIONS = [
         "num_kv_heads + (heads[:, None] + 1) % num_kv_heads",
         _ALL,
     ),
-    Mutation("scale dropped", paged_attention_xla, " * spec.sm_scale\n", "\n", _ALL),
-    Mutation("scale 5 % too large", paged_attention_xla, " * spec.sm_scale\n", " * (1.05 * spec.sm_scale)\n", _ALL),
+    Mutation("scale dropped", paged_attention_xla, " * step.scale[:, None, None]", "", _ALL),
+    Mutation("scale 5 % too large", paged_attention_xla, "spec.sm_scale, jnp", "1.05 * spec.sm_scale, jnp", _ALL),
     Mutation(
         "accumulator not decayed", paged_attention_xla, "acc * decay[..., None] +", "acc +", ("block edges", *_ALL)
     ),
@@ -111,7 +111,7 @@ MUTATIONS = [
         "values.reshape(shape)",
         _ALL,
     ),
-    Mutation("soft cap not scaled back", paged_attention_xla, "spec.soft_cap * jnp.tanh", "jnp.tanh", ("soft cap 30",)),
+    Mutation("soft cap not scaled back", paged_attention_xla, "cap * jnp.tanh", "jnp.tanh", ("soft cap 30",)),
     Mutation("sinks forgotten", paged_attention_xla, "else sinks\n", "else sinks - jnp.inf\n", ("sinks and window",)),
     Mutation("tree bits shifted", paged_attention_xla, "(new % 32)", "((new + 1) % 32)", ("tree branches",)),
     Mutation(
