@@ -34,8 +34,16 @@ def pytest_addoption(parser):
         help="operations of the page pool's random walk (nightly: 1000000)",
     )
     parser.addoption(
+        "--thorough", action="store_true", help="every workload in every mode, not one of each (about ten minutes)"
+    )
+    parser.addoption(
         "--executables", default=None, help="where compiled steps are kept between test runs (default: .cache)"
     )
+
+
+@pytest.fixture(scope="session")
+def thorough(pytestconfig) -> bool:
+    return pytestconfig.getoption("--thorough")
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ def llm(smollm):
 def use_scheduler(llm, **changes) -> Scheduler:
     """Gives the engine a fresh scheduler: an empty prefix cache, and other limits if asked for."""
     engine = llm.core.engine
+    while engine.has_unfinished:  # the step that was in flight when the last request ended
+        engine.step()
     config = engine.runner.config.scheduler_config(engine.runner.plan.num_pages)
     engine.scheduler = Scheduler(dataclasses.replace(config, **changes))
     return engine.scheduler
@@ -56,43 +58,66 @@ def one_by_one(workload):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_alone(llm, name):
+def test_alone(llm, name, thorough):
     use_scheduler(llm)
-    for single in one_by_one(recorded(name)):
+    for single in list(one_by_one(recorded(name)))[:: 1 if thorough else 5]:
         check(llm, single)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"enable_prefix_caching": False},
-        {"long_prefill_token_threshold": 16},
-        {"long_prefill_token_threshold": 64},
-    ],
-    ids=str,
-)
-def test_all_at_once(llm, name, changes):
-    if changes and name in ("CHAT", "W1"):
-        pytest.skip("one request of one chunk: nothing of this changes it")
-    scheduler = use_scheduler(llm, **changes)
+MODES = {
+    "all at once": {},
+    "chunks of 16, no cache": {"long_prefill_token_threshold": 16, "enable_prefix_caching": False},
+    "chunks of 64": {"long_prefill_token_threshold": 64},
+    "chunks of 64, no cache": {"long_prefill_token_threshold": 64, "enable_prefix_caching": False},
+    "chunks of 16": {"long_prefill_token_threshold": 16},
+    "no cache": {"enable_prefix_caching": False},
+}
+# One workload for each way to cut the work; --thorough runs them all.
+SHORT = {("W2", "all at once"), ("W3", "all at once"), ("W2", "chunks of 16, no cache"), ("W3", "chunks of 64")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["W2", "W3"])
+def test_all_at_once(llm, name, mode, thorough):
+    if not thorough and (name, mode) not in SHORT:
+        pytest.skip("only with --thorough")
+    scheduler = use_scheduler(llm, **MODES[mode])
     check(llm, recorded(name))
     assert (scheduler.num_prefix_hits > 0) == (name == "W3" and scheduler.config.enable_prefix_caching)
 
 
-def test_constant_preemption(llm, report):
-    """A pool that holds two or three of the 32 requests, with and without a prefix cache to come back to."""
-    preemptions = {}
-    for name, num_pages in (("W2", 56), ("W3", 110)):
-        for caching in (True, False):
-            scheduler = use_scheduler(llm, num_pages=num_pages, enable_prefix_caching=caching)
-            check(llm, recorded(name))
-            preemptions[name, caching] = scheduler.num_preemptions
-            assert scheduler.pool.num_free == num_pages
-    report(f"preemptions in W2 and W3 on small pools, by prefix caching: {preemptions}")
+def test_constant_preemption(llm, report, thorough):
+    """Pools that hold a few of the requests: whoever is preempted is computed again, and says the same."""
+    crowd, preemptions = many_short_ones(), {}
+    cases = [(crowd, 60, True)]
+    if thorough:
+        cases += [
+            (crowd, 60, False),
+            (recorded("W2"), 56, True),
+            (recorded("W2"), 56, False),
+            (recorded("W3"), 70, True),
+        ]
+    for workload, num_pages, caching in cases:
+        scheduler = use_scheduler(llm, num_pages=num_pages, enable_prefix_caching=caching)
+        check(llm, workload)
+        preemptions[workload.name, "cache" if caching else "no cache"] = scheduler.num_preemptions
+        assert scheduler.pool.num_free == num_pages
+    report(f"preemptions on pools too small, every token right: {preemptions}")
     assert sum(preemptions.values()) > 50
     use_scheduler(llm)
+
+
+def many_short_ones():
+    """The eight shortest prompts of W2, eight times each."""
+    whole = recorded("W2")
+    order = sorted(range(len(whole.prompts)), key=lambda index: len(whole.prompts[index]))[:8] * 8
+    return dataclasses.replace(
+        whole,
+        name="short W2",
+        prompts=tuple(whole.prompts[index] for index in order),
+        max_tokens=tuple(whole.max_tokens[index] for index in order),
+        reference=tuple(whole.reference[index] for index in order),
+    )
 
 
 def test_a_mixed_crowd_is_seeded(llm):
