@@ -47,15 +47,19 @@ class Schedule(NamedTuple):
     runs: Tiles | None
 
 
-def block_kv_of(page_size: int) -> int:
-    """Keys per block: whole pages, BLOCK_KV where the page size divides it."""
-    return max(BLOCK_KV // page_size, 1) * page_size
+def block_kv_of(page_size: int, num_rows: int) -> int:
+    """Keys per block: whole pages, BLOCK_KV where the page size divides it; twice that for a tile of one row.
+
+    One row's work on a block is smaller than what starting it costs.
+    """
+    wanted = BLOCK_KV if num_rows > 1 else 2 * BLOCK_KV
+    return max(wanted // page_size, 1) * page_size
 
 
 def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int) -> Schedule:
     """Cut a batch of T = num_tokens tokens into tiles: a few integer operations on [S], [T] and [T / Q, S]."""
     num_seqs = batch.kv_lens.shape[0]
-    block_kv = block_kv_of(page_size)
+    single_kv, runs_kv = block_kv_of(page_size, min(num_tokens, num_seqs)), block_kv_of(page_size, num_tokens)
     live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
     q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
     if num_tokens <= num_seqs:
@@ -65,8 +69,8 @@ def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: i
     else:
         seqs = jnp.arange(num_seqs, dtype=jnp.int32)
         tokens, there = batch.cu_q_lens[:-1], q_lens == 1
-    single, rank = _single_tiles(batch, q_lens, seqs, tokens, there, spec, num_tokens, block_kv)
-    runs = None if num_tokens <= num_seqs else _run_tiles(batch, q_lens, spec, num_tokens, block_kv)
+    single, rank = _single_tiles(batch, q_lens, seqs, tokens, there, spec, num_tokens, single_kv)
+    runs = None if num_tokens <= num_seqs else _run_tiles(batch, q_lens, spec, num_tokens, runs_kv)
     return Schedule(single, rank, runs)
 
 

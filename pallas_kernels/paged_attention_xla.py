@@ -199,7 +199,7 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     """
     kv, spec = step.kv, step.kv.spec
     num_pages, num_kv_heads, _ = kv.data.shape
-    block_kv = block_kv_of(spec.page_size)
+    block_kv = block_kv_of(spec.page_size, tiles.start[0].size)
     block_pages = block_kv // spec.page_size
     num_seqs = tiles.seqs.shape[1]
     page_table, heads = step.batch.page_table, jnp.arange(num_kv_heads, dtype=jnp.int32)
