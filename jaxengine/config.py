@@ -107,7 +107,7 @@ _DOUBLING = tuple(2**exponent for exponent in range(18))
 
 PLATFORMS = {
     # A CPU shares its memory with everything else and compiles slowly; two sequences cost it as much as four.
-    "cpu": Platform("cpu", "float32", 16, 32, 512, 0.25, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
+    "cpu": Platform("cpu", "float32", 16, 32, 512, 0.15, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
     "gpu": Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, _DOUBLING, _DOUBLING[4:]),
     "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, _DOUBLING, _DOUBLING[4:]),
 }
