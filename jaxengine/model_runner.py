@@ -7,7 +7,6 @@ compile while serving. Knows rows and messages; of requests only the sampling pa
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,14 +84,13 @@ class ModelRunner:
         self._params, self._params_tree = jax.tree.flatten(params)
         self._spec = StepSpec(config.block_size, config.max_logprobs, config.logprobs_mode)
         # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
-        block = max(128, config.block_size)
-        self._num_columns = math.ceil(config.max_model_len / block) * block // config.block_size
+        pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
+        self._num_columns = math.ceil(pages / block_pages) * block_pages
         self._state_shapes = jax.eval_shape(lambda: init_state(config.max_num_seqs, self._num_columns, self.vocab_size))
         self._description = repr((model.config, config.dtype, config.kv_cache_dtype, self._spec))
         self.plan = self._plan_memory()
         self._kv_shapes = abstract_kv(model, self.plan.num_pages, config.block_size, config.kv_cache_dtype)
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
-        self.startup_seconds: dict[str, float] = {}
         self._warm_up(progress or (lambda done, total, what: None))
         self._kv = make_kv(model, self.plan.num_pages, config.block_size, config.kv_cache_dtype)
         self._state = init_state(config.max_num_seqs, self._num_columns, self.vocab_size)
@@ -206,9 +204,7 @@ class ModelRunner:
         buckets = [] if self.config.enforce_eager else sorted(self.buckets, reverse=True)
         for index, bucket in enumerate(buckets):
             progress(index, len(buckets), str(bucket))
-            start = time.perf_counter()
             self._steps[bucket] = self._compile_step(bucket)
-            self.startup_seconds[str(bucket)] = time.perf_counter() - start
         progress(len(buckets), len(buckets), "ready")
 
     def _state_program(self, name: str, function: Callable, *arguments: Any) -> jax.stages.Compiled:

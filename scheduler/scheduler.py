@@ -105,9 +105,6 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._requests[request.request_id]
 
-    def get(self, request_id: str) -> Request | None:
-        return self._requests.get(request_id)
-
     def output_token_ids(self, request: Request) -> np.ndarray:
         """Output known so far, i32[n]."""
         return self.slots.output(request.slot) if request.slot >= 0 else request.output_token_ids

@@ -32,6 +32,7 @@ def alone(make_llm):
         {"num_gpu_blocks_override": 26},
         {"async_scheduling": False, "num_gpu_blocks_override": 26},
         {"long_prefill_token_threshold": 3},
+        {"block_size": 70},  # no divisor of a kernel block: two pages a request
     ],
     ids=str,
 )
