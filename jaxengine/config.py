@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from scheduler.buckets import Buckets
@@ -90,6 +90,7 @@ class Platform:
     """What a kind of device suggests where the user says nothing.
 
     Attributes:
+      name: the kernels it runs, pallas_kernels.registry's word.
       decode_sizes, prefill_sizes: steps to compile, by sequences and by tokens; those beyond the limits are left out.
     """
 
@@ -104,11 +105,13 @@ class Platform:
 
 
 _DOUBLING = tuple(2**exponent for exponent in range(18))
+_GPU = Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, _DOUBLING, _DOUBLING[4:])
 
 PLATFORMS = {
     # A CPU shares its memory with everything else and compiles slowly; two sequences cost it as much as four.
     "cpu": Platform("cpu", "float32", 16, 32, 512, 0.15, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
-    "gpu": Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, _DOUBLING, _DOUBLING[4:]),
+    "gpu": _GPU,
+    "gpu_xla": replace(_GPU, name="gpu_xla"),
     "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, _DOUBLING, _DOUBLING[4:]),
 }
 

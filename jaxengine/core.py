@@ -6,6 +6,7 @@ Checks a request whole before anything changes, so that a bad one disturbs nobod
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from jaxengine.model_runner import ModelRunner
 from jaxengine.model_source import open_model
 from jaxengine.output_processor import OutputProcessor, follows_every_step
 from jaxengine.outputs import RequestOutput
+from models.kv_cache import platform_of
 from models.loading.dummy import dummy_params
 from models.loading.params import load_params
 from models.registry import build_model
@@ -32,6 +34,8 @@ from scheduler.request import FinishReason, Request
 from scheduler.sampling_params import SamplingParams, verify_bad_word_tokens
 from sharding.mesh import make_mesh
 from sharding.rules import named_sharding
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Mapping[str, Any]
 
@@ -53,7 +57,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig):
         """Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change."""
         show = not config.disable_log_stats
-        platform = PLATFORMS[_platform_name()]
+        platform = PLATFORMS[_kernel_platform()]
         source = open_model(config)
         self.config = config.resolved(source.config, platform)
         self.model_config = source.config
@@ -306,6 +310,14 @@ class _ProgressBar:
         self._bar.update(done - self._bar.n)
 
 
-def _platform_name() -> str:
-    backend = jax.default_backend()
-    return {"cuda": "gpu", "rocm": "gpu"}.get(backend, backend)
+def _kernel_platform() -> str:
+    device = jax.devices()[0]
+    platform = platform_of(device)
+    if platform == "gpu_xla":
+        logger.warning(
+            "no attention kernels for %s (compute capability %s): attention runs as plain XLA, slower than on a card "
+            "with kernels",
+            device.device_kind,
+            device.compute_capability,
+        )
+    return platform

@@ -6,7 +6,6 @@ compile while serving. Knows rows and messages; of requests only the sampling pa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +20,12 @@ from jaxengine.config import Platform, ResolvedConfig
 from jaxengine.executables import ExecutableCache
 from jaxengine.logprobs import TokenLogprobs
 from jaxengine.memory import MemoryPlan, device_memory, plan_memory
-from jaxengine.step import SlotState, StepOutput, StepSpec, init_state, make_step, write_page_deltas
+from jaxengine.step import SlotState, StepOutput, init_state, write_page_deltas
+from jaxengine.step_programs import StepPrograms
 from models.causal_lm import CausalLM
-from models.kv_cache import abstract_kv, make_kv, page_bytes_all_layers
+from models.kv_cache import make_kv
 from scheduler.buckets import Bucket
-from scheduler.packing import Packer, StepInput, delta_chunks
+from scheduler.packing import StepInput, delta_chunks
 
 # Requests whose parameters one message can bring, and page-table entries of one overflow message.
 _PARAM_ROWS = 8
@@ -75,25 +75,18 @@ class ModelRunner:
     ):
         """model is abstract, params its weights, config resolved; progress(done, total, what) is called per program."""
         self.config = config
-        self.packer = Packer(config.buckets(platform), config.block_size)
+        self._programs = programs = StepPrograms(model, config, platform)
+        self.packer = programs.packer
         self.executables = ExecutableCache(config.compile_cache_dir)
         self.compiles = CompileWatch()
         self.vocab_size = model.config.vocab_size
-        self._model = model
-        self._graph = nnx.graphdef(model)
-        self._params, self._params_tree = jax.tree.flatten(params)
-        self._spec = StepSpec(config.block_size, config.max_logprobs, config.logprobs_mode)
-        # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
-        pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
-        self._num_columns = math.ceil(pages / block_pages) * block_pages
-        self._state_shapes = jax.eval_shape(lambda: init_state(config.max_num_seqs, self._num_columns, self.vocab_size))
-        self._description = repr((model.config, config.dtype, config.kv_cache_dtype, self._spec))
+        self._params = jax.tree.leaves(params)
         self.plan = self._plan_memory()
-        self._kv_shapes = abstract_kv(model, self.plan.num_pages, config.block_size, config.kv_cache_dtype)
+        self._kv_shapes = programs.kv_shapes(self.plan.num_pages)
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._warm_up(progress or (lambda done, total, what: None))
-        self._kv = make_kv(model, self.plan.num_pages, config.block_size, config.kv_cache_dtype)
-        self._state = init_state(config.max_num_seqs, self._num_columns, self.vocab_size)
+        self._kv = make_kv(model, self.plan.num_pages, **programs.paging)
+        self._state = init_state(config.max_num_seqs, programs.num_columns, self.vocab_size)
         self._has_bias = np.zeros(config.max_num_seqs, np.bool_)
 
     @property
@@ -136,47 +129,40 @@ class ModelRunner:
         self._state = self._set_counts_row(self._state, np.int32(slot), counts)
 
     def _plan_memory(self) -> MemoryPlan:
-        config = self.config
         weights = sum(array.nbytes for array in self._params)
-        state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._state_shapes))
+        state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._programs.state_shapes))
         return plan_memory(
-            config,
+            self.config,
             total=device_memory(jax.devices()[0]),
             weights=weights,
             workspace=self._measure_workspace() + state,
-            page_bytes=page_bytes_all_layers(self._model, config.block_size, config.kv_cache_dtype),
+            page_bytes=self._programs.page_bytes,
         )
 
     def _measure_workspace(self) -> int:
         """Temporary bytes of the largest step. They hardly depend on the pool, so a small one stands in for it."""
-        config, bucket = self.config, max(self.buckets)
-        kv = abstract_kv(self._model, self._num_columns, config.block_size, config.kv_cache_dtype)
-        arguments = self._step_arguments(bucket, kv)
+        programs, bucket = self._programs, max(self.buckets)
+        arguments = programs.arguments(bucket, self._params, programs.kv_shapes(programs.num_columns))
 
         def measure() -> int:
-            step = make_step(self._graph, self._params_tree, self.packer.layouts[bucket], self._spec)
-            analysis = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile().memory_analysis()
+            analysis = jax.jit(programs.step(bucket), donate_argnums=(1, 2)).lower(*arguments).compile()
+            analysis = analysis.memory_analysis()
             assert analysis is not None, "this platform does not tell what a program needs"
             outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             return analysis.temp_size_in_bytes + max(0, outputs) + analysis.generated_code_size_in_bytes
 
-        return self.executables.get_number("workspace", arguments, self._description, measure)
-
-    def _step_arguments(self, bucket: Bucket, kv: Any) -> tuple[Any, ...]:
-        message = jax.ShapeDtypeStruct((self.packer.layouts[bucket].size,), np.int32)
-        params = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in self._params]
-        return params, kv, self._state_shapes, message
+        return self.executables.get_number("workspace", arguments, programs.description, measure)
 
     def _compile_step(self, bucket: Bucket) -> jax.stages.Compiled:
-        step = make_step(self._graph, self._params_tree, self.packer.layouts[bucket], self._spec)
+        programs = self._programs
         output: Any = StepOutput(_like(sampler.SampleOutput), _like(TokenLogprobs))
         return self.executables.get(
             str(bucket),
-            step,
-            self._step_arguments(bucket, self._kv_shapes),
-            (self._kv_shapes, self._state_shapes, output),
+            programs.step(bucket),
+            programs.arguments(bucket, self._params, self._kv_shapes),
+            (self._kv_shapes, programs.state_shapes, output),
             donate=(1, 2),
-            description=self._description,
+            description=programs.description,
         )
 
     def _warm_up(self, progress: Progress) -> None:
@@ -208,8 +194,8 @@ class ModelRunner:
         progress(len(buckets), len(buckets), "ready")
 
     def _state_program(self, name: str, function: Callable, *arguments: Any) -> jax.stages.Compiled:
-        arguments = (self._state_shapes, *arguments)
-        return self.executables.get(name, function, arguments, self._state_shapes, donate=(0,))
+        shapes = self._programs.state_shapes
+        return self.executables.get(name, function, (shapes, *arguments), shapes, donate=(0,))
 
 
 def _like(fields: Any) -> Any:

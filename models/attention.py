@@ -27,6 +27,7 @@ class StepInputs(NamedTuple):
     sin: jax.Array  # f32[T, H/2]
     ragged: RaggedBatch  # page ids of layer 0
     schedule: Any  # pallas_kernels.paged_attention.attention_schedule of this window
+    update_schedule: Any  # pallas_kernels.kv_update.kv_update_schedule
 
 
 def attention_spec(config: ModelConfig, window: int | None) -> AttentionSpec:
@@ -89,7 +90,7 @@ class Attention(nnx.Module):
             q, k = apply_rope(q, step.cos, step.sin), apply_rope(k, step.cos, step.sin)
         ragged = ragged_of_layer(step.ragged, page_offset, kv.page_size)
         with jax.named_scope("kv_cache_update"):
-            kv = kv_cache_update(kv, k, v, ragged.slot_mapping)
+            kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=step.update_schedule)
         with jax.named_scope("ragged_paged_attention"):
             o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule))
         with jax.named_scope("o_proj"):

@@ -19,6 +19,7 @@ from models.forward_batch import ForwardBatch
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm
 from models.rope import rope_table
 from pallas_kernels.kv_pages import KVPages, KVSpec
+from pallas_kernels.kv_update import kv_update_schedule
 from pallas_kernels.paged_attention import attention_schedule
 
 
@@ -89,6 +90,8 @@ class LlamaForCausalLM(nnx.Module):
             raise ValueError(f"num_pages must be a multiple of num_layers = {config.num_layers}, got {kv.num_pages}")
         with jax.named_scope("rope_table"):
             cos, sin = rope_table(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        with jax.named_scope("kv_update_schedule"):
+            update = kv_update_schedule(batch.ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
         steps = {}
         for window in dict.fromkeys(config.sliding_window):
             with jax.named_scope("attention_schedule"):
@@ -99,7 +102,7 @@ class LlamaForCausalLM(nnx.Module):
                     page_size=kv.page_size,
                     platform=kv.layout,
                 )
-            steps[window] = StepInputs(cos, sin, batch.ragged, schedule)
+            steps[window] = StepInputs(cos, sin, batch.ragged, schedule, update)
         with jax.named_scope("embed"):
             x = self.embed(batch.token_ids)
         for index, (layer, window) in enumerate(zip(self.layers, config.sliding_window, strict=True)):

@@ -1,13 +1,19 @@
 """The pool of key/value pages: one logical type, one physical layout per platform.
 
-Owns the storage of `KVPages` (allocation, size, partitioning, export and import). Only this file, kv_update.py and the
-attention implementations know the physical layout; everybody else speaks page ids and the canonical
+Owns the storage of `KVPages` (allocation, size, partitioning, export and import). Only this file, the KV updates and
+the attention implementations know the physical layout; everybody else speaks page ids and the canonical
 [n, page_size, 2, K, H] form. Knows nothing of layers, requests or who holds a page.
 
-Layout "cpu": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H] followed by one of values
-[page_size, Hv], flat: attention gathers whole tiles, and XLA:CPU copies one long row at memory bandwidth where it
-copies many short ones at half of it. Element types narrower than 32 bits are stored as unsigned integers of equal
-width, because XLA:CPU widens the operand of a bf16 or fp8 scatter or gather to float32: the whole pool, every call.
+A layout is named after the platform whose kernels read it.
+
+- "cpu", "gpu", "gpu_xla": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H] followed by
+  one of values [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth where it copies many short ones
+  at half of it; on a GPU one TMA box moves what a block of threads that owns a head needs.
+- "tpu": [P, page_size, K * (H + Hv)]. A token is one row: per head its keys, then its values. One DMA moves a page for
+  all heads, and no head dim needs padding or makes XLA copy the pool.
+
+On "cpu" element types narrower than 32 bits are stored as unsigned integers of equal width, because XLA:CPU widens the
+operand of a bf16 or fp8 scatter or gather to float32: the whole pool, every call.
 """
 
 from __future__ import annotations
@@ -21,15 +27,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-LAYOUTS = ("cpu",)
-_CPU_STORAGE = {
-    "float32": "float32",
-    "bfloat16": "uint16",
-    "float16": "uint16",
-    "float8_e4m3fn": "uint8",
-    "float8_e5m2": "uint8",
-    "int8": "uint8",
-}
+LAYOUTS = ("cpu", "gpu", "gpu_xla", "tpu")
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+_UNSIGNED = {1: "uint8", 2: "uint16"}
 
 
 @dataclass(frozen=True)
@@ -89,27 +89,39 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"KV page layout {layout!r} is not implemented, allowed: {', '.join(LAYOUTS)}")
 
 
-def storage_dtype(spec: KVSpec) -> np.dtype:
+def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
     """Element type of the array in memory; raises ValueError for a dtype the pool cannot hold."""
-    if spec.dtype not in _CPU_STORAGE:
-        raise ValueError(f"KVSpec.dtype {spec.dtype!r} is not supported, allowed: {', '.join(_CPU_STORAGE)}")
-    return jnp.dtype(_CPU_STORAGE[spec.dtype])
+    check_layout(layout)
+    if spec.dtype not in DTYPES:
+        raise ValueError(f"KVSpec.dtype {spec.dtype!r} is not supported, allowed: {', '.join(DTYPES)}")
+    dtype = jnp.dtype(spec.dtype)
+    return np.dtype(_UNSIGNED.get(dtype.itemsize, dtype)) if layout == "cpu" else dtype
 
 
 def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
     """Shape of `KVPages.data`."""
     check_layout(layout)
-    return (spec.num_pages, spec.num_kv_heads, spec.page_size * (spec.head_dim + spec.v_head_dim))
+    token = spec.head_dim + spec.v_head_dim
+    if layout == "tpu":
+        return (spec.num_pages, spec.page_size, spec.num_kv_heads * token)
+    return (spec.num_pages, spec.num_kv_heads, spec.page_size * token)
+
+
+def local_heads(kv: KVPages) -> int:
+    """Kv heads that `data` holds: inside shard_map fewer than `spec` says."""
+    if kv.layout == "tpu":
+        return kv.data.shape[2] // (kv.spec.head_dim + kv.spec.v_head_dim)
+    return kv.data.shape[1]
 
 
 def page_bytes(spec: KVSpec, layout: str = "cpu") -> int:
     """Bytes of one row (page) of the pool in memory, keys and values of all heads."""
-    return math.prod(pool_shape(spec, layout)[1:]) * storage_dtype(spec).itemsize
+    return math.prod(pool_shape(spec, layout)[1:]) * storage_dtype(spec, layout).itemsize
 
 
 def is_quantized(spec: KVSpec) -> bool:
     """True for the one-byte dtypes, whose codes are multiplied by a scale per kv head."""
-    return storage_dtype(spec).itemsize == 1
+    return jnp.dtype(spec.dtype).itemsize == 1
 
 
 def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding | None = None) -> KVPages:
@@ -119,7 +131,7 @@ def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding 
     that is not supported.
     """
     make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
-    data = make(pool_shape(spec, layout), storage_dtype(spec))
+    data = make(pool_shape(spec, layout), storage_dtype(spec, layout))
     k_scale, v_scale = [jnp.ones((spec.num_kv_heads,), jnp.float32) if is_quantized(spec) else None for _ in range(2)]
     return KVPages(data, k_scale, v_scale, spec, layout)
 
@@ -127,11 +139,12 @@ def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding 
 def partition_spec(layout: str, *, head_axis: str | None = None, data_axis: str | None = None) -> PartitionSpec:
     """How `KVPages.data` is split: pages over `data_axis`, kv heads over `head_axis`."""
     check_layout(layout)
-    return PartitionSpec(data_axis, head_axis, None)
+    return PartitionSpec(data_axis, None, head_axis) if layout == "tpu" else PartitionSpec(data_axis, head_axis, None)
 
 
-def to_storage(values: jax.Array, spec: KVSpec, scale: jax.Array | None = None) -> jax.Array:
-    """Bits of [..., K, C] rounded to the pool's dtype; quantised values are divided by `scale` [K] and saturate."""
+def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | None = None) -> jax.Array:
+    """[..., K, C] rounded to the pool's dtype, as `layout` stores it; quantised values are divided by `scale` [K] and
+    saturate."""
     if is_quantized(spec):
         if scale is None:
             raise ValueError(f"a pool of {spec.dtype} needs k_scale and v_scale")
@@ -139,12 +152,12 @@ def to_storage(values: jax.Array, spec: KVSpec, scale: jax.Array | None = None) 
         limit = float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 127.0
         codes = jnp.clip(values.astype(jnp.float32) / scale[:, None], -limit, limit)
         values = jnp.round(codes) if dtype == jnp.int8 else codes
-    return bits(values.astype(spec.dtype), storage_dtype(spec))
+    return bits(values.astype(spec.dtype), storage_dtype(spec, layout))
 
 
 def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
-    """Float32 codes of stored bits, scales not applied."""
-    if spec.dtype == "bfloat16":
+    """Float32 codes of stored elements, scales not applied."""
+    if stored.dtype == jnp.uint16 and spec.dtype == "bfloat16":
         # A shift instead of a bitcast to bfloat16: XLA:CPU then has no bf16 array whose widening it could hoist.
         return lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
     return bits(stored, jnp.dtype(spec.dtype)).astype(jnp.float32)
@@ -168,8 +181,11 @@ def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
     Raises ValueError if keys and values differ in head dim. Page ids must be in range.
     """
     _check_exchangeable(kv.spec)
-    pages = kv.data[page_ids]  # [n, K, 2 * page_size * H]
-    pages = pages.reshape(*pages.shape[:2], 2, kv.page_size, kv.spec.head_dim).transpose(0, 3, 2, 1, 4)
+    pages, num_heads, head_dim = kv.data[page_ids], local_heads(kv), kv.spec.head_dim
+    if kv.layout == "tpu":
+        pages = pages.reshape(-1, kv.page_size, num_heads, 2, head_dim).transpose(0, 1, 3, 2, 4)
+    else:
+        pages = pages.reshape(-1, num_heads, 2, kv.page_size, head_dim).transpose(0, 3, 2, 1, 4)
     return bits(pages, kv.dtype)
 
 
@@ -179,10 +195,10 @@ def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages
     Donate `kv` when jitting. Raises ValueError for another dtype or shape.
     """
     _check_exchangeable(kv.spec)
-    num_pages, num_heads, width = kv.data.shape
-    wanted = (page_ids.shape[0], kv.page_size, 2, num_heads, kv.spec.head_dim)
+    wanted = (page_ids.shape[0], kv.page_size, 2, local_heads(kv), kv.spec.head_dim)
     if values.shape != wanted or values.dtype != kv.dtype:
         raise ValueError(f"import_pages needs {kv.dtype}{list(wanted)}, got {values.dtype}{list(values.shape)}")
-    tiles = bits(values.transpose(0, 3, 2, 1, 4).reshape(-1, num_heads, width), kv.data.dtype)
-    ids = jnp.where(page_ids < 0, num_pages, page_ids)  # out of range: the scatter drops it
-    return replace(kv, data=kv.data.at[ids].set(tiles, mode="drop"))
+    order = (0, 1, 3, 2, 4) if kv.layout == "tpu" else (0, 3, 2, 1, 4)
+    pages = bits(values.transpose(order).reshape(-1, *kv.data.shape[1:]), kv.data.dtype)
+    ids = jnp.where(page_ids < 0, kv.data.shape[0], page_ids)  # out of range: the scatter drops it
+    return replace(kv, data=kv.data.at[ids].set(pages, mode="drop"))

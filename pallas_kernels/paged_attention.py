@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.ragged_batch import AttentionSpec, RaggedBatch, check_batch
-from pallas_kernels.registry import kernel
+from pallas_kernels.registry import kernel, platform_of
 
 __all__ = ["AttentionSpec", "RaggedBatch", "attention_schedule", "ragged_paged_attention"]
 
@@ -24,10 +24,10 @@ def attention_schedule(
     """The order in which a step's work is walked, a pytree to hand to `ragged_paged_attention`.
 
     Build it once per step; all layers with equal `window` and `causal` share it. It depends on lengths only, never on
-    page ids. num_tokens: T. platform: a registry row, None for the default backend.
+    page ids. num_tokens: T. platform: a registry row, None for the default device's.
     """
     check_batch(batch, num_tokens)
-    build = kernel("attention_schedule", platform or jax.default_backend())
+    build = kernel("attention_schedule", platform or platform_of(jax.devices()[0]))
     return build(batch, spec, num_tokens=num_tokens, page_size=page_size)
 
 

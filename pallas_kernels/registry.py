@@ -1,26 +1,50 @@
 """Which function implements an operation on a platform: one row each, no fallbacks.
 
-Owns the table and the error for a missing row. A new kernel is a module and a row here; the conformance suite runs
-over the rows.
+Owns the table, the error for a missing row, and which platform a device is. A new kernel is a module and a row here;
+the conformance suite runs over the rows. Rows are names, resolved when first used: a host imports the kernels of its
+own platform only.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
-from pallas_kernels import paged_attention_schedule, paged_attention_xla
-
-KERNELS: dict[tuple[str, str], Callable] = {
-    ("attention_schedule", "cpu"): paged_attention_schedule.attention_schedule,
-    ("ragged_paged_attention", "cpu"): paged_attention_xla.ragged_paged_attention,
+_MODULES: dict[tuple[str, str], str] = {
+    ("attention_schedule", "cpu"): "paged_attention_schedule",
+    ("attention_schedule", "gpu_xla"): "paged_attention_schedule",
+    ("ragged_paged_attention", "cpu"): "paged_attention_xla",
+    ("ragged_paged_attention", "gpu_xla"): "paged_attention_xla",
+    ("kv_update_schedule", "cpu"): "kv_update_xla",
+    ("kv_update_schedule", "gpu_xla"): "kv_update_xla",
+    ("kv_cache_update", "cpu"): "kv_update_xla",
+    ("kv_cache_update", "gpu_xla"): "kv_update_xla",
 }
+KERNELS = tuple(_MODULES)
+
+# Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
+_MOSAIC_CAPABILITIES = ("9.0",)
 
 
 def kernel(op: str, platform: str) -> Callable:
     """The implementation of `op` on `platform`; raises ValueError naming the platforms that have one."""
-    if (op, platform) not in KERNELS:
-        platforms = sorted(row_platform for row_op, row_platform in KERNELS if row_op == op)
+    module = _MODULES.get((op, platform))
+    if module is None:
+        platforms = sorted(row_platform for row_op, row_platform in _MODULES if row_op == op)
         raise ValueError(
             f"{op} is not implemented for platform {platform!r}, allowed: {', '.join(platforms) or 'none'}"
         )
-    return KERNELS[op, platform]
+    return getattr(importlib.import_module(f"pallas_kernels.{module}"), op)
+
+
+def platform_of(device: Any) -> str:
+    """The rows for a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels) or "gpu_xla" (any other CUDA card).
+
+    Raises ValueError for a kind of device that has no rows.
+    """
+    if device.platform in ("cpu", "tpu"):
+        return device.platform
+    if device.platform in ("gpu", "cuda"):
+        return "gpu" if device.compute_capability in _MOSAIC_CAPABILITIES else "gpu_xla"
+    raise ValueError(f"platform {device.platform!r} has no kernels, allowed: cpu, tpu, gpu (CUDA)")

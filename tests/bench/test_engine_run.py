@@ -67,7 +67,7 @@ WORKLOAD = Workload("x", ((1, 2), (4, 5, 6), (7,)), (2, 4, 11), reference=((3, 3
 def test_a_run_sends_greedy_requests_over_an_empty_cache_and_counts_only_itself():
     llm = FakeLLM()
     done = run_workload(llm, WORKLOAD)
-    (prompts, params), = llm.calls
+    ((prompts, params),) = llm.calls
     assert llm.resets == 1
     assert prompts == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [4, 5, 6]}, {"prompt_token_ids": [7]}]
     assert [each.max_tokens for each in params] == [2, 4, 11]

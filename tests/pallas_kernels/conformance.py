@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels import kv_update, reference
 from pallas_kernels.kv_pages import KVPages, KVSpec, alloc, to_storage
 from pallas_kernels.ragged_batch import RaggedBatch
-from pallas_kernels.registry import KERNELS
+from pallas_kernels.registry import KERNELS, kernel
 from tests.pallas_kernels.problems import Case, Problem, build, expected
 
 ROW_RMS = {"float32": 2e-5, "bfloat16": 8e-3}
@@ -34,8 +34,8 @@ class Implementation:
 
 
 IMPLEMENTATIONS = [
-    Implementation(platform, KERNELS["attention_schedule", platform], attend, layout=platform)
-    for (op, platform), attend in KERNELS.items()
+    Implementation(platform, kernel("attention_schedule", platform), kernel(op, platform), layout=platform)
+    for op, platform in KERNELS
     if op == "ragged_paged_attention" and platform == jax.default_backend()
 ]
 
@@ -115,7 +115,7 @@ def check_update(dtype: str, num_tokens: int, implementation: Implementation) ->
     updated = implementation.update(kv, jnp.asarray(k), jnp.asarray(v), jnp.asarray(slot_mapping))
     got = np.asarray(updated.data).reshape(num_pages, num_heads, -1)
     want = [
-        np.asarray(to_storage(jnp.asarray(x), kv.spec)).transpose(0, 2, 1, 3).reshape(num_pages, num_heads, -1)
+        np.asarray(to_storage(jnp.asarray(x), kv.spec, kv.layout)).transpose(0, 2, 1, 3).reshape(num_pages, num_heads, -1)
         for x in (want_k, want_v)
     ]
     np.testing.assert_array_equal(got, np.concatenate(want, axis=-1), err_msg=f"update {dtype} T={num_tokens}")

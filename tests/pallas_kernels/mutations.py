@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels import kv_update, paged_attention_schedule, paged_attention_xla
+from pallas_kernels import kv_update_xla, paged_attention_schedule, paged_attention_xla
 from tests.pallas_kernels.cases import QUICK
 from tests.pallas_kernels.conformance import Implementation, check_attention, check_update
 
@@ -123,30 +123,30 @@ MUTATIONS = [
     ),
     Mutation(
         "padding written to slot 0",
-        kv_update,
+        kv_update_xla,
         "jnp.where(slot_mapping < 0, num_pages,",
         "jnp.where(slot_mapping < 0, 0,",
         (),
     ),
     Mutation(
         "padding wraps to the last page",
-        kv_update,
+        kv_update_xla,
         "jnp.where(slot_mapping < 0, num_pages,",
         "jnp.where(slot_mapping < 0, num_pages - 1,",
         (),
     ),
     Mutation(
         "values in the next slot",
-        kv_update,
+        kv_update_xla,
         "+ offset * spec.v_head_dim",
         "+ (offset + 1) % spec.page_size * spec.v_head_dim",
         (),
     ),
     Mutation(
         "keys written as values",
-        kv_update,
-        "to_storage(v, spec, kv.v_scale)",
-        "to_storage(v * 0 + 1, spec, kv.v_scale)",
+        kv_update_xla,
+        "to_storage(v, spec, kv.layout, kv.v_scale)",
+        "to_storage(v * 0 + 1, spec, kv.layout, kv.v_scale)",
         (),
     ),
 ]

@@ -1,0 +1,95 @@
+"""Mosaic GPU as the kernels here use it: launching one, its shared memory, and all that differs between jax releases.
+
+Knows jax's Mosaic GPU and the Hopper limits that every kernel meets; knows nothing of attention. Works on jax 0.10.2,
+0.11 and 0.12, whose differences stop here:
+
+- 0.10 lowers by lane unless told otherwise; 0.11 and 0.12 infer layouts per warpgroup, which the kernels rely on;
+- 0.10 and 0.11.0 keep the interpreter's parameters in a private module;
+- 0.11 replaced `out_shape`/`scratch_shapes` by `out_type`/`scratch_types` (0.10.2 takes both), and `transpose_ref` is
+  deprecated: kernels write `ref.transpose((1, 0))`, which works everywhere.
+
+A kernel body that the interpreter runs and the compiler takes has: plain jnp and lax on whole shared-memory refs or
+`pl.ds` slices of them, no literal int index in `.at[...]` under `pl.when`, no masked store, no scalar argument, no
+dynamic grid. Counts and work items are scalars read from global memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = 1.4426950408889634
+WARPGROUP_ROWS = 64  # rows of one wgmma
+BOX_ROWS = 8  # a tiled TMA box starts at a row that must be provably a multiple of this
+HOPPER_SMS = 132  # H100 SXM, H200
+SHARED_MEMORY_BYTES = 227 * 1024  # per CTA on sm_90 and sm_100
+
+
+def launch(
+    body: Callable[..., None],
+    *operands: jax.Array,
+    name: str,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any],
+    num_ctas: int,
+    num_warpgroups: int,
+    interpret: Any = False,
+    reduction_scratch_bytes: int = 2048,
+) -> tuple[jax.Array, ...]:
+    """Run body(*operand refs, *output refs, *scratch refs) on `num_ctas` CTAs; axes "cta" and "wg" tell them apart.
+
+    interpret: False to compile, True or the interpreter's parameters to run on the CPU (see `interpreter`).
+    """
+    options = {} if interpret is False else {"interpret": interpreter() if interpret is True else interpret}
+    body.__name__ = name
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(outputs),
+        scratch_types=list(scratch),
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=num_warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=reduction_scratch_bytes,
+        ),
+        **options,
+    )
+    return tuple(kernel(*operands))
+
+
+def interpreter(**options: Any) -> Any:
+    """Parameters that make `launch` interpret the kernel on the CPU, `detect_races=True` among them."""
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams(**options)  # pyright: ignore[reportAttributeAccessIssue]
+    from jax._src.pallas.mosaic_gpu.interpret import params
+
+    return params.InterpretGPUParams(**options)
+
+
+def swizzle_of(num_columns: int, dtype: jnp.dtype) -> int:
+    """Largest swizzle in bytes whose rows divide a row of `num_columns`; raises ValueError if there is none."""
+    row_bytes = num_columns * jnp.dtype(dtype).itemsize
+    for swizzle in (128, 64, 32):
+        if row_bytes % swizzle == 0:
+            return swizzle
+    raise ValueError(f"Mosaic GPU: a row of {num_columns} x {jnp.dtype(dtype).name} must be a multiple of 32 bytes")
+
+
+def tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Shared memory of `shape`, whose last two dimensions are tiled and swizzled as wgmma and TMA boxes need them."""
+    swizzle = swizzle_of(shape[-1], dtype)
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((BOX_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def multiprocessors() -> int:
+    """SMs of the default device's kind; those of an H100 where no GPU is present, as when compiling ahead of time."""
+    return getattr(jax.devices()[0], "core_count", None) or HOPPER_SMS
