@@ -13,13 +13,21 @@ from typing import Any
 
 _MODULES: dict[tuple[str, str], str] = {
     ("attention_schedule", "cpu"): "paged_attention_schedule",
+    ("attention_schedule", "gpu"): "paged_attention_gpu",
     ("attention_schedule", "gpu_xla"): "paged_attention_schedule",
+    ("attention_schedule", "tpu"): "paged_attention_tpu",
     ("ragged_paged_attention", "cpu"): "paged_attention_xla",
+    ("ragged_paged_attention", "gpu"): "paged_attention_gpu",
     ("ragged_paged_attention", "gpu_xla"): "paged_attention_xla",
+    ("ragged_paged_attention", "tpu"): "paged_attention_tpu",
     ("kv_update_schedule", "cpu"): "kv_update_xla",
+    ("kv_update_schedule", "gpu"): "kv_update_xla",
     ("kv_update_schedule", "gpu_xla"): "kv_update_xla",
+    ("kv_update_schedule", "tpu"): "kv_update_tpu",
     ("kv_cache_update", "cpu"): "kv_update_xla",
+    ("kv_cache_update", "gpu"): "kv_update_xla",
     ("kv_cache_update", "gpu_xla"): "kv_update_xla",
+    ("kv_cache_update", "tpu"): "kv_update_tpu",
 }
 KERNELS = tuple(_MODULES)
 
