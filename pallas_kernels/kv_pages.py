@@ -9,8 +9,8 @@ A layout is named after the platform whose kernels read it.
 - "cpu", "gpu", "gpu_xla": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H] followed by
   one of values [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth where it copies many short ones
   at half of it; on a GPU one TMA box moves what a block of threads that owns a head needs.
-- "tpu": [P, page_size, K * (H + Hv)]. A token is one row: per head its keys, then its values. One DMA moves a page for
-  all heads, and no head dim needs padding or makes XLA copy the pool.
+- "tpu": [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values. One DMA
+  moves a page for all heads; rows are whole lane tiles, because XLA copies a pool of others before every kernel.
 
 On "cpu" element types narrower than 32 bits are stored as unsigned integers of equal width, because XLA:CPU widens the
 operand of a bf16 or fp8 scatter or gather to float32: the whole pool, every call.
@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 LAYOUTS = ("cpu", "gpu", "gpu_xla", "tpu")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+LANES = 128  # columns of a TPU register
 _UNSIGNED = {1: "uint8", 2: "uint16"}
 
 
@@ -103,15 +104,13 @@ def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
     check_layout(layout)
     token = spec.head_dim + spec.v_head_dim
     if layout == "tpu":
-        return (spec.num_pages, spec.page_size, spec.num_kv_heads * token)
+        return (spec.num_pages, spec.page_size, -(-spec.num_kv_heads * token // LANES) * LANES)
     return (spec.num_pages, spec.num_kv_heads, spec.page_size * token)
 
 
-def local_heads(kv: KVPages) -> int:
-    """Kv heads that `data` holds: inside shard_map fewer than `spec` says."""
-    if kv.layout == "tpu":
-        return kv.data.shape[2] // (kv.spec.head_dim + kv.spec.v_head_dim)
-    return kv.data.shape[1]
+def holds_heads(kv: KVPages, num_heads: int) -> bool:
+    """Whether `data` is that of `num_heads` kv heads: inside shard_map fewer than `spec` says."""
+    return kv.data.shape[1:] == pool_shape(replace(kv.spec, num_kv_heads=num_heads), kv.layout)[1:]
 
 
 def page_bytes(spec: KVSpec, layout: str = "cpu") -> int:
@@ -178,11 +177,12 @@ def _check_exchangeable(spec: KVSpec) -> None:
 def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
     """Canonical copy [n, page_size, 2, K, H] of pages i32[n], bit for bit in the logical dtype (codes, not scaled).
 
-    Raises ValueError if keys and values differ in head dim. Page ids must be in range.
+    Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for use in shard_map.
     """
     _check_exchangeable(kv.spec)
-    pages, num_heads, head_dim = kv.data[page_ids], local_heads(kv), kv.spec.head_dim
+    pages, num_heads, head_dim = kv.data[page_ids], kv.spec.num_kv_heads, kv.spec.head_dim
     if kv.layout == "tpu":
+        pages = pages[..., : num_heads * 2 * head_dim]
         pages = pages.reshape(-1, kv.page_size, num_heads, 2, head_dim).transpose(0, 1, 3, 2, 4)
     else:
         pages = pages.reshape(-1, num_heads, 2, kv.page_size, head_dim).transpose(0, 3, 2, 1, 4)
@@ -192,13 +192,17 @@ def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
 def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages:
     """Write canonical pages [n, page_size, 2, K, H] of the pool's dtype to rows i32[n]; ids out of range are dropped.
 
-    Donate `kv` when jitting. Raises ValueError for another dtype or shape.
+    Donate `kv` when jitting. Raises ValueError for another dtype or shape. Not for use in shard_map.
     """
     _check_exchangeable(kv.spec)
-    wanted = (page_ids.shape[0], kv.page_size, 2, local_heads(kv), kv.spec.head_dim)
+    wanted = (page_ids.shape[0], kv.page_size, 2, kv.spec.num_kv_heads, kv.spec.head_dim)
     if values.shape != wanted or values.dtype != kv.dtype:
         raise ValueError(f"import_pages needs {kv.dtype}{list(wanted)}, got {values.dtype}{list(values.shape)}")
-    order = (0, 1, 3, 2, 4) if kv.layout == "tpu" else (0, 3, 2, 1, 4)
-    pages = bits(values.transpose(order).reshape(-1, *kv.data.shape[1:]), kv.data.dtype)
+    if kv.layout == "tpu":
+        pages = values.transpose(0, 1, 3, 2, 4).reshape(page_ids.shape[0], kv.page_size, -1)
+        pages = jnp.pad(pages, ((0, 0), (0, 0), (0, kv.data.shape[2] - pages.shape[2])))
+    else:
+        pages = values.transpose(0, 3, 2, 1, 4).reshape(-1, *kv.data.shape[1:])
+    pages = bits(pages, kv.data.dtype)
     ids = jnp.where(page_ids < 0, kv.data.shape[0], page_ids)  # out of range: the scatter drops it
     return replace(kv, data=kv.data.at[ids].set(pages, mode="drop"))

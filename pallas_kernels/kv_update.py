@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_pages import KVPages, local_heads
+from pallas_kernels.kv_pages import KVPages, holds_heads
 from pallas_kernels.registry import kernel
 
 
@@ -33,7 +33,8 @@ def kv_cache_update(
     schedule: of `kv_update_schedule` for the same step, None to build it here.
     Raises ValueError when shapes or dtypes do not fit the pool.
     """
-    spec, num_tokens, num_heads = kv.spec, slot_mapping.shape[0], local_heads(kv)
+    spec, num_tokens = kv.spec, slot_mapping.shape[0]
+    num_heads = k.shape[1] if k.ndim == 3 and holds_heads(kv, k.shape[1]) else spec.num_kv_heads
     for name, array, width in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
         wanted = (num_tokens, num_heads, width)
         if array.shape != wanted:

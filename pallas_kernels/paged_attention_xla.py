@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kv_pages import KVPages, KVSpec, bits, from_storage, local_heads
+from pallas_kernels.kv_pages import KVPages, KVSpec, bits, from_storage
 from pallas_kernels.paged_attention_schedule import Schedule, Tiles, block_kv_of
 from pallas_kernels.ragged_batch import AttentionSpec, RaggedBatch
 
@@ -36,7 +36,7 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """o [T, N, Hv] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = local_heads(kv)
+    num_kv_heads = kv.data.shape[1]  # inside shard_map fewer than the spec of the pool says
     # bfloat16 queries over a bfloat16 pool: both products take bfloat16 operands, sums stay float32.
     operand_dtype = jnp.bfloat16 if q.dtype == kv.dtype == jnp.bfloat16 else jnp.float32
     rows = q.astype(operand_dtype).reshape(num_tokens, num_kv_heads, -1, head_dim)

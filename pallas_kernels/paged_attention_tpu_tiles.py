@@ -1,0 +1,113 @@
+"""Sizes of the TPU attention kernel: where each head lies in a row of the pool, and how much is worked at a time.
+
+Owns the choice of block sizes against a VMEM budget. Knows nothing of batches: everything here is static.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+SUBLANES = 8
+# v5p and tpu7x have 64 MiB of VMEM a core, v5e and v6e twice that. The rest is left to XLA's own fusions.
+VMEM_LIMIT_BYTES = 56 << 20
+BUFFER_BYTES = 24 << 20  # for all blocks in flight together
+SCORE_BYTES = 12 << 20  # for scores and weights of the heads worked on together
+# A block in flight hides the latency of the next: about 2 us at the 3 TB/s of the fastest chip.
+IN_FLIGHT_BYTES = 6 << 20
+MAX_BUFFERS = 8
+SMEM_TABLE_BYTES = 900 << 10  # of the 1 MiB of all chips
+
+
+class Window(NamedTuple):
+    """Whole lane tiles of a pool row [start, start + size) that contain one head's keys or values from `offset` on.
+
+    Operands are sliced at whole lane tiles because a slice that starts inside one is a rotation of every register.
+    What else lies in the window meets zeros of the query, or is cut off the result.
+    """
+
+    start: int
+    size: int
+    offset: int
+
+
+class Blocks(NamedTuple):
+    pages: int  # pages of one sequence per block of keys
+    buffers: int  # blocks in VMEM: one being worked, the others on their way
+    tiles: int  # tiles per grid step
+    heads: int  # kv heads whose scores are alive at the same time
+
+
+def key_windows(num_kv_heads: int, head_dim: int, v_head_dim: int, row: int) -> tuple[Window, ...]:
+    """Where the keys of each kv head lie in a pool row of `row` lanes, which may end in padding."""
+    width = head_dim + v_head_dim
+    return tuple(_window(head * width, head_dim, row) for head in range(num_kv_heads))
+
+
+def value_windows(num_kv_heads: int, head_dim: int, v_head_dim: int, row: int) -> tuple[Window, ...]:
+    """Where the values of each kv head lie in a pool row of `row` lanes."""
+    width = head_dim + v_head_dim
+    return tuple(_window(head * width + head_dim, v_head_dim, row) for head in range(num_kv_heads))
+
+
+def _window(column: int, size: int, row: int) -> Window:
+    start = column // LANES * LANES
+    end = min(-(-(column + size) // LANES) * LANES, row)
+    return Window(start, end - start, column - start)
+
+
+def choose_blocks(
+    *, rows: int, num_kv_heads: int, row_bytes: int, page_size: int, max_pages: int, num_tiles: int, single: bool
+) -> Blocks:
+    """Block sizes for tiles of `rows` query rows per kv head over a pool of `row_bytes` a token.
+
+    single: tiles of one token, which are bound by bandwidth: long blocks amortise the work per block. Otherwise the
+    matrix unit is the bound, and short blocks waste less of it on keys past the causal edge.
+    """
+    # Keys lie along lanes in the scores: a block is a whole number of lane tiles.
+    unit = LANES // math.gcd(page_size, LANES)
+    wanted = 1024 if single else 512
+    fitting = BUFFER_BYTES // 3 // (row_bytes * page_size)
+    pages = max(min(wanted // page_size, fitting, _round_up(max_pages, unit)) // unit, 1) * unit
+    block_bytes = pages * page_size * row_bytes
+    buffers = 1 + max(2, min(-(-IN_FLIGHT_BYTES // block_bytes), MAX_BUFFERS - 1))
+    while buffers > 2 and buffers * block_bytes > BUFFER_BYTES:
+        buffers -= 1
+    scores = rows * pages * page_size * (4 + 4)
+    phases = -(-num_kv_heads // max(min(SCORE_BYTES // scores, 8), 1))
+    heads = -(-num_kv_heads // phases)
+    return Blocks(pages, buffers, min(8, num_tiles) if single else 1, heads)
+
+
+def fits_smem(page_table_shape: tuple[int, ...]) -> bool:
+    """True if a page table [S, W] can be in SMEM as a whole."""
+    num_seqs, width = page_table_shape
+    return _round_up(num_seqs, SUBLANES) * _round_up(width, LANES) * 4 <= SMEM_TABLE_BYTES
+
+
+def num_cores() -> int:
+    """Cores that share a kernel call on the target of the trace: 2 on v5p, 1 elsewhere and where there is no TPU."""
+    return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
+
+
+def check_dtypes(query: np.dtype, pool: np.dtype) -> None:
+    """Raises ValueError for element types the kernel cannot read."""
+    if query not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"TPU attention needs queries of float32 or bfloat16, got {query}")
+    if pool not in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8):
+        raise ValueError(f"TPU attention cannot read a KV pool of {pool}: there is no such type on TPU")
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises ValueError unless pages are whole rows of tiles."""
+    if page_size % SUBLANES:
+        raise ValueError(f"TPU attention needs page_size to be a multiple of {SUBLANES}, got {page_size}")
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
