@@ -1,4 +1,4 @@
-"""The command `jaxengine`: chat, generate, demo and bench.
+"""The command `jaxengine`: chat, generate, demo, check and bench.
 
 Owns the command line only. Engine and sampling options come from the dataclasses that define them, and everything heavy
 is imported by the command that needs it, so that `--help` and `--version` answer at once.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine import __version__
 from jaxengine.bench import host, latency, peers, throughput
+from jaxengine.check import command as check
 from jaxengine.cli_options import add_options, given_options
 from jaxengine.config import ConfigError, EngineConfig
 from models.config_fields import ModelConfigError
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "chat", "Talk with a model; /exit or end of input leaves.", _add_chat)
     command(commands, "generate", "Continue prompts from the arguments, a file or standard input.", _add_generate)
     command(commands, "demo", "Answer a handful of prompts at once and say what it took.", _add_demo)
+    command(commands, "check", "Compile every step for accelerators that are not here.", check.add_arguments)
     bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     command(benches, "throughput", "Output tokens a second.", throughput.add_arguments)

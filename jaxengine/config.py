@@ -105,14 +105,17 @@ class Platform:
 
 
 _DOUBLING = tuple(2**exponent for exponent in range(18))
-_GPU = Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, _DOUBLING, _DOUBLING[4:])
+# Where full steps are, just above max_num_seqs, doubling pads too much (benchmarks/padding.py).
+_DECODES = (1, *_DOUBLING[3:])
+_CHUNKS = (128, *range(192, 769, 64), 1024, 1536, 2048, 3072, 4096, 6144, *_DOUBLING[13:])
+_GPU = Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, _DECODES, _CHUNKS)
 
 PLATFORMS = {
     # A CPU shares its memory with everything else and compiles slowly; two sequences cost it as much as four.
     "cpu": Platform("cpu", "float32", 16, 32, 512, 0.15, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
     "gpu": _GPU,
     "gpu_xla": replace(_GPU, name="gpu_xla"),
-    "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, _DOUBLING, _DOUBLING[4:]),
+    "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, _DECODES, _CHUNKS),
 }
 
 

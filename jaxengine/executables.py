@@ -37,6 +37,20 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "jaxengine" / "executables"
 
 
+# Scatters and gathers of a few rows, which XLA:TPU would hand to the SparseCore and wait for.
+_COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
+    "tpu": {
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
+        "xla_tpu_offload_gather_to_sparsecore": "false",
+    }
+}
+
+
+def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
+    """Compiles as all our programs are compiled; backend as `jax.default_backend` names it."""
+    return lowered.compile(compiler_options=_COMPILER_OPTIONS.get(backend))
+
+
 class ExecutableCache:
     """Compiles programs or loads them as they were compiled before.
 
@@ -80,7 +94,7 @@ class ExecutableCache:
         if compiled is not None:
             self.num_loaded += 1
             return compiled
-        compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+        compiled = compile_program(jax.jit(function, donate_argnums=donate).lower(*arguments), jax.default_backend())
         self.num_compiled += 1
         if path is not None:
             _store(path, compiled)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.fixed_order import row_sums
+from jaxengine.top_tokens import top_tokens
 
 # Rows of logits alive at once while prompts are scored: 32 x 150k x 4 bytes = 19 MB, and enough rows to feed a matmul.
 PROMPT_BLOCK_ROWS = 32
@@ -49,7 +50,7 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, *, num_top: int, nor
     rank = 1 + jnp.sum((logits > chosen).astype(jnp.int32), axis=1)
     shift = _log_sum_exp(logits) if normalize else jnp.zeros_like(chosen)
     if num_top:
-        best, top_ids = lax.top_k(logits, num_top)
+        best, top_ids = top_tokens(logits, num_top)
         top = best - shift
     else:
         top_ids, top = jnp.zeros((logits.shape[0], 0), jnp.int32), jnp.zeros((logits.shape[0], 0), jnp.float32)

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxengine import sampler
 from jaxengine.compile_watch import CompileWatch
 from jaxengine.config import Platform, ResolvedConfig
-from jaxengine.executables import ExecutableCache
+from jaxengine.executables import ExecutableCache, compile_program
 from jaxengine.logprobs import TokenLogprobs
 from jaxengine.memory import MemoryPlan, device_memory, plan_memory
 from jaxengine.step import SlotState, StepOutput, init_state, write_page_deltas
@@ -145,8 +145,8 @@ class ModelRunner:
         arguments = programs.arguments(bucket, self._params, programs.kv_shapes(programs.num_columns))
 
         def measure() -> int:
-            analysis = jax.jit(programs.step(bucket), donate_argnums=(1, 2)).lower(*arguments).compile()
-            analysis = analysis.memory_analysis()
+            lowered = jax.jit(programs.step(bucket), donate_argnums=(1, 2)).lower(*arguments)
+            analysis = compile_program(lowered, jax.default_backend()).memory_analysis()
             assert analysis is not None, "this platform does not tell what a program needs"
             outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             return analysis.temp_size_in_bytes + max(0, outputs) + analysis.generated_code_size_in_bytes

@@ -7,6 +7,7 @@ by `lax.cond`, so one executable serves every mix. Knows nothing of requests, of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from jaxengine.logprobs import TokenLogprobs, no_logprobs, token_logprobs
-from jaxengine.token_choice import draw, first_true, lowest_kept, uniform
+from jaxengine.token_choice import draw, lowest_kept, uniform
+from jaxengine.top_tokens import best_token
 from scheduler.sampling_params import SamplingParams
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
@@ -95,15 +97,24 @@ def param_columns(params: SamplingParams, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def write_params(state: SamplingState, slots: jax.Array, ints: jax.Array, floats: jax.Array) -> SamplingState:
-    """Stores `param_columns` rows: slots i32[M], ints i32[M, 3], floats f32[M, 6]. Slots >= R are dropped."""
+    """Stores `param_columns` rows: slots i32[M] distinct, ints i32[M, 3], floats f32[M, 6]. Slots >= R are dropped."""
+    columns = {name: floats[:, column] for column, name in enumerate(SamplingState._fields[:6])}
+    seed = lax.bitcast_convert_type(ints[:, 1:], jnp.uint32)
     return state._replace(
-        **{
-            name: getattr(state, name).at[slots].set(floats[:, column], mode="drop")
-            for column, name in enumerate(SamplingState._fields[:6])
-        },
-        top_k=state.top_k.at[slots].set(ints[:, 0], mode="drop"),
-        seed=state.seed.at[slots].set(lax.bitcast_convert_type(ints[:, 1:], jnp.uint32), mode="drop"),
+        **{name: write_slots(getattr(state, name), slots, values) for name, values in columns.items()},
+        top_k=write_slots(state.top_k, slots, ints[:, 0]),
+        seed=jnp.stack([write_slots(state.seed[:, word], slots, seed[:, word]) for word in range(2)], axis=1),
     )
+
+
+def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    """array [R] with values [M] at slots i32[M], which are distinct where they are < R; the others are dropped.
+
+    Compares and selects: XLA:TPU sends a scatter into so small an array to the SparseCore, or walks it row by row.
+    """
+    written = slots[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
+    chosen = jnp.sum(jnp.where(written, values[:, None], jnp.zeros((), array.dtype)), axis=0, dtype=array.dtype)
+    return jnp.where(jnp.any(written, axis=0), chosen, array)
 
 
 def count_tokens(state: SamplingState, slots: jax.Array, token_ids: jax.Array, valid: jax.Array) -> SamplingState:
@@ -154,38 +165,47 @@ def sample(
     )
     # What greedy rows are divided by, as in vLLM's processed logprobs.
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    adjusted = lax.cond(flags.any_bias, lambda x: x + _state_rows(state.logit_bias, slots), lambda x: x, logits)
-    adjusted = lax.cond(
-        flags.any_penalties, lambda x: _penalize(x, _state_rows(state.token_counts, slots), rows), lambda x: x, adjusted
-    )
-    best = jnp.max(adjusted, axis=1, keepdims=True)
-    greedy_ids = first_true(adjusted == best)
-    keep_all = jnp.full_like(best, -jnp.inf)
 
-    def choose() -> tuple[jax.Array, jax.Array]:
+    processed, normalize = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logprobs")
+    num_top = min(max_logprobs, logits.shape[1])
+
+    def score(scored: Callable[[], jax.Array], token_ids: jax.Array) -> TokenLogprobs:
+        return lax.cond(
+            flags.any_logprobs,
+            lambda: token_logprobs(scored(), token_ids, num_top=num_top, normalize=normalize),
+            lambda: no_logprobs(logits.shape[0], num_top),
+        )
+
+    def choose(adjusted: jax.Array, draw_rows: Callable[..., tuple[jax.Array, jax.Array]]):
+        """Token ids, and their scores in the modes that report what was drawn from."""
+        best, greedy_ids = best_token(adjusted)
+        token_ids, kept_from = draw_rows(adjusted, best, greedy_ids)
+        token_ids = jnp.where(jnp.isfinite(best[:, 0]), token_ids, -1)
+        if not processed:
+            return token_ids, None
+        return token_ids, score(lambda: jnp.where(adjusted >= kept_from, adjusted / temperature, -jnp.inf), token_ids)
+
+    def draw_none(adjusted: jax.Array, best: jax.Array, greedy_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return greedy_ids, jnp.full_like(best, -jnp.inf)
+
+    def draw_random(adjusted: jax.Array, best: jax.Array, greedy_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         kept_from = lax.cond(
             flags.any_truncation,
             lambda: lowest_kept(adjusted, best, temperature, rows.top_k, rows.top_p, rows.min_p),
-            lambda: keep_all,
+            lambda: jnp.full_like(best, -jnp.inf),
         )
         seeds = state.seed.at[slots].get(mode="fill", fill_value=0)
         drawn = draw(adjusted, best, kept_from, temperature, uniform(seeds, positions)[:, None])
         return jnp.where(rows.temperature[:, 0] > 0, drawn, greedy_ids), kept_from
 
-    token_ids, kept_from = lax.cond(flags.any_random, choose, lambda: (greedy_ids, keep_all))
-    # XLA CPU's max() may pass over a NaN.
-    usable = jnp.isfinite(best[:, 0]) & ~jnp.any(jnp.isnan(adjusted), axis=1)
-    token_ids = jnp.where(usable, token_ids, -1)
+    def choose_any() -> tuple[jax.Array, TokenLogprobs | None]:
+        adjusted = lax.cond(adjusts, lambda: _adjust(logits, state, slots, rows), lambda: logits)
+        return choose(adjusted, lambda *known: lax.cond(flags.any_random, draw_random, draw_none, *known))
 
-    num_top = min(max_logprobs, logits.shape[1])
-
-    def score() -> TokenLogprobs:
-        processed = logprobs_mode.startswith("processed")
-        scored = jnp.where(adjusted >= kept_from, adjusted / temperature, -jnp.inf) if processed else logits
-        return token_logprobs(scored, token_ids, num_top=num_top, normalize=logprobs_mode.endswith("logprobs"))
-
-    scores = lax.cond(flags.any_logprobs, score, lambda: no_logprobs(logits.shape[0], num_top))
-    return SampleOutput(token_ids, *scores)
+    adjusts = flags.any_bias | flags.any_penalties
+    # Greedy steps read the logits once: a conditional that gives [S, V] copies them even where nothing is adjusted.
+    token_ids, scores = lax.cond(adjusts | flags.any_random, choose_any, lambda: choose(logits, draw_none))
+    return SampleOutput(token_ids, *(score(lambda: logits, token_ids) if scores is None else scores))
 
 
 def _set_row(array: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
@@ -199,8 +219,11 @@ def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
     return array.at[slots].get(mode="fill", fill_value=0)
 
 
-def _penalize(logits: jax.Array, counts: jax.Array, rows: _Rows) -> jax.Array:
-    """Repetition penalty (Keskar et al. 2019) over prompt and output, then OpenAI's two over the output."""
+def _adjust(logits: jax.Array, state: SamplingState, slots: jax.Array, rows: _Rows) -> jax.Array:
+    """Bias, then penalties: repetition (Keskar et al. 2019) over prompt and output, OpenAI's two over the output. Rows
+    without them keep their logits bit for bit."""
+    logits = logits + _state_rows(state.logit_bias, slots)
+    counts = _state_rows(state.token_counts, slots)
     times = counts >> 1
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
     logits = jnp.where(counts > 0, repeated, logits)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxengine import sampler
 from jaxengine.logprobs import TokenLogprobs, prompt_logprobs
@@ -88,7 +87,7 @@ def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: i
     index = jnp.minimum(slot, num_slots - 1)
     start = jnp.where(start >= 0, start, state.num_computed[index])
     kv_lens = jnp.where(slot < num_slots, start + count, 0)
-    state = state._replace(num_computed=state.num_computed.at[slot].set(kv_lens, mode="drop"))
+    state = state._replace(num_computed=sampler.write_slots(state.num_computed, slot, kv_lens))
 
     cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count, dtype=jnp.int32)])
     token = jnp.arange(layout.num_tokens, dtype=jnp.int32)
@@ -175,11 +174,7 @@ def _remember(state: SlotState, rows: Rows, token_ids: jax.Array, any_penalties:
     num_slots = state.last_token.shape[0]
     target = jnp.where(sampled, rows.slot, num_slots)
     # A poisoned row's -1 would index the embedding; its request ends anyway.
-    last_token = state.last_token.at[target].set(jnp.maximum(token_ids, 0), mode="drop")
-    counted = lax.cond(
-        any_penalties,
-        lambda sampling: sampler.count_tokens(sampling, rows.slot, token_ids, sampled & (token_ids >= 0)),
-        lambda sampling: sampling,
-        state.sampling,
-    )
+    last_token = sampler.write_slots(state.last_token, target, jnp.maximum(token_ids, 0))
+    # Not a conditional around it: its result would be a copy of the counts.
+    counted = sampler.count_tokens(state.sampling, rows.slot, token_ids, sampled & any_penalties)
     return state._replace(last_token=last_token, sampling=counted)

@@ -1,9 +1,10 @@
 """Cutting a distribution over the vocabulary and drawing from it, for every row of logits f32[S, V] at once.
 
 The vocabulary is never sorted. min_p, top_k and top_p each keep every token above some logit, so what a row keeps is
-one number, found by bisection: exact, equal logits are kept or dropped together. A draw is the inverse of the
-cumulative distribution at one uniform number, in vocabulary order. Each row's arithmetic has the same order whatever S
-is. Pure functions of arrays; knows nothing of slots or requests. Per-row arguments are [S, 1].
+one number. It is read off the row's best tokens where they decide it, and found by bisection where they do not: exact
+either way, equal logits are kept or dropped together. A draw is the inverse of the cumulative distribution at one
+uniform number, in vocabulary order. Each row's arithmetic has the same order whatever S is. Pure functions of arrays;
+knows nothing of slots or requests. Per-row arguments are [S, 1].
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxengine.fixed_order import BLOCK, block_sums, row_sums
+from jaxengine.top_tokens import first_true, take_tokens, top_values
 
+# Best tokens looked at before a threshold is searched for among all: most nuclei and every usual top_k fit in.
+NUM_CANDIDATES = 128
 # Passes of a threshold search that halve the interval of values before it halves the interval of bit patterns.
 VALUE_PASSES = 12
-
-
-def first_true(mask: jax.Array) -> jax.Array:
-    """bool[S, C] -> i32[S], the first True of each row, C when there is none. XLA CPU's argmax is 4x slower."""
-    size = mask.shape[1]
-    return jnp.min(jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size), axis=1)
+# exp(-x) is 0 in float32 from here on.
+_NO_WEIGHT = 104.0
 
 
 def lowest_kept(
@@ -35,20 +35,63 @@ def lowest_kept(
     (0 = off) those no less likely than the k-th; top_p those with less than top_p of the mass strictly above them
     (Holtzman et al. 2020), so always the best.
     """
-    weights = jnp.exp((logits - best) / temperature)
+    vocab_size = logits.shape[1]
+    candidates = top_values(logits, min(NUM_CANDIDATES, vocab_size))
+    num_candidates = candidates.shape[1]
+    kth = jnp.take_along_axis(candidates, jnp.clip(top_k - 1, 0, num_candidates - 1), axis=1)
+    kept = jnp.where((top_k > 0) & (top_k < vocab_size), kth, -jnp.inf)
+    far = (top_k > num_candidates) & (top_k < vocab_size)
+    kept = lax.cond(
+        jnp.any(far),
+        lambda: jnp.where(far, _search_top_k(logits, best, top_k, candidates[:, -1:]), kept),
+        lambda: kept,
+    )
+    kept = jnp.maximum(kept, best + temperature * jnp.log(min_p))
+    return lax.cond(
+        jnp.any(top_p < 1), lambda: _top_p(logits, best, temperature, top_p, kept, candidates), lambda: kept
+    )
 
-    def num_from(threshold: jax.Array) -> jax.Array:
-        return jnp.sum((logits >= threshold).astype(jnp.float32), axis=1, keepdims=True)
 
-    def mass_from(threshold: jax.Array) -> jax.Array:
-        return row_sums(jnp.where(logits >= threshold, weights, 0))
+def _search_top_k(logits: jax.Array, best: jax.Array, top_k: jax.Array, highest: jax.Array) -> jax.Array:
+    """The top_k-th logit of each row, which is at most `highest`."""
+
+    def num_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
+        num = row_sums((logits >= threshold).astype(jnp.float32))
+        return num, num
 
     lowest = jnp.min(jnp.where(logits > -jnp.inf, logits, best), axis=1, keepdims=True)
-    above = _ordered(best) + 1
-    num_kept = jnp.where(top_k > 0, top_k, logits.shape[1]).astype(jnp.float32)
-    kept = _highest(num_from, num_from, num_kept, lowest, above)
-    kept = jnp.maximum(kept, best + temperature * jnp.log(min_p))
-    return _highest(mass_from, num_from, top_p * mass_from(kept), kept, above)
+    return _highest(num_from, top_k.astype(jnp.float32), lowest, num_from(lowest), highest)
+
+
+def _top_p(
+    logits: jax.Array,
+    best: jax.Array,
+    temperature: jax.Array,
+    top_p: jax.Array,
+    kept: jax.Array,
+    candidates: jax.Array,
+) -> jax.Array:
+    """The logit from which top_p keeps tokens, of those >= kept; rows with top_p = 1 keep theirs."""
+    weights = jnp.exp((logits - best) / temperature)
+
+    def mass_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
+        above = logits >= threshold
+        return row_sums(jnp.where(above, weights, 0)), row_sums(above.astype(jnp.float32))
+
+    mass, num = mass_from(kept)
+    target = top_p * mass
+    last, num_candidates = candidates[:, -1:], candidates.shape[1]
+    running = jnp.cumsum(jnp.exp((candidates - best) / temperature), axis=1)
+    first = first_true(running >= target)[:, None]
+    found = jnp.take_along_axis(candidates, jnp.minimum(first, num_candidates - 1), axis=1)
+    reached = first < num_candidates
+    # Sums in two orders differ by their rounding: the candidates may fall short of a target that all of them meet.
+    settled = reached | (top_p >= 1) | (kept > last) | (num_candidates == logits.shape[1])
+    near = jnp.where(reached & (top_p < 1), jnp.maximum(found, kept), kept)
+    # Tokens without weight move no mass: a finite lower bound, whatever is kept.
+    lower = jnp.maximum(kept, jnp.maximum(best - _NO_WEIGHT * temperature, jnp.finfo(jnp.float32).min))
+    searched = _highest(mass_from, jnp.where(settled, mass, target), jnp.minimum(lower, last), (mass, num), last)
+    return jnp.where(settled, near, searched)
 
 
 def uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
@@ -72,7 +115,6 @@ def draw(
 
     Never a token of probability 0 or outside the vocabulary, however sums round. Rows with NaN give any number.
     """
-    vocab_size = logits.shape[1]
 
     def weigh(x: jax.Array) -> jax.Array:
         return jnp.where(x >= kept_from, jnp.exp((x - best) / temperature), 0)
@@ -85,8 +127,7 @@ def draw(
     before = jnp.where(block > 0, jnp.take_along_axis(running, jnp.maximum(block - 1, 0), axis=1), 0)
 
     ids = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    inside = jnp.take_along_axis(logits, jnp.clip(ids, 0, vocab_size - 1), axis=1)
-    weights = jnp.where(ids < vocab_size, weigh(inside), 0)
+    weights = weigh(take_tokens(logits, ids))
     return (block * BLOCK + _first_beyond(weights, jnp.cumsum(weights, axis=1), target - before))[:, 0]
 
 
@@ -102,16 +143,17 @@ def _first_beyond(weights: jax.Array, running: jax.Array, target: jax.Array) -> 
 
 
 def _highest(
-    measure: Callable[[jax.Array], jax.Array],
-    num_from: Callable[[jax.Array], jax.Array],
+    measure: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     target: jax.Array,
     lower: jax.Array,
-    above: jax.Array,
+    at_lower: tuple[jax.Array, jax.Array],
+    upper: jax.Array,
 ) -> jax.Array:
-    """The highest threshold t >= lower with measure(t) >= target, or one that keeps the same tokens; else lower.
+    """The highest threshold t, lower <= t <= upper, that measures at least `target`, or one that keeps the same tokens.
 
-    measure and num_from (how many logits are >= t) fall as t rises. above: an integer of `_ordered` beyond every logit.
-    Bisects until at most one token lies between the bounds or the lower one meets the target exactly.
+    measure: of a threshold, what it keeps and how many logits it keeps; both fall as the threshold rises. at_lower:
+    these two at `lower`. Bisects until at most one token lies between the bounds or the lower one meets the target
+    exactly; a row whose at_lower does costs no pass.
     """
 
     def unsettled(low, high, measured, num_low, num_high):
@@ -125,7 +167,7 @@ def _highest(
         middle_value = _ordered(0.5 * _unordered(low) + 0.5 * _unordered(high))
         middle_bits = (low & high) + ((low ^ high) >> 1)  # without overflow
         middle = jnp.clip(jnp.where(step < VALUE_PASSES, middle_value, middle_bits), low + 1, high - 1)
-        reached, num = measure(_unordered(middle)), num_from(_unordered(middle))
+        reached, num = measure(_unordered(middle))
         active = unsettled(*bounds)
         up, down = active & (reached >= target), active & (reached < target)
         return step + 1, (
@@ -136,7 +178,7 @@ def _highest(
             jnp.where(down, num, num_high),
         )
 
-    start = (_ordered(lower), above, measure(lower), num_from(lower), jnp.zeros_like(lower))
+    start = (_ordered(lower), _ordered(upper) + 1, *at_lower, jnp.zeros_like(lower))
     _, bounds = lax.while_loop(lambda carry: jnp.any(unsettled(*carry[1])), halve, (jnp.int32(0), start))
     return _unordered(bounds[0])
 

@@ -313,11 +313,17 @@ def test_number_of_reported_tokens(max_logprobs, width):
     ]
 
 
-def test_vocabulary_is_never_sorted():
-    shapes = jax.eval_shape(lambda: sampler.init_state(4, 300))
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_vocabulary_is_never_sorted(platform):
+    """Neither by a sort nor by a top_k, which is a sort on a GPU: only rows much shorter than the vocabulary are."""
+    vocab_size = 32_000
+    shapes = jax.eval_shape(lambda: sampler.init_state(4, vocab_size))
     rows = jax.ShapeDtypeStruct((4,), jnp.int32)
-    text = jit_sample.lower(jax.ShapeDtypeStruct((4, 300), jnp.float32), shapes, rows, rows, ALL_ON).as_text()
-    assert "while" in text and not re.search(r"\bsort\b", text)
+    arguments = (jax.ShapeDtypeStruct((4, vocab_size), jnp.float32), shapes, rows, rows, ALL_ON)
+    lowered = jit_sample.trace(*arguments, max_logprobs=20).lower(lowering_platforms=(platform,))
+    ordering = [line for line in lowered.as_text().splitlines() if re.search(r"stablehlo\.sort|top_?k\b", line, re.I)]
+    widths = [int(width) for line in ordering for width in re.findall(r"tensor<4x(\d+)xf32>", line)]
+    assert widths and max(widths) <= vocab_size // 8, ordering
 
 
 def test_columns_survive_the_state():
@@ -359,6 +365,17 @@ def test_writes_beyond_the_last_slot_are_dropped():
     written = sampler.set_counts_row(written, jnp.int32(NUM_SLOTS + 1), jnp.ones(6, jnp.int32))
     for before, after in zip(state, written, strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
+def test_slots_are_written(dtype):
+    array = np.arange(10, 16).astype(dtype)
+    values = np.array([7, 2**31 - 1 if dtype != np.float32 else 1e30, 3, 9]).astype(dtype)
+    expected = array.copy()
+    expected[[4, 0]] = values[:2]
+    written = sampler.write_slots(jnp.asarray(array), jnp.array([4, 0, 6, 6]), jnp.asarray(values))
+    assert written.dtype == dtype
+    np.testing.assert_array_equal(written, expected)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])

@@ -1,0 +1,77 @@
+"""Reading HLO: which instructions count as a copy of something precious, and which do not."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxengine.check.hlo import Precious, collectives, copies, parse
+
+POOL, WEIGHT = 64 * 4 * 8, 32 * 16
+PRECIOUS = Precious({POOL: "pool"}, {WEIGHT: "weight"}, {"s32[8,16]": "counts"})
+
+
+def module(*lines: str, fused: str = "") -> str:
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"HloModule m, is_scheduled=true\n\n{fused}\nENTRY %main (p: f32[1]) -> f32[1] {{\n{body}\n}}\n"
+
+
+FUSED_SCATTER = """%fused (a: f32[64,4,8], b: f32[2,4,8]) -> f32[64,4,8] {
+  %a = f32[64,4,8]{2,1,0} parameter(0)
+  %b = f32[2,4,8]{2,1,0} parameter(1)
+  ROOT %s = f32[64,4,8]{2,1,0} scatter(%a, %b), to_apply=%r
+}
+"""
+FUSED_SELECT = FUSED_SCATTER.replace("ROOT %s", "%s").replace(
+    "\n}", "\n  ROOT %w = f32[64,4,8]{2,1,0} select(%a, %s, %a)\n}"
+)
+W = "%w = f32[32,16]{1,0} parameter(0)"
+PREFETCH = "%c = (bf16[32,16]{1,0:T(8,128)S(1)}, bf16[32,16]{1,0}, u32[]) copy-start(%w)"
+FUSION = "%f = f32[64,4,8]{2,1,0} fusion(%p, %q), kind=kLoop, calls=%fused"
+
+
+@pytest.mark.parametrize(
+    ("lines", "fused", "expected"),
+    [
+        (["%p = f32[64,4,8]{2,1,0} parameter(0)", "%c = f32[64,4,8]{2,1,0} copy(%p)"], "", ["pool"]),
+        (["%c = bf16[64,32]{1,0:T(8,128)(2,1)} convert(%x)"], "", ["pool"]),
+        (["%b = f32[64,4,8]{2,1,0} broadcast(%zero), dimensions={}"], "", ["pool"]),
+        ([FUSION], FUSED_SCATTER, []),
+        ([FUSION], FUSED_SELECT, ["pool"]),
+        (["%k = f32[64,4,8]{2,1,0} custom-call(%p), output_to_operand_aliasing={{}: (0, {})}"], "", []),
+        (['%k = f32[64,4,8]{2,1,0} custom-call(%p), custom_call_target="tpu_custom_call"'], "", ["pool"]),
+        (["%w = (f32[64,4,8]{2,1,0}, s32[]) while(%t), condition=%c, body=%b"], "", []),
+        ([W, "%t = f32[16,32]{0,1} transpose(%w), dimensions={1,0}"], "", ["weight"]),
+        ([W, "%b = f32[512]{0} bitcast(%w)", "%c = f32[32,16]{0,1} copy(%b)"], "", ["weight"]),
+        # An activation of a weight's size: what it is made of is no parameter.
+        (["%d = f32[32,16]{1,0} dot(%x, %y)", "%c = f32[32,16]{0,1} copy(%d)"], "", []),
+        # A prefetch into on-chip memory.
+        ([W, PREFETCH], "", []),
+        (["%s = s32[8,16]{1,0} parameter(0)", "%c = s32[8,16]{1,0} copy(%s)"], "", ["counts"]),
+        (["%s = f32[8,16]{1,0} parameter(0)", "%c = f32[8,16]{1,0} copy(%s)"], "", []),
+    ],
+)
+def test_copies(lines, fused, expected):
+    assert [found.partition(":")[0] for found in copies(parse(module(*lines, fused=fused)), PRECIOUS)] == expected
+
+
+def test_collectives_are_counted_once_and_by_kind():
+    text = module(
+        "%a = f32[4]{0} all-reduce-start(%x), to_apply=%sum",
+        "%b = f32[4]{0} all-reduce-done(%a)",
+        "%c = f32[4]{0} all-reduce(%b), to_apply=%sum",
+        "%d = f32[8]{0} all-gather(%c), dimensions={0}",
+    )
+    assert collectives(parse(text)) == {"all-reduce": 2, "all-gather": 1}
+
+
+def compiled_text(function, *arguments, donate=()):
+    return jax.jit(function, donate_argnums=donate).lower(*arguments).compile().as_text()
+
+
+@pytest.mark.parametrize(("donate", "expected"), [((0,), 0), ((), 1)])
+def test_a_compiled_update_copies_only_what_is_not_donated(donate, expected):
+    pool, rows, index = jnp.zeros((64, 4, 8)), jnp.zeros((2, 4, 8)), jnp.zeros(2, jnp.int32)
+    text = compiled_text(lambda pool, rows, index: pool.at[index].set(rows), pool, rows, index, donate=donate)
+    assert len(copies(parse(text), PRECIOUS)) == expected

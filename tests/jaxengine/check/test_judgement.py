@@ -1,0 +1,124 @@
+"""What makes a row a failure, and how a baseline finds what got worse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxengine.check import baseline, report
+from jaxengine.check.inspect import mosaic_gpu, vmem_bytes
+from jaxengine.check.judge import failures
+from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler
+from jaxengine.config import ConfigError
+
+V6E = TARGETS["v6e"]
+ROW = {
+    "target": "v6e",
+    "program": "decode S=1",
+    "step": True,
+    "peak_bytes": 1_000_000,
+    "fast_bytes": 1000,
+    "copies": [],
+    "collectives": {},
+    "cycles": 100,
+    "failures": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "planned", "words"),
+    [
+        ({}, 1_000_000, ""),
+        ({}, 981_000, ""),
+        ({}, 970_000, "above"),
+        ({}, 1_019_000, ""),
+        ({}, 1_030_000, "below"),
+        ({"peak_bytes": V6E.hbm_bytes + 1}, V6E.hbm_bytes, "needs"),
+        ({"fast_bytes": V6E.fast_bytes + 1}, 1_000_000, "on the chip"),
+        ({"copies": ["pool: copy c"]}, 1_000_000, "copies pool"),
+        ({"collectives": {"all-reduce": 1}}, 1_000_000, "other devices"),
+        ({"error": "XlaRuntimeError: no"}, 1_000_000, "does not compile: XlaRuntimeError"),
+    ],
+)
+def test_failures(change, planned, words):
+    found = failures(ROW | change, V6E, planned, is_largest=True)
+    assert len(found) == bool(words) and all(words in text for text in found)
+
+
+def test_a_smaller_step_may_stay_below_the_plan_and_a_group_may_talk():
+    assert not failures(ROW, V6E, 2_000_000, is_largest=False)
+    assert not failures(ROW | {"collectives": {"all-reduce": 1}}, find_target("v6e-4"), 1_000_000, is_largest=True)
+
+
+@pytest.mark.parametrize(("cycles", "worse"), [(100, False), (105, False), (106, True), (50, False)])
+def test_a_regression_beyond_five_percent_is_found(tmp_path, cycles, worse):
+    file, settings = str(tmp_path / "base.json"), {"model": "m", "options": {}, "kernels": None}
+    baseline.save(file, settings, [ROW])
+    row = ROW | {"cycles": cycles, "failures": []}
+    baseline.compare([row], baseline.load(file, settings))
+    assert bool(row["failures"]) == worse
+    assert not worse or "cycles was 100 in the baseline and is 106 (+6 %)" in row["failures"][0]
+
+
+def test_spills_where_there_were_none_are_a_regression():
+    row = ROW | {"spill_bytes": 8, "failures": []}
+    baseline.compare([row], [ROW | {"spill_bytes": 0}])
+    assert row["failures"] == ["spill_bytes was 0 in the baseline and is 8"]
+
+
+def test_a_baseline_of_something_else_is_refused(tmp_path):
+    file = tmp_path / "base.json"
+    baseline.save(str(file), {"model": "a"}, [ROW])
+    with pytest.raises(ConfigError, match="model 'b'"):
+        baseline.load(str(file), {"model": "b"})
+    file.write_text(json.dumps([1]))
+    with pytest.raises(ConfigError, match="--save"):
+        baseline.load(str(file), {})
+
+
+def test_a_program_that_is_gone_is_told():
+    assert baseline.missing([], [ROW], ["v6e"]) == ["v6e, decode S=1: in the baseline, not checked"]
+    assert baseline.missing([ROW], [ROW], ["v6e"]) == baseline.missing([], [ROW], ["v5e"]) == []
+
+
+def test_the_table_shows_failures_and_what_is_not_known():
+    failed = {"target": "v6e", "program": "x", "step": False, "error": "e", "failures": ["e"]}
+    text = report.table([ROW | {"hbm_bytes": 2_000_000}, failed])
+    assert "FAIL" in text.splitlines()[3] and "50" in text.splitlines()[2]
+    assert report.failures([ROW, failed]) == ["v6e, x: e"]
+
+
+@pytest.mark.parametrize("name", ["v6f", "v6e-3", "sm_90-", "sm_90-3", "cpu-2", "", "v5e-x"])
+def test_an_unknown_target_is_refused(name):
+    with pytest.raises(ConfigError, match="sm_90"):
+        find_target(name) if name != "sm_90-" else find_target("sm_90-0")
+
+
+def test_several_devices():
+    target = find_target("v5e-16")
+    assert (target.topology, target.num_devices) == ("v5e:4x4", 16)
+    assert find_target("sm_90-4").num_devices == 4
+
+
+def test_a_missing_compiler_names_the_command(monkeypatch):
+    monkeypatch.setattr("jaxengine.check.targets.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"libtpu is not: `make check-deps` or `pip install 'jaxengine\[tpu-check\]'"):
+        require_compiler(V6E)
+    require_compiler(TARGETS["cpu"])
+
+
+def test_the_description_of_a_card():
+    text = gpu_target_config(TARGETS["sm_100"])
+    assert "major: 10 minor: 0 feature_extension: ACCELERATED_FEATURES" in text and "core_count: 148" in text
+
+
+def test_what_compilers_print():
+    log = """ptxas info    : Used 157 registers, used 16 barriers, 1 bytes smem
+    0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+      %4 = call ptr @mosaic_gpu_get_function(ptr %3, ptr @decode_kernel_name, i32 135296, i32 1)
+    ptxas info    : Used 62 registers, used 2 barriers"""
+    assert mosaic_gpu(log) == {"registers": 157, "spill_bytes": 12, "fast_bytes": 135296}
+    assert mosaic_gpu("") == {"registers": None, "spill_bytes": None, "fast_bytes": None}
+    config = '"used_scoped_memory_configs":[{"memory_space":"1","offset":"1024","size":"4096"}]'
+    assert vmem_bytes(config) == 5120 and vmem_bytes("") is None
