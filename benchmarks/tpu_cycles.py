@@ -1,0 +1,188 @@
+"""Estimated cycles of our TPU attention beside jax's own, and the roofline, on 12 shapes; needs libtpu, not a TPU.
+
+    python -m benchmarks.tpu_cycles [--targets v6e,v5p] [--only decode] [--json FILE]
+
+A kernel is profiled bare (benchmarks.tpu_profile): no copies, a fixed number of key blocks. The difference between 9
+and 1 blocks, over 8, is what one block costs. "block" is that for one sequence (decode) or 128 tokens (prefill) and
+1024 keys, with all heads: the same work for both kernels. "shape" multiplies by the blocks a kernel walks for the whole
+shape (ours stops at the causal edge, jax's walks every block) and adds what opening and closing a tile costs us. jax's
+kernel gets whichever of its block sizes is fastest, and heads padded to what it accepts. v5p: cycles of one core; our
+kernel uses both, jax's one, and the microseconds say so. Roofline: the larger of bytes / bandwidth and flops / peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.tpu_profile import profile
+from jaxengine.check.targets import TARGETS
+
+PAGE_SIZE = 128
+CASES = "benchmarks.tpu_attention_cases"
+THEIR_BLOCK_PAGES = 8
+THEIR_BLOCK_Q = {True: (8, 32), False: (32, 128)}  # decode, prefill
+CLOCK_HZ = 1.75e9  # v6e and v5p: peak flops over what their matrix units do a cycle
+CORES = {"v5p": 2}
+BYTES = 2  # bfloat16
+
+
+class Shape(NamedTuple):
+    name: str
+    num_seqs: int
+    q_len: int
+    kv_len: int
+    heads: tuple[int, int]  # N, K
+    head_dim: int
+
+    @property
+    def decode(self) -> bool:
+        return self.q_len == 1
+
+
+LLAMA, ONE_OF_8, SMOLLM = ((32, 8), 128), ((4, 1), 128), ((9, 3), 64)
+SHAPES = (
+    Shape("decode, 64 x 1024, 32/8 heads", 64, 1, 1024, *LLAMA),
+    Shape("decode, 64 x 4096, 32/8 heads", 64, 1, 4096, *LLAMA),
+    Shape("decode, 8 x 32768, 32/8 heads", 8, 1, 32768, *LLAMA),
+    Shape("decode, 256 x 1024, 32/8 heads", 256, 1, 1024, *LLAMA),
+    Shape("decode, 64 x 2048, 4/1 heads", 64, 1, 2048, *ONE_OF_8),
+    Shape("decode, 64 x 1024, 9/3 heads of 64", 64, 1, 1024, *SMOLLM),
+    Shape("prefill, 1024, 32/8 heads", 1, 1024, 1024, *LLAMA),
+    Shape("prefill, 2048, 32/8 heads", 1, 2048, 2048, *LLAMA),
+    Shape("prefill, last 2048 of 8192, 32/8 heads", 1, 2048, 8192, *LLAMA),
+    Shape("prefill, last 512 of 4096, 32/8 heads", 1, 512, 4096, *LLAMA),
+    Shape("prefill, 2048, 4/1 heads", 1, 2048, 2048, *ONE_OF_8),
+    Shape("prefill, 2048, 9/3 heads of 64", 1, 2048, 2048, *SMOLLM),
+)
+
+
+class Cost(NamedTuple):
+    """Cycles of one core."""
+
+    block: float  # of one key block and tile of the kernel
+    normal_block: float  # the same for 1024 keys and 1 (decode) or 128 (prefill) tokens
+    shape: float
+
+
+class Row(NamedTuple):
+    shape: str
+    target: str
+    our_block: float
+    their_block: float
+    our_shape: float
+    their_shape: float
+    our_us: float
+    their_us: float
+    roofline_us: float
+
+    def columns(self) -> list[str]:
+        return [
+            *(f"{x:,.0f}" for x in (self.our_block, self.their_block)),
+            f"{self.our_block / self.their_block:.2f}",
+            *(f"{x / 1e3:,.0f}k" for x in (self.our_shape, self.their_shape)),
+            f"{self.our_shape / self.their_shape:.2f}",
+            *(f"{x:,.0f}" for x in (self.our_us, self.their_us, self.roofline_us)),
+        ]
+
+
+HEADER = ["block: ours", "jax's", "ratio", "shape: ours", "jax's", "ratio", "us: ours", "jax's", "roofline"]
+
+
+@functools.cache
+def cycles(target: str, build: str, trips: int, **arguments) -> tuple[int, dict]:
+    """Estimated cycles of one grid step and what the case says of itself."""
+    result = profile(f"{CASES}:{build}", TARGETS[target].topology, trips=trips, page_size=PAGE_SIZE, **arguments)
+    if result.cycles is None:
+        raise SystemExit(f"libtpu cannot profile {build} {arguments} on {target}")
+    return result.cycles, result.facts
+
+
+def per_trip(target: str, build: str, **arguments) -> tuple[float, dict]:
+    (many, facts), (one, _) = (cycles(target, build, trips, **arguments) for trips in (9, 1))
+    return (many - one) / 8, facts
+
+
+def our_cost(shape: Shape, target: str) -> Cost:
+    # Block sizes follow from the number of tokens and, for short tables, of pages: shapes with equal ones are shared.
+    arguments = {"heads": shape.heads, "head_dim": shape.head_dim, "decode": shape.decode, "max_pages": 16}
+    arguments["num_tokens"] = 64 if shape.decode else max(shape.q_len, 1024)
+    edge, facts = per_trip(target, "ours", part="edge", **arguments)
+    tile = (
+        cycles(target, "ours", 1, part="tile", **arguments)[0] - cycles(target, "ours", 1, part="edge", **arguments)[0]
+    )
+    block_q, block_kv = facts["block_q"], facts["block_kv"]
+    if shape.decode:
+        total = shape.num_seqs * (-(-shape.kv_len // block_kv) * edge + tile)
+        return Cost(edge, edge * 1024 / block_kv, total)
+    whole, _ = per_trip(target, "ours", part="block", **arguments)
+    total = 0.0
+    for first in range(0, shape.q_len, block_q):
+        position = shape.kv_len - shape.q_len + first
+        blocks = -(-min(position + block_q, shape.kv_len) // block_kv)
+        num_whole = (position + 1) // block_kv
+        total += num_whole * whole + (blocks - num_whole) * edge + tile
+    return Cost(whole, whole * 1024 / block_kv * 128 / block_q, total * shape.num_seqs)
+
+
+def their_cost(shape: Shape, target: str) -> Cost:
+    heads, head_dim = shape.heads, shape.head_dim
+    if heads == SMOLLM[0]:  # it tiles 1, 2, 4 or a multiple of 8 kv heads, of 128 lanes
+        heads, head_dim = (12, 4), 128
+    costs = []
+    for block_q in THEIR_BLOCK_Q[shape.decode]:
+        arguments = {"heads": heads, "head_dim": head_dim, "max_pages": 16, "block_q": block_q}
+        block, _ = per_trip(target, "theirs", block_pages=THEIR_BLOCK_PAGES, **arguments)
+        block_kv = THEIR_BLOCK_PAGES * PAGE_SIZE
+        walks = shape.num_seqs * (1 if shape.decode else -(-shape.q_len // block_q))
+        normal = block * 1024 / block_kv * (1 if shape.decode else 128 / block_q)
+        costs.append(Cost(block, normal, block * walks * -(-shape.kv_len // block_kv)))
+    return min(costs, key=lambda cost: cost.shape)
+
+
+def roofline_us(shape: Shape, target: str) -> float:
+    num_q_heads, num_kv_heads = shape.heads
+    tokens = shape.num_seqs * shape.q_len
+    seen = tokens * (shape.kv_len - (shape.q_len - 1) / 2)  # query-key pairs
+    kv_bytes = shape.num_seqs * shape.kv_len * num_kv_heads * 2 * shape.head_dim * BYTES
+    query_bytes = 2 * tokens * num_q_heads * shape.head_dim * BYTES
+    flops = 4 * seen * num_q_heads * shape.head_dim
+    chip = TARGETS[target]
+    return 1e6 * max((kv_bytes + query_bytes) / chip.hbm_bandwidth, flops / chip.flops)
+
+
+def measure(shape: Shape, target: str) -> Row:
+    ours, theirs = our_cost(shape, target), their_cost(shape, target)
+    our_us = ours.shape / CLOCK_HZ / CORES.get(target, 1) * 1e6
+    return Row(
+        shape.name, target, ours.normal_block, theirs.normal_block, ours.shape, theirs.shape, our_us,
+        theirs.shape / CLOCK_HZ * 1e6, roofline_us(shape, target),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="v6e,v5p")
+    parser.add_argument("--only", default="", help="part of a shape's name")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    print("| " + " | ".join(["target", "shape", *HEADER]) + " |\n|" + "---|" * (len(HEADER) + 2))
+    for target in options.targets.split(","):
+        for shape in SHAPES:
+            if options.only in shape.name:
+                rows.append(measure(shape, target))
+                print("| " + " | ".join([target, shape.name, *rows[-1].columns()]) + " |", flush=True)
+    if options.json:
+        versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")} | {"python": platform.python_version()}
+        record = {"versions": versions, "page_size": PAGE_SIZE, "rows": [row._asdict() for row in rows]}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
