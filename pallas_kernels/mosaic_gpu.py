@@ -45,7 +45,6 @@ def launch(
     interpret: False to compile, True or the interpreter's parameters to run on the CPU (see `interpreter`).
     """
     options = {} if interpret is False else {"interpret": interpreter() if interpret is True else interpret}
-    body.__name__ = name
     kernel = plgpu.kernel(
         body,
         out_type=tuple(outputs),
@@ -54,6 +53,7 @@ def launch(
         grid_names=("cta",),
         num_threads=num_warpgroups,
         thread_name="wg",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -65,7 +65,11 @@ def launch(
 
 
 def interpreter(**options: Any) -> Any:
-    """Parameters that make `launch` interpret the kernel on the CPU, `detect_races=True` among them."""
+    """Parameters that make `launch` interpret the kernel on the CPU, `detect_races=True` among them.
+
+    Every warpgroup blocks a thread of XLA's pool while it waits: on a host of few cores a process starts with
+    environment NPROC=8 or hangs.
+    """
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams(**options)  # pyright: ignore[reportAttributeAccessIssue]
     from jax._src.pallas.mosaic_gpu.interpret import params
