@@ -9,6 +9,8 @@ kernels take. Inside shard_map `spec` counts the heads of the shard, in the sche
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import jax
@@ -25,9 +27,12 @@ from pallas_kernels.paged_attention_gpu_prefill import prefill_attention
 from pallas_kernels.paged_attention_gpu_schedule import DECODE_KEYS
 from pallas_kernels.ragged_batch import AttentionSpec, RaggedBatch
 
+logger = logging.getLogger(__name__)
+
 KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 MIN_PAGE_SIZE = 8
 MAX_HEAD_DIM = 256
+MAX_ONE_BYTE_HEAD_DIM = 192
 
 
 def why_not(
@@ -54,6 +59,8 @@ def why_not(
         name = jnp.dtype(kv_dtype).name
         if name not in KV_DTYPES:
             return f"keys and values of {name}"
+        if width == 32 and spec.head_dim > MAX_ONE_BYTE_HEAD_DIM:
+            return f"head_dim {spec.head_dim} over {name}, whose blocks do not fit shared memory"
         if jnp.dtype(kv_dtype).itemsize == 2 and q_dtype is not None and kv_dtype != q_dtype:
             return f"queries of {jnp.dtype(q_dtype).name} over keys and values of {name}"
     return None
@@ -94,7 +101,9 @@ def ragged_paged_attention(
             f"the pool's shard holds {kv.data.shape[1]} kv heads, AttentionSpec.num_kv_heads is {spec.num_kv_heads}: "
             f"on layout 'gpu' schedule and attention take the shard's own spec"
         )
-    if why_not(spec, page_size, q.dtype, kv.dtype, tree_mask=tree_mask is not None):
+    reason = why_not(spec, page_size, q.dtype, kv.dtype, tree_mask=tree_mask is not None)
+    if reason is not None:
+        _log_once(reason)
         if isinstance(schedule, kernel_schedule.Schedule):
             schedule = xla_schedule.attention_schedule(batch, spec, num_tokens=num_tokens, page_size=page_size)
         return paged_attention_xla.ragged_paged_attention(
@@ -111,6 +120,11 @@ def ragged_paged_attention(
     )
     in_run = (prefill.token_item < prefill.items.shape[0])[:, None]
     return jnp.where(in_run[..., None], run_o, o), jnp.where(in_run, run_lse, lse)
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logger.warning("attention runs as plain XLA instead of the Mosaic GPU kernels: %s", reason)
 
 
 def decode_attention(
