@@ -17,6 +17,7 @@ import functools
 import json
 import platform
 from importlib.metadata import version
+from math import nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +63,10 @@ SHAPES = (
 )
 
 
+class Unprofiled(RuntimeError):
+    """libtpu compiles a kernel and cannot say what it costs."""
+
+
 class Cost(NamedTuple):
     """Cycles of one core."""
 
@@ -99,7 +104,7 @@ def cycles(target: str, build: str, trips: int, **arguments) -> tuple[int, dict]
     """Estimated cycles of one grid step and what the case says of itself."""
     result = profile(f"{CASES}:{build}", TARGETS[target].topology, trips=trips, page_size=PAGE_SIZE, **arguments)
     if result.cycles is None:
-        raise SystemExit(f"libtpu cannot profile {build} {arguments} on {target}")
+        raise Unprofiled(f"libtpu cannot profile {build} {arguments} on {target}")
     return result.cycles, result.facts
 
 
@@ -131,18 +136,22 @@ def our_cost(shape: Shape, target: str) -> Cost:
 
 
 def their_cost(shape: Shape, target: str) -> Cost:
+    """Of the fastest block size; nan where libtpu can profile none of them."""
     heads, head_dim = shape.heads, shape.head_dim
     if heads == SMOLLM[0]:  # it tiles 1, 2, 4 or a multiple of 8 kv heads, of 128 lanes
         heads, head_dim = (12, 4), 128
     costs = []
     for block_q in THEIR_BLOCK_Q[shape.decode]:
         arguments = {"heads": heads, "head_dim": head_dim, "max_pages": 16, "block_q": block_q}
-        block, _ = per_trip(target, "theirs", block_pages=THEIR_BLOCK_PAGES, **arguments)
+        try:
+            block, _ = per_trip(target, "theirs", block_pages=THEIR_BLOCK_PAGES, **arguments)
+        except Unprofiled:
+            continue
         block_kv = THEIR_BLOCK_PAGES * PAGE_SIZE
         walks = shape.num_seqs * (1 if shape.decode else -(-shape.q_len // block_q))
         normal = block * 1024 / block_kv * (1 if shape.decode else 128 / block_q)
         costs.append(Cost(block, normal, block * walks * -(-shape.kv_len // block_kv)))
-    return min(costs, key=lambda cost: cost.shape)
+    return min(costs, key=lambda cost: cost.shape, default=Cost(nan, nan, nan))
 
 
 def roofline_us(shape: Shape, target: str) -> float:
@@ -165,6 +174,10 @@ def measure(shape: Shape, target: str) -> Row:
     )  # fmt: skip
 
 
+def _record(row: Row) -> dict:
+    return {name: None if value != value else value for name, value in row._asdict().items()}  # nan is not JSON
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="v6e,v5p")
@@ -180,7 +193,7 @@ def main() -> None:
                 print("| " + " | ".join([target, shape.name, *rows[-1].columns()]) + " |", flush=True)
     if options.json:
         versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")} | {"python": platform.python_version()}
-        record = {"versions": versions, "page_size": PAGE_SIZE, "rows": [row._asdict() for row in rows]}
+        record = {"versions": versions, "page_size": PAGE_SIZE, "rows": [_record(row) for row in rows]}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
