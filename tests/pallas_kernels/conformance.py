@@ -1,47 +1,34 @@
-"""What it means for an implementation to conform: the checks that tests and the mutation gate both run."""
+"""What it means for an implementation to conform: the checks that tests, workers and the mutation gate all run.
+
+A check raises AssertionError with the case, the implementation and what is wrong. One that uses an interpreter also
+fails for a race or hazard in any kernel it ran.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import kv_update, reference
-from pallas_kernels.kv_pages import KVPages, KVSpec, alloc, to_storage
-from pallas_kernels.ragged_batch import RaggedBatch
-from pallas_kernels.registry import KERNELS, kernel
-from tests.pallas_kernels.problems import Case, Problem, build, expected
+from pallas_kernels import reference
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.ragged_batch import AttentionSpec, RaggedBatch
+from tests.pallas_kernels.implementations import Implementation
+from tests.pallas_kernels.pools import QUANTIZED, codes, make_pool, read_pool, unsigned
+from tests.pallas_kernels.problems import Case, Problem, build, expected, rounded
 
 ROW_RMS = {"float32": 2e-5, "bfloat16": 8e-3}
 MAX_OF_V = {"float32": 2e-5, "bfloat16": 2.0**-7}
 LSE = {"float32": 1e-4, "bfloat16": 1e-3}
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """The functions under test, as the registry holds them, and the pool layout they read."""
-
-    name: str
-    schedule: Callable[..., Any]
-    attend: Callable[..., Any]
-    update: Callable[..., KVPages] = kv_update.kv_cache_update
-    layout: str = "cpu"
-
-
-IMPLEMENTATIONS = [
-    Implementation(platform, kernel("attention_schedule", platform), kernel(op, platform), layout=platform)
-    for op, platform in KERNELS
-    if op == "ragged_paged_attention" and platform == jax.default_backend()
-]
-
-
 @functools.cache
-def compiled(implementation: Implementation, spec):
+def compiled(implementation: Implementation, spec: AttentionSpec):
     """The jitted attention of one layer; shapes and dtypes are left to jit's own cache."""
 
     @jax.jit
@@ -52,13 +39,23 @@ def compiled(implementation: Implementation, spec):
     return run
 
 
-def pool(case: Case, problem: Problem, dtype: str, layout: str) -> KVPages:
-    """A pool that holds the problem's pages, written token by token through the storage functions alone."""
-    num_pages, page_size, num_kv_heads, head_dim = problem.k_pages.shape
-    kv = alloc(KVSpec(num_pages, page_size, num_kv_heads, head_dim, case.dims[1], dtype), layout=layout)
-    slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
-    keys, values = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (problem.k_pages, problem.v_pages))
-    return kv_update.kv_cache_update(kv, keys, values, slots)
+@functools.cache
+def compiled_update(implementation: Implementation):
+    return jax.jit(implementation.update, donate_argnums=0)
+
+
+@contextlib.contextmanager
+def watched(implementation: Implementation, label: str) -> Iterator[None]:
+    """Fails if an interpreter finds a race or a hazard in what runs inside."""
+    implementation.forget()
+    yield
+    problems = implementation.problems()
+    assert not problems, f"{label} on {implementation.name}: {'; '.join(problems)}"
+
+
+def pool(problem: Problem, layout: str) -> KVPages:
+    """A pool that holds the problem's pages."""
+    return make_pool(problem.k_codes, problem.v_codes, layout, problem.k_scale, problem.v_scale)
 
 
 def ragged_batch(problem: Problem) -> RaggedBatch:
@@ -66,56 +63,119 @@ def ragged_batch(problem: Problem) -> RaggedBatch:
     return RaggedBatch(*map(jnp.asarray, arrays), jnp.int32(problem.num_seqs), jnp.int32(problem.num_decode))
 
 
-def attend(case: Case, problem: Problem, dtype: str, implementation: Implementation) -> tuple[np.ndarray, np.ndarray]:
-    """Run the implementation: o in float32, lse."""
-    o, lse = compiled(implementation, case.spec)(
+def operands(case: Case, problem: Problem, dtype: str, implementation: Implementation) -> tuple:
+    return (
         jnp.asarray(problem.q, dtype),
-        pool(case, problem, dtype, implementation.layout),
+        pool(problem, implementation.platform),
         ragged_batch(problem),
         None if problem.sinks is None else jnp.asarray(problem.sinks),
         None if problem.tree_mask is None else jnp.asarray(problem.tree_mask),
     )
+
+
+def attend(case: Case, problem: Problem, dtype: str, implementation: Implementation) -> tuple[np.ndarray, np.ndarray]:
+    """Run the implementation: o in float32, lse."""
+    o, lse = compiled(implementation, case.spec)(*operands(case, problem, dtype, implementation))
+    assert o.dtype == dtype and lse.dtype == jnp.float32
     return np.asarray(o, np.float32), np.asarray(lse)
 
 
 def check_attention(case: Case, dtype: str, family: str, implementation: Implementation) -> None:
-    """AssertionError unless output and log-sum-exp match the oracle row by row and padding is exactly 0."""
+    """Output and log-sum-exp match the oracle row by row, padding is exactly 0; or the case is refused, if it must."""
+    case = implementation.adapted(case)
     problem = build(case, dtype, family)
-    want_o, want_lse = expected(case, problem)
-    got_o, got_lse = attend(case, problem, dtype, implementation)
     label = f"{case.name} {dtype} {family}"
+    if (why := implementation.refuses(case, dtype)) is not None:
+        check_refused(case, problem, dtype, implementation, f"{label}: {why}")
+        return
+    want = expected(case, problem)
+    with watched(implementation, label):
+        got = attend(case, problem, dtype, implementation)
+    check_close(got, want, problem, dtype, f"{label} on {implementation.name}")
+
+
+def check_refused(case: Case, problem: Problem, dtype: str, implementation: Implementation, label: str) -> None:
+    try:
+        jax.eval_shape(compiled(implementation, case.spec), *operands(case, problem, dtype, implementation))
+    except ValueError as error:
+        assert str(error), f"{label}: refused without a reason"
+        return
+    raise AssertionError(f"{label} is not refused by {implementation.name}")
+
+
+def check_runs_kernel(case: Case, dtype: str, implementation: Implementation) -> None:
+    """The implementation's own kernels run exactly the cases they are said to take."""
+    if implementation.elsewhere is None:
+        return
+    case = implementation.adapted(case)
+    arguments = operands(case, build(case, dtype, "normal"), dtype, implementation)
+    program = str(compiled(implementation, case.spec).trace(*arguments).jaxpr)
+    runs_kernel = any(f" {primitive}[" in program for primitive in ("pallas_call", "core_map", "mpmd_map"))
+    why = implementation.elsewhere(case, dtype)
+    assert runs_kernel == (why is None), (
+        f"{case.name} {dtype} on {implementation.name}: own kernel {runs_kernel}, {why}"
+    )
+
+
+def check_close(got, want, problem: Problem, dtype: str, label: str) -> None:
+    """got: (o, lse) of an implementation, want: of the oracle."""
+    got_o, got_lse = got
+    want_o, want_lse = want
     num_live = int(problem.cu_q_lens[problem.num_seqs])
     assert not got_o[num_live:].any(), f"{label}: padding tokens are not exactly 0"
-    assert np.isfinite(got_o).all(), f"{label}: not finite"
+    assert np.isfinite(got_o).all(), f"{label}: not finite at {np.argwhere(~np.isfinite(got_o))[:3].tolist()}"
     error = np.sqrt(np.mean((got_o - want_o) ** 2, axis=-1))
     scale = np.sqrt(np.mean(want_o**2, axis=-1))
-    largest = np.nanmax(np.abs(np.where(np.isinf(problem.v_pages), np.nan, problem.v_pages)), initial=0.0)
+    seen = np.where(np.isfinite(problem.v_pages), np.abs(problem.v_pages), 0.0)
+    largest = max(np.max(seen, initial=0.0), 1e-37)
     bad = (error > ROW_RMS[dtype] * scale) & (error > ROW_RMS[dtype] * 0.02 * largest)
-    assert not bad.any(), f"{label}: rows {np.argwhere(bad)[:4].tolist()}, worst {np.max(error / (scale + 1e-30)):.2e}"
+    assert not bad.any(), (
+        f"{label}: {bad.sum()} rows wrong, first (token, head) {np.argwhere(bad)[:4].tolist()}, "
+        f"worst {np.max(error / (scale + 1e-30)):.2e}"
+    )
     worst = np.max(np.abs(got_o - want_o), initial=0.0)
     assert worst <= MAX_OF_V[dtype] * largest, f"{label}: max error {worst:.2e} of max |V| {largest:.2e}"
     np.testing.assert_allclose(got_lse, want_lse, rtol=1e-5, atol=LSE[dtype], err_msg=f"{label}: lse")
 
 
-def check_update(dtype: str, num_tokens: int, implementation: Implementation) -> None:
-    """AssertionError unless new tokens land in their slots and every other slot keeps its bits."""
-    rng = np.random.default_rng(num_tokens)
-    num_pages, page_size, num_heads, head_dim, v_head_dim = 7, 16, 3, 8, 12
-    kv = alloc(KVSpec(num_pages, page_size, num_heads, head_dim, v_head_dim, dtype), layout=implementation.layout)
-    slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
-    old_k = rng.standard_normal((num_pages, page_size, num_heads, head_dim)).astype(jnp.dtype(dtype))
-    old_v = rng.standard_normal((num_pages, page_size, num_heads, v_head_dim)).astype(jnp.dtype(dtype))
-    kv = kv_update.kv_cache_update(kv, *(jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (old_k, old_v)), slots)
-    k = rng.standard_normal((num_tokens, num_heads, head_dim)).astype(jnp.dtype(dtype))
-    v = rng.standard_normal((num_tokens, num_heads, v_head_dim)).astype(jnp.dtype(dtype))
-    slot_mapping = rng.permutation(num_pages * page_size)[:num_tokens].astype(np.int32)
-    slot_mapping[::3] = -1  # token 0 is padding: a clamped -1 would hit slot 0 or the last one
-    slot_mapping[1:2] = num_pages * page_size - 1
-    want_k, want_v = reference.kv_cache_update(old_k, old_v, k, v, slot_mapping)
-    updated = implementation.update(kv, jnp.asarray(k), jnp.asarray(v), jnp.asarray(slot_mapping))
-    got = np.asarray(updated.data).reshape(num_pages, num_heads, -1)
-    want = [
-        np.asarray(to_storage(jnp.asarray(x), kv.spec, kv.layout)).transpose(0, 2, 1, 3).reshape(num_pages, num_heads, -1)
-        for x in (want_k, want_v)
-    ]
-    np.testing.assert_array_equal(got, np.concatenate(want, axis=-1), err_msg=f"update {dtype} T={num_tokens}")
+def update_problem(dtype: str, slots: np.ndarray, *, page_size: int = 16, heads: int = 3, dims=(8, 12), seed: int = 0):
+    """A random pool and new tokens for `slots`: codes k, v of the pool, new k, v in float32, and the scales."""
+    rng = np.random.default_rng(seed)
+    num_pages = 7
+    quantized = dtype in QUANTIZED
+    scales = [np.float32(2.0) ** rng.integers(-8, 8, heads).astype(np.float32) if quantized else None for _ in dims]
+    old, new = [], []
+    for dim, scale in zip(dims, scales, strict=True):
+        values = rng.standard_normal((num_pages, page_size, heads, dim))
+        tokens = rng.standard_normal((len(slots), heads, dim)) * 3
+        if scale is not None:
+            values, tokens = values * scale[:, None], tokens * scale[:, None] * 10
+            tokens[1:2] *= 1e9  # beyond every code: saturates
+        old.append(codes(values, dtype, scale))
+        new.append(rounded(tokens, "float32" if quantized else dtype))
+    return old, new, scales
+
+
+def check_update(dtype: str, slots: np.ndarray, implementation: Implementation, **sizes) -> None:
+    """New tokens land in their slots, rounded as the oracle rounds, and every other slot keeps its bits."""
+    old, new, scales = update_problem(dtype, slots, **sizes)
+    label = f"update {dtype} T={len(slots)} {sizes or ''}"
+    in_pool = np.where(slots < old[0].shape[0] * old[0].shape[1], slots, -1)
+    want = reference.kv_cache_update(*old, *(codes(x, dtype, s) for x, s in zip(new, scales, strict=True)), in_pool)
+    new_dtype = "float32" if dtype in QUANTIZED else dtype
+    arguments = [jnp.asarray(x, new_dtype) for x in new]
+    with watched(implementation, label):
+        kv = make_pool(*old, implementation.platform, *scales)
+        updated = compiled_update(implementation)(kv, *arguments, jnp.asarray(slots, jnp.int32))
+        got = read_pool(updated)
+    for name, got_codes, want_codes in zip(("keys", "values"), got, want, strict=True):
+        wrong = np.argwhere((got_codes != unsigned(want_codes)).any(-1))
+        assert not len(wrong), (
+            f"{label} on {implementation.name}: {name} differ at (page, offset, head) {wrong[:5].tolist()}, "
+            f"{len(wrong)} in all"
+        )
+
+
+def replaced(implementation: Implementation, **functions) -> Implementation:
+    """The implementation with other functions for some operations."""
+    return replace(implementation, name=f"{implementation.name} with {', '.join(functions)}", overrides=functions)

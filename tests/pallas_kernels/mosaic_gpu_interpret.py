@@ -7,17 +7,16 @@
 Adds to jax 0.10.2: accumulators carried through `pl.run_state`, transposed and register operands of wgmma, and wgmma
 that is asynchronous: its operands count as read until it is awaited, so that a buffer handed back too early is a race.
 Adds a lint for what the interpreter does not model at all: shared memory that is written and then read by wgmma, by a
-TMA store or by another warpgroup without `commit_smem`; rewritten before `wait_smem_to_gmem`; stores still in flight
-when the kernel ends.
+TMA store or by another warpgroup without `commit_smem`; rewritten before `wait_smem_to_gmem`; loaded into while other
+warps of the same warpgroup may read it; stores still in flight when the kernel ends.
 
 A barrier error leaves the interpreter's other threads waiting for ever: give a process that runs one a time limit.
-Everything here is private to jax; `SUPPORTED` names the version it was fitted to.
+Everything here is private to jax, see `findings.FITTED_TO`.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections import defaultdict
 from typing import Any
 
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import callback, core, source_info_util
-from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionState, _ranges_overlap
+from jax._src.pallas.mosaic.interpret.race_detection_state import _ranges_overlap
 from jax._src.pallas.mosaic.interpret.utils import to_range
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu
@@ -35,7 +34,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax._src.state import discharge, types
 from jax._src.state import primitives as state
 
-SUPPORTED = "0.10.2"
+from tests.pallas_kernels import faster_interpreters, findings
+
 _NO_TREE = jax.tree.structure(())
 
 
@@ -46,52 +46,29 @@ class _Warpgroup:
         self.uncommitted: list = []  # shared memory written and not yet visible to wgmma, TMA and others
         self.stores: list[list] = [[]]  # groups of TMA stores that still read shared memory, the last one open
         self.products: list = []  # operands of wgmma operations not yet awaited
+        self.reads: list = []  # shared memory that some of its four warps may still be reading
 
 
-class _Log:
-    """Findings of all kernels since the last reset."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.reset()
-
-    def reset(self) -> None:
-        self.findings: dict[str, None] = {}
-        self.warpgroups: dict[tuple, _Warpgroup] = defaultdict(_Warpgroup)
-
-    def add(self, message: str, where: str = "") -> None:
-        with self.lock:
-            self.findings[f"{message} at {where}" if where else message] = None
-
-    def end_of_kernel(self) -> None:
-        if any(group for warpgroup in self.warpgroups.values() for group in warpgroup.stores):
-            self.add("TMA stores still in flight when the kernel ends")
-        self.warpgroups.clear()
+_WARPGROUPS: dict[tuple, _Warpgroup] = defaultdict(_Warpgroup)  # by block, device and thread
 
 
-_LOG = _Log()
+def _end_of_kernel() -> None:
+    if any(group for warpgroup in _WARPGROUPS.values() for group in warpgroup.stores):
+        findings.add("TMA stores still in flight when a kernel ends")
+    _WARPGROUPS.clear()
+    _clear_shared_memory()
 
 
-class _Races(RaceDetectionState):
-    """jax keeps the races of the last kernel only; these are all of them."""
-
-    @property
-    def races_found(self) -> bool:
-        return self._found
-
-    @races_found.setter
-    def races_found(self, found: bool) -> None:
-        self._found = found
-        if found:
-            _LOG.add("race (RACE DETECTED in the output names both lines)")
+_clear_shared_memory = gpu_callbacks._clear_shared_memory
 
 
 def install() -> None:
-    """Make jax's interpreter use the additions; RuntimeError on a jax version they were not fitted to."""
-    if jax.__version__ != SUPPORTED:
-        raise RuntimeError(f"the Mosaic GPU interpreter is fitted to jax {SUPPORTED}, this is {jax.__version__}")
+    """Make jax's interpreter use the additions; RuntimeError on a jax release they were not fitted to."""
+    findings.check_version()
+    faster_interpreters.install()
     jaxpr_interpret.JaxprInterpreter = _Interpreter
-    gpu_callbacks.RaceDetectionState = _Races
+    gpu_callbacks.RaceDetectionState = findings.RecordedRaces
+    gpu_callbacks._clear_shared_memory = _end_of_kernel
 
 
 def interpret_params() -> InterpretGPUParams:
@@ -101,13 +78,13 @@ def interpret_params() -> InterpretGPUParams:
 def reset() -> None:
     """Forget findings, and what a kernel that raised has left behind."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
-    _LOG.reset()
+    _WARPGROUPS.clear()
+    findings.clear()
 
 
 def problems() -> list[str]:
     """Races and hazards found since `reset`; call it after the results are ready."""
-    _LOG.end_of_kernel()
-    return list(_LOG.findings)
+    return findings.found()
 
 
 def _places(key, transforms) -> tuple:
@@ -141,10 +118,10 @@ class _Where:
 
     def __init__(self, device, coords, thread, source) -> None:
         self.device, self.thread, self.source = int(device), int(thread), source
-        self.warpgroup = _LOG.warpgroups[tuple(map(int, coords)), self.device, self.thread]
+        self.warpgroup = _WARPGROUPS[tuple(map(int, coords)), self.device, self.thread]
 
     def found(self, message: str) -> None:
-        _LOG.add(message, source_info_util.summarize(self.source))
+        findings.add(f"{message} at {source_info_util.summarize(self.source)}")
 
 
 UNCOMMITTED = "shared memory written, then read by {} without commit_smem"
@@ -157,8 +134,18 @@ def _on_write(where: _Where, key, transforms) -> None:
     where.warpgroup.uncommitted.append(place)
 
 
+def _on_read(where: _Where, key, transforms) -> None:
+    where.warpgroup.reads.append(_places(key, transforms))
+
+
+def _on_load(where: _Where, key, transforms) -> None:
+    if _overlap(where.warpgroup.reads, _places(key, transforms)):
+        where.found("shared memory read, then overwritten by this warpgroup's own TMA load without a barrier")
+
+
 def _on_commit(where: _Where) -> None:
     where.warpgroup.uncommitted.clear()
+    where.warpgroup.reads.clear()
 
 
 def _on_arrive(where: _Where) -> None:
@@ -180,6 +167,7 @@ def _on_close(where: _Where) -> None:
 
 
 def _on_store_wait(where: _Where, allowed) -> None:
+    where.warpgroup.reads.clear()  # a wait joins the four warps
     *closed, last = where.warpgroup.stores
     where.warpgroup.stores = [*(closed[len(closed) - int(allowed) :] if int(allowed) else []), last]
 
@@ -259,6 +247,12 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         call = functools.partial(self._call, eqn=eqn, token=token)
         if primitive is state.swap_p and eqn.invars[0].aval.memory_space == gpu_core.MemorySpace.SMEM:
             return self._call(_on_write, eqn, token, values[0], jax.tree.unflatten(params["tree"], values[2:]))
+        if primitive is state.get_p and eqn.invars[0].aval.memory_space == gpu_core.MemorySpace.SMEM:
+            return self._call(_on_read, eqn, token, values[0], jax.tree.unflatten(params["tree"], values[1:]))
+        if primitive is gpu.copy_gmem_to_smem_p:
+            source, target = params["src_transforms_treedef"], params["dst_transforms_treedef"]
+            leaves = values[3 + source.num_leaves : 3 + source.num_leaves + target.num_leaves]
+            return self._call(_on_load, eqn, token, values[1], jax.tree.unflatten(target, leaves))
         if primitive is gpu.commit_smem_p:
             return call(_on_commit)
         if primitive is gpu.barrier_arrive_p:

@@ -6,7 +6,7 @@ Hostile by default: page ids are permuted and not contiguous, every slot that no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.ragged_batch import AttentionSpec
+from tests.pallas_kernels import pools
 
 FAMILIES = ("normal", "sharp", "uniform", "needle")
 GARBAGE = 2_000_000_000
@@ -32,6 +33,7 @@ class Case:
     num_tokens: int = 96
     max_seqs: int = 8
     max_pages: int = 24
+    pool_pages: int | None = None  # None: as many as half of all page tables
     window: int | None = None
     soft_cap: float | None = None
     causal: bool = True
@@ -43,17 +45,26 @@ class Case:
     past_end: int = -1  # what the page table holds past a sequence's last page
     unseen: float = float("nan")  # what slots hold that no token sees
     shared_pages: int = 0  # pages that all sequences have in common
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    kv_dtype: str | None = None  # of the pool, None: that of the queries
+    scales: tuple[float, float] = (1.0, 1.0)  # what a quantised pool's scales of keys and values are multiplied by
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # of the queries
 
     @property
     def spec(self) -> AttentionSpec:
         scale = self.dims[0] ** -0.5 if self.sm_scale is None else self.sm_scale
         return AttentionSpec(*self.heads, *self.dims, scale, self.window, self.soft_cap, self.causal)
 
+    def pool_dtype(self, dtype: str) -> str:
+        return self.kv_dtype or dtype
+
+    def with_defaults(self, dims: tuple[int, int]) -> Case:
+        """The case with other head dims, unless it asks for its own."""
+        return replace(self, dims=dims) if self.dims == Case.dims else self
+
 
 class Problem(NamedTuple):
     q: np.ndarray  # [T, N, H], rounded to the tested dtype, held as float32
-    k_pages: np.ndarray  # [P, page_size, K, H], likewise
+    k_pages: np.ndarray  # [P, page_size, K, H] what the pool's elements stand for, float32
     v_pages: np.ndarray  # [P, page_size, K, Hv]
     cu_q_lens: np.ndarray
     kv_lens: np.ndarray
@@ -63,6 +74,10 @@ class Problem(NamedTuple):
     num_decode: int
     sinks: np.ndarray | None
     tree_mask: np.ndarray | None
+    k_codes: np.ndarray  # the pool's elements, in its dtype
+    v_codes: np.ndarray
+    k_scale: np.ndarray | None  # f32 [K] of a quantised pool
+    v_scale: np.ndarray | None
 
 
 def build(case: Case, dtype: str, family: str) -> Problem:
@@ -101,9 +116,19 @@ def build(case: Case, dtype: str, family: str) -> Problem:
         q = np.broadcast_to(direction, q.shape) * 2 / (case.spec.sm_scale * case.dims[0]) ** 0.5
         k_pages = k_pages * 0.1 + needle[..., None, None] * direction * 4 / (case.spec.sm_scale * case.dims[0]) ** 0.5
     k_pages, v_pages = (np.where(seen[..., None, None], x, case.unseen) for x in (k_pages, v_pages * case.value_scale))
+    kv_dtype = case.pool_dtype(dtype)
+    k_scale = v_scale = None
+    if kv_dtype in pools.QUANTIZED:
+        # A different scale per head, and another for its values than for its keys.
+        by_head = np.arange(1, num_kv_heads + 1, dtype=np.float32) / (24 if kv_dtype == "int8" else 2)
+        k_scale, v_scale = by_head * np.float32(case.scales[0]), by_head[::-1] * np.float32(case.scales[1])
+        q, k_pages, v_pages = q / case.scales[0], k_pages * case.scales[0], v_pages * case.scales[1]
+    k_codes, v_codes = pools.codes(k_pages, kv_dtype, k_scale), pools.codes(v_pages, kv_dtype, v_scale)
     num_decode = next((i for i, q_len in enumerate(case.q_lens) if q_len != 1), num_seqs)
     return Problem(
-        *(rounded(x, dtype) for x in (q * case.query_scale, k_pages, v_pages)),
+        rounded(q * case.query_scale, dtype),
+        pools.values_of(k_codes, k_scale),
+        pools.values_of(v_codes, v_scale),
         cu_q_lens,
         kv_lens,
         page_table,
@@ -112,6 +137,10 @@ def build(case: Case, dtype: str, family: str) -> Problem:
         num_decode,
         _sinks(case, rng),
         _tree_mask(case, cu_q_lens),
+        k_codes,
+        v_codes,
+        k_scale,
+        v_scale,
     )
 
 
@@ -136,7 +165,7 @@ def expected(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 def _page_table(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:
     counts = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
-    num_pages = case.max_seqs * case.max_pages // 2 + 8
+    num_pages = case.pool_pages or case.max_seqs * case.max_pages // 2 + 8
     free = iter(rng.permutation(num_pages))
     table = np.full((case.max_seqs, case.max_pages), case.past_end, np.int32)
     shared = [next(free) for _ in range(case.shared_pages)]

@@ -7,9 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_pages import KVSpec, alloc, export_pages, import_pages, page_bytes, partition_spec
+from pallas_kernels.kv_pages import (
+    LAYOUTS,
+    KVSpec,
+    alloc,
+    export_pages,
+    import_pages,
+    page_bytes,
+    partition_spec,
+    pool_shape,
+)
 from pallas_kernels.kv_update import kv_cache_update
-from tests.pallas_kernels.conformance import IMPLEMENTATIONS, check_update
+from tests.pallas_kernels.checks import CHECKS, SLOTS
+from tests.pallas_kernels.implementations import IN_PROCESS, Implementation
 
 DTYPES = ["float32", "bfloat16", "float16"]
 QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "int8"]
@@ -21,11 +31,24 @@ def spec(dtype: str, **changes: int) -> KVSpec:
     return KVSpec(**{**fields, **changes}, dtype=dtype)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda implementation: implementation.name)
-@pytest.mark.parametrize("num_tokens", [1, 2, 40])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_update_writes_named_slots_only(dtype, num_tokens, implementation):
-    check_update(dtype, num_tokens, implementation)
+@pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
+@pytest.mark.parametrize("pattern", SLOTS)
+@pytest.mark.parametrize("dtype", DTYPES + QUANTIZED)
+def test_update_writes_named_slots_only(dtype, pattern, implementation):
+    CHECKS["update"](dtype, pattern, implementation)
+
+
+@pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
+@pytest.mark.parametrize("sizes", [(64, 1, 80, 80), (16, 2, 192, 128), (8, 5, 16, 64)])
+def test_update_of_other_shapes(sizes, implementation):
+    CHECKS["update_sizes"]("bfloat16", *sizes, implementation)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_pages_move_between_layouts_bit_for_bit(source, target, dtype):
+    CHECKS["exchange"](source, dtype, Implementation(target, target))
 
 
 def test_update_of_one_padding_token_changes_nothing():
@@ -90,9 +113,15 @@ def test_page_bytes_is_what_alloc_takes(dtype):
     assert alloc(shape).data.nbytes == page_bytes(shape) * shape.num_pages
 
 
-def test_partition_spec_names_pages_and_heads():
-    got = partition_spec("cpu", head_axis="model", data_axis="data")
-    assert got == jax.sharding.PartitionSpec("data", "model", None)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_partition_spec_splits_pages_and_heads(layout):
+    shape = pool_shape(spec("bfloat16", num_kv_heads=16), layout)
+    half = pool_shape(spec("bfloat16", num_kv_heads=16, num_pages=12), layout)
+    more = pool_shape(spec("bfloat16", num_kv_heads=32), layout)
+    got = partition_spec(layout, head_axis="model", data_axis="data")
+    for axis, name in enumerate(got):
+        assert (name == "data") == (half[axis] != shape[axis])
+        assert (name == "model") == (more[axis] != shape[axis])
 
 
 @pytest.mark.parametrize(

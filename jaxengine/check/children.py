@@ -1,0 +1,156 @@
+"""Starts the compiling processes, one for each target, and gathers what they reply.
+
+A process that dies takes one program with it: its successor skips that one and goes on. Knows the replies' form,
+nothing of compilers but the environment and flags they want.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxengine._siblings import HOME
+from jaxengine.check.cycles import add_cycles, libtpu_flags
+from jaxengine.check.targets import Target
+
+Progress = Callable[[str, int, int, str], None]
+
+_PROGRAM = ("-m", "jaxengine.check.compile")
+_TAIL = 400
+_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process aborts on libtpu's lock file
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to check on every target.
+
+    Attributes:
+      cycles: have TPU kernels profiled.
+      model, options, platform, short, bundle: as jaxengine.check.compile.Request has them.
+    """
+
+    model: str
+    options: dict[str, Any]
+    platform: str | None
+    short: bool
+    bundle: str | None
+    cycles: bool
+
+
+def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str, Any]]:
+    """The rows of a target's programs; progress(target, done, total, what) is called before each is compiled."""
+    rows, known = _run(target, job, progress)
+    if target.backend == "tpu" and job.cycles and known:
+
+        def run(names: Sequence[str], profile: bool) -> list[dict[str, Any]]:
+            again = dataclasses.replace(job, bundle=None)
+            return _run(target, again, progress, only=names, known=known, profile=profile)[0]
+
+        add_cycles(rows, run)
+    return rows
+
+
+def _run(
+    target: Target,
+    job: Job,
+    progress: Progress,
+    *,
+    only: Sequence[str] | None = None,
+    known: dict[str, Any] | None = None,
+    profile: bool | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(rows, memory plan) of all programs, or of `only` those; profile: as in `_environment`."""
+    rows: list[dict[str, Any]] = []
+    skip: list[str] = []
+    known = dict(known or {})
+    total = 0
+    fields = {name: value for name, value in dataclasses.asdict(job).items() if name != "cycles"}
+    with tempfile.TemporaryDirectory(prefix="jaxengine-check-") as folder:
+        log, dumps = Path(folder) / "log", Path(folder) / "dumps"
+        dumps.mkdir()
+        variables = _environment(target, dumps, profile)
+        while True:
+            request = {"target": target.name, **fields, **known, "skip": skip, "log": str(log), "dumps": str(dumps)}
+            request |= {"only": only, "cycles": profile is not None}
+            current, code = None, 0
+            for message in _replies(request, variables, log):
+                event = message["event"]
+                if event == "exit":
+                    code = message["code"]
+                elif event == "refused":
+                    return [*rows, _failed(target, "memory plan", message["reason"])], {}
+                elif event == "plan":
+                    known = {name: message[name] for name in ("num_pages", "planned_bytes")}
+                elif event == "programs":
+                    total = total or len(message["names"])
+                elif event == "start":
+                    current = message["name"]
+                    progress(target.name, len(rows), total, current)
+                else:
+                    rows.append(message["row"])
+                    skip.append(message["row"]["program"])
+                    current = None
+            if code == 0:
+                return rows, known
+            reason = f"the compiler's process ended with status {code}: {_tail(log)}"
+            rows.append(_failed(target, current or "start", reason))
+            if current is None or not known:
+                return rows, known
+            skip.append(current)
+
+
+def _environment(target: Target, dumps: Path, profile: bool | None) -> dict[str, str]:
+    """The variables under which a target's compiler runs where there is no such device.
+
+    profile: None, or have libtpu leave its schedules, with its static profile or without.
+    """
+    ours = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ours["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if target.backend == "tpu":
+        ours |= _TPU
+        ours["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dumps} --xla_dump_hlo_as_text=true"
+        if profile is not None:
+            ours["LIBTPU_INIT_ARGS"] = libtpu_flags(dumps, profile=profile)
+    elif target.backend == "cuda":
+        ours |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
+    return {**os.environ, **ours}
+
+
+def _failed(target: Target, program: str, reason: str) -> dict[str, Any]:
+    return {"target": target.name, "program": program, "step": False, "error": reason, "failures": [reason]}
+
+
+def _replies(request: dict[str, Any], variables: dict[str, str], log: Path) -> Iterator[dict[str, Any]]:
+    """The process's messages, then {"event": "exit", "code": its status}."""
+    command = [sys.executable, *_PROGRAM]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=variables, text=True
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with process.stdin as stdin:
+            json.dump(request, stdin)
+        for line in process.stdout:
+            yield json.loads(line)
+        yield {"event": "exit", "code": process.wait()}
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _tail(log: Path) -> str:
+    return " ".join(log.read_text(errors="replace").split())[-_TAIL:]

@@ -1,0 +1,109 @@
+"""`jaxengine check`: the command line of it, and its order: open, compile, compare, tell."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from jaxengine.cli_options import add_options, given_options
+from jaxengine.config import PLATFORMS, EngineConfig
+
+# Options of the engine that decide what is compiled.
+ENGINE_OPTIONS = (
+    "dtype",
+    "kv_cache_dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "compilation_config",
+    "max_logprobs",
+    "logprobs_mode",
+)
+DEFAULT_MODEL_LEN = 8192
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--targets",
+        default="cpu",
+        metavar="NAME,NAME,...",
+        help="cpu, v5e, v6e, v5p, tpu7x, sm_80, sm_90, h200, sm_100; NAME-N for N devices (default: cpu)",
+    )
+    parser.add_argument(
+        "--model",
+        default="smollm2-135m",
+        metavar="NAME",
+        help="a built-in shape such as llama-3.1-8b, a GGUF file, a folder or a hub id; no weights are read",
+    )
+    parser.add_argument(
+        "--buckets", choices=("all", "short"), default="all", help="the whole grid of steps, or its four corners"
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=sorted(PLATFORMS),
+        help="kernels of another platform than the target's own, such as gpu_xla for plain XLA",
+    )
+    parser.add_argument("--no-cycles", action="store_true", help="leave the static profiles of TPU kernels out")
+    parser.add_argument("--save", metavar="FILE", help="record the results as a baseline")
+    parser.add_argument("--against", metavar="FILE", help="fail on what is more than 5%% worse than a baseline")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--bundle", metavar="DIR", help="write the executables there")
+    add_options(parser, "engine options", EngineConfig, ENGINE_OPTIONS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks every target; 1 when anything failed."""
+    from jaxengine.bench.report import write_json
+    from jaxengine.check import baseline, bundle, report
+    from jaxengine.check.children import Job, check_target
+    from jaxengine.check.shapes import model_config
+    from jaxengine.check.targets import find_target, require_compiler
+
+    targets = [find_target(name) for name in dict.fromkeys(args.targets.split(","))]
+    for target in targets:
+        require_compiler(target)
+    options = given_options(args, EngineConfig)
+    model = model_config(args.model)
+    options.setdefault("max_model_len", min(DEFAULT_MODEL_LEN, model.max_position_embeddings))
+    EngineConfig(**options)  # a wrong value is told before anything is compiled
+    settings = {"model": args.model, "options": options, "kernels": args.kernels}
+    before = baseline.load(args.against, settings) if args.against else None
+    folder = bundle.make_folder(args.bundle) if args.bundle else None
+    job = Job(args.model, options, args.kernels, args.buckets == "short", folder, not args.no_cycles)
+
+    rows: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    for target in targets:
+        start = time.perf_counter()
+        own = check_target(target, job, _progress)
+        seconds[target.name] = time.perf_counter() - start
+        rows.extend(own)
+
+    missing = []
+    if before is not None:
+        baseline.compare(rows, before)
+        missing = baseline.missing(rows, before, [target.name for target in targets]) if args.buckets == "all" else []
+    print(report.table(rows))
+    print(report.summary(rows, seconds))
+    wrong = report.failures(rows) + missing
+    for line in wrong:
+        print(f"FAIL {line}")
+    result = {"settings": settings, "rows": rows, "seconds": seconds}
+    if folder is not None:
+        bundle.write_manifest(folder, settings, rows)
+    if args.save:
+        baseline.save(args.save, settings, rows)
+    write_json(args.json, result)
+    return 1 if wrong else 0
+
+
+def _progress(target: str, done: int, total: int, what: str) -> None:
+    of = f"{done + 1}/{total}" if total else "-"
+    print(f"{target}  {of}  {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,235 @@
+"""Reads compiled HLO text: which instructions move a whole weight or pool through memory, and which talk to others.
+
+Knows the text form of HLO and nothing of models: the caller says which element counts are precious.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
+# Instructions that only move data; a fusion of nothing else is one of them.
+_MOVERS = frozenset(
+    (
+        "copy",
+        "copy-start",
+        "transpose",
+        "convert",
+        "reshape",
+        "concatenate",
+        "pad",
+        "slice",
+        "dynamic-slice",
+        "slice-start",
+        "dynamic-slice-start",
+        "bitcast-convert",
+        "reverse",
+    )
+)
+# Through these an array passes without being moved.
+_PASSIVE = frozenset(
+    (
+        "parameter",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "while",
+        "conditional",
+        "call",
+        "optimization-barrier",
+        "async-done",
+        "copy-done",
+        "async-start",
+        "async-update",
+        "after-all",
+        "domain",
+        "opt-barrier",
+    )
+)
+# These write into their first operand where the compiler may reuse it; where it may not, it adds a copy in front.
+_IN_PLACE = frozenset(("scatter", "dynamic-update-slice"))
+_TRIVIAL = frozenset(("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"))
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-<>]+) = (.*?) ([\w\-]+)\((.*)$")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+_FUSED = re.compile(r"calls=%?([\w.\-<>]+)")
+_OPERAND = re.compile(r"%([\w.\-<>]+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO.
+
+    Attributes:
+      elements: of the result, of a tuple its first array.
+      fast: the result lies in on-chip memory (TPU: VMEM), so it is a prefetch and no copy in HBM.
+      rest: operands and attributes as text.
+    """
+
+    name: str
+    opcode: str
+    type_text: str
+    elements: int
+    fast: bool
+    root: bool
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        return _OPERAND.findall(self.rest.partition("), ")[0])
+
+
+@dataclass
+class Module:
+    """The computations of a module by name, those inside fusions apart."""
+
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)
+    fused: set[str] = field(default_factory=set)
+
+    def outside_fusions(self) -> Iterator[tuple[list[Instruction], Instruction]]:
+        """(its computation, instruction) of all that is executed as a program of its own."""
+        for name, body in self.computations.items():
+            if name not in self.fused:
+                for instruction in body:
+                    yield body, instruction
+
+
+def parse(text: str) -> Module:
+    """Reads the text of a module as `Compiled.as_text()` and XLA's dumps give it."""
+    module, body = Module(), []
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            body = module.computations[match[1]] = []
+        elif match := _INSTRUCTION.match(line):
+            root, name, type_text, opcode, rest = match.groups()
+            elements, fast = _first_array(type_text)
+            body.append(Instruction(name, opcode, type_text, elements, fast, bool(root), rest))
+            if opcode == "fusion" and (called := _FUSED.search(rest)):
+                module.fused.add(called[1])
+    return module
+
+
+def _first_array(type_text: str) -> tuple[int, bool]:
+    match = _SHAPE.search(type_text)
+    if match is None:
+        return 0, False
+    elements = math.prod(int(size) for size in match[2].split(",") if size)
+    return elements, "S(1)" in (match[3] or "")
+
+
+def collectives(module: Module) -> dict[str, int]:
+    """How many instructions of each kind exchange data with other devices; an asynchronous pair counts once."""
+    found: Counter[str] = Counter()
+    for body in module.computations.values():
+        for instruction in body:
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in _COLLECTIVES:
+                found[kind] += 1
+    return dict(found)
+
+
+@dataclass(frozen=True)
+class Precious:
+    """The arrays that no program may copy.
+
+    Attributes:
+      pools: element count -> name of arrays that only in-place updates may produce.
+      weights: element count -> name of arrays that are only read. An activation may have the same count by chance, so
+        an instruction counts when its operand is a parameter of its computation.
+      states: HLO type such as "s32[256,128]" -> name of arrays that are updated row by row; counted as weights are.
+    """
+
+    pools: Mapping[int, str] = field(default_factory=dict)
+    weights: Mapping[int, str] = field(default_factory=dict)
+    states: Mapping[str, str] = field(default_factory=dict)
+
+
+def copies(module: Module, precious: Precious) -> list[str]:
+    """The instructions that move a whole precious array through memory, as short texts."""
+    found = []
+    for body, instruction in module.outside_fusions():
+        if instruction.fast or instruction.opcode in _PASSIVE or instruction.opcode in _IN_PLACE:
+            continue
+        name = precious.pools.get(instruction.elements)
+        if name is not None:
+            if not _keeps_place(module, instruction):
+                found.append(f"{name}: {_brief(instruction)}")
+            continue
+        name = precious.weights.get(instruction.elements) or precious.states.get(
+            instruction.type_text.partition("{")[0]
+        )
+        if name is not None and _only_moves(module, instruction) and _from_parameter(body, instruction):
+            found.append(f"{name}: {_brief(instruction)}")
+    return found
+
+
+def _brief(instruction: Instruction) -> str:
+    return f"{instruction.opcode} {instruction.name} {instruction.type_text}"[:160]
+
+
+def _keeps_place(module: Module, instruction: Instruction) -> bool:
+    """Whether a pool-sized result is the operand updated in place."""
+    if instruction.opcode == "custom-call":
+        return "output_to_operand_aliasing" in instruction.rest
+    if instruction.opcode != "fusion":
+        return False
+    called = _FUSED.search(instruction.rest)
+    body = module.computations.get(called[1], []) if called else []
+    by_name = {inner.name: inner for inner in body}
+    return all(_root_opcode(by_name, inner) in _IN_PLACE | {"parameter"} for inner in _results(by_name, body))
+
+
+def _results(by_name: Mapping[str, Instruction], body: Iterable[Instruction]) -> list[Instruction]:
+    """What a fused computation returns that is as large as its first result; a tuple's members one by one."""
+    root = next((inner for inner in body if inner.root), None)
+    if root is None:
+        return []
+    if root.opcode != "tuple":
+        return [root]
+    members = [by_name[name] for name in root.operands if name in by_name]
+    return [member for member in members if member.elements == root.elements]
+
+
+def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -> str:
+    while instruction.opcode in ("bitcast", "get-tuple-element") and instruction.operands:
+        inner = by_name.get(instruction.operands[0])
+        if inner is None:
+            break
+        instruction = inner
+    return instruction.opcode
+
+
+def _only_moves(module: Module, instruction: Instruction) -> bool:
+    if instruction.opcode != "fusion":
+        return instruction.opcode in _MOVERS
+    called = _FUSED.search(instruction.rest)
+    opcodes = {inner.opcode for inner in module.computations.get(called[1], [])} if called else set()
+    return bool(opcodes & _MOVERS) and opcodes <= _MOVERS | _TRIVIAL
+
+
+def _from_parameter(body: Iterable[Instruction], instruction: Instruction) -> bool:
+    """Whether an operand is, by way of nothing but moves, a parameter of the computation."""
+    by_name = {inner.name: inner for inner in body}
+    pending, seen = list(instruction.operands), set()
+    while pending:
+        name = pending.pop()
+        source = by_name.get(name)
+        if source is None or name in seen:
+            continue
+        seen.add(name)
+        if source.opcode == "parameter":
+            return True
+        if source.opcode in ("bitcast", "get-tuple-element", "optimization-barrier", "copy", "copy-done", "copy-start"):
+            pending.extend(source.operands)
+    return False
+
+
+def custom_calls(module: Module) -> Iterator[Instruction]:
+    """Every custom call: the kernels of ours among them."""
+    for body in module.computations.values():
+        yield from (instruction for instruction in body if instruction.opcode == "custom-call")

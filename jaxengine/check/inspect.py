@@ -1,0 +1,67 @@
+"""What a compiled program tells of itself: memory, on-chip memory, registers, size.
+
+Knows compiled programs and the texts their compilers leave behind; nothing of targets' limits.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from jax.experimental import serialize_executable
+
+_SCOPED = re.compile(r'"used_scoped_memory_configs":\[(.*?)\]')
+_SCOPED_VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_SHARED = re.compile(r"call ptr @mosaic_gpu_get_function\(.*, i32 (\d+), i32 \d+\)")
+
+
+def memory(compiled: Any) -> dict[str, int]:
+    """Bytes of device memory: in all, and of it what is neither argument nor donated."""
+    analysis = compiled.memory_analysis()
+    outputs = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+    workspace = analysis.temp_size_in_bytes + outputs + analysis.generated_code_size_in_bytes
+    # The compiler's own peak leaves the scratch arena out on CPU, the arena can leave a copy out on TPU.
+    peak = max(analysis.peak_memory_in_bytes, analysis.argument_size_in_bytes + workspace)
+    return {
+        "peak_bytes": peak,
+        "argument_bytes": analysis.argument_size_in_bytes,
+        "workspace_bytes": workspace,
+        "code_bytes": analysis.generated_code_size_in_bytes,
+    }
+
+
+def program_text(compiled: Any, dumps: Path | None) -> str:
+    """The optimised HLO: from the compiler's dump where there is one, because jaxlib cannot always read back the HLO of
+    a newer libtpu."""
+    if dumps is not None:
+        for pattern in ("*after_codegen.txt", "*after_optimizations.txt"):
+            files = sorted(dumps.glob(pattern), key=lambda path: path.stat().st_size)
+            if files:
+                return files[-1].read_text()
+    return compiled.as_text()
+
+
+def vmem_bytes(text: str) -> int | None:
+    """The most VMEM any one kernel of a TPU program reserves."""
+    ends = [int(offset) + int(size) for found in _SCOPED.findall(text) for offset, size in _SCOPED_VMEM.findall(found)]
+    return max(ends, default=None)
+
+
+def mosaic_gpu(log: str) -> dict[str, int | None]:
+    """Registers of a thread, bytes spilled and bytes of shared memory: the most that any kernel takes of whose making
+    ptxas (MOSAIC_GPU_DUMP_PTXAS) and the host code (MOSAIC_GPU_DUMP_HOST_LLVM) tell in a log."""
+    registers = [int(count) for count in _REGISTERS.findall(log)]
+    spills = [int(stores) + int(loads) for stores, loads in _SPILLS.findall(log)]
+    return {
+        "registers": max(registers, default=None),
+        "spill_bytes": max(spills, default=None),
+        "fast_bytes": max((int(size) for size in _SHARED.findall(log)), default=None),
+    }
+
+
+def serialized(compiled: Any) -> bytes:
+    """The executable as a file holds it."""
+    return serialize_executable.serialize(compiled)[0]

@@ -1,0 +1,37 @@
+"""When a row of a check is a failure: the limits of the chip, the memory plan, copies, spills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxengine.check.targets import Target
+
+# Peak memory of the largest step against the plan that was made for it.
+TOLERANCE = 0.02
+MIB = 2**20
+
+
+def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: bool) -> list[str]:
+    """What is wrong with a row, as sentences.
+
+    Args:
+      planned: bytes of weights, pool and workspace that the memory plan foresees on one device.
+      is_largest: the step the workspace was planned for, whose peak must meet the plan and not only stay below it.
+    """
+    if "error" in row:
+        return [f"does not compile: {row['error']}"]
+    found = []
+    peak = row["peak_bytes"]
+    if target.hbm_bytes and peak > target.hbm_bytes:
+        found.append(f"needs {peak / MIB:,.0f} MiB of {target.hbm_bytes / MIB:,.0f} MiB")
+    if row["step"]:
+        if peak > planned * (1 + TOLERANCE):
+            found.append(f"peak {peak / MIB:,.0f} MiB is above the {planned / MIB:,.0f} MiB planned")
+        if is_largest and peak < planned * (1 - TOLERANCE):
+            found.append(f"peak {peak / MIB:,.0f} MiB is below the {planned / MIB:,.0f} MiB planned: memory lies idle")
+    if row.get("fast_bytes") and row["fast_bytes"] > target.fast_bytes:
+        found.append(f"a kernel reserves {row['fast_bytes']:,} bytes of {target.fast_bytes:,} on the chip")
+    found.extend(f"copies {copy}" for copy in row["copies"])
+    if row["collectives"] and target.num_devices == 1:
+        found.append(f"talks to other devices although there is one: {row['collectives']}")
+    return found

@@ -1,0 +1,62 @@
+"""The table of a check, its failures as sentences, and the summary of a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxengine.bench.report import table as plain_table
+
+MIB = 2**20
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line a program; '-' is what its kind of device or program does not have."""
+    return plain_table([_line(row) for row in rows])
+
+
+def _line(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "target": row["target"],
+        "program": row["program"],
+        "result": "FAIL" if row["failures"] else "ok",
+        "peak MiB": _scaled(row, "peak_bytes", MIB) if row["step"] else None,
+        "% HBM": _percent(row, "hbm_bytes") if row["step"] else None,
+        "% plan": _percent(row, "planned_bytes") if row["step"] else None,
+        "VMEM/SMEM KiB": _scaled(row, "fast_bytes", 1024),
+        "regs": row.get("registers"),
+        "spills": row.get("spill_bytes"),
+        "copies": len(row["copies"]) if "copies" in row else None,
+        "collectives": sum(row["collectives"].values()) if "collectives" in row else None,
+        "cycles": row.get("cycles"),
+        "bundles": row.get("bundles"),
+        "roofline us": row.get("roofline_us"),
+        "compile s": row.get("compile_s"),
+        "size MiB": _scaled(row, "serialized_bytes", MIB),
+    }
+
+
+def _scaled(row: dict[str, Any], name: str, unit: int) -> float | None:
+    return None if row.get(name) is None else row[name] / unit
+
+
+def _percent(row: dict[str, Any], of: str) -> float | None:
+    return 100 * row["peak_bytes"] / row[of] if row.get(of) and "peak_bytes" in row else None
+
+
+def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Every failure with the place it is at."""
+    return [f"{row['target']}, {row['program']}: {reason}" for row in rows for reason in row["failures"]]
+
+
+def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
+    """Programs and compile seconds of each target."""
+    lines = []
+    for target, wall in seconds.items():
+        own = [row for row in rows if row["target"] == target]
+        compiling = sum(row.get("compile_s", 0.0) for row in own)
+        failed = sum(bool(row["failures"]) for row in own)
+        lines.append(
+            f"{target}: {len(own)} programs, {failed} failed; {compiling:.0f} s compiling, {wall:.0f} s in all"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""The least time a step can take on a device: bytes it must move and operations it must do, counted from the shape.
+
+A decode step is counted with DECODE_CONTEXT keys a sequence, a mixed one as one prompt of all its tokens. Every weight
+is read once a step, of the embedding only the tokens' rows; activations are taken to stay on the chip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from models.declare import declared_params
+from scheduler.buckets import Bucket
+
+DECODE_CONTEXT = 1024
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step, or one layer's attention in it, needs in all."""
+
+    num_bytes: int
+    flops: int
+
+    def seconds(self, bandwidth: float, flops: float) -> float:
+        """On a device of that many bytes and operations a second."""
+        return max(self.num_bytes / bandwidth, self.flops / flops)
+
+
+def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int, int]:
+    """(keys read from the pool, query-key pairs) of one layer's attention."""
+    if bucket.decode_only:
+        keys = min(context, window or context)
+        return bucket.num_seqs * keys, bucket.num_seqs * keys
+    tokens = bucket.num_tokens
+    seen = min(tokens, window or tokens)
+    return tokens, seen * (seen + 1) // 2 + (tokens - seen) * seen
+
+
+def attention_work(config: Any, bucket: Bucket, kv_dtype: str, dtype: str, window: int | None, context: int) -> Work:
+    """One layer's attention: q and o, the keys and values it sees once each, and both products."""
+    keys, pairs = visible_keys(bucket, context, window)
+    queries = 2 * bucket.num_tokens * config.num_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    cache = 2 * keys * config.num_kv_heads * config.head_dim * jnp.dtype(kv_dtype).itemsize
+    return Work(queries + cache, 4 * pairs * config.num_heads * config.head_dim)
+
+
+def update_work(config: Any, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
+    """One layer's KV write: new keys and values read and stored."""
+    width = 2 * bucket.num_tokens * config.num_kv_heads * config.head_dim
+    return Work(width * (jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize), 0)
+
+
+def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
+    """The whole step of an abstract model."""
+    config, itemsize = model.config, jnp.dtype(dtype).itemsize
+    num_bytes, flops = bucket.num_tokens * config.hidden_size * itemsize, 0
+    for param in declared_params(model):
+        size = param.num_bytes // jnp.dtype(param.dtype).itemsize
+        embedding = param.path[0] == "embed"
+        if embedding and not config.tie_word_embeddings:
+            continue
+        num_bytes += param.num_bytes
+        head = embedding or param.path[0] == "lm_head"
+        flops += 2 * size * (bucket.num_seqs if head else bucket.num_tokens) if len(param.shape) == 2 else 0
+    for window in config.sliding_window:
+        attention = attention_work(config, bucket, kv_dtype, dtype, window, context)
+        update = update_work(config, bucket, kv_dtype, dtype)
+        num_bytes += attention.num_bytes + update.num_bytes
+        flops += attention.flops
+    return Work(num_bytes, flops)

@@ -1,0 +1,115 @@
+"""Shapes of well-known models by name, as their published config.json state them, and the opening of any other model.
+
+A check needs no weights: a name from here needs no file at all, a hub id only its config.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config import ConfigError, EngineConfig
+from models.config import ModelConfig, read_config_json
+from models.rope import RopeScaling
+
+_LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+_LLAMA31: dict[str, Any] = {**_LLAMA3, "max_position_embeddings": 131072}
+_QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
+_QWEN3: dict[str, Any] = {**_QWEN2, "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+_SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "rms_norm_eps": 1e-5, "head_dim": 64, "tie_word_embeddings": True}
+
+
+def _llama_rope(factor: float) -> RopeScaling | None:
+    return RopeScaling.from_hf(
+        {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        131072,
+    )
+
+
+def _model(
+    architecture: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **fields: Any
+) -> ModelConfig:
+    fields.setdefault("head_dim", hidden // heads)
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        sliding_window=(None,) * layers,
+        **fields,
+    )
+
+
+_QWEN_BIAS = {"attention_bias": True}
+_LLAMA, _QWEN2_NAME, _QWEN3_NAME = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+
+SHAPES: dict[str, ModelConfig] = {
+    "smollm2-135m": _model(_LLAMA, 30, 576, 1536, 9, 3, rope_theta=1e5, max_position_embeddings=8192, **_SMOLLM2),
+    "smollm2-360m": _model(_LLAMA, 32, 960, 2560, 15, 5, rope_theta=1e5, max_position_embeddings=8192, **_SMOLLM2),
+    "smollm2-1.7b": _model(_LLAMA, 24, 2048, 8192, 32, 32, rope_theta=1.3e5, max_position_embeddings=8192, **_SMOLLM2),
+    "llama-3.2-1b": _model(
+        _LLAMA, 16, 2048, 8192, 32, 8, tie_word_embeddings=True, rope_scaling=_llama_rope(32.0), **_LLAMA31
+    ),
+    "llama-3.2-3b": _model(
+        _LLAMA, 28, 3072, 8192, 24, 8, tie_word_embeddings=True, rope_scaling=_llama_rope(32.0), **_LLAMA31
+    ),
+    "llama-3.1-8b": _model(_LLAMA, 32, 4096, 14336, 32, 8, rope_scaling=_llama_rope(8.0), **_LLAMA31),
+    "llama-3.3-70b": _model(_LLAMA, 80, 8192, 28672, 64, 8, rope_scaling=_llama_rope(8.0), **_LLAMA31),
+    "mistral-7b-v0.3": _model(
+        "MistralForCausalLM",
+        32,
+        4096,
+        14336,
+        32,
+        8,
+        vocab_size=32768,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        max_position_embeddings=32768,
+    ),
+    "qwen2.5-0.5b": _model(
+        _QWEN2_NAME, 24, 896, 4864, 14, 2, vocab_size=151936, tie_word_embeddings=True, **_QWEN2, **_QWEN_BIAS
+    ),
+    "qwen2.5-7b": _model(_QWEN2_NAME, 28, 3584, 18944, 28, 4, vocab_size=152064, **_QWEN2, **_QWEN_BIAS),
+    "qwen3-0.6b": _model(_QWEN3_NAME, 28, 1024, 3072, 16, 8, tie_word_embeddings=True, qk_norm=True, **_QWEN3),
+    "qwen3-8b": _model(_QWEN3_NAME, 36, 4096, 12288, 32, 8, qk_norm=True, **_QWEN3),
+    "qwen3-32b": _model(_QWEN3_NAME, 64, 5120, 25600, 64, 8, qk_norm=True, **_QWEN3),
+}
+
+
+def model_config(name: str) -> ModelConfig:
+    """The shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
+
+    Raises:
+      ConfigError: none of these.
+      ModelConfigError, ModelFileError: what was found cannot be used.
+    """
+    if name.lower() in SHAPES:
+        return SHAPES[name.lower()]
+    path = Path(name).expanduser()
+    if path.is_file():
+        from jaxengine.model_source import open_model
+
+        return open_model(EngineConfig(model=name, load_format="dummy")).config
+    if path.is_dir():
+        return ModelConfig.from_hf(read_config_json(path))
+    if len(parts := name.split("/")) != 2 or not all(parts) or name.startswith((".", "~")):
+        raise ConfigError("model", name, f"{', '.join(SHAPES)}, a GGUF file, a Hugging Face folder, or a hub id")
+    return ModelConfig.from_hf(read_config_json(_download_config(name)))
+
+
+def _download_config(name: str) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, "config.json")).parent
+    except Exception as error:  # the hub client has no common base for "not there", "not allowed" and "no network"
+        raise ConfigError("model", name, f"no such file or folder, and the hub does not give it: {error}") from error

@@ -1,0 +1,182 @@
+"""The devices a check compiles for: what the compiler must be told of each, and the figures a roofline needs.
+
+Figures are the vendors' published ones for dense bfloat16, HBM as the compiler reports it free. Knows no model, and
+imports no jax: the process that does not compile reads it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from jaxengine.config import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What XLA's GpuTargetConfigProto says of a card (openxla/xla, backends/gpu/target_config/specs).
+
+    Attributes:
+      capability: compute capability, (major, minor).
+      accelerated: has instructions of its own generation only (sm_90a, sm_100a).
+      cores: streaming multiprocessors.
+      fpus: float32 units of one.
+      shared_per_core, shared_per_block: bytes of shared memory, in all and the most one block may ask for.
+    """
+
+    description: str
+    capability: tuple[int, int]
+    accelerated: bool
+    cores: int
+    fpus: int
+    clock_ghz: float
+    l2_bytes: int
+    shared_per_core: int
+    shared_per_block: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of device, or several of them working on one model.
+
+    Attributes:
+      backend: "tpu", "cuda" or "cpu", as jax lowers for it.
+      topology: libtpu's name of the smallest topology with `num_devices` devices.
+      hbm_bytes: of one device, what a program may use.
+      hbm_bandwidth: bytes a second of one device.
+      flops: dense bfloat16 operations a second of one device.
+      fast_bytes: VMEM of a TPU core, shared memory of a GPU's block.
+      num_devices: that share the model (tensor parallel).
+    """
+
+    name: str
+    backend: str
+    topology: str
+    hbm_bytes: int
+    hbm_bandwidth: float
+    flops: float
+    fast_bytes: int
+    num_devices: int = 1
+    gpu: Gpu | None = None
+
+
+_H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), True, 132, 128, 1.98, 52428800, 233472, 232448)
+_H200 = replace(_H100, description="NVIDIA H200 141GB HBM3e")
+_B200 = Gpu("NVIDIA B200", (10, 0), True, 148, 128, 1.965, 132644864, 233472, 232448)
+_A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 64, 1.41, 41943040, 167936, 166912)
+
+# A v5p device is a chip of two cores that act as one, a tpu7x device one of the two cores of its chip.
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("cpu", "cpu", "", 0, 0.0, 0.0, 0),
+        Target("v5e", "tpu", "v5e:1x1", int(15.75 * GIB), 819e9, 197e12, 128 << 20),
+        Target("v6e", "tpu", "v6e:1x1", int(31.24 * GIB), 1640e9, 918e12, 128 << 20),
+        Target("v5p", "tpu", "v5p:2x2x1", int(95.73 * GIB), 2765e9, 459e12, 64 << 20),
+        Target("tpu7x", "tpu", "tpu7x:2x2x1", int(94.74 * GIB), 3690e9, 1153e12, 64 << 20),
+        Target("sm_80", "cuda", "", 85100068864, 2039e9, 312e12, _A100.shared_per_block, gpu=_A100),
+        Target("sm_90", "cuda", "", 84942979072, 3352e9, 989e12, _H100.shared_per_block, gpu=_H100),
+        Target("h200", "cuda", "", 151397597184, 4800e9, 989e12, _H200.shared_per_block, gpu=_H200),
+        Target("sm_100", "cuda", "", 191514411008, 7672e9, 2250e12, _B200.shared_per_block, gpu=_B200),
+    )
+}
+
+# Devices -> topology. A host has 4 of them (v5p, a tpu7x chip counting twice) or 8 (v5e, v6e); beyond, several hosts.
+_SLICES = {
+    "v5e": {4: "2x2", 8: "2x4", 16: "4x4"},
+    "v6e": {4: "2x2", 8: "2x4", 16: "4x4"},
+    "v5p": {2: "2x2x1", 4: "2x2x1", 8: "2x2x2"},
+    "tpu7x": {2: "2x2x1", 4: "2x2x1", 8: "2x2x1", 16: "2x2x2"},
+}
+_GPU_SLICES = (2, 4, 8)
+
+
+def find_target(name: str) -> Target:
+    """The target of a name from TARGETS, with `-N` behind it for N devices of the kind.
+
+    Raises:
+      ConfigError: there is no such target.
+    """
+    kind, _, count = name.partition("-")
+    target = TARGETS.get(kind)
+    if target is not None and not count:
+        return target
+    if target is not None and count.isdigit():
+        devices = int(count)
+        if target.gpu is not None and devices in _GPU_SLICES:
+            return replace(target, name=name, num_devices=devices)
+        if devices in _SLICES.get(kind, {}):
+            return replace(target, name=name, topology=f"{kind}:{_SLICES[kind][devices]}", num_devices=devices)
+    several = [f"{kind}-{n}" for kind, sizes in _SLICES.items() for n in sizes]
+    several += [f"sm_90-{n}" for n in _GPU_SLICES]
+    raise ConfigError("targets", name, ", ".join([*TARGETS, *several]))
+
+
+def require_compiler(target: Target) -> None:
+    """Raises ConfigError with the command that installs the target's compiler when it is not there."""
+    needed = {"tpu": ("libtpu",), "cuda": ("jax_plugins.xla_cuda13", "jax_cuda13_plugin", "nvidia"), "cpu": ()}
+    missing = [name for name in needed[target.backend] if not _installed(name)]
+    if missing:
+        extra = "tpu-check" if target.backend == "tpu" else "cuda-check"
+        raise ConfigError(
+            "targets",
+            target.name,
+            f"targets whose compiler is installed; {missing[0]} is not: `make check-deps` or "
+            f"`pip install 'jaxengine[{extra}]'` installs it",
+        )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def gpu_target_config(target: Target) -> str:
+    """The GpuTargetConfigProto of a CUDA target, in text form."""
+    gpu = target.gpu
+    assert gpu is not None, target
+    major, minor = gpu.capability
+    feature = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
+    suffix = "a" if gpu.accelerated else ""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_per_core}
+  threads_per_core_limit: 2048
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(target.hbm_bandwidth)}
+  l2_cache_size: {gpu.l2_bytes}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {target.hbm_bytes}
+  shared_memory_per_block_optin: {gpu.shared_per_block}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {major}.{minor}{suffix}"
+  device_address_bits: 64
+  pcie_bandwidth: 34359738368
+  ecc_enabled: true
+  name: "{gpu.description}"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{gpu.description}"
+"""

@@ -1,0 +1,29 @@
+"""Interpreted checks run in workers of their own from the first test on, beside the tests of this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pallas_kernels.worker import Job, run_all
+
+SECONDS = 120  # for one job on a busy machine, compiling included
+
+
+@pytest.fixture(scope="session", autouse=True)
+def outcomes(request):
+    """Futures of the interpreted jobs that were selected, by job."""
+    groups: dict[int, list[Job]] = {}
+    for item in request.session.items:
+        skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
+        if _is_interpreted(item) and not skipped:
+            groups.setdefault(item.callspec.params["group"], []).append(item.callspec.params["job"])
+    return run_all(list(groups.values()), SECONDS)
+
+
+def pytest_collection_modifyitems(items):
+    """What waits for the workers comes last."""
+    items.sort(key=_is_interpreted)
+
+
+def _is_interpreted(item) -> bool:
+    return {"group", "job"} <= set(getattr(item, "fixturenames", ()))

@@ -1,0 +1,173 @@
+"""Everything the conformance suite runs over: one row per implementation and way of running it.
+
+A row says where its kernels are (a registry platform), how they are run, with which sizes, and what they refuse. What
+a row refuses must raise ValueError; nothing is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.registry import kernel, platform_of
+from tests.pallas_kernels.pools import QUANTIZED
+from tests.pallas_kernels.problems import Case
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Kernels of one platform.
+
+    interpreter: module with `install`, `reset` and `problems`, None to run compiled.
+    interpret: the kernels' `interpret` argument, made when first needed.
+    refuses: why a case of a query dtype is not supported, None if it is.
+    elsewhere: why its own kernels leave a case to the XLA work list, None if they take it.
+    """
+
+    name: str
+    platform: str
+    interpreter: Callable[[], ModuleType] | None = None
+    interpret: Callable[[], Any] | None = None
+    refuses: Callable[[Case, str], str | None] = lambda case, dtype: None
+    elsewhere: Callable[[Case, str], str | None] | None = None
+    default_dims: tuple[int, int] = (16, 16)
+    schedule_options: tuple[tuple[str, Any], ...] = ()
+    prepare: Callable[[], None] = lambda: None
+    overrides: dict[str, Callable] = field(default_factory=dict, hash=False, compare=False)
+
+    def _kernel(self, op: str) -> Callable:
+        return self.overrides.get(op) or kernel(op, self.platform)
+
+    def _options(self) -> dict[str, Any]:
+        return {} if self.interpret is None else {"interpret": self.interpret()}
+
+    def schedule(self, batch, spec, **sizes: int) -> Any:
+        return self._kernel("attention_schedule")(batch, spec, **sizes, **dict(self.schedule_options))
+
+    def attend(self, q, kv, batch, schedule, **options) -> tuple[jax.Array, jax.Array]:
+        return self._kernel("ragged_paged_attention")(q, kv, batch, schedule, **options, **self._options())
+
+    def update(self, kv: KVPages, k, v, slot_mapping) -> KVPages:
+        schedule = self._kernel("kv_update_schedule")(slot_mapping, page_size=kv.page_size)
+        options = self._options() if self.platform == "tpu" else {}
+        return self._kernel("kv_cache_update")(kv, k, v, slot_mapping, schedule=schedule, **options)
+
+    def adapted(self, case: Case) -> Case:
+        """The case with this implementation's sizes where it does not ask for its own."""
+        return case.with_defaults(self.default_dims)
+
+    def start(self) -> None:
+        """Once per process, before the first kernel."""
+        if self.interpreter is not None:
+            self.interpreter().install()
+        self.prepare()
+
+    def forget(self) -> None:
+        if self.interpreter is not None:
+            self.interpreter().reset()
+
+    def problems(self) -> list[str]:
+        return [] if self.interpreter is None else self.interpreter().problems()
+
+
+def _tpu_interpreter() -> ModuleType:
+    from tests.pallas_kernels import tpu_interpret
+
+    return tpu_interpret
+
+
+def _mosaic_gpu_interpreter() -> ModuleType:
+    from tests.pallas_kernels import mosaic_gpu_interpret
+
+    return mosaic_gpu_interpret
+
+
+def _tpu_refuses(case: Case, dtype: str) -> str | None:
+    if "float16" in (dtype, case.kv_dtype):
+        return "float16"
+    return f"page size {case.page_size}" if case.page_size % 8 else None
+
+
+def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
+    """Written down again from what the kernels are said to take, not asked of them."""
+    pool_dtype = case.pool_dtype(dtype)
+    quantized = pool_dtype in QUANTIZED
+    reasons = {
+        "head dims differ": case.dims[0] != case.dims[1],
+        "head dim": case.dims[0] % (32 if quantized else 16) or case.dims[0] > 256,
+        "group": case.heads[0] // case.heads[1] > 64,
+        "page size": case.page_size % 64 and case.page_size not in (8, 16, 32),
+        "tree mask": case.tree is not None,
+        "queries": dtype == "float32",
+        "pool": not quantized and pool_dtype != dtype,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _small_tpu_blocks() -> None:
+    """Blocks of 128 keys in three buffers, writes of four groups, so that small problems meet every border there is."""
+    from pallas_kernels import kv_update_tpu, paged_attention_tpu
+
+    kv_update_tpu.GROUPS_IN_FLIGHT, kv_update_tpu.READS_AHEAD, kv_update_tpu.WINDOW_BYTES = 4, 2, 1
+
+    choose = paged_attention_tpu.choose_blocks
+
+    def choose_small(*, page_size: int, single: bool, **sizes):
+        blocks = choose(page_size=page_size, single=single, **sizes)
+        return blocks._replace(
+            pages=min(blocks.pages, max(128 // page_size, 1)), buffers=3, tiles=min(blocks.tiles, 3), heads=1
+        )
+
+    paged_attention_tpu.choose_blocks = choose_small
+
+
+def _far_page_table_and_two_cores() -> None:
+    """As on a chip of two cores whose scalar memory does not hold the page table; small blocks too."""
+    from pallas_kernels import paged_attention_tpu
+
+    _small_tpu_blocks()
+    paged_attention_tpu.fits_smem = lambda shape: False
+    paged_attention_tpu.num_cores = lambda: 2
+
+
+CPU = Implementation("cpu", "cpu")
+GPU_XLA = Implementation("gpu_xla", "gpu_xla")
+TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER = (
+    Implementation(
+        name,
+        "tpu",
+        _tpu_interpreter,
+        lambda dma=dma: _tpu_interpreter().interpret_params(dma),
+        _tpu_refuses,
+        lambda case, dtype: None,
+        default_dims=(64, 64),
+        prepare=prepare,
+    )
+    for name, dma, prepare in (
+        ("tpu-lazy", "on_wait", _small_tpu_blocks),
+        ("tpu-eager", "eager", _small_tpu_blocks),
+        ("tpu-far-lazy", "on_wait", _far_page_table_and_two_cores),
+        ("tpu-far-eager", "eager", _far_page_table_and_two_cores),
+    )
+)
+MOSAIC_GPU = Implementation(
+    "mgpu",
+    "gpu",
+    _mosaic_gpu_interpreter,
+    lambda: _mosaic_gpu_interpreter().interpret_params(),
+    elsewhere=_not_mosaic_gpu,
+    default_dims=(64, 64),
+    schedule_options=(("num_ctas", 3),),
+)
+ACCELERATOR = None if jax.default_backend() == "cpu" else platform_of(jax.devices()[0])
+DEVICE = [] if ACCELERATOR is None else [Implementation("device", ACCELERATOR, default_dims=(64, 64))]
+
+IN_PROCESS = [CPU, GPU_XLA, *DEVICE]
+TPU = [TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER]
+INTERPRETED = [*TPU, MOSAIC_GPU]
+IMPLEMENTATIONS = {implementation.name: implementation for implementation in (*IN_PROCESS, *INTERPRETED)}

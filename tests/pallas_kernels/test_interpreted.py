@@ -1,0 +1,98 @@
+"""The accelerators' kernels without an accelerator: the same checks in jax's interpreters, races and hazards included.
+
+Interpreters are slow: every border and feature once, with small heads, unless `--thorough` asks for everything. Jobs
+run in two processes of their own (conftest.py), with a time limit, because a kernel with a fault can wait for ever.
+"""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from tests.pallas_kernels.cases import ATTENTION, LONG, QUICK_BATCHES, QUICK_FEATURES
+from tests.pallas_kernels.checks import INVARIANTS, SLOTS
+from tests.pallas_kernels.findings import FITTED_TO
+from tests.pallas_kernels.implementations import (
+    INTERPRETED,
+    MOSAIC_GPU,
+    TPU_EAGER,
+    TPU_FAR_EAGER,
+    TPU_FAR_LAZY,
+    TPU_LAZY,
+)
+from tests.pallas_kernels.problems import FAMILIES
+from tests.pallas_kernels.worker import Job
+
+GPU_BATCHES = ("mixed", "q tile straddles a kv block", "single tokens behind runs", "long runs", "empty sequences")
+GPU_FEATURES = (
+    "decode bucket",
+    "skewed decodes",
+    "split decodes",
+    "decode window",
+    "decode sinks",
+    "codes of decodes",
+    "window, sinks and soft cap",
+    "fp8 e4m3 keys and values",
+    "tree branches",
+)
+GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits")
+EAGER_BATCHES = ("mixed", "q tile straddles a kv block", "block edges")
+EAGER_FEATURES = ("skewed decodes", "window, sinks and soft cap")
+WRITES = (TPU_LAZY.name, TPU_EAGER.name)
+UPDATED, MORE_DTYPES = ("bfloat16", "int8"), ("float32", "float8_e4m3fn", "float8_e5m2")
+UPDATE_SIZES = ((64, 1, 80, 80), (16, 2, 192, 128))
+_ALWAYS: list[list[Job]] = [
+    [("determinism", TPU_LAZY.name, 2)],
+    [("determinism", MOSAIC_GPU.name, 2)],
+]
+
+
+def quick_groups() -> list[list[Job]]:
+    """Jobs by implementation and program, so that those of one program follow each other in one process."""
+    groups: list[list[Job]] = []
+    for name, batches, features in (
+        (MOSAIC_GPU.name, GPU_BATCHES, GPU_FEATURES),
+        (TPU_LAZY.name, QUICK_BATCHES, QUICK_FEATURES),
+        (TPU_EAGER.name, EAGER_BATCHES, EAGER_FEATURES),
+        (TPU_FAR_LAZY.name, EAGER_BATCHES[:2], ()),
+        (TPU_FAR_EAGER.name, EAGER_BATCHES[:2], ()),
+    ):
+        groups.append([("attention", name, case, "bfloat16", "uniform", "needle") for case in batches])
+        for cases in (features[: len(features) // 2], features[len(features) // 2 :]):
+            groups.append([("attention", name, case, "bfloat16", "needle") for case in cases])
+    groups.append([(check.__name__, TPU_LAZY.name) for check in INVARIANTS])
+    groups.append([(check, MOSAIC_GPU.name) for check in GPU_INVARIANTS])
+    groups += [[("update", name, dtype, pattern) for dtype in UPDATED for pattern in SLOTS] for name in WRITES]
+    groups += [[("update_sizes", name, "bfloat16", *sizes) for sizes in UPDATE_SIZES] for name in WRITES]
+    return [group for group in groups + _ALWAYS if group]
+
+
+def thorough_groups() -> list[list[Job]]:
+    """Every case in every dtype and family on every implementation, but for what only its length makes special."""
+    cases = [case for case in ATTENTION if case not in LONG]
+    groups: list[list[Job]] = []
+    for name in (implementation.name for implementation in INTERPRETED):
+        groups += [[("attention", name, case.name, dtype, *FAMILIES) for dtype in case.dtypes] for case in cases]
+        groups += [[(check.__name__, name)] for check in INVARIANTS]
+    groups.append([("splits", MOSAIC_GPU.name)])
+    for name in WRITES:
+        groups += [[("update", name, dtype, pattern) for pattern in SLOTS] for dtype in (*UPDATED, *MORE_DTYPES)]
+        groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]
+    return groups + _ALWAYS
+
+
+def job_groups(thorough: bool) -> list[list[Job]]:
+    return thorough_groups() if thorough else quick_groups()
+
+
+def pytest_generate_tests(metafunc):
+    groups = job_groups(metafunc.config.getoption("--thorough"))
+    rows = [(index, job) for index, group in enumerate(groups) for job in group]
+    metafunc.parametrize(("group", "job"), rows, ids=[" ".join(map(str, job)) for _, job in rows])
+
+
+@pytest.mark.skipif(jax.__version__ != FITTED_TO, reason=f"the interpreters' additions are fitted to jax {FITTED_TO}")
+@pytest.mark.timeout(900)
+def test_conforms(group, job, outcomes):
+    problem = outcomes[job].result()
+    assert problem is None, problem

@@ -1,0 +1,165 @@
+"""Runs checks in processes of their own, because an interpreted kernel with a fault can wait for ever.
+
+    python -m tests.pallas_kernels.worker [--mutant kernel:name]
+
+A worker reads one job per line from stdin, a JSON list [check, implementation, *arguments], and answers each with a
+JSON line: null if it passed, else what is wrong. `Worker` is the other end: it kills a worker that fails or takes too
+long, and starts a fresh one for the next job.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+Job = tuple  # (check, implementation, *arguments), every entry a string or a number
+
+ROOT = Path(__file__).parents[2]
+
+
+class Worker:
+    """One process at a time; `options` are the command line of this module."""
+
+    def __init__(self, *options: str) -> None:
+        self._command = [sys.executable, "-m", "tests.pallas_kernels.worker", *options]
+        self._process: subprocess.Popen | None = None
+        self._implementation: str | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the worker
+
+    def run(self, job: Job, seconds: float) -> str | None:
+        """None if the job passes within `seconds`, else why not."""
+        if job[1] != self._implementation:  # what one prepares must not reach another
+            self.close()
+        if self._process is None:
+            self._process, self._implementation = self._started(), job[1]
+        answer = self._answer(job, seconds)
+        if answer is not None:
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _started(self) -> subprocess.Popen:
+        # NPROC: threads of XLA's pool. Every interpreted thread that waits at a barrier may hold one of them, so that
+        # with as many as there are cores the one they wait for may never run.
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "NPROC": "16"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=self._errors, cwd=ROOT, env=environment, bufsize=0
+        )
+
+    def _answer(self, job: Job, seconds: float) -> str | None:
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        self._errors.truncate(0)
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        deadline, line = time.monotonic() + seconds, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(deadline - time.monotonic(), 0)):
+                    return f"no answer after {seconds:.0f} s, it hangs: {self._stacks()}"
+                part = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not part:
+                    return f"the process ended: {self._last_errors()}"
+                line += part
+        return json.loads(line)
+
+    def _stacks(self) -> str:
+        """Where the threads of a process that hangs are."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return self._last_errors()
+
+    def _last_errors(self) -> str:
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(size - 6000, 0))
+        return self._errors.read().decode(errors="replace")
+
+
+def run_all(groups: Sequence[Sequence[Job]], seconds: float, workers: int = 2) -> dict[Job, Future]:
+    """Run groups of jobs side by side, the jobs of a group one after another in one process: they share programs.
+
+    Returns at once; the future of a job has what `Worker.run` returns.
+    """
+    outcomes: dict[Job, Future] = {job: Future() for group in groups for job in group}
+    waiting = iter(groups)
+    lock = threading.Lock()
+
+    def work() -> None:
+        worker = Worker()
+        try:
+            while True:
+                with lock:
+                    group = next(waiting, ())
+                if not group:
+                    return
+                for job in group:
+                    outcomes[job].set_result(worker.run(job, seconds))
+        finally:
+            worker.close()
+
+    for _ in range(workers):
+        threading.Thread(target=work, daemon=True).start()
+    return outcomes
+
+
+def serve(answers: int) -> None:
+    """Run jobs from stdin until it ends, answering on the file descriptor."""
+    from tests.pallas_kernels import faster_interpreters
+    from tests.pallas_kernels.checks import CHECKS
+    from tests.pallas_kernels.implementations import IMPLEMENTATIONS
+
+    def fail(error: Exception) -> None:
+        os.write(answers, json.dumps("".join(traceback.format_exception(error, limit=-6))).encode() + b"\n")
+        os._exit(1)
+
+    faster_interpreters.on_error(fail)
+    started = None
+    for line in sys.stdin:
+        check, name, *arguments = json.loads(line)
+        implementation = IMPLEMENTATIONS[name]
+        if started != name:
+            assert started is None, f"a process that has started {started} cannot run {name}"
+            implementation.start()
+            started = name
+        answer = outcome(CHECKS[check], *arguments, implementation)
+        os.write(answers, json.dumps(answer).encode() + b"\n")
+
+
+def outcome(check: Callable[..., None], *arguments: object) -> str | None:
+    """None if a check passes, else its error."""
+    try:
+        check(*arguments)
+    except AssertionError as error:
+        return str(error) or traceback.format_exc(limit=-3)
+    except Exception:  # whatever a kernel raises is a failure of its case, not of the worker
+        return traceback.format_exc(limit=-6)
+    return None
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what jax prints about races must not mix with the answers
+    if sys.argv[1:2] == ["--mutant"]:
+        from tests.pallas_kernels.mutations import plant
+
+        plant(sys.argv[2])
+    serve(answers)
