@@ -37,6 +37,7 @@ OUTSIDE = {
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 # File -> why it may read or set the process environment. Options of the engine are fields of EngineConfig.
 ENVIRONMENT_ALLOWED: dict[str, str] = {
+    "jaxengine/check/children.py": "the process that compiles gets the compilers' own variables on top of ours",
     "jaxengine/executables.py": "the flags XLA and libtpu read themselves are part of the key of a saved executable",
 }
 # These run in the peers' interpreters, with the peers' packages, and import nothing of ours.
