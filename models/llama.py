@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import Attention, StepInputs, attention_spec
+from models.attention import Attention, StepInputs, attention_spec, num_head_shards
 from models.config import ModelConfig
 from models.config_fields import ConfigFields, ModelConfigError
 from models.forward_batch import ForwardBatch
@@ -97,7 +97,7 @@ class LlamaForCausalLM(nnx.Module):
             with jax.named_scope("attention_schedule"):
                 schedule = attention_schedule(
                     batch.ragged,
-                    attention_spec(config, window),
+                    attention_spec(config, window, num_head_shards()),
                     num_tokens=batch.token_ids.shape[0],
                     page_size=kv.page_size,
                     platform=kv.layout,

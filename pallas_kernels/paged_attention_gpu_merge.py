@@ -125,7 +125,8 @@ def _merge(refs: _Refs, pair, group, step):
     def merge_item(item, carry):
         acc, largest, total = carry
         slot = lax.rem(step + item - first, jnp.int32(STAGES))
-        load(item + STAGES - 1)  # into the slot that the last iteration has read
+        plgpu.commit_smem()  # every warp has read the slot of the last iteration, which the next copy overwrites
+        load(item + STAGES - 1)
         plgpu.barrier_wait(refs.full.at[slot])
         item_largest = [refs.largest_smem[slot, r] for r in range(BOX_ROWS)]
         new_largest = [jnp.maximum(a, b) for a, b in zip(largest, item_largest, strict=True)]

@@ -20,7 +20,7 @@ SAMPLE = [
     "xla:block past the end walked as whole",
     "tpu:wait dropped",
     "tpu-write:meeting runs overtake",
-    "gpu-decode:block handed back before its values are read",
+    "gpu-decode:blocks not waited for",
 ]
 
 
