@@ -38,7 +38,9 @@ def test_attention_rows_compare_with_measured_limits(tmp_path):
     assert again == rows, "a second run takes the rows as they were"
 
 
-def test_engine_section_reports_steps_and_idle_time(tmp_path):
+def test_engine_section_reports_steps_and_idle_time(tmp_path, thorough):
+    if not thorough:
+        pytest.skip("half a minute of compiling: --thorough")
     rows = gpu_check(tmp_path, "engine")["rows"]
     assert rows["start"]["steps"] == 2 and rows["start"]["programs_compiled"] >= 2
     row = rows["2 sequences"]
