@@ -141,8 +141,8 @@ def _environment() -> tuple[str, ...]:
     root = Path(__file__).resolve().parent.parent
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
-            if path.parent.name in ("bench", "peer_scripts"):
-                continue  # they run steps, no step runs them
+            if path.parent.name in ("bench", "check", "peer_scripts"):
+                continue  # they run or compile steps, no step runs them
             sources.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     device = jax.devices()[0]
     return (

@@ -8,7 +8,7 @@ A layout is named after the platform whose kernels read it.
 
 - "cpu", "gpu", "gpu_xla": [P, K, page_size * (H + Hv)]. Per page and head one tile of keys [page_size, H] followed by
   one of values [page_size, Hv], flat. XLA:CPU copies one long row at memory bandwidth where it copies many short ones
-  at half of it; on a GPU one TMA box moves what a block of threads that owns a head needs.
+  at half of it; on a GPU a tile is one TMA box.
 - "tpu": [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values. One DMA
   moves a page for all heads; rows are whole lane tiles, because XLA copies a pool of others before every kernel.
 
