@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.attention_cases import AttentionCase, decode_cases, prefill_cases
+from benchmarks.attention_cases import AttentionCase, all_cases
 from benchmarks.recorder import Recorder
 
 # A chain reads at least this much, more than any cache holds, over at most MAX_LAYERS layers.
@@ -46,21 +46,14 @@ def main() -> None:
     copy = recorder.measure("copy bandwidth", lambda: copy_bandwidth(probe_bytes)) or {}
     matmul = recorder.measure("matmul rate", lambda: matmul_rate(probe_width)) or {}
     limits = {"bytes_per_s": copy.get("bytes_per_s"), "flops_per_s": matmul.get("flops_per_s")}
-    cases = [case for pair in zip_longest(decode_cases(args.tiny), prefill_cases(args.tiny)) for case in pair]
     least = 0 if args.tiny else CHAIN_BYTES
-    for case in cases:
+    for case in all_cases(args.tiny):
         if args.only in case.name:
             for label, measure in (("ours", paged), ("jax", contiguous)):
                 recorder.measure(f"{case.name}, {label}", lambda m=measure, c=case: shares(c, m(c, least), limits))
     for num_tokens in (4,) if args.tiny else (256, 2048):
         if args.only in (name := f"kv write {num_tokens} tokens"):
             recorder.measure(name, lambda n=num_tokens: kv_write(n, least, limits["bytes_per_s"]))
-
-
-def zip_longest(first: list, second: list) -> list[list]:
-    """[[first[0], second[0]], ...] with what is missing left out."""
-    length = max(len(first), len(second))
-    return [[*first[index : index + 1], *second[index : index + 1]] for index in range(length)]
 
 
 def machine() -> dict[str, Any]:

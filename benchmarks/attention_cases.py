@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ def prefill_cases(tiny: bool = False) -> list[AttentionCase]:
     base = [AttentionCase(1, length, length) for length in lengths]
     varied = [replace(base[0], **change) for change in _variants()]
     return base[:2] + varied + base[2:] + [AttentionCase(4, 2048, 2048), AttentionCase(1, 2048, 32768)]
+
+
+def all_cases(tiny: bool = False) -> list[AttentionCase]:
+    """Decode and prefill in turn."""
+    pairs = zip_longest(decode_cases(tiny), prefill_cases(tiny))
+    return [case for pair in pairs for case in pair if case is not None]
 
 
 def _variants() -> list[dict]:

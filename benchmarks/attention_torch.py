@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.attention import CHAIN_BYTES, MAX_LAYERS, POOL_LIMIT, zip_longest
-from benchmarks.attention_cases import AttentionCase, decode_cases, prefill_cases
+from benchmarks.attention import CHAIN_BYTES, MAX_LAYERS, POOL_LIMIT
+from benchmarks.attention_cases import AttentionCase, all_cases
 from benchmarks.recorder import Recorder
 
 ROUNDS = 5
@@ -35,7 +35,7 @@ def main() -> None:
         if missing:
             recorder.measure(label, lambda reason=missing: {"missing": reason})
             continue
-        for case in (case for pair in zip_longest(decode_cases(args.tiny), prefill_cases(args.tiny)) for case in pair):
+        for case in all_cases(args.tiny):
             if args.only in case.name:
                 recorder.measure(f"{case.name}, {label}", lambda m=measure, c=case: row(c, m(c)))
 

@@ -72,6 +72,12 @@ def device_memory(device: Any) -> int:
     return total
 
 
+def workspace_bytes(analysis: Any) -> int:
+    """What a compiled program needs beside its arguments, by its `memory_analysis()`: scratch, results, code."""
+    outputs = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+    return analysis.temp_size_in_bytes + outputs + analysis.generated_code_size_in_bytes
+
+
 def plan_memory(config: ResolvedConfig, *, total: int, weights: int, workspace: int, page_bytes: int) -> MemoryPlan:
     """Sizes the KV pool.
 

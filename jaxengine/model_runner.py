@@ -19,7 +19,7 @@ from jaxengine.compile_watch import CompileWatch
 from jaxengine.config import Platform, ResolvedConfig
 from jaxengine.executables import ExecutableCache, compile_program
 from jaxengine.logprobs import TokenLogprobs
-from jaxengine.memory import MemoryPlan, device_memory, plan_memory
+from jaxengine.memory import MemoryPlan, device_memory, plan_memory, workspace_bytes
 from jaxengine.step import SlotState, StepOutput, init_state, write_page_deltas
 from jaxengine.step_programs import StepPrograms
 from models.causal_lm import CausalLM
@@ -148,8 +148,7 @@ class ModelRunner:
             lowered = jax.jit(programs.step(bucket), donate_argnums=(1, 2)).lower(*arguments)
             analysis = compile_program(lowered, jax.default_backend()).memory_analysis()
             assert analysis is not None, "this platform does not tell what a program needs"
-            outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-            return analysis.temp_size_in_bytes + max(0, outputs) + analysis.generated_code_size_in_bytes
+            return workspace_bytes(analysis)
 
         return self.executables.get_number("workspace", arguments, programs.description, measure)
 

@@ -23,10 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_pages import KVPages, to_storage
+from pallas_kernels.kv_pages import LANES, KVPages, to_storage
 
 GROUP = 8  # rows of a page that one DMA moves
-LANES = 128
 GROUPS_IN_FLIGHT = 32
 READS_AHEAD = 16
 WINDOW_BYTES = 2 << 20  # of new tokens held in VMEM, twice
@@ -209,7 +208,7 @@ def _write_runs(
 
 def _put_rows(groups, buffer, words, source, row, length):
     """Rows [row, row + length) of a group in VMEM become those of the eight tokens from `source` on."""
-    width, per_word = groups.shape[-1], 4 // groups.dtype.itemsize
+    per_word = 4 // groups.dtype.itemsize
     bits = 32 // per_word
     masks = []
     for part in range(per_word):  # row per_word * i + part of the group lies in these bits of word i
@@ -218,11 +217,10 @@ def _put_rows(groups, buffer, words, source, row, length):
         masks.append(jnp.where((index >= row) & (index < row + length), field, jnp.uint32(0)))
     kept = ~functools.reduce(jnp.bitwise_or, masks)
     for tile in range(words.shape[0]):
-        lanes = slice(tile * LANES, min((tile + 1) * LANES, width))
-        size = lanes.stop - lanes.start
+        lanes = slice(tile * LANES, (tile + 1) * LANES)
         old = pltpu.bitcast(groups[buffer, :, lanes], jnp.uint32)
-        new = old & kept[:, :size]
+        new = old & kept
         for part, mask in enumerate(masks):
             rows = pl.ds(source + part, GROUP // per_word, stride=per_word)
-            new |= words[tile, rows, :][:, :size] & mask[:, :size]
+            new |= words[tile, rows, :] & mask
         groups[buffer, :, lanes] = pltpu.bitcast(new, groups.dtype)

@@ -229,9 +229,7 @@ def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot
         for window in {(window.start, window.size): window for window in plan.values}.values():
             at = (slot, page, slice(None), slice(window.start, window.start + window.size))
             words = pltpu.bitcast(refs.buffer[at], jnp.int32)
-            refs.buffer[at] = pltpu.bitcast(
-                words & jnp.tile(keep, (1, -(-window.size // LANES)))[:, : window.size], refs.buffer.dtype
-            )
+            refs.buffer[at] = pltpu.bitcast(words & jnp.tile(keep, (1, window.size // LANES)), refs.buffer.dtype)
 
     first_unseen = jnp.maximum(high, 0) // plan.page_size
     if plan.spec.window is not None:

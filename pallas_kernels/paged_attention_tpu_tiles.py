@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
+from pallas_kernels.kv_pages import LANES
+
 SUBLANES = 8
 # v5p and tpu7x have 64 MiB of VMEM a core, v5e and v6e twice that. The rest is left to XLA's own fusions.
 VMEM_LIMIT_BYTES = 56 << 20
@@ -43,22 +44,21 @@ class Blocks(NamedTuple):
     heads: int  # kv heads whose scores are alive at the same time
 
 
-def key_windows(num_kv_heads: int, head_dim: int, v_head_dim: int, row: int) -> tuple[Window, ...]:
-    """Where the keys of each kv head lie in a pool row of `row` lanes, which may end in padding."""
+def key_windows(num_kv_heads: int, head_dim: int, v_head_dim: int) -> tuple[Window, ...]:
+    """Where the keys of each kv head lie in a row of the pool."""
     width = head_dim + v_head_dim
-    return tuple(_window(head * width, head_dim, row) for head in range(num_kv_heads))
+    return tuple(_window(head * width, head_dim) for head in range(num_kv_heads))
 
 
-def value_windows(num_kv_heads: int, head_dim: int, v_head_dim: int, row: int) -> tuple[Window, ...]:
-    """Where the values of each kv head lie in a pool row of `row` lanes."""
+def value_windows(num_kv_heads: int, head_dim: int, v_head_dim: int) -> tuple[Window, ...]:
+    """Where the values of each kv head lie in a row of the pool."""
     width = head_dim + v_head_dim
-    return tuple(_window(head * width + head_dim, v_head_dim, row) for head in range(num_kv_heads))
+    return tuple(_window(head * width + head_dim, v_head_dim) for head in range(num_kv_heads))
 
 
-def _window(column: int, size: int, row: int) -> Window:
+def _window(column: int, size: int) -> Window:
     start = column // LANES * LANES
-    end = min(-(-(column + size) // LANES) * LANES, row)
-    return Window(start, end - start, column - start)
+    return Window(start, _round_up(column + size, LANES) - start, column - start)
 
 
 def choose_blocks(

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+from jaxengine.check.targets import TARGETS, find_target, require_compiler
 from jaxengine.cli_options import add_options, given_options
 from jaxengine.config import PLATFORMS, EngineConfig
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--targets",
         default="cpu",
         metavar="NAME,NAME,...",
-        help="cpu, v5e, v6e, v5p, tpu7x, sm_80, sm_90, h200, sm_100; NAME-N for N devices (default: cpu)",
+        help=f"{', '.join(TARGETS)}; NAME-N for N devices (default: cpu)",
     )
     parser.add_argument(
         "--model",
@@ -64,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     from jaxengine.check import baseline, bundle, report
     from jaxengine.check.children import Job, check_target
     from jaxengine.check.shapes import model_config
-    from jaxengine.check.targets import find_target, require_compiler
 
     targets = [find_target(name) for name in dict.fromkeys(args.targets.split(","))]
     for target in targets:

@@ -11,6 +11,8 @@ from typing import Any
 
 from jax.experimental import serialize_executable
 
+from jaxengine.memory import workspace_bytes
+
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[(.*?)\]')
 _SCOPED_VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -21,8 +23,7 @@ _SHARED = re.compile(r"call ptr @mosaic_gpu_get_function\(.*, i32 (\d+), i32 \d+
 def memory(compiled: Any) -> dict[str, int]:
     """Bytes of device memory: in all, and of it what is neither argument nor donated."""
     analysis = compiled.memory_analysis()
-    outputs = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
-    workspace = analysis.temp_size_in_bytes + outputs + analysis.generated_code_size_in_bytes
+    workspace = workspace_bytes(analysis)
     # The compiler's own peak leaves the scratch arena out on CPU, the arena can leave a copy out on TPU.
     peak = max(analysis.peak_memory_in_bytes, analysis.argument_size_in_bytes + workspace)
     return {

@@ -87,7 +87,7 @@ MUTANTS = [
         "pool.at[lax.rem(lax.div(slot, page_size) + 1, 7),",
         _ANY,
     ),
-    Mutant("neighbours in the word lost", _UPDATE, "new = old & kept[:, :size]", "new = old & jnp.uint32(0)", _ANY),
+    Mutant("neighbours in the word lost", _UPDATE, "new = old & kept", "new = old & jnp.uint32(0)", _ANY),
     Mutant(
         "keys and values swapped",
         _UPDATE,
