@@ -1,29 +1,15 @@
-"""Logical axes of arrays to axes of the mesh: one table, read by parameters, pools and activations alike."""
+"""Where arrays live on a mesh, by their logical axes: parameters, pools and messages alike."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-ShardingRules = Mapping[str, tuple[str, ...]]
-
-# Attention: batch over data x attn, heads over model. Everything dense besides: over attn x model.
-DEFAULT_RULES: ShardingRules = MappingProxyType(
-    {
-        "batch": ("data", "attn"),
-        "pages": ("data", "attn"),
-        "heads": ("model",),
-        "kv_heads": ("model",),
-        "ffn": ("attn", "model"),
-        "vocab": ("attn", "model"),
-        "embed": (),
-    }
-)
+from sharding.layout import RULES
 
 
-def logical_to_spec(axes: tuple[str | None, ...], rules: ShardingRules = DEFAULT_RULES) -> PartitionSpec:
+def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes; None is an axis that is never split.
 
     Raises ValueError for a logical axis that the rules do not know and for a mesh axis that two axes claim.
@@ -43,6 +29,12 @@ def logical_to_spec(axes: tuple[str | None, ...], rules: ShardingRules = DEFAULT
     return PartitionSpec(*entries)
 
 
-def named_sharding(mesh: Mesh, axes: tuple[str | None, ...], rules: ShardingRules = DEFAULT_RULES) -> NamedSharding:
+def whole_shape(part: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
+    """The shape of an array of which every device holds a part of shape `part`."""
+    one = (sharding.mesh.size,) * len(part)
+    return tuple(size * whole // own for size, whole, own in zip(part, one, sharding.shard_shape(one), strict=True))
+
+
+def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
     """Where an array with these logical axes lives on the mesh. Raises as logical_to_spec."""
-    return NamedSharding(mesh, logical_to_spec(axes, rules))
+    return NamedSharding(mesh, logical_to_spec(axes))

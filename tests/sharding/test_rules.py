@@ -6,8 +6,9 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding.mesh import MESH_AXES, make_mesh
-from sharding.rules import DEFAULT_RULES, logical_to_spec, named_sharding
+from sharding.layout import MESH_AXES, ONE_DEVICE, RULES, MeshLayout
+from sharding.mesh import make_mesh
+from sharding.rules import logical_to_spec, named_sharding
 
 
 def test_specs_of_the_default_rules():
@@ -18,7 +19,7 @@ def test_specs_of_the_default_rules():
 
 
 def test_every_rule_names_mesh_axes():
-    assert {axis for axes in DEFAULT_RULES.values() for axis in axes} == set(MESH_AXES)
+    assert {axis for axes in RULES.values() for axis in axes} == set(MESH_AXES)
 
 
 def test_a_mesh_axis_is_used_once():
@@ -34,7 +35,7 @@ def test_unknown_axis():
 
 
 def test_mesh_of_one_device():
-    mesh = make_mesh(devices=jax.devices()[:1])
+    mesh = make_mesh(ONE_DEVICE, jax.devices()[:1])
     assert dict(mesh.shape) == {"data": 1, "attn": 1, "model": 1}
     assert named_sharding(mesh, ("vocab", "embed")).shard_shape((8, 4)) == (8, 4)
 
@@ -42,9 +43,26 @@ def test_mesh_of_one_device():
 @pytest.mark.parametrize("size", [0, -1, True, 2.0])
 def test_bad_mesh_size(size):
     with pytest.raises(ValueError, match="mesh axis attn must be an integer >= 1"):
-        make_mesh(attn=size)
+        MeshLayout(attn=size)
 
 
 def test_mesh_larger_than_the_devices():
     with pytest.raises(ValueError, match="needs 4 devices, got 1"):
-        make_mesh(data=2, model=2, devices=jax.devices()[:1])
+        make_mesh(MeshLayout(data=2, model=2), jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    "heads, tensor, attn, model",
+    [(8, 1, 1, 1), (8, 8, 1, 8), (8, 16, 2, 8), (3, 3, 1, 3), (3, 4, 4, 1), (2, 4, 2, 2), (1, 4, 4, 1), (8, 6, 3, 2)],
+)
+def test_tensor_parallelism_stores_no_kv_head_twice(heads, tensor, attn, model):
+    layout = MeshLayout.for_heads(heads, tensor=tensor, data=2)
+    assert layout == MeshLayout(2, attn, model) and layout.num_ranks == 2 * attn and layout.size == 2 * tensor
+    assert MeshLayout.for_heads(heads, tensor=tensor, replicate=True) == MeshLayout(1, 1, tensor)
+
+
+def test_the_vocabulary_is_padded_only_where_it_is_split():
+    assert ONE_DEVICE.padded_vocab_size(49153) == 49153
+    assert MeshLayout(data=4).padded_vocab_size(49153) == 49153
+    assert MeshLayout(attn=2, model=2).padded_vocab_size(49153) == 49664
+    assert MeshLayout(model=3).padded_vocab_size(49152) == 49152

@@ -1,0 +1,87 @@
+"""The sizes of a mesh and the table from logical axes of arrays to axes of the mesh. Knows no jax: options read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+# data: replicas with a scheduler's share of sequences each. attn: devices that split the sequences further but share
+# the dense weights' parts. model: tensor parallelism over heads.
+MESH_AXES = ("data", "attn", "model")
+
+# Attention: sequences over data x attn, heads over model. Everything dense besides: over attn x model.
+RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "batch": ("data", "attn"),
+        "pages": ("data", "attn"),
+        "heads": ("model",),
+        "kv_heads": ("model",),
+        "ffn": ("attn", "model"),
+        # In this order the parts that the devices of one `model` index hold are neighbours in the vocabulary.
+        "vocab": ("model", "attn"),
+        "sampled_vocab": ("model",),
+        "experts": ("data", "attn", "model"),
+        "embed": (),
+    }
+)
+
+_VOCAB_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Sizes of a mesh's axes: what a model must know of its devices when it is built. The default is one device.
+
+    A rank is a place with sequences, pages and slots of its own; the devices of a rank split its heads.
+
+    Attributes:
+      data, attn, model: see MESH_AXES.
+      expert_parallel: whole experts on devices, not a slice of each expert on every device.
+    """
+
+    data: int = 1
+    attn: int = 1
+    model: int = 1
+    expert_parallel: bool = False
+
+    def __post_init__(self):
+        for name in MESH_AXES:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"mesh axis {name} must be an integer >= 1, got {size!r}")
+
+    @classmethod
+    def for_heads(
+        cls, num_kv_heads: int, *, tensor: int, data: int = 1, replicate: bool = False, expert_parallel: bool = False
+    ) -> MeshLayout:
+        """The layout of `tensor`-way tensor parallelism in each of `data` replicas of the batch.
+
+        Heads are split over as many devices as divide both the kv heads and `tensor`; the rest of `tensor` splits the
+        sequences (axis attn), so that no key or value is stored twice. replicate: split over all of `tensor` and
+        store kv heads more than once instead.
+        """
+        model = tensor if replicate else math.gcd(num_kv_heads, tensor)
+        return cls(data, tensor // model, model, expert_parallel)
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.data * self.attn * self.model
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * self.attn
+
+    def num_shards(self, axis: str) -> int:
+        """Parts into which an array's logical axis is split."""
+        return math.prod(getattr(self, name) for name in RULES[axis])
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Rows of the token table: whole blocks of the sampler on every device, and no padding on one device."""
+        shards = self.num_shards("vocab")
+        return vocab_size if shards == 1 else -(-vocab_size // (_VOCAB_BLOCK * shards)) * _VOCAB_BLOCK * shards
+
+
+ONE_DEVICE = MeshLayout()

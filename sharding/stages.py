@@ -1,0 +1,72 @@
+"""Pipeline stages: which layers each runs, and on which of the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of a model's layers. The first stage also embeds the tokens, the last one also makes the logits."""
+
+    first_layer: int
+    end_layer: int
+    is_first: bool = True
+    is_last: bool = True
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.end_layer)
+
+
+def split_layers(sizes: Sequence[int], num_stages: int, *, before: int = 0, after: int = 0) -> list[Stage]:
+    """Stages of consecutive layers such that the largest stage is as small as can be.
+
+    Args:
+      sizes: bytes of each layer.
+      before, after: bytes that the first and the last stage hold besides (embedding, head).
+
+    Raises ValueError when there are fewer layers than stages.
+    """
+    if not 1 <= num_stages <= len(sizes):
+        raise ValueError(f"{len(sizes)} layers cannot be split into {num_stages} stages; allowed are 1 to {len(sizes)}")
+
+    def counts_within(limit: int) -> list[int] | None:
+        """Layers of each stage, every stage as full as `limit` and the stages behind it allow."""
+        counts, layer = [], 0
+        for stage in range(num_stages):
+            held = (before if stage == 0 else 0) + (after if stage == num_stages - 1 else 0)
+            most = len(sizes) - (num_stages - 1 - stage)
+            first = layer
+            while layer < most and held + sizes[layer] <= limit:
+                held += sizes[layer]
+                layer += 1
+            if layer == first or held > limit:
+                return None
+            counts.append(layer - first)
+        return counts if layer == len(sizes) else None
+
+    low, high = 0, sum(sizes) + before + after
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if counts_within(middle) else (middle, high)
+    counts = counts_within(high)
+    assert counts is not None
+    return stages_of(counts)
+
+
+def stages_of(counts: Sequence[int]) -> list[Stage]:
+    """Stages of the given numbers of layers, in order."""
+    stages, first = [], 0
+    for index, count in enumerate(counts):
+        stages.append(Stage(first, first + count, index == 0, index == len(counts) - 1))
+        first += count
+    return stages
+
+
+def devices_of_stages(devices: Sequence[Any], num_stages: int) -> list[Sequence[Any]]:
+    """Equal runs of neighbouring devices, one for each stage."""
+    size = len(devices) // num_stages
+    return [devices[stage * size : (stage + 1) * size] for stage in range(num_stages)]
