@@ -5,22 +5,21 @@ Owns what one layer does with the batch. How pages are stored and how attention 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
+from models.declare import Source
 from models.layers import Linear, RMSNorm
 from models.rope import apply_rope
-from pallas_kernels.kv_pages import KVPages, partition_spec
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.kv_update import kv_cache_update
 from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, ragged_paged_attention
+from sharding.layout import ONE_DEVICE, MeshLayout
 
 
 class StepInputs(NamedTuple):
@@ -33,11 +32,16 @@ class StepInputs(NamedTuple):
     update_schedule: Any  # pallas_kernels.kv_update.kv_update_schedule
 
 
-def attention_spec(config: ModelConfig, window: int | None, num_shards: int = 1) -> AttentionSpec:
-    """What attention is in layers of this window; of a shard's heads when they are split over devices."""
+def num_kv_heads(config: ModelConfig, mesh: MeshLayout) -> int:
+    """kv heads of one device; a head is stored more than once where there are more devices than heads."""
+    return max(1, config.num_kv_heads // mesh.model)
+
+
+def attention_spec(config: ModelConfig, window: int | None, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
+    """What attention is on one device, in layers of this window."""
     return AttentionSpec(
-        num_q_heads=config.num_heads // num_shards,
-        num_kv_heads=config.num_kv_heads // num_shards,
+        num_q_heads=config.num_heads // mesh.model,
+        num_kv_heads=num_kv_heads(config, mesh),
         head_dim=config.head_dim,
         v_head_dim=config.head_dim,
         sm_scale=config.head_dim**-0.5,
@@ -55,66 +59,27 @@ def ragged_of_layer(ragged: RaggedBatch, page_offset: jax.Array, page_size: int)
     )
 
 
-def write_and_attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    kv: KVPages,
-    ragged: RaggedBatch,
-    schedule: Any,
-    update_schedule: Any,
-    spec: AttentionSpec,
-) -> tuple[jax.Array, KVPages]:
-    """One layer's KV write and attention, of the heads that q, k, v and the pool hold here."""
-    spec = replace(spec, num_q_heads=q.shape[1], num_kv_heads=k.shape[1])
-    with jax.named_scope("kv_cache_update"):
-        kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=update_schedule)
-    with jax.named_scope("ragged_paged_attention"):
-        return cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=schedule)), kv
-
-
-def over_heads(function: Callable, kv: KVPages) -> Callable:
-    """`write_and_attend`, each device of the ambient mesh's model axis for its own heads: a kernel cannot be split by
-    the compiler."""
-    if num_head_shards() == 1:
-        return function
-    scale = None if kv.k_scale is None else PartitionSpec("model")
-    pool = replace(kv, data=partition_spec(kv.layout, head_axis="model"), k_scale=scale, v_scale=scale)
-    heads, whole = PartitionSpec(None, "model", None), PartitionSpec()
-
-    def run(q, k, v, kv, ragged, schedule, update_schedule, spec):
-        sharded = jax.shard_map(
-            partial(function, spec=spec),
-            in_specs=(heads, heads, heads, pool, whole, whole, whole),
-            out_specs=(heads, pool),
-            check_vma=False,
-        )
-        return sharded(q, k, v, kv, ragged, schedule, update_schedule)
-
-    return run
-
-
-def num_head_shards() -> int:
-    """Devices over which the ambient mesh splits heads; 1 without a mesh."""
-    return dict(jax.sharding.get_abstract_mesh().shape).get("model", 1)
-
-
 class Attention(nnx.Module):
     """Grouped-query attention with rope; bias, per-head q/k norm and sliding window as the configuration says."""
 
-    def __init__(self, config: ModelConfig, window: int | None, *, source: str, dtype: Any):
-        self.spec = attention_spec(config, window)
+    def __init__(
+        self, config: ModelConfig, window: int | None, *, source: str, dtype: Any, mesh: MeshLayout = ONE_DEVICE
+    ):
+        self.spec = attention_spec(config, window, mesh)
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        copies = max(1, mesh.model // config.num_kv_heads)
+        heads = partial(Source, group=config.head_dim)
+        kv = partial(heads, rows=kv_size, repeat=copies)
         self.qkv = Linear(
             config.hidden_size,
-            {f"{source}.q_proj": q_size, f"{source}.k_proj": kv_size, f"{source}.v_proj": kv_size},
+            (heads(f"{source}.q_proj", q_size), kv(f"{source}.k_proj"), kv(f"{source}.v_proj")),
             axes=("embed", "heads"),
             bias=config.attention_bias,
             dtype=dtype,
         )
         self.out = Linear(
             q_size,
-            {f"{source}.o_proj": config.hidden_size},
+            (Source(f"{source}.o_proj", config.hidden_size),),
             axes=("heads", "embed"),
             bias=config.output_bias,
             dtype=dtype,
@@ -137,7 +102,9 @@ class Attention(nnx.Module):
         with jax.named_scope("rope"):
             q, k = apply_rope(q, step.cos, step.sin), apply_rope(k, step.cos, step.sin)
         ragged = ragged_of_layer(step.ragged, page_offset, kv.page_size)
-        with jax.named_scope("attend"):
-            o, kv = over_heads(write_and_attend, kv)(q, k, v, kv, ragged, step.schedule, step.update_schedule, spec)
+        with jax.named_scope("kv_cache_update"):
+            kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=step.update_schedule)
+        with jax.named_scope("ragged_paged_attention"):
+            o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule))
         with jax.named_scope("o_proj"):
             return self.out(o.reshape(x.shape[0], -1)), kv

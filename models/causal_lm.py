@@ -10,6 +10,8 @@ from models.config import ModelConfig
 from models.config_fields import ConfigFields
 from models.forward_batch import ForwardBatch
 from pallas_kernels.kv_pages import KVPages, KVSpec
+from sharding.layout import ONE_DEVICE, MeshLayout
+from sharding.stages import Stage
 
 
 class CausalLM(Protocol):
@@ -20,8 +22,12 @@ class CausalLM(Protocol):
 
     gguf_architecture: ClassVar[str | None]  # the family's general.architecture; None where another class reads it
     config: ModelConfig
+    mesh: MeshLayout
+    stage: Stage
 
-    def __init__(self, config: ModelConfig, *, dtype: Any): ...
+    def __init__(
+        self, config: ModelConfig, *, dtype: Any, mesh: MeshLayout = ONE_DEVICE, stage: Stage | None = None
+    ): ...
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -33,14 +39,17 @@ class CausalLM(Protocol):
         """The same for GGUF metadata."""
         ...
 
-    def __call__(self, batch: ForwardBatch, kv: KVPages) -> tuple[jax.Array, KVPages]:
-        """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens."""
+    def __call__(self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array | None = None) -> tuple[jax.Array, KVPages]:
+        """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
+
+        hidden: those of the stage before; not for the first stage.
+        """
         ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, D] -> f32[R, V]"""
+        """[R, D] -> f32[R, V / n] where n devices share the rows; whole on one device. Of the last stage only."""
         ...
 
     def kv_spec(self, pages_per_layer: int, page_size: int, kv_dtype: Any) -> KVSpec:
-        """The pool this model needs to hold `pages_per_layer` pages of `page_size` tokens for each of its layers."""
+        """What one device's pool must be to hold `pages_per_layer` pages of `page_size` tokens for each layer here."""
         ...

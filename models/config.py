@@ -15,9 +15,37 @@ from typing import Any
 from models.config_fields import MAX_LAYERS, ConfigFields, ModelConfigError
 from models.rope import RopeScaling, rope_frequencies
 
-__all__ = ["ModelConfig", "ModelConfigError", "RopeScaling", "read_config_json"]
+__all__ = ["ExpertsConfig", "ModelConfig", "ModelConfigError", "RopeScaling", "read_config_json"]
 
 MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture-of-experts layers of a model.
+
+    Attributes:
+      num_per_token: experts that each token goes to.
+      intermediate_size: feed-forward size of one expert.
+      norm_weights: a token's weights are scaled to add up to one.
+      dense_layers: indices of the layers that have a dense MLP instead, ascending.
+    """
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    norm_weights: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_per_token", "intermediate_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ModelConfigError(f"experts: {name} must be an integer >= 1, got {value!r}")
+        if self.num_per_token > self.num_experts:
+            raise ModelConfigError(
+                f"experts: num_per_token must be at most num_experts = {self.num_experts}, got {self.num_per_token}"
+            )
 
 
 @dataclass(frozen=True)
@@ -26,7 +54,8 @@ class ModelConfig:
 
     `attention_bias` is the bias of q, k and v; `output_bias` that of the projection after attention. `qk_norm` is an
     RMS norm over each head of q and k before rope. `sliding_window` has one entry per layer: the number of keys a token
-    sees counting itself, or None for all of them. Token ids are None or empty where the checkpoint names none.
+    sees counting itself, or None for all of them. `experts` is None for a dense model; where it is not,
+    `intermediate_size` is that of dense layers. Token ids are None or empty where the checkpoint names none.
     """
 
     architecture: str
@@ -47,6 +76,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertsConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -8,26 +8,63 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+
+from sharding.layout import MeshLayout
+
+
+class Source(NamedTuple):
+    """A checkpoint tensor, [rows, ...], and what it contributes to a weight.
+
+    Attributes:
+      name: in Hugging Face's spelling. "{layer}" stands for the index under which the weight's layer is listed,
+        "{expert}" for the index of the expert.
+      rows: of the tensor.
+      repeat: every `group` rows (a head's) are contributed that many times in a row.
+      padding: rows of zeros contributed after the tensor's.
+    """
+
+    name: str
+    rows: int
+    repeat: int = 1
+    group: int = 1
+    padding: int = 0
+
+    @property
+    def num_contributed(self) -> int:
+        """Rows of the weight that come from this tensor."""
+        return self.rows * self.repeat + self.padding
 
 
 @dataclass(frozen=True)
 class ParamDecl:
     """What a weight is, beside its shape and dtype. Equal for equal layers, so that one trace serves all of them.
 
-    `sources` are checkpoint names (Hugging Face spelling) with the number of rows each contributes: they are joined
-    along their first axis, in this order, and then transposed if `transposed`. A checkpoint keeps a linear weight as
-    [out, in]; ours is [in, out]. "{layer}" in a name stands for the index under which the weight's layer is listed.
-    `init_std` is the scale of dummy weights; None means ones.
+    What the sources contribute is joined along their first axis, in this order, and then transposed if `transposed`: a
+    checkpoint keeps a linear weight as [out, in], ours is [in, out]. With `num_experts` the weight has a further, first
+    axis, and each of its entries is made so from that expert's tensors.
+
+    Where the joined axis is split over n devices, each holds the n-th part of what every source contributes, one after
+    the other (q | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
+
+    Attributes:
+      axes: logical axes of the weight, sharding.rules' words.
+      init_std: scale of dummy weights; None means ones.
     """
 
     axes: tuple[str | None, ...]
-    sources: tuple[tuple[str, int], ...]
+    sources: tuple[Source, ...]
     transposed: bool = False
     init_std: float | None = None
+    num_experts: int | None = None
+
+    @property
+    def joined_axis(self) -> int:
+        """The weight's axis along which the sources are joined."""
+        return len(self.axes) - 1 if self.transposed else int(self.num_experts is not None)
 
 
 @dataclass(frozen=True)
@@ -54,16 +91,28 @@ class DeclaredParam:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
-    def source_shape(self, rows: int) -> tuple[int, ...]:
-        """Shape in the checkpoint of a source that contributes `rows` rows."""
-        joined = self.shape[::-1] if self.decl.transposed else self.shape
-        return (rows, *joined[1:])
+    def splits_over(self, mesh: MeshLayout) -> bool:
+        """Whether every device of the mesh gets an equal part: of each source, and in whole groups."""
+        for axis, (name, size) in enumerate(zip(self.decl.axes, self.shape, strict=True)):
+            parts = 1 if name is None else mesh.num_shards(name)
+            sizes = [size]
+            if axis == self.decl.joined_axis:
+                sizes = [source.num_contributed // source.group for source in self.decl.sources]
+            if any(size % parts for size in sizes):
+                return False
+        return True
+
+    def source_shape(self, source: Source) -> tuple[int, ...]:
+        """Shape in the checkpoint of one of its sources."""
+        own = self.shape if self.decl.num_experts is None else self.shape[1:]
+        joined = own[::-1] if self.decl.transposed else own
+        return (source.rows, *joined[1:])
 
 
 def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
     """A weight of a module. Zeros: real values come from models.loading."""
-    rows = shape[-1] if decl.transposed else shape[0]
-    if len(decl.axes) != len(shape) or sum(n for _, n in decl.sources) != rows:
+    rows = sum(source.num_contributed for source in decl.sources)
+    if len(decl.axes) != len(shape) or shape[decl.joined_axis] != rows or decl.num_experts not in (None, shape[0]):
         raise ValueError(f"declaration {decl} does not fit a weight of shape {shape}")
     return nnx.Param(jnp.zeros(shape, dtype), decl=decl)
 
@@ -72,6 +121,6 @@ def declared_params(model: Any) -> Iterator[DeclaredParam]:
     """Every weight of a model (abstract or real), in module order."""
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]
-        layer = next((part for part in path if isinstance(part, int)), None)
-        sources = tuple((name.replace("{layer}", str(layer)), rows) for name, rows in decl.sources)
+        layer = next((model.stage.first_layer + part for part in path if isinstance(part, int)), None)
+        sources = tuple(source._replace(name=source.name.replace("{layer}", str(layer))) for source in decl.sources)
         yield DeclaredParam(path, param, replace(decl, sources=sources))

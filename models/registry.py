@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -9,9 +10,14 @@ from flax import nnx
 from models.causal_lm import CausalLM
 from models.config import ModelConfig
 from models.config_fields import ModelConfigError
+from models.declare import declared_params
 from models.llama import LlamaForCausalLM, MistralForCausalLM
+from models.mixtral import MixtralForCausalLM
 from models.qwen2 import Qwen2ForCausalLM
 from models.qwen3 import Qwen3ForCausalLM
+from models.qwen3_moe import Qwen3MoeForCausalLM
+from sharding.layout import ONE_DEVICE, MeshLayout
+from sharding.stages import Stage
 
 # Keys are the class names that config.json lists under "architectures".
 MODELS: dict[str, type[CausalLM]] = {
@@ -19,6 +25,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "MistralForCausalLM": MistralForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
 
@@ -35,7 +43,29 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
     return by_name[architecture]
 
 
-def build_model(config: ModelConfig, *, dtype: Any) -> CausalLM:
-    """The model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params."""
-    model = model_for_hf(config.architecture)
-    return nnx.eval_shape(lambda: model(config, dtype=dtype))
+def build_model(
+    config: ModelConfig, *, dtype: Any, mesh: MeshLayout = ONE_DEVICE, stage: Stage | None = None
+) -> CausalLM:
+    """The model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params.
+
+    mesh: the devices it will be split over; stage: the layers to have, default all. Raises ValueError for a mesh over
+    which its weights cannot be split, naming sizes that would do.
+    """
+    model_class = model_for_hf(config.architecture)
+    model = nnx.eval_shape(lambda: model_class(config, dtype=dtype, mesh=mesh, stage=stage))
+    unsplit = next((param for param in declared_params(model) if not param.splits_over(mesh)), None)
+    if unsplit is not None:
+        raise ValueError(f"{unsplit.name} {list(unsplit.shape)} cannot be split evenly over {mesh}")
+    return model
+
+
+def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], limit: int = 16) -> list[int]:
+    """The tensor-parallel sizes up to `limit` for which `mesh_for(size)` splits the model evenly."""
+    model_class = model_for_hf(config.architecture)
+    sizes = []
+    for size in range(1, limit + 1):
+        mesh = mesh_for(size)
+        model = nnx.eval_shape(lambda mesh=mesh: model_class(config, dtype="bfloat16", mesh=mesh))
+        if all(param.splits_over(mesh) for param in declared_params(model)):
+            sizes.append(size)
+    return sizes

@@ -32,6 +32,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int
 LANES = 128  # columns of a TPU register
 _UNSIGNED = {1: "uint8", 2: "uint16"}
 
+Axes = str | tuple[str, ...] | None  # of a mesh, over which one dimension is split
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -135,7 +137,7 @@ def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding 
     return KVPages(data, k_scale, v_scale, spec, layout)
 
 
-def partition_spec(layout: str, *, head_axis: str | None = None, data_axis: str | None = None) -> PartitionSpec:
+def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = None) -> PartitionSpec:
     """How `KVPages.data` is split: pages over `data_axis`, kv heads over `head_axis`."""
     check_layout(layout)
     return PartitionSpec(data_axis, None, head_axis) if layout == "tpu" else PartitionSpec(data_axis, head_axis, None)

@@ -28,6 +28,10 @@ _MODULES: dict[tuple[str, str], str] = {
     ("kv_cache_update", "gpu"): "kv_update_xla",
     ("kv_cache_update", "gpu_xla"): "kv_update_xla",
     ("kv_cache_update", "tpu"): "kv_update_tpu",
+    ("grouped_matmul", "cpu"): "grouped_matmul_xla",
+    ("grouped_matmul", "gpu"): "grouped_matmul_ragged_dot",
+    ("grouped_matmul", "gpu_xla"): "grouped_matmul_ragged_dot",
+    ("grouped_matmul", "tpu"): "grouped_matmul_ragged_dot",
 }
 KERNELS = tuple(_MODULES)
 

@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jaxengine", "pallas_kernels", "sharding", "scheduler", "models")
 MAX_LINES = 400
+# Distributions whose module has another name.
+MODULES = {"orbax_checkpoint": "orbax"}
 
 # package -> prefixes of our own modules it may import, itself aside.
 ARROWS = {
@@ -81,7 +83,8 @@ def allowed(name: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def import_names(requirements: list[str]) -> set[str]:
-    return {re.split(r"[\[<>=~! ]", line, maxsplit=1)[0].lower().replace("-", "_") for line in requirements}
+    names = {re.split(r"[\[<>=~! ]", line, maxsplit=1)[0].lower().replace("-", "_") for line in requirements}
+    return {MODULES.get(name, name) for name in names}
 
 
 def where(path: Path, line: int) -> str:

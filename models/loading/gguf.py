@@ -18,9 +18,10 @@ import numpy as np
 from models.loading.errors import ModelFileError
 from models.loading.gguf_dequant import dequantize
 from models.loading.gguf_header import TensorInfo, read_header
+from models.loading.source import WHOLE
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Bytes of the file dequantised at a time: large enough for numpy, small enough to stay in cache.
+# Bytes of the file dequantised at a time, in whole rows: large enough for numpy, small enough to stay in cache.
 CHUNK_BYTES = 1 << 18
 
 _GLOBAL_NAMES = {
@@ -119,18 +120,31 @@ class GGUFFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._info(name).shape
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as [out, in]: float16 or bfloat16 where the file holds it so, else float32."""
-        info = self._info(name)
-        values = np.empty(info.shape, info.format.dtype)
-        flat, done = values.reshape(-1), 0
-        step = CHUNK_BYTES // info.format.nbytes * info.format.nbytes
-        for start in range(0, info.num_bytes, step):
-            chunk = dequantize(info.format, self._bytes(info, start, min(step, info.num_bytes - start)))
-            flat[done : done + chunk.size] = chunk
-            done += chunk.size
-        num_heads = self._permuted_heads(name)
-        return values if num_heads is None else unpermute_rows(values, num_heads)
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """These rows and columns of [out, in]: float16 or bfloat16 where the file holds it so, else float32."""
+        info, num_heads = self._info(name), self._permuted_heads(name)
+        first, last, _ = rows.indices(info.shape[0])
+        if num_heads is None:
+            return self._read_rows(info, first, last, columns)
+        head_dim = info.shape[0] // num_heads
+        first_head, last_head = first // head_dim, -(-last // head_dim)
+        stored = self._read_rows(info, first_head * head_dim, last_head * head_dim, columns)
+        start = first_head * head_dim
+        return unpermute_rows(stored, last_head - first_head)[first - start : last - start]
+
+    def _read_rows(self, info: TensorInfo, first: int, last: int, columns: slice) -> np.ndarray:
+        """Rows in the order of the file. Whole rows are read, one at least, and some at a time."""
+        if len(info.shape) == 1:  # blocks may cross entries, so this is one row
+            return dequantize(info.format, self._bytes(info, 0, info.num_bytes)).reshape(-1)[first:last]
+        row_bytes = info.num_bytes // info.shape[0]
+        step = max(1, CHUNK_BYTES // row_bytes)
+        start, stop, _ = columns.indices(info.shape[1])
+        values = np.empty((last - first, stop - start, *info.shape[2:]), info.format.dtype)
+        for row in range(first, last, step):
+            count = min(step, last - row)
+            chunk = dequantize(info.format, self._bytes(info, row * row_bytes, count * row_bytes))
+            values[row - first : row - first + count] = chunk.reshape(count, *info.shape[1:])[:, columns]
+        return values
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._tensors:

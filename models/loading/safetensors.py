@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from models.loading.errors import ModelFileError
+from models.loading.source import WHOLE
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_RANK = 16
@@ -55,7 +56,10 @@ class TensorInfo:
 
 
 class SafetensorsCheckpoint:
-    """WeightSource over a checkpoint folder or one .safetensors file; headers are read at once, tensors on demand."""
+    """WeightSource over a checkpoint folder or one .safetensors file; headers are read at once, tensors on demand.
+
+    Of a tensor only the bytes of the rows and columns asked for are read.
+    """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
@@ -73,14 +77,18 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file(name).tensors[name].shape
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor in the dtype of the file, in memory of its own."""
-        return self._file(name).read(name)
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read of all files so far, headers included."""
+        return sum(file.bytes_read for file in self._files)
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """These rows and columns in the dtype of the file, in memory of their own."""
+        return self._file(name).read(name, rows, columns)
 
     def close(self) -> None:
         for file in self._files:
             file.close()
-        self._files.clear()
 
     def _file(self, name: str) -> _SafetensorsFile:
         if name not in self._where:
@@ -148,6 +156,7 @@ class _SafetensorsFile:
 
     def __init__(self, path: Path):
         self.path = path
+        self.bytes_read = 0
         self._fd = -1
         try:
             # Asked before opening: opening a pipe would wait for a writer.
@@ -166,10 +175,21 @@ class _SafetensorsFile:
             os.close(self._fd)
             self._fd = -1
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, rows: slice, columns: slice) -> np.ndarray:
         info = self.tensors[name]
-        array = np.empty(info.shape, info.dtype)
-        self._fill(array.reshape(-1).view(np.uint8).data, info.start)
+        spans = [part.indices(size)[:2] for part, size in zip((rows, columns), info.shape, strict=False)]
+        array = np.empty([end - start for start, end in spans] + list(info.shape[2:]), info.dtype)
+        if array.size == 0:
+            return array
+        # In bytes: of a whole row, and where the part of one begins.
+        row_bytes = info.num_bytes // info.shape[0] if spans else info.num_bytes
+        start = info.start + (spans[0][0] * row_bytes if spans else 0)
+        if len(spans) < 2 or spans[1] == (0, info.shape[1]):
+            self._fill(array.reshape(-1).view(np.uint8).data, start)
+        else:
+            start += spans[1][0] * (row_bytes // info.shape[1])
+            for number, row in enumerate(array.reshape(len(array), -1).view(np.uint8)):
+                self._fill(row.data, start + number * row_bytes)
         return array
 
     def _fill(self, view: memoryview, offset: int) -> None:
@@ -177,6 +197,7 @@ class _SafetensorsFile:
             count = os.preadv(self._fd, [view], offset)
             if count == 0:
                 raise ModelFileError(self.path, "the file ends before its data", f"byte {offset}")
+            self.bytes_read += count
             view, offset = view[count:], offset + count
 
     def _read_header(self, file_bytes: int) -> dict[str, TensorInfo]:

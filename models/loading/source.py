@@ -7,9 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
+WHOLE = slice(None)
+
 
 class WeightSource(Protocol):
-    """Named tensors that are read one at a time.
+    """Named tensors that are read one at a time, whole or in part.
 
     Names and orientation are those of Hugging Face checkpoints: linear weights are [out, in], whatever the file's own
     convention. Every method raises ModelFileError for a file that cannot be trusted. `path` is for error messages.
@@ -26,8 +28,11 @@ class WeightSource(Protocol):
         """Known without reading the tensor."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor in a floating dtype. The caller owns the array and lets go of it before the next read."""
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """These rows (first axis) and columns (second axis) of a tensor, in a floating dtype; steps are 1.
+
+        The caller owns the array and lets go of it before the next read.
+        """
         ...
 
     def close(self) -> None: ...

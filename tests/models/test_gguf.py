@@ -116,7 +116,7 @@ def test_half_types_keep_their_dtype_and_blocks_become_float32(opened):
 
 
 def test_a_tensor_of_many_chunks(opened, monkeypatch):
-    monkeypatch.setattr("models.loading.gguf.CHUNK_BYTES", 100)  # two Q8_0 blocks, and one is left over at the end
+    monkeypatch.setattr("models.loading.gguf.CHUNK_BYTES", 250)  # two rows of Q8_0 blocks, and one is left over
     blocks = b"".join(b"\x00\x3c" + bytes([number] * 32) for number in range(9))
     file = opened(gguf_bytes(llama_metadata(), [("output.weight", (96, 3), GGML_Q8_0, blocks)]))
     np.testing.assert_array_equal(file.read("lm_head.weight"), np.repeat(np.arange(9), 32).reshape(3, 96))
@@ -140,6 +140,22 @@ def test_query_and_key_rows_of_llama_files_are_put_back(opened, part, rows, head
     name = f"model.layers.0.self_attn.{part}_proj"
     np.testing.assert_array_equal(file.read(f"{name}.weight"), weight)
     np.testing.assert_array_equal(file.read(f"{name}.bias"), bias)
+
+
+@pytest.mark.parametrize("chunk", [1, 300, 1 << 18])
+def test_parts_are_cut_out_of_the_whole(opened, monkeypatch, chunk):
+    monkeypatch.setattr("models.loading.gguf.CHUNK_BYTES", chunk)
+    entries = [tensor("blk.0.attn_q.weight", 32, 8)[0], tensor("blk.0.attn_q.bias", 32)[0]]
+    blocks = b"".join(b"\x00\x3c" + bytes([number] * 32) for number in range(12))
+    file = opened(gguf_bytes(llama_metadata(), [*entries, ("output.weight", (96, 4), GGML_Q8_0, blocks)]))
+    weight, bias, head = (file.read(name) for name in file.names())
+    names = list(file.names())
+    # Rows of 4 heads of 8, in and across heads.
+    for rows in (slice(0, 32), slice(8, 16), slice(5, 6), slice(3, 21), slice(31, 32)):
+        np.testing.assert_array_equal(file.read(names[0], rows), weight[rows])
+        np.testing.assert_array_equal(file.read(names[0], rows, slice(2, 5)), weight[rows, 2:5])
+        np.testing.assert_array_equal(file.read(names[1], rows), bias[rows])
+    np.testing.assert_array_equal(file.read(names[2], slice(1, 3), slice(30, 70)), head[1:3, 30:70])
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-NAMES = ("llama", "llama_yarn", "llama3_sharded", "llama_bias", "mistral", "qwen2", "qwen3")
+NAMES = ("llama", "llama_yarn", "llama3_sharded", "llama_bias", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 TOLERANCE = 1e-4  # of the largest logit
 
 

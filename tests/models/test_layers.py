@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.declare import ParamDecl, declare, declared_params
+from models.declare import ParamDecl, Source, declare, declared_params
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm
 from models.rope import RopeScaling, apply_rope, rope_frequencies, rope_table
 
@@ -18,17 +18,17 @@ def random(*shape: int) -> np.ndarray:
 
 
 def test_linear_joins_its_sources():
-    linear = Linear(6, {"a.q": 4, "a.k": 2}, axes=("embed", "heads"), bias=True, dtype=jnp.float32)
+    linear = Linear(6, (Source("a.q", 4), Source("a.k", 2)), axes=("embed", "heads"), bias=True, dtype=jnp.float32)
     weight, bias, x = random(6, 6), random(6), random(3, 6)
     linear.weight[...], linear.bias[...] = jnp.asarray(weight), jnp.asarray(bias)
     np.testing.assert_allclose(linear(jnp.asarray(x)), x.astype(np.float64) @ weight + bias, rtol=1e-5, atol=1e-6)
     decls = {param.name: param.decl for param in declared_params(linear)}
-    assert decls["weight"].sources == (("a.q.weight", 4), ("a.k.weight", 2)) and decls["weight"].transposed
-    assert decls["bias"].sources == (("a.q.bias", 4), ("a.k.bias", 2)) and decls["bias"].axes == ("heads",)
+    assert decls["weight"].sources == (Source("a.q.weight", 4), Source("a.k.weight", 2)) and decls["weight"].transposed
+    assert decls["bias"].sources == (Source("a.q.bias", 4), Source("a.k.bias", 2)) and decls["bias"].axes == ("heads",)
 
 
 def test_products_of_bfloat16_accumulate_in_float32():
-    linear = Linear(4096, {"a": 1}, axes=(None, None), dtype=jnp.bfloat16)
+    linear = Linear(4096, (Source("a", 1),), axes=("embed", "embed"), dtype=jnp.bfloat16)
     linear.weight[...] = jnp.ones((4096, 1), jnp.bfloat16)
     x = jnp.ones((1, 4096), jnp.bfloat16).at[0, 0].set(3)
     assert float(linear(x, out_dtype=jnp.float32)[0, 0]) == 4098.0
@@ -68,9 +68,9 @@ def test_embedding():
 
 def test_declaration_must_fit_its_weight():
     with pytest.raises(ValueError, match="does not fit"):
-        declare((4, 6), jnp.float32, ParamDecl(("embed", "heads"), (("q", 4), ("k", 1)), transposed=True))
+        declare((4, 6), jnp.float32, ParamDecl(("embed", "heads"), (Source("q", 4), Source("k", 1)), transposed=True))
     with pytest.raises(ValueError, match="does not fit"):
-        declare((4, 6), jnp.float32, ParamDecl(("embed",), (("q", 6),), transposed=True))
+        declare((4, 6), jnp.float32, ParamDecl(("embed",), (Source("q", 6),), transposed=True))
 
 
 def test_rope_is_a_rotation_of_pairs_half_a_head_apart():

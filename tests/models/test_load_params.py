@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from models.loading.dummy import dummy_params
 from models.loading.errors import ModelFileError
 from models.loading.params import load_params
 from models.registry import build_model
+from sharding.layout import MeshLayout
+from sharding.stages import Stage
 
 CONFIG = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -51,8 +54,9 @@ class ArraySource:
     def shape(self, name):
         return self.tensors[name].shape
 
-    def read(self, name):
-        return self.tensors[name].copy()
+    def read(self, name, rows=slice(None), columns=slice(None)):
+        array = self.tensors[name]
+        return (array[rows] if array.ndim == 1 else array[rows, columns]).copy()
 
     def close(self):
         pass
@@ -62,9 +66,9 @@ def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     model = build_model(config, dtype=jnp.float32)
     return {
-        name: rng.standard_normal(param.source_shape(rows), np.float32)
+        source.name: rng.standard_normal(param.source_shape(source), np.float32)
         for param in declared_params(model)
-        for name, rows in param.decl.sources
+        for source in param.decl.sources
     }
 
 
@@ -141,7 +145,7 @@ def test_integers_are_not_weights():
 
 def test_source_that_breaks_its_word():
     class Liar(ArraySource):
-        def read(self, name):
+        def read(self, name, rows=slice(None), columns=slice(None)):
             return self.tensors[name][:1]
 
     with pytest.raises(ModelFileError, match="announced with shape"):
@@ -165,6 +169,37 @@ def test_rope_factors_of_the_file_must_be_in_the_config():
             load(tensors, replace(CONFIG, rope_scaling=scaling))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_share_one_checkpoint(tied):
+    config = replace(CONFIG, tie_word_embeddings=tied)
+    tensors, model = random_tensors(config), partial(build_model, config, dtype=jnp.float32)
+    whole = load(tensors, config)
+    for stage in (Stage(0, 1, is_last=False), Stage(1, 2, is_first=False)):
+        part = load_params(model(stage=stage), ArraySource(tensors), dtype=jnp.float32)
+        jax.tree.map(np.testing.assert_array_equal, part["layers"][0], whole["layers"][stage.first_layer])
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            dummy_params(model(stage=stage))["layers"][0],
+            dummy_params(model())["layers"][stage.first_layer],
+        )
+        with pytest.raises(ModelFileError, match="no use for this tensor.*other"):
+            load_params(
+                model(stage=stage), ArraySource(tensors | {"other": tensors["model.norm.weight"]}), dtype="float32"
+            )
+
+
+def test_repeated_heads_and_padding():
+    model = build_model(CONFIG, dtype=jnp.float32, mesh=MeshLayout(model=4))  # 2 kv heads for 4 devices
+    tensors = random_tensors(CONFIG)
+    state = load_params(model, ArraySource(tensors), dtype=jnp.float32)
+    table = np.asarray(state["embed"]["weight"][...])
+    np.testing.assert_array_equal(table[:64], tensors["model.embed_tokens.weight"])
+    assert table.shape == (512, 32) and not table[64:].any()
+    k = tensors["model.layers.0.self_attn.k_proj.bias"]
+    bias = np.asarray(state["layers"][0]["attention"]["qkv"]["bias"][...])
+    np.testing.assert_array_equal(bias[32:64], np.concatenate([k[:8], k[:8], k[8:], k[8:]]))
+
+
 def test_progress_counts_every_byte():
     calls = []
     state = load(random_tensors(CONFIG), progress=lambda *call: calls.append(call))
@@ -182,7 +217,7 @@ def test_host_memory_stays_near_one_weight():
         def shape(self, name):
             return shapes[name]
 
-        def read(self, name):
+        def read(self, name, rows=slice(None), columns=slice(None)):
             assert sum(ref() is not None for ref in alive) <= 1, "a tensor outlived the reading of the next"
             array = np.ones(shapes[name], np.float32)
             if name.endswith("_proj.weight"):  # those that are joined or turned; others may become the device's memory
@@ -190,7 +225,7 @@ def test_host_memory_stays_near_one_weight():
             return array
 
     model = build_model(config, dtype=jnp.float32)
-    shapes = {n: p.source_shape(rows) for p in declared_params(model) for n, rows in p.decl.sources}
+    shapes = {source.name: p.source_shape(source) for p in declared_params(model) for source in p.decl.sources}
     sizes = [param.num_bytes for param in declared_params(model)]
     tracemalloc.start()
     state = load_params(model, FreshArrays(dict.fromkeys(shapes)), dtype=jnp.float32)
@@ -208,6 +243,9 @@ def test_dummy_weights_are_deterministic_and_sane():
     down = [np.asarray(layer["mlp"]["down"]["weight"][...]) for _, layer in first["layers"].items()]
     assert not np.array_equal(*down)
     assert np.std(down[0]) == pytest.approx(48**-0.5, rel=0.05)
+    table = np.asarray(first["embed"]["weight"][...])
+    for vectors in (table[:64], table.T[:64]):
+        assert np.abs(np.corrcoef(vectors) - np.eye(64)).max() < 6 / vectors.shape[1] ** 0.5
     assert set(np.asarray(first["norm"]["weight"][...])) == {1.0}
     nnx.update(model, first)
     hidden = np.random.default_rng(0).standard_normal((8, 128)).astype(np.float32)

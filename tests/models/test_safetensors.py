@@ -52,6 +52,30 @@ def test_scalar_and_empty_tensors(tmp_path):
     assert checkpoint.read("empty").shape == (0, 5)
 
 
+def test_reads_no_more_than_the_rows_and_columns_asked_for(tmp_path):
+    values = np.arange(60, dtype=np.float32).reshape(6, 5, 2)
+    header = {
+        "cube": {"dtype": "F32", "shape": [6, 5, 2], "data_offsets": [0, 240]},
+        "line": {"dtype": "F32", "shape": [60], "data_offsets": [240, 480]},
+    }
+    (tmp_path / "model.safetensors").write_bytes(file_bytes(header, values.tobytes() * 2))
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    rows, columns = slice(1, 4), slice(2, 4)
+    for name, part, expected in (
+        ("cube", (rows,), values[rows]),
+        ("cube", (slice(None), columns), values[:, columns]),
+        ("cube", (rows, columns), values[rows, columns]),
+        ("cube", (rows, slice(4, 4)), values[rows, 4:4]),
+        ("line", (slice(7, 9),), values.ravel()[7:9]),
+    ):
+        before = checkpoint.bytes_read
+        read = checkpoint.read(name, *part)
+        np.testing.assert_array_equal(read, expected, strict=True)
+        assert checkpoint.bytes_read - before == expected.nbytes
+    checkpoint.close()
+    assert checkpoint.bytes_read > 240  # counted still
+
+
 def with_entry(**changes) -> bytes:
     return file_bytes({"a": A, "b": {**B, **changes}})
 

@@ -1,57 +1,58 @@
-"""Loading into a mesh of several devices, in a process of its own that forces eight of them on the CPU."""
+"""Loading into meshes of several devices and processes, in processes of their own (load_worker.py)."""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
+from tests.sharding.load_worker import LARGE, random_tensors, write_checkpoint
+
 ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import sys
-from functools import partial
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
-from models.config import ModelConfig, read_config_json
-from models.declare import declared_params
-from models.loading.dummy import dummy_params
-from models.loading.params import load_params
-from models.loading.safetensors import SafetensorsCheckpoint
-from models.registry import build_model
-from sharding.mesh import make_mesh
-from sharding.rules import named_sharding
-
-folder = sys.argv[1]
-assert jax.device_count() == 8
-mesh = make_mesh(data=2, attn=2, model=2)
-model = build_model(ModelConfig.from_hf(read_config_json(folder)), dtype=jnp.float32)
-source = SafetensorsCheckpoint(folder)
-sharding_for = partial(named_sharding, mesh)
-for make in (partial(load_params, model, source, dtype=jnp.float32), partial(dummy_params, model, seed=1)):
-    plain, sharded = make(), make(sharding_for=sharding_for)
-    leaves = zip(jax.tree.leaves(plain), jax.tree.leaves(sharded), strict=True)
-    for (one, many), param in zip(leaves, declared_params(model), strict=True):
-        assert many.sharding == sharding_for(param.decl.axes), param.name
-        assert len(many.addressable_shards) == 8
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(many), err_msg=param.name)
-    layer = sharded["layers"][0]
-    assert layer["attention"]["qkv"]["weight"][...].addressable_shards[0].data.shape == (64, 64)
-    assert layer["attention"]["out"]["weight"][...].addressable_shards[0].data.shape == (32, 64)
-    assert layer["mlp"]["gate_up"]["weight"][...].addressable_shards[0].data.shape == (64, 40)
-    assert sharded["embed"]["weight"][...].addressable_shards[0].data.shape == (32, 64)
-print("sharded load ok")
-"""
 
 
-def test_sharded_weights_equal_unsharded_ones():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+def start(*args: object, num_devices: int) -> subprocess.Popen[str]:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    folder = ROOT / "tests" / "fixtures" / "models" / "qwen2"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, folder], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "sharded load ok" in done.stdout
+    command = [sys.executable, ROOT / "tests" / "sharding" / "load_worker.py", *map(str, args)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """What they printed. Where one fails, the others, which would wait for it, are ended."""
+    deadline = time.monotonic() + 120
+    while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+        if any(codes):
+            break
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+    ended = [process.communicate() for process in processes]
+    assert codes == [0] * len(processes), "\n".join(errors[-4000:] for _, errors in ended)
+    return [output for output, _ in ended]
+
+
+def test_every_part_of_every_weight_on_meshes_of_eight_devices(tmp_path):
+    (output,) = finish([start("meshes", tmp_path, num_devices=8)])
+    assert "meshes ok" in output
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read as Linux tells it")
+def test_two_processes_read_the_files_once_and_hold_their_parts_only(tmp_path):
+    write_checkpoint(tmp_path, random_tensors(LARGE))
+    files = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outputs = finish([start("process", tmp_path, number, port, num_devices=2) for number in range(2)])
+    numbers = [json.loads(output.splitlines()[-1]) for output in outputs]
+    assert files <= sum(each["read"] for each in numbers) <= 1.05 * files, numbers
+    for each in numbers:
+        assert each["own"] < 0.51 * files, numbers
+        assert each["grown"] <= each["own"] + each["largest"], numbers

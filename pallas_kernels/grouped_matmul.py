@@ -1,0 +1,50 @@
+"""Products of groups of rows, each with a matrix of its own (mixtures of experts): the public operation.
+
+Owns validation and the choice of implementation. Knows nothing of experts or of why rows form groups.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.registry import kernel
+
+# What jax calls a platform when it compiles for it, and the registry's row. All CUDA cards share one implementation.
+_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, group_offset: Any = 0, out_dtype: Any = None
+) -> jax.Array:
+    """Every row of x times the matrix of its group, summed in float32: [M, out] in `out_dtype` (default: x's).
+
+    Rows are sorted by group. Where the matrices are split over devices this one holds G of the E groups, from
+    `group_offset` on; rows of other groups, and rows after the last group's, are exactly 0 whatever x holds there.
+
+    The implementation is chosen when the program is compiled, by the platform it is compiled for.
+
+    Args:
+      x: [M, in], bfloat16 or float32.
+      w: [G, in, out] in x's dtype.
+      group_sizes: i32[E], rows of each group; their sum is at most M.
+      group_offset: first group here, int or i32[]; group_offset + G <= E.
+
+    Raises ValueError when shapes or dtypes do not fit together.
+    """
+    if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
+        raise ValueError(f"grouped_matmul: x [M, in] and w [G, in, out] must agree, got {x.shape} and {w.shape}")
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"grouped_matmul: x and w must both be bfloat16 or float32, got {x.dtype} and {w.dtype}")
+    if group_sizes.dtype != jnp.int32 or group_sizes.ndim != 1 or group_sizes.size < w.shape[0]:
+        wanted = f"int32 [E] with E >= {w.shape[0]}"
+        raise ValueError(f"grouped_matmul: group_sizes must be {wanted}, got {group_sizes.dtype} {group_sizes.shape}")
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    by_platform = {
+        platform: partial(kernel("grouped_matmul", row), out_dtype=out_dtype) for platform, row in _ROWS.items()
+    }
+    return lax.platform_dependent(x, w, group_sizes, jnp.int32(group_offset), **by_platform)

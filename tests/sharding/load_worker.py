@@ -1,0 +1,254 @@
+"""Run by test_sharded_load in processes of their own: loading into meshes of several devices, checked part by part.
+
+load_worker.py meshes FOLDER                     eight devices, every mesh and kind of weight
+load_worker.py process FOLDER NUMBER PORT        one of two processes with two devices each
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import ExpertsConfig, ModelConfig
+from models.declare import DeclaredParam, Source, declared_params
+from models.loading.dummy import dummy_params
+from models.loading.orbax import load_checkpoint, save_checkpoint
+from models.loading.params import load_params
+from models.loading.safetensors import SafetensorsCheckpoint
+from models.registry import build_model
+from sharding.layout import MeshLayout
+from sharding.mesh import make_mesh
+from sharding.rules import named_sharding
+from sharding.stages import Stage
+
+DENSE = ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=200,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=4,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    max_position_embeddings=64,
+    sliding_window=(None, None),
+    attention_bias=True,
+)
+MIXTURE = replace(
+    DENSE,
+    architecture="Qwen3MoeForCausalLM",
+    attention_bias=False,
+    qk_norm=True,
+    num_kv_heads=2,
+    experts=ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=16),
+)
+CASES = {
+    "one device": (DENSE, MeshLayout()),
+    "2,2,2": (DENSE, MeshLayout(2, 2, 2)),
+    "1,2,2": (DENSE, MeshLayout(1, 2, 2)),
+    "1,1,4": (DENSE, MeshLayout(1, 1, 4)),
+    "kv head copied": (replace(DENSE, num_kv_heads=1), MeshLayout(1, 1, 4)),
+    "kv heads copied": (replace(DENSE, num_kv_heads=2), MeshLayout(1, 1, 4)),
+    "three": (replace(DENSE, num_heads=6, num_kv_heads=3), MeshLayout(1, 1, 3)),
+    "parts of experts": (MIXTURE, MeshLayout(2, 2, 2)),
+    "whole experts": (MIXTURE, MeshLayout(2, 2, 2, expert_parallel=True)),
+}
+DUMMY_CASES = ("2,2,2", "kv heads copied", "parts of experts", "whole experts")  # each takes seconds to compile
+LARGE = replace(DENSE, vocab_size=16384, hidden_size=256, intermediate_size=1024, head_dim=32)
+
+
+def tensor_names(param: DeclaredParam, source: Source) -> list[str]:
+    return [source.name.replace("{expert}", str(expert)) for expert in range(param.decl.num_experts or 1)]
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Two safetensors files and their index."""
+    names, weight_map = list(tensors), {}
+    for number, listed in enumerate((names[::2], names[1::2])):
+        header, end = {}, 0
+        for name in listed:
+            span = [end, end := end + tensors[name].nbytes]
+            header[name] = {"dtype": "F32", "shape": tensors[name].shape, "data_offsets": span}
+            weight_map[name] = f"part-{number}.safetensors"
+        raw = json.dumps(header).encode()
+        data = b"".join(tensors[name].tobytes() for name in listed)
+        (folder / f"part-{number}.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.standard_normal(param.source_shape(source), np.float32)
+        for param in declared_params(build_model(config, dtype=jnp.float32))
+        for source in param.decl.sources
+        for name in tensor_names(param, source)
+    }
+
+
+def tensors_of(config: ModelConfig, state) -> dict[str, np.ndarray]:
+    """The checkpoint's tensors, taken out of weights that lie on one device."""
+    tensors = {}
+    for param, leaf in zip(
+        declared_params(build_model(config, dtype=jnp.float32)), jax.tree.leaves(state), strict=True
+    ):
+        weight = np.asarray(leaf)
+        weight = weight if param.decl.num_experts is not None else weight[None]
+        weight = weight.swapaxes(1, 2) if param.decl.transposed else weight
+        start = 0
+        for source in param.decl.sources:
+            tensors |= dict(zip(tensor_names(param, source), weight[:, start : start + source.rows], strict=True))
+            start += source.rows
+    return tensors
+
+
+def expected_part(param: DeclaredParam, tensors: dict[str, np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+    """The part of a weight at `index`, by the words of ParamDecl."""
+    spans = [part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True)]
+    decl = param.decl
+    first, last = spans[decl.joined_axis]
+    parts = param.shape[decl.joined_axis] // (last - first)
+    stacked = []
+    for expert in range(*spans[0]) if decl.num_experts is not None else [0]:
+        shares = []
+        for source in decl.sources:
+            tensor = tensors[tensor_names(param, source)[expert]]
+            heads = tensor.reshape(-1, source.group, *tensor.shape[1:])
+            contributed = np.repeat(heads, source.repeat, axis=0).reshape(-1, *tensor.shape[1:])
+            contributed = np.concatenate([contributed, np.zeros((source.padding, *tensor.shape[1:]), np.float32)])
+            shares.append(np.split(contributed, parts)[first // (last - first)])
+        joined = np.concatenate(shares)
+        stacked.append(joined.T if decl.transposed else joined)
+    part = np.stack(stacked) if decl.num_experts is not None else stacked[0]
+    made = {decl.joined_axis} | ({0} if decl.num_experts is not None else set())
+    return part[tuple(slice(None) if axis in made else slice(*span) for axis, span in enumerate(spans))]
+
+
+def check_parts(config: ModelConfig, layout: MeshLayout, mesh, state, tensors: dict[str, np.ndarray]) -> int:
+    model = build_model(config, dtype=jnp.float32, mesh=layout)
+    num_split = 0
+    for param, leaf in zip(declared_params(model), jax.tree.leaves(state), strict=True):
+        assert leaf.sharding == named_sharding(mesh, param.decl.axes), param.name
+        for shard in leaf.addressable_shards:
+            expected = expected_part(param, tensors, shard.index)
+            np.testing.assert_array_equal(np.asarray(shard.data), expected, err_msg=param.name)
+            num_split += shard.data.shape != param.shape
+    return num_split
+
+
+def load_into_meshes(folder: Path) -> None:
+    assert jax.device_count() == 8
+    assert "orbax" not in sys.modules, "imported before it is needed"
+    tensors = {}
+    for number, (case, (config, layout)) in enumerate(CASES.items()):
+        tensors = random_tensors(config)
+        files = folder / str(number)
+        files.mkdir()
+        write_checkpoint(files, tensors)
+        mesh = make_mesh(layout)
+        model = build_model(config, dtype=jnp.float32, mesh=layout)
+        source = SafetensorsCheckpoint(files)
+        loaded = load_params(model, source, dtype=jnp.float32, mesh=mesh)
+        source.close()
+        split = check_parts(config, layout, mesh, loaded, tensors)
+        assert (split > 0) == (layout.size > 1)
+        if case in DUMMY_CASES:
+            plain = tensors_of(config, dummy_params(build_model(config, dtype=jnp.float32), seed=1))
+            check_parts(config, layout, mesh, dummy_params(model, seed=1, mesh=mesh), plain)
+        print(f"{case}: {split} parts of weights", flush=True)
+    check_refusals()
+    check_converted(folder)
+    print("meshes ok")
+
+
+def refusal(function, *args, **options) -> str:
+    try:
+        function(*args, **options)
+    except ValueError as error:  # ModelFileError is one
+        return str(error)
+    raise AssertionError("was not refused")
+
+
+def check_refusals() -> None:
+    mesh = make_mesh(MeshLayout(1, 1, 3))
+    config = replace(DENSE, vocab_size=201, num_heads=6, num_kv_heads=2)
+    text = refusal(dummy_params, build_model(config, dtype=jnp.float32), mesh=mesh)
+    assert "layers.0.attention.qkv." in text and "made of [24, 8, 8], cannot be split over 3 devices" in text, text
+    assert "fewer that work: 1, 2" in text
+
+
+def check_converted(folder: Path) -> None:
+    layout, target = MeshLayout(1, 2, 2), folder / "converted"
+    mesh, model = make_mesh(layout), build_model(DENSE, dtype=jnp.float32, mesh=layout)
+    params = dummy_params(model, mesh=mesh)
+    tensors = tensors_of(DENSE, dummy_params(build_model(DENSE, dtype=jnp.float32)))
+    (folder / "config.json").write_text("{}")
+    save_checkpoint(target, params, model, mesh=mesh, files=[folder / "config.json"])
+    assert (target / "config.json").read_text() == "{}"
+    # More replicas of the same parts are no other arrangement.
+    for same in (layout, MeshLayout(2, 2, 2)):
+        moved = make_mesh(same)
+        again = load_checkpoint(target, build_model(DENSE, dtype=jnp.float32, mesh=same), mesh=moved)
+        check_parts(DENSE, same, moved, again, tensors)
+    stage = build_model(DENSE, dtype=jnp.float32, mesh=layout, stage=Stage(1, 2, is_first=False))
+    of_stage = load_checkpoint(target, stage, mesh=mesh)
+    jax.tree.map(np.testing.assert_array_equal, of_stage["layers"][0], params["layers"][1])
+    for other, dtype in ((MeshLayout(1, 1, 4), "float32"), (layout, "bfloat16"), (MeshLayout(), "float32")):
+        text = refusal(load_checkpoint, target, build_model(DENSE, dtype=dtype, mesh=other), mesh=make_mesh(other))
+        assert "convert the model again" in text and "{'data': 1, 'attn': 2, 'model': 2}" in text, text
+    assert "exists" in refusal(save_checkpoint, target, params, model, mesh=mesh)
+    (target / "weights").rename(folder / "elsewhere")
+    assert "weights: cannot be read" in refusal(load_checkpoint, target, model, mesh=mesh)
+    (target / "layout.json").unlink()
+    assert "layout.json: cannot be read" in refusal(load_checkpoint, target, model, mesh=mesh)
+
+
+def load_as_one_of_two(folder: Path, number: int, port: str) -> None:
+    """Prints bytes: read, growth of resident memory, of this process's parts, of the largest tensor."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=number)
+    assert jax.device_count() == 4 and jax.local_device_count() == 2
+    layout = MeshLayout(1, 1, 4)
+    mesh = make_mesh(layout)
+    model = build_model(LARGE, dtype=jnp.float32, mesh=layout)
+    dummy_params(build_model(DENSE, dtype=jnp.float32))  # what JAX sets up once is not the loader's memory
+    source = SafetensorsCheckpoint(folder)
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    loaded = load_params(model, source, dtype=jnp.float32, mesh=mesh)
+    grown = resident_bytes("VmHWM") - before
+    source.close()
+    own = sum(shard.data.nbytes for leaf in jax.tree.leaves(loaded) for shard in leaf.addressable_shards)
+    tensors = random_tensors(LARGE)
+    check_parts(LARGE, layout, mesh, loaded, tensors)
+
+    model = build_model(DENSE, dtype=jnp.float32, mesh=layout)
+    params = dummy_params(model, mesh=mesh)
+    plain = tensors_of(DENSE, dummy_params(build_model(DENSE, dtype=jnp.float32)))
+    check_parts(DENSE, layout, mesh, params, plain)
+    save_checkpoint(folder / "converted", params, model, mesh=mesh)
+    check_parts(DENSE, layout, mesh, load_checkpoint(folder / "converted", model, mesh=mesh), plain)
+    numbers = {"read": source.bytes_read, "grown": grown, "own": own}
+    print(json.dumps(numbers | {"largest": max(tensor.nbytes for tensor in tensors.values())}))
+    jax.distributed.shutdown()
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+if __name__ == "__main__":
+    mode, folder, *rest = sys.argv[1:]
+    if mode == "meshes":
+        load_into_meshes(Path(folder))
+    else:
+        load_as_one_of_two(Path(folder), int(rest[0]), rest[1])
