@@ -154,7 +154,7 @@ def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> 
             continue
         if step >= 2 * MEAN_OUTPUT:
             seen.append((batch.num_tokens, batch.num_rows))
-        scheduler.update(batch, np.ones(batch.num_rows, np.int32))
+        scheduler.update(batch, np.ones((1, batch.num_rows), np.int32))
     return np.array(seen, np.int64).reshape(-1, 2)
 
 

@@ -107,8 +107,8 @@ class Metrics:
             "vllm:prefix_cache_hits": scheduler.num_prefix_hits,
             **{f"vllm:request_success_{reason}": count for reason, count in self._finished.items()},
             "jaxengine:compilations_since_ready": runner.compiles.count,
-            "jaxengine:executables_compiled": runner.executables.num_compiled,
-            "jaxengine:executables_loaded": runner.executables.num_loaded,
+            "jaxengine:executables_compiled": runner.num_compiled,
+            "jaxengine:executables_loaded": runner.num_loaded,
             "jaxengine:steps": stats.num_steps,
             "jaxengine:scheduled_tokens": stats.num_tokens,
             "jaxengine:padding_tokens": stats.num_padding_tokens,
@@ -122,8 +122,8 @@ class Metrics:
         gauges = {
             "vllm:num_requests_running": scheduler.num_running,
             "vllm:num_requests_waiting": scheduler.num_waiting,
-            "vllm:kv_cache_usage_perc": scheduler.pool.usage,
-            "jaxengine:num_pages": scheduler.pool.num_pages,
+            "vllm:kv_cache_usage_perc": scheduler.page_usage,
+            "jaxengine:num_pages": scheduler.num_pages,
         }
         return [
             *(Counter(name, value) for name, value in counters.items()),
@@ -150,7 +150,7 @@ class Metrics:
             (stats.num_generated_tokens - generated_before) / (now - then),
             scheduler.num_running,
             scheduler.num_waiting,
-            100 * scheduler.pool.usage,
+            100 * scheduler.page_usage,
             100 * scheduler.num_prefix_hits / queries if queries else 0.0,
             self._engine.runner.compiles.count,
         )

@@ -45,16 +45,17 @@ class PageDeltas(NamedTuple):
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """Rows of one step, decodes first, n rows.
+    """One rank's rows of a step, decodes first, n rows.
 
     Attributes:
       slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `models.forward_batch.StepLayout`.
+      num_tokens: sum of num_scheduled.
       num_decode: leading rows whose token is the one sampled last.
+      decode_token_ids: i32[num_decode], that token; None where the device is to take the one it remembers.
       token_ids: for each row after the decodes, its i32 token ids.
       next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
       deltas: page-table entries the device does not have yet.
       admitted: requests that took a slot in this step.
-      expired: requests ended in this step because their deadline had passed.
       features: union of the features of the rows.
     """
 
@@ -63,27 +64,53 @@ class ScheduledBatch:
     start: np.ndarray
     sample: np.ndarray
     epochs: np.ndarray
+    num_tokens: int
     num_decode: int
+    decode_token_ids: np.ndarray | None
     token_ids: list[np.ndarray]
     next_tokens: list[int]
     deltas: PageDeltas
     admitted: list[Request]
-    expired: list[Request]
     features: int
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
 
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """One step: a batch for each rank, possibly empty. It is to be dispatched if any rank has rows.
+
+    Attributes:
+      expired: requests ended in this step because their deadline had passed.
+    """
+
+    batches: list[ScheduledBatch]
+    expired: list[Request]
+
+    @property
+    def num_rows(self) -> int:
+        return sum([batch.num_rows for batch in self.batches])
+
     @property
     def num_tokens(self) -> int:
-        return int(self.num_scheduled.sum())
+        return sum([batch.num_tokens for batch in self.batches])
+
+    @property
+    def features(self) -> int:
+        """Union over the ranks, which all take the same branches."""
+        features = 0
+        for batch in self.batches:
+            features |= batch.features
+        return features
 
 
 class Emitted(NamedTuple):
-    """A token of a request that wants each one: its row in the batch and the token id."""
+    """A token of a request that wants each one: rank and row in the step, and the token id."""
 
     request: Request
+    rank: int
     row: int
     token_id: int
 

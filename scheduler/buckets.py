@@ -28,7 +28,8 @@ class Buckets:
     Args:
       decode_sizes: sizes for decode-only steps; max_num_seqs is added.
       mixed_sizes: token counts for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has room
-        for min(T - 1, max_num_seqs) sequences: a step of T tokens in which one row has two cannot have more.
+        for min(T - 1, max_num_seqs) sequences: a rank's T tokens, of which one row has two, cannot have more. The
+        largest has room for max_num_seqs, which another rank may decode meanwhile.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class Buckets:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode = tuple(Bucket(size, size) for size in sorted({*decode_sizes, max_num_seqs}))
-        tokens = sorted({*(size for size in mixed_sizes if size > 1), max_num_batched_tokens} - {1})
+        largest = max(max_num_batched_tokens, max_num_seqs + 1)
+        tokens = sorted({*(size for size in mixed_sizes if size > 1), largest}) if max_num_batched_tokens > 1 else []
         self.mixed = tuple(Bucket(size, min(size - 1, max_num_seqs)) for size in tokens)
         self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
         self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]
@@ -55,13 +57,16 @@ class Buckets:
     def __len__(self) -> int:
         return len(self.decode) + len(self.mixed)
 
-    def round_up(self, num_tokens: int, num_seqs: int) -> Bucket:
-        """The smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token each."""
+    def round_up(self, num_tokens: int, num_seqs: int, *, mixed: bool = False) -> Bucket:
+        """The smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token each.
+
+        mixed: some sequence has more than one token although the counts, each the largest of any rank, do not show it.
+        """
         if not 1 <= num_seqs <= min(num_tokens, self.max_num_seqs) or num_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"a step of {num_tokens} tokens over {num_seqs} sequences; allowed are 1 to {self.max_num_seqs} "
                 f"sequences of at least one token and {self.max_num_batched_tokens} tokens in all"
             )
-        if num_tokens == num_seqs:
+        if num_tokens == num_seqs and not mixed:
             return self.decode[bisect.bisect_left(self._decode_sizes, num_seqs)]
-        return self.mixed[bisect.bisect_left(self._mixed_sizes, num_tokens)]
+        return self.mixed[bisect.bisect_left(self._mixed_sizes, max(num_tokens, num_seqs + 1))]

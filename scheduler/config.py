@@ -12,10 +12,13 @@ class SchedulerConfig:
     """Names as in vLLM; the sizes are checked by the engine's configuration.
 
     Attributes:
-      num_pages: pages of the pool.
+      num_pages: pages of each rank's pool; max_num_seqs and max_num_batched_tokens are a rank's as well.
       page_size: tokens a page holds.
       long_prefill_token_threshold: tokens a prefill chunk may have at most, 0 for no limit but the batch's.
       policy: "fcfs", or "priority" (smaller runs first, then arrival).
+      num_ranks: parts of the batch with sequences, pages and slots of their own, all in one step.
+      num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
+        may be scheduled while its last token is still being computed.
     """
 
     num_pages: int
@@ -27,6 +30,8 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
     policy: str = "fcfs"
+    num_ranks: int = 1
+    num_micro_batches: int = 1
 
     def __post_init__(self):
         if self.policy not in POLICIES:

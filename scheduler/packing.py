@@ -1,4 +1,4 @@
-"""Writes a scheduled batch into the flat message its bucket's compiled step reads."""
+"""Writes a scheduled step into the flat messages its bucket's compiled step reads, one for each rank."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from scheduler.batch import (
     TRUNCATION,
     PageDeltas,
     ScheduledBatch,
+    ScheduledStep,
 )
 from scheduler.buckets import Bucket, Buckets
 
@@ -27,11 +28,12 @@ assert len(_FLAGS) + 2 == len(HEADER)
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step's message and the bucket it is for.
+    """One step's messages and the bucket they are for.
 
     Attributes:
-      buffer: i32[layout.size], fresh: the device may read it after the next one is written.
-      overflow: page-table entries that did not fit and must be written before the step.
+      buffer: i32[ranks, layout.size], fresh: the device may read it after the next one is written. Slots in a rank's
+        message are its own, 0 to max_num_seqs - 1; the flags of the header are the same for all ranks.
+      overflow: page-table entries that did not fit and must be written before the step, by global slot.
     """
 
     bucket: Bucket
@@ -50,35 +52,55 @@ class Packer:
 
     buckets: Buckets
     page_size: int
+    num_ranks: int = 1
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
         """How each bucket's message is laid out."""
         return {bucket: self._layout(bucket) for bucket in self.buckets}
 
-    def pack(self, batch: ScheduledBatch) -> StepInput:
-        """The message for a batch of at least one row."""
-        num_rows, first = batch.num_rows, batch.num_decode
-        bucket = self.buckets.round_up(batch.num_tokens, num_rows)
+    @property
+    def num_slots(self) -> int:
+        """Slots of all ranks. A slot's global number is rank * max_num_seqs + slot, and this one no slot has."""
+        return self.num_ranks * self.buckets.max_num_seqs
+
+    def pack(self, step: ScheduledStep) -> StepInput:
+        """The message for a step of at least one row, in the smallest bucket that holds the batch of every rank."""
+        batches, features = step.batches, step.features
+        bucket = self.buckets.round_up(
+            max([batch.num_tokens for batch in batches]),
+            max([batch.num_rows for batch in batches]),
+            mixed=any(batch.num_tokens > batch.num_rows for batch in batches),
+        )
         layout = self.layouts[bucket]
         buffer = self._empty[bucket].copy()
-        header = layout.view(buffer, "header")
-        features = batch.features
-        header[:] = num_rows, first, *[features & flag for flag in _FLAGS]
-        slot, num_scheduled, start, sample, next_token = layout.view(buffer, "rows")
+        flags = [features & flag for flag in _FLAGS]
+        overflow = []
+        for rank, (row, batch) in enumerate(zip(buffer, batches, strict=True)):
+            layout.view(row, "header")[:] = batch.num_rows, batch.num_decode, *flags
+            if batch.num_rows:
+                self._write(layout, row, batch)
+                if len(batch.deltas.slots) > layout.num_deltas:
+                    slots, columns, pages = (column[layout.num_deltas :] for column in batch.deltas)
+                    overflow.append((slots + np.int32(rank * self.buckets.max_num_seqs), columns, pages))
+        return StepInput(bucket, buffer, PageDeltas.concatenate(overflow))
+
+    def _write(self, layout: StepLayout, message: np.ndarray, batch: ScheduledBatch) -> None:
+        """Writes one rank's rows, tokens and the deltas that fit."""
+        num_rows, first = batch.num_rows, batch.num_decode
+        slot, num_scheduled, start, sample, next_token = layout.view(message, "rows")
         slot[:num_rows] = batch.slots
         num_scheduled[:num_rows] = batch.num_scheduled
         sample[:num_rows] = batch.sample
+        if batch.decode_token_ids is not None:
+            layout.view(message, "token_ids")[:first] = batch.decode_token_ids
         if first < num_rows:
             start[:num_rows] = batch.start
             next_token[first:num_rows] = batch.next_tokens
-            layout.view(buffer, "token_ids")[first : batch.num_tokens] = np.concatenate(batch.token_ids)
-        deltas = batch.deltas
-        if len(deltas.slots):
-            count = min(len(deltas.slots), layout.num_deltas)
-            layout.view(buffer, "deltas")[:, :count] = [column[:count] for column in deltas]
-            deltas = PageDeltas(*(column[count:] for column in deltas))
-        return StepInput(bucket, buffer, deltas)
+            layout.view(message, "token_ids")[first : batch.num_tokens] = np.concatenate(batch.token_ids)
+        count = min(len(batch.deltas.slots), layout.num_deltas)
+        if count:
+            layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
 
     def _layout(self, bucket: Bucket) -> StepLayout:
         """Room for the pages a step can newly fill; only a prefix-cache hit can bring more."""
@@ -92,13 +114,13 @@ class Packer:
         """Messages of padding alone, in which every token is the one sampled last."""
         messages = {}
         for bucket, layout in self.layouts.items():
-            buffer = np.full(layout.size, -1, np.int32)
-            layout.view(buffer, "header")[:] = 0
-            slot, num_scheduled, _, sample, _ = layout.view(buffer, "rows")
+            message = np.full(layout.size, -1, np.int32)
+            layout.view(message, "header")[:] = 0
+            slot, num_scheduled, _, sample, _ = layout.view(message, "rows")
             slot[:] = self.buckets.max_num_seqs
             num_scheduled[:] = sample[:] = 0
-            layout.view(buffer, "deltas")[:] = [[self.buckets.max_num_seqs], [0], [0]]
-            messages[bucket] = buffer
+            layout.view(message, "deltas")[:] = [[self.buckets.max_num_seqs], [0], [0]]
+            messages[bucket] = np.tile(message, (self.num_ranks, 1))
         return messages
 
 

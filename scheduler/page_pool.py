@@ -39,11 +39,6 @@ class PagePool:
         """Pages that may be taken now, cached ones included."""
         return self._num_blank + self._num_cached
 
-    @property
-    def usage(self) -> float:
-        """Share of the pages that are referenced, 0 to 1."""
-        return 1.0 - self.num_free / self.num_pages
-
     def allocate(self, count: int) -> np.ndarray:
         """Takes `count` free pages, i32[count], each with one reference. The caller has checked `num_free`."""
         if count > self.num_free:

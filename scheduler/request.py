@@ -44,6 +44,8 @@ class Request:
       per_step: report every token when it is known, not only the end.
       wait_for_token: never run ahead of the last sampled token: the host must see it before the next step.
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
+      rank, slot: where it runs; slot is -1 while it does not, rank stays that of the last time, -1 before the first.
+      token_in_flight: preempted before the token it sampled last was known; it waits for that first.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
     """
 
@@ -62,7 +64,9 @@ class Request:
     wait_for_token: bool = False
 
     status: RequestStatus = RequestStatus.WAITING
+    rank: int = -1
     slot: int = -1
+    token_in_flight: bool = False
     arrival_index: int = -1
     output_token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)

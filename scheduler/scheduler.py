@@ -1,50 +1,62 @@
-"""The policy: decodes first, then running prefills, then waiting requests, while tokens, slots and pages last.
+"""The policy: who runs next, and where. One line of waiting requests, one or more ranks that run them.
 
-A prefill chunk and a decode are one thing, a request with `num_scheduled_tokens` new tokens. The running decodes are
-handled as arrays; Python objects are touched only for requests that start, end, prefill, are preempted or want every
-token. Runs one step ahead of the device: `schedule` may be called before the tokens of the step before are known.
-Knows nothing of devices, tokenizers or text.
+Runs ahead of the device: `schedule` may be called before the tokens of the steps before are known. Knows nothing of
+devices, tokenizers or text.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.batch import Emitted, PageDeltas, ScheduledBatch, StepResult, features_of
+from scheduler.batch import ScheduledStep, StepResult
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestError
-from scheduler.page_pool import PagePool
+from scheduler.rank import Offer, Rank
 from scheduler.request import FinishReason, Request, RequestStatus
-from scheduler.slots import Slots
 from scheduler.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Decides what each step computes. `schedule` -> the device -> `update`, in that order for every step."""
+    """Decides what each step computes. `schedule` -> the device -> `update`, in that order for every step with rows.
+
+    All ranks share one line, and a request gets its rank when it is admitted, not when it arrives. A rank then has
+    nobody waiting behind it while another idles, whatever lengths the requests turn out to have; the line's order,
+    with priorities and with preempted requests at the front, holds over all ranks; and nothing has to be moved, for
+    what waits has no KV but what a prefix cache kept. (vLLM chooses on arrival, by 4 x waiting + running.) The first
+    in line runs or nobody does, so that a long prompt is not overtaken for ever.
+
+    Of the ranks that have a slot, tokens and pages for the first in line, the one takes it where the tokens of its
+    running requests plus those of this request that its prefix cache does not hold are fewest; the first of equals.
+    Both sums are work: what is held is read by every later step and bounds what fits, what is not cached is to be
+    computed. So a cached prefix draws a request unless that rank is more loaded than another by more than its length,
+    and without one the rank with most room wins.
+
+    Attributes:
+      ranks: pages and slots.
+      num_preemptions, num_prefix_queries, num_prefix_hits: over all ranks; the latter two in tokens.
+    """
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
-        self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
-        self.slots = Slots(config.max_num_seqs, config.max_pages_per_seq)
+        self.ranks = [Rank(config, index) for index in range(config.num_ranks)]
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(config.policy)
         self._num_arrived = 0
+        self._num_in_flight = 0
         self._deadlines: list[tuple[float, int, Request]] = []
-        # Requests preempted while a token of theirs was in flight, by the (slot, epoch) it will come back to.
-        self._late: dict[tuple[int, int], Request] = {}
-        self._deltas: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     @property
     def num_running(self) -> int:
-        return self.slots.num_active
+        return sum(rank.slots.num_active for rank in self.ranks)
 
     @property
     def num_waiting(self) -> int:
@@ -53,6 +65,21 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all ranks."""
+        return sum(rank.pool.num_pages for rank in self.ranks)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Those that nobody refers to, cached ones included."""
+        return sum(rank.pool.num_free for rank in self.ranks)
+
+    @property
+    def page_usage(self) -> float:
+        """Share of the pages that are referenced, 0 to 1."""
+        return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
         """Queues a request.
@@ -81,7 +108,7 @@ class Scheduler:
             )
         if config.num_pages < -(-min(length + request.max_tokens, config.max_model_len) // config.page_size):
             raise RequestError(
-                f"prompt of {length} tokens and max_tokens {request.max_tokens} need more than the pool's "
+                f"prompt of {length} tokens and max_tokens {request.max_tokens} need more than a pool's "
                 f"{config.num_pages * config.page_size} tokens; lower max_tokens or raise kv_cache_memory_bytes",
                 param="max_tokens",
                 value=request.max_tokens,
@@ -98,7 +125,7 @@ class Scheduler:
         if request.status is RequestStatus.FINISHED:
             return
         if request.slot >= 0:
-            self._release(request.slot)
+            self.ranks[request.rank].release(request.slot)
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
@@ -107,63 +134,42 @@ class Scheduler:
 
     def output_token_ids(self, request: Request) -> np.ndarray:
         """Output known so far, i32[n]."""
-        return self.slots.output(request.slot) if request.slot >= 0 else request.output_token_ids
+        if request.slot < 0:
+            return request.output_token_ids
+        return self.ranks[request.rank].slots.output(request.slot)
 
-    def schedule(self, now: float = 0.0) -> ScheduledBatch:
-        """The rows of the next step. An empty batch means that nothing can run before the next `update`."""
+    def schedule(self, now: float = 0.0) -> ScheduledStep:
+        """The next step. One without rows means that nothing can run before the next `update`."""
         expired = self._expire(now) if self._deadlines else []
-        preemptions = self.num_preemptions
-        self._deltas = []
-        decodes = self._schedule_decodes()
-        budget = self.config.max_num_batched_tokens - len(decodes)
-        prefills = self._schedule_prefills(budget)
-        preempted = self.num_preemptions != preemptions
-        if preempted:
-            decodes = decodes[self.slots.active[decodes]]
-            prefills = [(slot, count) for slot, count in prefills if self.slots.active[slot]]
-        for slot, count in prefills:
-            self._register_prompt_pages(slot, int(self.slots.num_computed[slot]) + count)
-        admitted: list[Request] = []
-        if self.num_waiting and not preempted:
-            budget -= sum(count for _, count in prefills)
-            admitted = self._admit(budget, prefills, now)
-        return self._commit(decodes, prefills, admitted, expired)
+        for rank in self.ranks:
+            rank.begin(self._num_in_flight)
+            for request in rank.preempted:
+                self._requeue(request)
+        if self.num_waiting:
+            self._admit(now)
+        step = ScheduledStep([rank.commit() for rank in self.ranks], expired)
+        self._num_in_flight += step.num_rows > 0
+        return step
 
-    def update(self, batch: ScheduledBatch, token_ids: np.ndarray) -> StepResult:
-        """Takes in the tokens a step sampled, i32[num_rows] (rows that do not sample are ignored).
+    def update(self, step: ScheduledStep, token_ids: np.ndarray | Sequence[np.ndarray]) -> StepResult:
+        """Takes in the tokens a step sampled: for each rank, ids by row, i32[ranks, >= rows].
 
-        A negative id says that the row's logits were not finite; its request ends with an error.
+        Rows that do not sample are ignored. A negative id says that the row's logits were not finite; its request ends
+        with an error.
         """
-        slots_ = self.slots
-        rows = np.flatnonzero(batch.sample)
-        current = slots_.epoch[batch.slots[rows]] == batch.epochs[rows]
+        self._num_in_flight -= 1
         result = StepResult()
-        if not current.all():
-            for row in rows[~current].tolist():
-                self._update_late(int(batch.slots[row]), int(batch.epochs[row]), row, int(token_ids[row]), result)
-            rows = rows[current]
-        slots, tokens = batch.slots[rows], token_ids[rows]
-        result.num_new_tokens += len(rows)
-        slots_.append_tokens(slots, tokens)
-        known = slots_.num_known[slots]
-        stopped = (slots_.stop_ids[slots] == tokens[:, None]).any(axis=1) & (known >= slots_.min_stop[slots])
-        ended = stopped | (known >= slots_.limit[slots]) | (tokens < 0)
-        first = known == slots_.num_prompt[slots] + 1
-        for index in np.flatnonzero(ended | first | slots_.per_step[slots]).tolist():
-            request, token = slots_.requests[slots[index]], int(tokens[index])
-            assert request is not None
-            if first[index]:
-                result.first_tokens.append(request)
-            if request.per_step:
-                result.emitted.append(Emitted(request, int(rows[index]), token))
-            if ended[index]:
-                self._end(request, token, bool(stopped[index]))
-                result.finished.append(request)
+        for rank, batch, tokens in zip(self.ranks, step.batches, token_ids, strict=True):
+            if batch.num_rows:
+                for end in rank.update(batch, tokens, result):
+                    self.finish(*end)
+                    result.finished.append(end.request)
         return result
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes. Running requests keep their pages."""
-        self.pool.reset_prefix_cache()
+        for rank in self.ranks:
+            rank.pool.reset_prefix_cache()
 
     def _expire(self, now: float) -> list[Request]:
         expired = []
@@ -174,138 +180,34 @@ class Scheduler:
                 expired.append(request)
         return expired
 
-    def _schedule_decodes(self) -> np.ndarray:
-        """Slots that feed their last token, i32[n]; each has a page for it."""
-        s = self.slots
-        ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
-        if s.wait_for_token.any():
-            ready &= ~s.wait_for_token | (s.num_known == s.num_tokens)
-        slots = np.flatnonzero(ready)
-        needy = slots[s.num_computed[slots] == s.num_pages[slots] * self.config.page_size]
-        while len(needy) > self.pool.num_free:
-            self._preempt(s.last_in_line())
-            needy = needy[s.active[needy]]
-        if len(needy):
-            pages = self.pool.allocate(len(needy))
-            columns = s.num_pages[needy]
-            s.page_table[needy, columns] = pages
-            s.num_pages[needy] += 1
-            self._deltas.append((needy.astype(np.int32), columns, pages))
-        return slots[s.active[slots]]
-
-    def _schedule_prefills(self, budget: int) -> list[tuple[int, int]]:
-        """(slot, tokens) of running requests whose known tokens are not all computed."""
-        s = self.slots
-        slots = np.flatnonzero(s.active & (s.num_computed < s.num_fed))
-        if not len(slots):
-            return []
-        order = np.lexsort((s.arrival_index[slots], s.priority[slots]))
-        scheduled: list[tuple[int, int]] = []
-        for slot in slots[order].tolist():
-            if budget < 1:
-                break
-            if not s.active[slot]:
-                continue
-            computed = int(s.num_computed[slot])
-            count = self._chunk(int(s.num_fed[slot]) - computed, budget)
-            need = -(-(computed + count) // self.config.page_size) - int(s.num_pages[slot])
-            while need > self.pool.num_free and s.active[slot]:
-                self._preempt(s.last_in_line())
-            if not s.active[slot]:
-                break
-            self._grow(slot, need)
-            scheduled.append((slot, count))
-            budget -= count
-        return scheduled
-
-    def _admit(self, budget: int, prefills: list[tuple[int, int]], now: float) -> list[Request]:
-        """Gives slots to waiting requests in line order and appends their (slot, tokens) to `prefills`."""
-        s, pool, page_size = self.slots, self.pool, self.config.page_size
-        admitted: list[Request] = []
-        while budget > 0 and s.num_free and (request := self._waiting.first()) is not None:
-            known = request.known_token_ids()
-            hits = self._cached_pages(request, known)
-            cached = len(hits) * page_size
-            count = self._chunk(len(known) - cached, budget)
-            need = -(-(cached + count) // page_size) - len(hits)
-            chunk_refused = not self.config.enable_chunked_prefill and count < len(known) - cached
-            if chunk_refused or need > pool.num_free - pool.num_free_among(hits):
-                break
+    def _admit(self, now: float) -> None:
+        """Gives waiting requests their ranks and slots, in line order, until the first in line fits nowhere."""
+        while (request := self._waiting.first()) is not None and not request.token_in_flight:
+            place = self._place(request)
+            if place is None:
+                return
+            rank, offer = place
             self._waiting.remove(request)
-            limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
-            slot = s.take(request, known, cached, limit, features_of(request.params))
-            pool.acquire(hits)
-            if len(hits):
-                self._deltas.append((*s.add_pages(slot, hits), hits))
-            s.num_hashed[slot] = len(hits)
-            self._grow(slot, need)
-            self._register_prompt_pages(slot, cached + count)
+            rank.admit(request, offer)
             if request.num_cached_tokens < 0:
-                request.num_cached_tokens = cached
+                request.num_cached_tokens = len(offer.hits) * self.config.page_size
                 request.first_scheduled_time = now
                 if self.config.enable_prefix_caching:
-                    self.num_prefix_queries += len(known)
-                    self.num_prefix_hits += cached
-            request.status = RequestStatus.RUNNING
-            admitted.append(request)
-            prefills.append((slot, count))
-            budget -= count
-        return admitted
+                    self.num_prefix_queries += len(offer.known)
+                    self.num_prefix_hits += request.num_cached_tokens
 
-    def _chunk(self, remaining: int, budget: int) -> int:
-        limit = self.config.long_prefill_token_threshold or remaining
-        return min(remaining, budget, limit)
+    def _place(self, request: Request) -> tuple[Rank, Offer] | None:
+        """The rank that is to run a request, and what it offers; None if none can now."""
+        offers = [(rank, offer) for rank in self.ranks if rank.is_open and (offer := rank.offer(request)) is not None]
+        return min(offers, key=self._work, default=None)
 
-    def _cached_pages(self, request: Request, known: np.ndarray) -> np.ndarray:
-        """Pages that hold a prefix of `known`; at least one token is left to compute."""
-        if not self.config.enable_prefix_caching:
-            return np.empty(0, np.int32)
-        hashes = request.extend_page_hashes(known, self.config.page_size)
-        if request.params.prompt_logprobs is not None:
-            return np.empty(0, np.int32)
-        return self.pool.lookup(hashes[: (len(known) - 1) // self.config.page_size])
+    def _work(self, place: tuple[Rank, Offer]) -> int:
+        """Tokens that a rank would hold, less those of the new request that are cached."""
+        rank, offer = place
+        return rank.num_tokens + len(offer.known) - len(offer.hits) * self.config.page_size
 
-    def _grow(self, slot: int, count: int) -> None:
-        if count > 0:
-            pages = self.pool.allocate(count)
-            self._deltas.append((*self.slots.add_pages(slot, pages), pages))
-
-    def _register_prompt_pages(self, slot: int, num_computed: int) -> None:
-        """Makes pages findable whose tokens this step computes; a step writes all its KV before any row reads it."""
-        request = self.slots.requests[slot]
-        assert request is not None
-        first, last = int(self.slots.num_hashed[slot]), num_computed // self.config.page_size
-        last = min(last, len(request.page_hashes))
-        for index in range(first, last):
-            self.pool.register(int(self.slots.page_table[slot, index]), request.page_hashes[index])
-        self.slots.num_hashed[slot] = max(first, last)
-
-    def _release(self, slot: int) -> None:
-        """Frees a slot and its pages; full pages of generated tokens become findable now."""
-        s = self.slots
-        request = s.requests[slot]
-        assert request is not None
-        if self.config.enable_prefix_caching:
-            # A token's KV exists once its step has been dispatched; the last sampled token may never be fed.
-            written = int(min(s.num_computed[slot], s.num_known[slot]))
-            if written // self.config.page_size > int(s.num_hashed[slot]):
-                tokens = np.concatenate([request.prompt_token_ids, s.output(slot)])[:written]
-                request.extend_page_hashes(tokens, self.config.page_size)
-                self._register_prompt_pages(slot, written)
-        pages = s.page_table[slot, : s.num_pages[slot]].copy()
-        s.release(slot)
-        self.pool.free(pages)
-
-    def _preempt(self, slot: int) -> None:
-        """Takes a slot's pages away; its request waits at the front of the line and is computed again."""
-        s = self.slots
-        request = s.requests[slot]
-        assert request is not None
-        if s.num_tokens[slot] > s.num_known[slot]:
-            self._late[slot, int(s.epoch[slot])] = request
-        self._release(slot)
-        request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
+    def _requeue(self, request: Request) -> None:
+        """Puts a preempted request back to its old place in the line, and warns now and then."""
         self._waiting.push(request)
         if self.num_preemptions % 50 == 0:
             logger.warning(
@@ -317,70 +219,3 @@ class Scheduler:
                 self.num_preemptions + 1,
             )
         self.num_preemptions += 1
-
-    def _update_late(self, slot: int, epoch: int, row: int, token: int, result: StepResult) -> None:
-        """A token of a request that no longer holds the slot: kept if it was preempted, dropped if it ended."""
-        request = self._late.pop((slot, epoch), None)
-        if request is None or request.status is RequestStatus.FINISHED:
-            return
-        result.num_new_tokens += 1
-        request.output_token_ids = np.append(request.output_token_ids, np.int32(token))
-        num_output = len(request.output_token_ids)
-        if num_output == 1:
-            result.first_tokens.append(request)
-        if request.per_step:
-            result.emitted.append(Emitted(request, row, token))
-        stopped = token in request.stop_token_ids and num_output >= max(1, request.params.min_tokens)
-        length = request.num_prompt_tokens + num_output >= self.config.max_model_len
-        if stopped or token < 0 or num_output >= request.max_tokens or length:
-            self._end(request, token, stopped)
-            result.finished.append(request)
-
-    def _end(self, request: Request, token: int, stopped: bool) -> None:
-        if token < 0:
-            self.finish(request, FinishReason.ERROR, "logits are not finite")
-        elif stopped:
-            self.finish(request, FinishReason.STOP, None if token in request.eos_token_ids else token)
-        else:
-            self.finish(request, FinishReason.LENGTH)
-
-    def _commit(
-        self, decodes: np.ndarray, prefills: list[tuple[int, int]], admitted: list[Request], expired: list[Request]
-    ) -> ScheduledBatch:
-        """Counts the step as done and describes it."""
-        s = self.slots
-        if prefills:
-            tail = np.array(prefills, np.int64)
-            slots = np.concatenate([decodes, tail[:, 0]])
-            counts = np.concatenate([np.ones(len(decodes), np.int32), tail[:, 1].astype(np.int32)])
-        else:
-            slots, counts = decodes, np.ones(len(decodes), np.int32)
-        start = np.full(len(slots), -1, np.int32)
-        sample = np.ones(len(slots), np.bool_)
-        token_ids, next_tokens = [], []
-        taken = {request.slot for request in admitted}
-        for row, (slot, count) in enumerate(prefills, len(decodes)):
-            known, computed = s.known[slot], int(s.num_computed[slot])
-            assert known is not None
-            token_ids.append(known[computed : computed + count])
-            following = computed + count < s.num_prompt[slot]
-            next_tokens.append(int(known[computed + count]) if following else -1)
-            sample[row] = computed + count >= s.num_fed[slot]
-            if slot in taken:
-                start[row] = computed
-        s.num_computed[slots] += counts
-        s.num_tokens[slots] += sample
-        return ScheduledBatch(
-            slots=slots,
-            num_scheduled=counts,
-            start=start,
-            sample=sample,
-            epochs=s.epoch[slots],
-            num_decode=len(decodes),
-            token_ids=token_ids,
-            next_tokens=next_tokens,
-            deltas=PageDeltas.concatenate(self._deltas),
-            admitted=admitted,
-            expired=expired,
-            features=int(np.bitwise_or.reduce(s.features[slots], initial=0)),
-        )

@@ -14,7 +14,7 @@ class Slots:
     `num_tokens` counts tokens whose position is decided, `num_known` those whose id the host has seen; they differ by
     the tokens of the step in flight. Positions below `num_fed` were known when the request took the slot and are sent
     from the host; from there on each step feeds the token sampled before it. `epoch` changes with every owner, so
-    results of an earlier owner can be told apart.
+    results of an earlier owner can be told apart. `last_step` is the number of the step a slot had a row in last.
 
     Attributes:
       page_table: i32[max_num_seqs, max_pages], -1 past `num_pages`.
@@ -40,6 +40,7 @@ class Slots:
         self.min_stop = column()
         self.num_pages = column()
         self.num_hashed = column()
+        self.last_step = column(np.int64)
         self.per_step = column(np.bool_, False)
         self.wait_for_token = column(np.bool_, False)
         self.features = column(np.uint8)
@@ -99,6 +100,10 @@ class Slots:
     def output(self, slot: int) -> np.ndarray:
         """Known output tokens of a slot, i32[n], a view."""
         return self._output[slot, : self.num_known[slot] - self.num_prompt[slot]]
+
+    def last_token_ids(self, slots: np.ndarray) -> np.ndarray:
+        """The output token known last of each of `slots`, which have one, i32[n]."""
+        return self._output[slots, self.num_known[slots] - self.num_prompt[slots] - 1]
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """Records one sampled token for each of `slots` (no slot twice)."""

@@ -73,24 +73,24 @@ def measure(num_seqs: int, num_steps: int, turnover: int = 0, *, rounds: int = 5
     for _ in range(num_seqs):
         scheduler.add_request(next(requests))
 
-    tokens = generator.integers(FIRST_TOKEN_ID, 30_000, (64, num_seqs)).astype(np.int32)
+    tokens = generator.integers(FIRST_TOKEN_ID, 30_000, (64, 1, num_seqs)).astype(np.int32)
     clock, spent, taken = time.perf_counter, np.zeros(3), 0
 
     def step() -> None:
         nonlocal taken
         start = clock()
-        batch = scheduler.schedule(0.0)
+        scheduled_step = scheduler.schedule(0.0)
         scheduled = clock()
-        packer.pack(batch)
+        packer.pack(scheduled_step)
         packed = clock()
-        result = scheduler.update(batch, tokens[taken % len(tokens), : batch.num_rows])
+        result = scheduler.update(scheduled_step, tokens[taken % len(tokens)])
         end = clock()
         spent[:] += scheduled - start, packed - scheduled, end - packed
         taken += 1
         for _ in result.finished:
             scheduler.add_request(next(requests))
 
-    slots = scheduler.slots
+    slots = scheduler.ranks[0].slots
     while scheduler.num_waiting or (slots.num_computed < slots.num_fed)[slots.active].any():
         step()
     best = None

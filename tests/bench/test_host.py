@@ -17,9 +17,9 @@ def test_every_measured_step_decodes_all_sequences(num_seqs, monkeypatch):
     schedule = Scheduler.schedule
 
     def watched(self, now=0.0):
-        batch = schedule(self, now)
-        rows.append((batch.num_rows, batch.num_decode))
-        return batch
+        step = schedule(self, now)
+        rows.append((step.num_rows, sum(batch.num_decode for batch in step.batches)))
+        return step
 
     monkeypatch.setattr(Scheduler, "schedule", watched)
     result = host.measure(num_seqs, 20, rounds=2)
@@ -32,9 +32,9 @@ def test_turnover_ends_requests_and_begins_new_ones(monkeypatch):
     schedule = Scheduler.schedule
 
     def watched(self, now=0.0):
-        batch = schedule(self, now)
-        admitted.append(len(batch.admitted))
-        return batch
+        step = schedule(self, now)
+        admitted.append(sum(len(batch.admitted) for batch in step.batches))
+        return step
 
     monkeypatch.setattr(Scheduler, "schedule", watched)
     host.measure(8, 100, turnover=20, rounds=1)

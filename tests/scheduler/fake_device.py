@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-from models.forward_batch import HEADER, ROW_COLUMNS
+from models.forward_batch import HEADER, ROW_COLUMNS, StepLayout
 from scheduler.packing import Packer, StepInput
 
 VOCAB_SIZE = 50
@@ -33,48 +33,64 @@ def expected_output(prompt: np.ndarray, max_tokens: int, stop_ids=(), min_tokens
 
 
 class FakeDevice:
-    """Slot state and pages of one engine, in numpy."""
+    """Slot state and pages of one engine, in numpy: a part for each rank.
 
-    def __init__(self, packer: Packer, num_pages: int, max_pages: int):
+    With `forgetful`, it remembers no sampled token, as the first stage of a pipeline, which does not sample.
+    """
+
+    def __init__(self, packer: Packer, num_pages: int, max_pages: int, *, forgetful: bool = False):
         self.packer = packer
-        num_slots = packer.buckets.max_num_seqs
-        self.pages = np.full(num_pages * packer.page_size, -7, np.int32)
-        self.page_table = np.full((num_slots, max_pages), -1, np.int64)
-        self.last_token = np.full(num_slots, -3, np.int32)
-        self.num_computed = np.full(num_slots, -3, np.int32)
+        self.num_slots = packer.buckets.max_num_seqs
+        self.pages = np.full((packer.num_ranks, num_pages * packer.page_size), -7, np.int32)
+        self.page_table = np.full((packer.num_slots, max_pages), -1, np.int64)
+        self.last_token = np.full(packer.num_slots, -3, np.int32)
+        self.num_computed = np.full(packer.num_slots, -3, np.int32)
+        self.forgetful = forgetful
         self.shapes: set = set()
 
-    def execute(self, step: StepInput, num_rows: int) -> np.ndarray:
-        """Token ids by row, -99 in rows that do not sample."""
-        layout = self.packer.layouts[step.bucket]
+    def execute(self, step: StepInput) -> np.ndarray:
+        """Token ids by rank and row, i32[ranks, S], -99 in rows that do not sample."""
         self.shapes.add(step.bucket)
-        view = {name: layout.view(step.buffer, name) for name in ("header", "token_ids", "deltas")}
-        view |= dict(zip(ROW_COLUMNS, layout.view(step.buffer, "rows"), strict=True))
-        header = dict(zip(HEADER, view["header"].tolist(), strict=True))
-        assert header["num_seqs"] == num_rows
         for slot, column, page in zip(*step.overflow, strict=True):
             self.page_table[slot, column] = page
+        layout = self.packer.layouts[step.bucket]
+        assert step.buffer.shape == (self.packer.num_ranks, layout.size) and step.buffer.flags.c_contiguous
+        flags = np.array([layout.view(message, "header")[2:] for message in step.buffer])
+        assert (flags == flags[0]).all()
+        return np.array([self._execute_rank(rank, layout, message) for rank, message in enumerate(step.buffer)])
+
+    def _execute_rank(self, rank: int, layout: StepLayout, message: np.ndarray) -> np.ndarray:
+        view = {name: layout.view(message, name) for name in ("header", "token_ids", "deltas")}
+        view |= dict(zip(ROW_COLUMNS, layout.view(message, "rows"), strict=True))
+        header = dict(zip(HEADER, view["header"].tolist(), strict=True))
+        num_rows, base = header["num_seqs"], rank * self.num_slots
+        entries = [(slot, column) for slot, column, _ in view["deltas"].T.tolist() if slot < self.num_slots]
+        assert len(entries) == len(set(entries)), "one entry is written twice, in an order that no device promises"
         for slot, column, page in view["deltas"].T:
-            if slot < len(self.page_table):
-                self.page_table[slot, column] = page
+            if slot < self.num_slots:
+                self.page_table[base + slot, column] = page
         rows, first = [], 0
         for row in range(num_rows):
-            slot, count = int(view["slot"][row]), int(view["num_scheduled"][row])
+            assert view["slot"][row] < self.num_slots
+            slot, count = base + int(view["slot"][row]), int(view["num_scheduled"][row])
             start = int(view["start"][row])
             start = start if start >= 0 else int(self.num_computed[slot])
             tokens = view["token_ids"][first : first + count]
+            assert not self.forgetful or (tokens >= 0).all()
             tokens = np.where(tokens < 0, self.last_token[slot], tokens)
             positions = np.arange(start, start + count)
-            self.pages[self._slots(slot, positions)] = tokens
+            self.pages[rank, self._slots(slot, positions)] = tokens
             self.num_computed[slot] = start + count
             assert count == 1 if row < header["num_decode"] else count >= 1
             rows.append((slot, start + count))
             first += count
-        assert (view["slot"][num_rows:] == len(self.page_table)).all()
-        result = np.full(num_rows, -99, np.int32)
+        assert (view["slot"][num_rows:] == self.num_slots).all()
+        assert not view["num_scheduled"][num_rows:].any() and not view["sample"][num_rows:].any()
+        assert (view["token_ids"][first:] == -1).all()
+        result = np.full(layout.num_seqs, -99, np.int32)
         for row, (slot, length) in enumerate(rows):
             if view["sample"][row]:
-                seen = self.pages[self._slots(slot, np.arange(length))]
+                seen = self.pages[rank, self._slots(slot, np.arange(length))]
                 result[row] = self.last_token[slot] = next_token(seen)
         return result
 

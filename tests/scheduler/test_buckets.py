@@ -30,6 +30,10 @@ def test_round_up_is_total(max_num_seqs, more, decode, mixed, data):
     assert bucket in set(buckets)
     assert bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
     assert bucket.decode_only == (num_tokens == num_seqs)
+    if max_tokens > 1:  # else no rank can have a row of two
+        mixed = buckets.round_up(num_tokens, num_seqs, mixed=True)
+        assert mixed in set(buckets) and not mixed.decode_only
+        assert mixed.num_tokens >= num_tokens and mixed.num_seqs >= num_seqs
 
 
 @pytest.mark.parametrize(("num_tokens", "num_seqs"), [(0, 0), (5, 6), (33, 1), (20, 9), (3, 0)])

@@ -9,92 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from scheduler.buckets import Buckets
-from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestError
-from scheduler.packing import Packer
-from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.request import FinishReason, RequestStatus
 from scheduler.sampling_params import SamplingParams
-from scheduler.scheduler import Scheduler
-from tests.scheduler.fake_device import VOCAB_SIZE, FakeDevice, expected_output
-
-
-class Loop:
-    """schedule, execute, update; one step ahead of the device unless `sync`."""
-
-    def __init__(self, *, sync: bool = False, **changes):
-        options = {
-            "num_pages": 64,
-            "page_size": 4,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 24,
-            "max_model_len": 64,
-        }
-        self.config = SchedulerConfig(**{**options, **changes})
-        self.scheduler = Scheduler(self.config)
-        seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        self.packer = Packer(
-            Buckets(seqs, tokens, [size for size in (1, 2, 4) if size < seqs], [4]), self.config.page_size
-        )
-        self.device = FakeDevice(self.packer, self.config.num_pages, self.config.max_pages_per_seq)
-        self.sync = sync
-        self.in_flight = None
-        self.finished: list[Request] = []
-        self.largest_batch = 0
-        self.most_tokens = 0
-
-    def step(self, now: float = 0.0):
-        before, self.in_flight = self.in_flight, None
-        batch = self.scheduler.schedule(now)
-        self.finished += batch.expired
-        self.scheduler.pool.check()
-        if batch.num_rows:
-            self.largest_batch = max(self.largest_batch, batch.num_rows)
-            self.most_tokens = max(self.most_tokens, batch.num_tokens)
-            tokens = self.device.execute(self.packer.pack(batch), batch.num_rows)
-            self.in_flight = batch, tokens
-        for done in (before, self.in_flight if self.sync else None):
-            if done is not None:
-                self.finished += self.scheduler.update(*done).finished
-                self.scheduler.pool.check()
-        if self.sync:
-            self.in_flight = None
-        return batch
-
-    def run(self, limit: int = 20_000):
-        for _ in range(limit):
-            if not self.scheduler.num_unfinished and self.in_flight is None:
-                return
-            self.step()
-        raise AssertionError("the scheduler makes no progress")
-
-
-def make(name, prompt, max_tokens=8, **fields):
-    params = fields.pop("params", SamplingParams(temperature=0, max_tokens=max_tokens))
-    return Request(str(name), np.array(prompt, np.int32), params, max_tokens, **fields)
-
-
-def random_request(rng, index, max_len=64, shared=None):
-    length = int(rng.integers(1, max_len - 2))
-    prompt = rng.integers(0, VOCAB_SIZE, length).astype(np.int32)
-    if shared is not None and rng.random() < 0.5:
-        prompt[: min(length, len(shared))] = shared[:length]
-    room = max_len - length
-    stop = tuple(rng.integers(0, VOCAB_SIZE, 2).tolist()) if rng.random() < 0.3 else ()
-    return make(
-        index,
-        prompt,
-        int(rng.integers(1, min(room, 30) + 1)),
-        stop_token_ids=stop,
-        wait_for_token=bool(rng.random() < 0.1),
-        per_step=bool(rng.random() < 0.3),
-    )
-
-
-def check_output(request):
-    expected = expected_output(request.prompt_token_ids, request.max_tokens, request.stop_token_ids)
-    assert request.output_token_ids.tolist() == expected, request.request_id
-    assert request.finish_reason == ("stop" if expected[-1] in request.stop_token_ids else "length")
+from tests.scheduler.fake_device import VOCAB_SIZE, expected_output
+from tests.scheduler.loop import Loop, check_output, make, random_request
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -113,7 +32,7 @@ def test_outputs_do_not_depend_on_the_crowd(sync, caching, num_pages, threshold)
     assert len(loop.finished) == len(requests) == len(set(loop.finished))
     for request in requests:
         check_output(request)
-    assert loop.scheduler.pool.num_free == num_pages
+    assert loop.pool.num_free == num_pages
     assert (loop.scheduler.num_prefix_hits > 0) == caching
     assert (loop.scheduler.num_preemptions > 5) == (num_pages == 18)
     assert loop.largest_batch <= 8 and loop.most_tokens <= 24
@@ -136,7 +55,7 @@ def test_storm_with_aborts_leaves_no_page():
     loop.run()
     assert loop.scheduler.num_preemptions > 50
     assert loop.scheduler.num_waiting == loop.scheduler.num_running == 0
-    assert loop.scheduler.pool.num_free == 20
+    assert loop.pool.num_free == 20
     for request in loop.finished:
         check_output(request)
         done += 1
@@ -148,15 +67,15 @@ def test_decodes_come_first_and_prompts_are_chunked():
     loop.scheduler.add_request(make("a", [1, 2, 3], 10))
     loop.step()
     loop.scheduler.add_request(make("b", range(20), 4))
-    batch = loop.step()
+    (batch,) = loop.step().batches
     assert batch.num_decode == 1
     assert batch.num_scheduled.tolist() == [1, 7]
     assert batch.sample.tolist() == [True, False]
     assert batch.start.tolist() == [-1, 0]
-    batch = loop.step()
+    (batch,) = loop.step().batches
     assert batch.num_scheduled.tolist() == [1, 7]
     assert batch.start.tolist() == [-1, -1]
-    batch = loop.step()
+    (batch,) = loop.step().batches
     assert batch.num_scheduled.tolist() == [1, 6]
     assert batch.sample.tolist() == [True, True]
 
@@ -165,8 +84,8 @@ def test_prompts_wait_whole_without_chunked_prefill():
     loop = Loop(enable_chunked_prefill=False, max_num_batched_tokens=64)
     loop.scheduler.add_request(make("a", range(40), 4))
     loop.scheduler.add_request(make("b", range(1, 41), 4))
-    assert loop.step().num_scheduled.tolist() == [40]
-    assert loop.step().num_scheduled.tolist() == [1, 40]
+    assert loop.step().batches[0].num_scheduled.tolist() == [40]
+    assert loop.step().batches[0].num_scheduled.tolist() == [1, 40]
     loop.run()
     for request in loop.finished:
         check_output(request)
@@ -177,7 +96,7 @@ def test_same_step_shares_a_prefix():
     prompt = list(range(10))
     loop.scheduler.add_request(make("a", prompt))
     loop.scheduler.add_request(make("b", prompt))
-    batch = loop.step()
+    (batch,) = loop.step().batches
     assert batch.num_scheduled.tolist() == [10, 2]
     loop.run()
     for request in loop.finished:
@@ -259,7 +178,7 @@ def test_deadline_ends_waiting_and_running():
     assert running.status is RequestStatus.RUNNING
     loop.step(5.5)
     assert running.finish_reason == "abort"
-    assert loop.scheduler.pool.num_free == loop.config.num_pages
+    assert loop.pool.num_free == loop.config.num_pages
 
 
 def test_min_tokens_outlasts_stop_tokens():
@@ -279,10 +198,10 @@ def test_poisoned_row_ends_alone():
     good, bad = make("good", [1, 2], 5), make("bad", [3], 5)
     loop.scheduler.add_request(good)
     loop.scheduler.add_request(bad)
-    batch = loop.scheduler.schedule()
-    tokens = loop.device.execute(loop.packer.pack(batch), batch.num_rows)
-    tokens[1] = -1
-    assert loop.scheduler.update(batch, tokens).finished == [bad]
+    step = loop.scheduler.schedule()
+    tokens = loop.device.execute(loop.packer.pack(step))
+    tokens[0, 1] = -1
+    assert loop.scheduler.update(step, tokens).finished == [bad]
     assert (bad.finish_reason, bad.stop_reason) == ("error", "logits are not finite")
     loop.run()
     check_output(good)

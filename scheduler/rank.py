@@ -1,0 +1,344 @@
+"""One rank's part of the schedule: its pages, its slots, and the rows they give the next step.
+
+Decodes come first, then running prefills, then what the scheduler admits, while tokens, slots and pages last. A prefill
+chunk and a decode are one thing, a request with `num_scheduled_tokens` new tokens. The decodes are handled as arrays;
+Python objects are touched only for requests that start, end, prefill, are preempted or want every token. Knows nothing
+of the line of waiting requests or of other ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler.batch import Emitted, PageDeltas, ScheduledBatch, StepResult, features_of
+from scheduler.config import SchedulerConfig
+from scheduler.page_pool import PagePool
+from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.slots import Slots
+
+
+class Offer(NamedTuple):
+    """What a rank can do for a request now.
+
+    Attributes:
+      known: i32[n], the tokens to feed.
+      hits: i32[k], pages that hold a prefix of them.
+      count: tokens that the next step would compute.
+    """
+
+    known: np.ndarray
+    hits: np.ndarray
+    count: int
+
+
+class End(NamedTuple):
+    """A request that its last token ended, and why."""
+
+    request: Request
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+class Rank:
+    """Puts together the rank's batches: `begin`, any number of `admit`, `commit`; later `update`.
+
+    Attributes:
+      budget: tokens that the step being put together has left; 0 for a rank that preempted, which admits nobody.
+      preempted: requests that lost their slot in this step.
+    """
+
+    def __init__(self, config: SchedulerConfig, index: int = 0):
+        self.config = config
+        self.index = index
+        self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
+        self.slots = Slots(config.max_num_seqs, config.max_pages_per_seq)
+        self.budget = 0
+        self.preempted: list[Request] = []
+        # Requests preempted while a token of theirs was in flight, by the (slot, epoch) it will come back to.
+        self._late: dict[tuple[int, int], Request] = {}
+        self._num_steps = 0
+        # num_scheduled, start and sample of rows that decode, for as many as there can be.
+        self._decode_columns = [
+            np.full(config.max_num_seqs, fill, dtype) for fill, dtype in ((1, np.int32), (-1, np.int32), (1, np.bool_))
+        ]
+        for column in self._decode_columns:
+            column.flags.writeable = False
+        # The step being put together.
+        self._decodes = np.empty(0, np.int64)
+        self._prefills: list[tuple[int, int]] = []
+        self._admitted: list[Request] = []
+        self._deltas: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the requests that run here, computed or still to be."""
+        return int(self.slots.num_tokens[self.slots.active].sum())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the step being put together has tokens and a slot left."""
+        return self.budget > 0 and self.slots.num_free > 0
+
+    def begin(self, num_in_flight: int) -> None:
+        """Starts a step with the rows of running requests. num_in_flight: steps whose tokens are not known yet."""
+        self._num_steps += 1
+        self._deltas, self._admitted, self.preempted = [], [], []
+        decodes = self._schedule_decodes(num_in_flight)
+        self.budget = self.config.max_num_batched_tokens - len(decodes)
+        prefills = self._schedule_prefills()
+        if self.preempted:
+            decodes = decodes[self.slots.active[decodes]]
+            prefills = [(slot, count) for slot, count in prefills if self.slots.active[slot]]
+            self.budget = 0
+        for slot, count in prefills:
+            self._register_prompt_pages(slot, int(self.slots.num_computed[slot]) + count)
+        self._decodes, self._prefills = decodes, prefills
+
+    def offer(self, request: Request) -> Offer | None:
+        """What an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice."""
+        page_size = self.config.page_size
+        known = request.known_token_ids()
+        hits = self._cached_pages(request, known)
+        remaining = len(known) - len(hits) * page_size
+        count = self._chunk(remaining)
+        if count < remaining and not self.config.enable_chunked_prefill:
+            return None
+        need = -(-(len(known) - remaining + count) // page_size) - len(hits)
+        if need > self.pool.num_free - self.pool.num_free_among(hits):
+            return None
+        return Offer(known, hits, count)
+
+    def admit(self, request: Request, offer: Offer) -> None:
+        """Gives a request the slot, the pages and the tokens of its offer, made after the last change."""
+        s, (known, hits, count) = self.slots, offer
+        cached = len(hits) * self.config.page_size
+        limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
+        slot = s.take(request, known, cached, limit, features_of(request.params))
+        request.rank, request.status = self.index, RequestStatus.RUNNING
+        self.pool.acquire(hits)
+        if len(hits):
+            self._deltas.append((*s.add_pages(slot, hits), hits))
+        s.num_hashed[slot] = len(hits)
+        self._grow(slot, cached + count)
+        self._register_prompt_pages(slot, cached + count)
+        self._admitted.append(request)
+        self._prefills.append((slot, count))
+        self.budget -= count
+
+    def commit(self) -> ScheduledBatch:
+        """Counts the step as done and describes it."""
+        s, decodes, prefills = self.slots, self._decodes, self._prefills
+        num_decode, num_rows = len(decodes), len(decodes) + len(prefills)
+        slots, counts, start, sample = decodes, *(column[:num_rows] for column in self._decode_columns)
+        if prefills:
+            tail = np.array(prefills, np.int64)
+            slots, counts, start, sample = np.concatenate([decodes, tail[:, 0]]), *map(np.copy, (counts, start, sample))
+            counts[num_decode:] = tail[:, 1]
+        known_ids = None
+        if self.config.num_micro_batches > 1:
+            known_ids = s.last_token_ids(decodes)
+            s.last_step[slots] = self._num_steps
+        token_ids, next_tokens = [], []
+        taken = {request.slot for request in self._admitted}
+        for row, (slot, count) in enumerate(prefills, num_decode):
+            known, computed = s.known[slot], int(s.num_computed[slot])
+            assert known is not None
+            token_ids.append(known[computed : computed + count])
+            following = computed + count < s.num_prompt[slot]
+            next_tokens.append(int(known[computed + count]) if following else -1)
+            sample[row] = computed + count >= s.num_fed[slot]
+            if slot in taken:
+                start[row] = computed
+        s.num_computed[slots] += counts
+        s.num_tokens[slots] += sample
+        return ScheduledBatch(
+            slots=slots,
+            num_scheduled=counts,
+            start=start,
+            sample=sample,
+            epochs=s.epoch[slots],
+            num_tokens=num_decode + sum([count for _, count in prefills]),
+            num_decode=num_decode,
+            decode_token_ids=known_ids,
+            token_ids=token_ids,
+            next_tokens=next_tokens,
+            deltas=PageDeltas.concatenate(self._deltas),
+            admitted=self._admitted,
+            features=int(np.bitwise_or.reduce(s.features[slots], initial=0)),
+        )
+
+    def update(self, batch: ScheduledBatch, token_ids: np.ndarray, result: StepResult) -> list[End]:
+        """Takes in the tokens of one of its batches, in order; adds to `result` and returns who is to be ended."""
+        slots_ = self.slots
+        rows = np.flatnonzero(batch.sample)
+        current = slots_.epoch[batch.slots[rows]] == batch.epochs[rows]
+        ends: list[End] = []
+        if not current.all():
+            for row in rows[~current].tolist():
+                request = self._late.pop((int(batch.slots[row]), int(batch.epochs[row])), None)
+                if request is not None and request.status is not RequestStatus.FINISHED:
+                    self._update_late(request, row, int(token_ids[row]), result, ends)
+            rows = rows[current]
+        slots, tokens = batch.slots[rows], token_ids[rows]
+        result.num_new_tokens += len(rows)
+        slots_.append_tokens(slots, tokens)
+        known = slots_.num_known[slots]
+        stopped = (slots_.stop_ids[slots] == tokens[:, None]).any(axis=1) & (known >= slots_.min_stop[slots])
+        ended = stopped | (known >= slots_.limit[slots]) | (tokens < 0)
+        first = known == slots_.num_prompt[slots] + 1
+        for index in np.flatnonzero(ended | first | slots_.per_step[slots]).tolist():
+            request, token = slots_.requests[slots[index]], int(tokens[index])
+            assert request is not None
+            if first[index]:
+                result.first_tokens.append(request)
+            if request.per_step:
+                result.emitted.append(Emitted(request, self.index, int(rows[index]), token))
+            if ended[index]:
+                ends.append(_end(request, token, bool(stopped[index])))
+        return ends
+
+    def release(self, slot: int) -> None:
+        """Frees a slot and its pages; full pages of generated tokens become findable now."""
+        s = self.slots
+        request = s.requests[slot]
+        assert request is not None
+        if self.config.enable_prefix_caching:
+            # A token's KV exists once its step has been dispatched; the last sampled token may never be fed.
+            written = int(min(s.num_computed[slot], s.num_known[slot]))
+            if written // self.config.page_size > int(s.num_hashed[slot]):
+                tokens = np.concatenate([request.prompt_token_ids, s.output(slot)])[:written]
+                request.extend_page_hashes(tokens, self.config.page_size)
+                self._register_prompt_pages(slot, written)
+        pages = s.page_table[slot, : s.num_pages[slot]].copy()
+        s.release(slot)
+        self.pool.free(pages)
+
+    def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
+        """Slots that feed their last token, i64[n]; each has a page for it."""
+        s = self.slots
+        ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
+        if self.config.num_micro_batches > 1:
+            slots = self._next_share(ready, num_in_flight)
+        else:
+            if s.wait_for_token.any():
+                ready &= ~s.wait_for_token | (s.num_known == s.num_tokens)
+            slots = np.flatnonzero(ready)
+        needy = slots[s.num_computed[slots] == s.num_pages[slots] * self.config.page_size]
+        while len(needy) > self.pool.num_free:
+            self._preempt(s.last_in_line())
+            needy = needy[s.active[needy]]
+        if len(needy):
+            pages = self.pool.allocate(len(needy))
+            columns = s.num_pages[needy]
+            s.page_table[needy, columns] = pages
+            s.num_pages[needy] += 1
+            self._deltas.append((needy.astype(np.int32), columns, pages))
+        return slots[s.active[slots]]
+
+    def _next_share(self, ready: np.ndarray, num_in_flight: int) -> np.ndarray:
+        """The decodes of one of the steps in flight together: with known last tokens, those that waited longest.
+
+        Those free now are spread over the steps that may still follow before one comes back, so that no stage runs
+        empty; and no step takes more than an even share of all decodes, so that a crowd which arrived together is
+        split up.
+        """
+        s, num_steps = self.slots, self.config.num_micro_batches
+        slots = np.flatnonzero(ready & (s.num_known == s.num_tokens))
+        count = min(
+            -(-int(np.count_nonzero(ready)) // num_steps),
+            -(-len(slots) // max(1, num_steps - num_in_flight)),
+        )
+        return np.sort(slots[np.argsort(s.last_step[slots], kind="stable")[:count]])
+
+    def _schedule_prefills(self) -> list[tuple[int, int]]:
+        """(slot, tokens) of running requests whose known tokens are not all computed."""
+        s = self.slots
+        slots = np.flatnonzero(s.active & (s.num_computed < s.num_fed))
+        if not len(slots):
+            return []
+        order = np.lexsort((s.arrival_index[slots], s.priority[slots]))
+        scheduled: list[tuple[int, int]] = []
+        for slot in slots[order].tolist():
+            if self.budget < 1:
+                break
+            if not s.active[slot]:
+                continue
+            computed = int(s.num_computed[slot])
+            count = self._chunk(int(s.num_fed[slot]) - computed)
+            need = -(-(computed + count) // self.config.page_size) - int(s.num_pages[slot])
+            while need > self.pool.num_free and s.active[slot]:
+                self._preempt(s.last_in_line())
+            if not s.active[slot]:
+                break
+            self._grow(slot, computed + count)
+            scheduled.append((slot, count))
+            self.budget -= count
+        return scheduled
+
+    def _chunk(self, remaining: int) -> int:
+        limit = self.config.long_prefill_token_threshold or remaining
+        return min(remaining, self.budget, limit)
+
+    def _cached_pages(self, request: Request, known: np.ndarray) -> np.ndarray:
+        """Pages that hold a prefix of `known`; at least one token is left to compute."""
+        if not self.config.enable_prefix_caching:
+            return np.empty(0, np.int32)
+        hashes = request.extend_page_hashes(known, self.config.page_size)
+        if request.params.prompt_logprobs is not None:
+            return np.empty(0, np.int32)
+        return self.pool.lookup(hashes[: (len(known) - 1) // self.config.page_size])
+
+    def _grow(self, slot: int, num_tokens: int) -> None:
+        """Takes the pages that the slot's first `num_tokens` tokens still need; they are free."""
+        count = -(-num_tokens // self.config.page_size) - int(self.slots.num_pages[slot])
+        if count > 0:
+            pages = self.pool.allocate(count)
+            self._deltas.append((*self.slots.add_pages(slot, pages), pages))
+
+    def _register_prompt_pages(self, slot: int, num_computed: int) -> None:
+        """Makes pages findable whose tokens this step computes; a step writes all its KV before any row reads it."""
+        request = self.slots.requests[slot]
+        assert request is not None
+        first, last = int(self.slots.num_hashed[slot]), num_computed // self.config.page_size
+        last = min(last, len(request.page_hashes))
+        for index in range(first, last):
+            self.pool.register(int(self.slots.page_table[slot, index]), request.page_hashes[index])
+        self.slots.num_hashed[slot] = max(first, last)
+
+    def _preempt(self, slot: int) -> None:
+        """Takes a slot's pages away; its request is to wait and be computed again."""
+        s = self.slots
+        request = s.requests[slot]
+        assert request is not None
+        if s.num_tokens[slot] > s.num_known[slot]:
+            self._late[slot, int(s.epoch[slot])] = request
+            request.token_in_flight = True
+        self.release(slot)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.preempted.append(request)
+
+    def _update_late(self, request: Request, row: int, token: int, result: StepResult, ends: list[End]) -> None:
+        """A token of a request that was preempted before it came."""
+        request.token_in_flight = False
+        result.num_new_tokens += 1
+        request.output_token_ids = np.append(request.output_token_ids, np.int32(token))
+        num_output = len(request.output_token_ids)
+        if num_output == 1:
+            result.first_tokens.append(request)
+        if request.per_step:
+            result.emitted.append(Emitted(request, self.index, row, token))
+        stopped = token in request.stop_token_ids and num_output >= max(1, request.params.min_tokens)
+        length = request.num_prompt_tokens + num_output >= self.config.max_model_len
+        if stopped or token < 0 or num_output >= request.max_tokens or length:
+            ends.append(_end(request, token, stopped))
+
+
+def _end(request: Request, token: int, stopped: bool) -> End:
+    if token < 0:
+        return End(request, FinishReason.ERROR, "logits are not finite")
+    if stopped:
+        return End(request, FinishReason.STOP, None if token in request.eos_token_ids else token)
+    return End(request, FinishReason.LENGTH)

@@ -1,0 +1,116 @@
+"""The engine's loop around a scheduler and a device without a model, and requests to run through it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from scheduler.buckets import Buckets
+from scheduler.config import SchedulerConfig
+from scheduler.packing import Packer
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
+from tests.scheduler.fake_device import VOCAB_SIZE, FakeDevice, expected_output
+
+
+class Loop:
+    """schedule, execute, update; ahead of the device by one step unless `sync`, or by one for each micro-batch."""
+
+    def __init__(self, *, sync: bool = False, **changes):
+        options = {
+            "num_pages": 64,
+            "page_size": 4,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 24,
+            "max_model_len": 64,
+        }
+        self.config = SchedulerConfig(**{**options, **changes})
+        self.scheduler = Scheduler(self.config)
+        seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        buckets = Buckets(seqs, tokens, [size for size in (1, 2, 4) if size < seqs], [4])
+        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks)
+        pipelined = self.config.num_micro_batches > 1
+        self.device = FakeDevice(self.packer, self.config.num_pages, self.config.max_pages_per_seq, forgetful=pipelined)
+        self.depth = max(1 if sync else 2, self.config.num_micro_batches)
+        self.in_flight: deque = deque()
+        self.finished: list[Request] = []
+        self.largest_batch = 0
+        self.most_tokens = 0
+
+    @property
+    def pool(self):
+        return self.scheduler.ranks[0].pool
+
+    def step(self, now: float = 0.0):
+        """Returns the scheduled step."""
+        step = self.scheduler.schedule(now)
+        self.finished += step.expired
+        self.check(step)
+        if step.num_rows:
+            self.largest_batch = max(self.largest_batch, *[batch.num_rows for batch in step.batches])
+            self.most_tokens = max(self.most_tokens, *[batch.num_tokens for batch in step.batches])
+            self.in_flight.append((step, self.device.execute(self.packer.pack(step))))
+        if self.in_flight and (not step.num_rows or len(self.in_flight) == self.depth):
+            self.finished += self.scheduler.update(*self.in_flight.popleft()).finished
+            for rank in self.scheduler.ranks:
+                rank.pool.check()
+        return step
+
+    def run(self, limit: int = 20_000):
+        for _ in range(limit):
+            if not self.scheduler.num_unfinished and not self.in_flight:
+                return
+            self.step()
+        raise AssertionError("the scheduler makes no progress")
+
+    def check(self, step):
+        """What must hold after every `schedule`."""
+        for rank, batch in zip(self.scheduler.ranks, step.batches, strict=True):
+            rank.pool.check()
+            slots = rank.slots
+            held = np.zeros(self.config.num_pages, np.int32)
+            for slot in np.flatnonzero(slots.active):
+                np.add.at(held, slots.page_table[slot, : slots.num_pages[slot]], 1)
+            assert (held == rank.pool.ref_count).all(), "a page without owner, or an owner without page"
+            assert batch.num_tokens == batch.num_scheduled.sum()
+            assert not (rank.preempted and batch.admitted), "a rank took in a request while it put one out"
+            if self.config.num_micro_batches > 1:
+                flying = [before.batches[rank.index] for before, _ in self.in_flight]
+                pending = {
+                    (slot, epoch)
+                    for before in flying
+                    for slot, epoch in zip(before.slots[before.sample], before.epochs[before.sample], strict=True)
+                }
+                now = set(zip(batch.slots[: batch.num_decode], batch.epochs[: batch.num_decode], strict=True))
+                assert not now & pending, "a request decodes before its last token is known"
+
+
+def make(name, prompt, max_tokens=8, **fields):
+    params = fields.pop("params", SamplingParams(temperature=0, max_tokens=max_tokens))
+    return Request(str(name), np.array(prompt, np.int32), params, max_tokens, **fields)
+
+
+def random_request(rng, index, max_len=64, shared=None, **fields):
+    length = int(rng.integers(1, max_len - 2))
+    prompt = rng.integers(0, VOCAB_SIZE, length).astype(np.int32)
+    if shared is not None and rng.random() < 0.5:
+        prompt[: min(length, len(shared))] = shared[:length]
+    room = max_len - length
+    stop = tuple(rng.integers(0, VOCAB_SIZE, 2).tolist()) if rng.random() < 0.3 else ()
+    return make(
+        index,
+        prompt,
+        int(rng.integers(1, min(room, 30) + 1)),
+        stop_token_ids=stop,
+        wait_for_token=bool(rng.random() < 0.1),
+        per_step=bool(rng.random() < 0.3),
+        **fields,
+    )
+
+
+def check_output(request):
+    expected = expected_output(request.prompt_token_ids, request.max_tokens, request.stop_token_ids)
+    assert request.output_token_ids.tolist() == expected, request.request_id
+    assert request.finish_reason == ("stop" if expected[-1] in request.stop_token_ids else "length")
