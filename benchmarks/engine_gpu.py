@@ -70,8 +70,8 @@ def main() -> None:
         return {
             "seconds": round(time.perf_counter() - began, 1),
             "steps": len(runner.buckets),
-            "programs_compiled": runner.executables.num_compiled,
-            "programs_loaded": runner.executables.num_loaded,
+            "programs_compiled": runner.num_compiled,
+            "programs_loaded": runner.num_loaded,
             "weights_GB": round(runner.plan.weights / 1e9, 2),
             "kv_tokens": runner.plan.num_tokens,
         }

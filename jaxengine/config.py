@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler.buckets import Buckets
 from scheduler.config import SchedulerConfig
 from scheduler.waiting import POLICIES
+from sharding.layout import MeshLayout
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -24,10 +25,6 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 
 # Options of vLLM that are not built yet, with the values that ask for nothing.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "enable_expert_parallel": (False,),
     "quantization": (None,),
     "speculative_config": (None,),
     "enable_lora": (False,),
@@ -84,6 +81,12 @@ class CompilationConfig:
                 raise ConfigError(f"compilation_config.{name}", sizes, "a list of integers of at least 1")
             object.__setattr__(self, name, tuple(sizes))
 
+    def divided(self, parts: int) -> CompilationConfig:
+        """The sizes of each of `parts` that split a batch."""
+        names = ("cudagraph_capture_sizes", "prefill_sizes")
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -134,8 +137,8 @@ class EngineConfig:
       kv_cache_dtype: of the KV pages; "auto" follows dtype.
       seed: of everything random that has no seed of its own.
       max_model_len: longest prompt and output together, in tokens.
-      max_num_seqs: requests that run at once.
-      max_num_batched_tokens: tokens of one step.
+      max_num_seqs: requests that run at once, in each of data_parallel_size.
+      max_num_batched_tokens: tokens of one step, in each of data_parallel_size.
       block_size: tokens of one page (page_size).
       gpu_memory_utilization: share of the device's memory the engine may use.
       kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
@@ -146,6 +149,13 @@ class EngineConfig:
       scheduling_policy: "fcfs" or "priority".
       async_scheduling: dispatch a step before the tokens of the one before are read.
       enforce_eager: no warm-up; a shape is compiled when it first occurs. For debugging.
+      tensor_parallel_size: devices that split the weights of a layer. Where the model has fewer kv heads, or a number
+        of them that does not divide, some of these devices split the sequences instead of the heads of attention.
+      replicate_kv_heads: split the heads over all of tensor_parallel_size, storing kv heads more than once.
+      data_parallel_size: times that weights are stored (but for experts), each with sequences and pages of its own.
+      enable_expert_parallel: whole experts on devices of tensor_parallel_size * data_parallel_size, not slices of all.
+      pipeline_parallel_size: groups of devices that each have a run of the layers.
+      pipeline_layers: numbers of layers of these groups; None splits by the bytes of the weights.
       compilation_config: which shapes are compiled; a CompilationConfig or a dict of its fields.
       compile_cache_dir: where compiled steps are kept; "" keeps none.
       max_logprobs: most logprobs a request may ask for.
@@ -177,6 +187,12 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     async_scheduling: bool = True
     enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    replicate_kv_heads: bool = False
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] | None = None
     compilation_config: CompilationConfig = CompilationConfig()
     compile_cache_dir: str | None = None
     max_logprobs: int = 20
@@ -216,6 +232,9 @@ class EngineConfig:
             ("num_gpu_blocks_override", 1, 2**31 - 1),
             ("long_prefill_token_threshold", 0, 2**24),
             ("max_logprobs", 0, 1024),
+            ("tensor_parallel_size", 1, 1024),
+            ("data_parallel_size", 1, 1024),
+            ("pipeline_parallel_size", 1, 1024),
         ):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -223,6 +242,13 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
+        layers = self.pipeline_layers
+        if layers is not None:
+            listed = isinstance(layers, (list, tuple)) and all(type(count) is int and count > 0 for count in layers)
+            if not listed or len(layers) != self.pipeline_parallel_size:
+                size = self.pipeline_parallel_size
+                raise ConfigError("pipeline_layers", layers, f"{size} integers of at least 1, one for each stage")
+            object.__setattr__(self, "pipeline_layers", tuple(layers))
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -264,6 +290,18 @@ class EngineConfig:
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("long_prefill_token_threshold", self.long_prefill_token_threshold, "0, without chunks")
+        if self.pipeline_parallel_size > model.num_layers:
+            raise ConfigError(
+                "pipeline_parallel_size", self.pipeline_parallel_size, f"at most {model.num_layers} layers"
+            )
+        if self.enable_expert_parallel and model.experts is None:
+            raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
+        if self.pipeline_layers is not None and sum(self.pipeline_layers) != model.num_layers:
+            raise ConfigError("pipeline_layers", self.pipeline_layers, f"numbers that add up to {model.num_layers}")
+        mesh = self.mesh_layout(model)
+        # Ranks that split one batch share its limits.
+        max_num_seqs, tokens = -(-max_num_seqs // mesh.attn), -(-tokens // mesh.attn)
+        compilation_config = self.compilation_config.divided(mesh.attn)
         dtype = platform.dtype if self.dtype == "auto" else self.dtype
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         chosen.update(
@@ -272,11 +310,22 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,
+            compilation_config=compilation_config,
             block_size=self.block_size or platform.page_size,
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
         )
         return ResolvedConfig(**chosen)
+
+    def mesh_layout(self, model: ModelConfig) -> MeshLayout:
+        """The sizes of the mesh that one pipeline stage runs on."""
+        return MeshLayout.for_heads(
+            model.num_kv_heads,
+            tensor=self.tensor_parallel_size,
+            data=self.data_parallel_size,
+            replicate=self.replicate_kv_heads,
+            expert_parallel=self.enable_expert_parallel,
+        )
 
     def _check_type(self, name: str, annotation: str) -> None:
         value = getattr(self, name)
@@ -295,13 +344,18 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """A config in which model and platform have filled in what the user left open."""
+    """A config in which model and platform have filled in what the user left open. Its limits are of one rank."""
 
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     block_size: int = 0
     gpu_memory_utilization: float = 0.0
+
+    @property
+    def fixes_pages(self) -> bool:
+        """Whether the size of the KV pool is said outright."""
+        return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform) -> Buckets:
         """The shapes to compile."""
@@ -316,8 +370,8 @@ class ResolvedConfig(EngineConfig):
         except ValueError as error:
             raise ConfigError("compilation_config", chosen, str(error)) from None
 
-    def scheduler_config(self, num_pages: int) -> SchedulerConfig:
-        """What the scheduler must know."""
+    def scheduler_config(self, num_pages: int, num_ranks: int = 1) -> SchedulerConfig:
+        """What the scheduler must know; num_pages of each rank."""
         return SchedulerConfig(
             num_pages=num_pages,
             page_size=self.block_size,
@@ -328,4 +382,6 @@ class ResolvedConfig(EngineConfig):
             enable_prefix_caching=self.enable_prefix_caching,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             policy=self.scheduling_policy,
+            num_ranks=num_ranks,
+            num_micro_batches=self.pipeline_parallel_size,
         )

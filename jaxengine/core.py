@@ -11,14 +11,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxengine.config import PLATFORMS, EngineConfig
+from jaxengine.devices import choose_devices, open_stages
 from jaxengine.engine import Engine, EngineOutput
 from jaxengine.metrics import Metrics
 from jaxengine.model_runner import ModelRunner
@@ -26,14 +26,9 @@ from jaxengine.model_source import open_model
 from jaxengine.output_processor import OutputProcessor, follows_every_step
 from jaxengine.outputs import RequestOutput
 from models.kv_cache import platform_of
-from models.loading.dummy import dummy_params
-from models.loading.params import load_params
-from models.registry import build_model
 from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request
 from scheduler.sampling_params import SamplingParams, verify_bad_word_tokens
-from sharding.mesh import make_mesh
-from sharding.rules import named_sharding
 
 logger = logging.getLogger(__name__)
 
@@ -54,25 +49,23 @@ class PreparedRequest:
 class EngineCore:
     """Loads the model, compiles every step, and then serves. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig):
-        """Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change."""
+    def __init__(self, config: EngineConfig, *, devices: Sequence[Any] | None = None, mesh: Mesh | None = None):
+        """devices: to take from, default all; or a mesh with axes data, attn and model that says how to use which.
+
+        Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change.
+        """
         show = not config.disable_log_stats
-        platform = PLATFORMS[_kernel_platform()]
+        config, devices = choose_devices(config, devices, mesh)
+        platform = PLATFORMS[_kernel_platform(devices[0])]
         source = open_model(config)
         self.config = config.resolved(source.config, platform)
         self.model_config = source.config
         self.generation_defaults = source.generation_defaults
         self.tokenizer = source.load_tokenizer(self.config)
-        model = build_model(source.config, dtype=self.config.dtype)
         with _ProgressBar("Loading weights", "B", show) as bar:
-            placing: Any = {"sharding_for": partial(named_sharding, make_mesh()), "progress": bar.update}
-            if source.weights is None:
-                params = dummy_params(model, seed=self.config.seed, **placing)
-            else:
-                params = load_params(model, source.weights, dtype=self.config.dtype, **placing)
-                source.weights.close()
+            stages = open_stages(source, self.config, platform, devices, mesh, progress=bar.update)
         with _ProgressBar("Compiling steps", "step", show) as bar:
-            self.runner = ModelRunner(model, params, self.config, platform, progress=bar.update)
+            self.runner = ModelRunner(stages, self.config, progress=bar.update)
         if show:
             print(self.runner.plan.table(), file=sys.stderr)
         self.engine = Engine(self.runner)
@@ -310,8 +303,7 @@ class _ProgressBar:
         self._bar.update(done - self._bar.n)
 
 
-def _kernel_platform() -> str:
-    device = jax.devices()[0]
+def _kernel_platform(device: Any) -> str:
     platform = platform_of(device)
     if platform == "gpu_xla":
         logger.warning(

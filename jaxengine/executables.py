@@ -58,10 +58,11 @@ class ExecutableCache:
       num_compiled, num_loaded: what `get` did so far.
     """
 
-    def __init__(self, directory: str | None):
-        """directory: None for the user's cache directory, "" to keep nothing."""
+    def __init__(self, directory: str | None, devices: Sequence[Any]):
+        """directory: None for the user's cache directory, "" to keep nothing. devices: what the programs run on."""
         self.num_compiled = 0
         self.num_loaded = 0
+        self._devices = devices
         self._directory = None
         if directory != "":
             self._directory = Path(directory).expanduser() if directory else default_cache_dir()
@@ -90,11 +91,12 @@ class ExecutableCache:
         """
         path = self._path(name, arguments, donate, description)
         trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(results)
-        compiled = _load(path, *trees) if path is not None else None
+        compiled = _load(path, *trees, self._devices) if path is not None else None
         if compiled is not None:
             self.num_loaded += 1
             return compiled
-        compiled = compile_program(jax.jit(function, donate_argnums=donate).lower(*arguments), jax.default_backend())
+        lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+        compiled = compile_program(lowered, self._devices[0].platform)
         self.num_compiled += 1
         if path is not None:
             _store(path, compiled)
@@ -114,7 +116,9 @@ class ExecutableCache:
         if self._directory is None:
             return None
         shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in jax.tree.leaves(arguments)]
-        key = repr((_environment(), name, donate, shapes, str(jax.tree.structure(arguments)), description))
+        devices = [device.id for device in self._devices]
+        environment = _environment(self._devices[0])
+        key = repr((environment, devices, name, donate, shapes, str(jax.tree.structure(arguments)), description))
         return self._directory / f"{hashlib.sha256(key.encode()).hexdigest()}.xla"
 
 
@@ -135,7 +139,7 @@ def _prune(directory: Path) -> None:
 
 
 @functools.cache
-def _environment() -> tuple[str, ...]:
+def _environment(device: Any) -> tuple[str, ...]:
     """What every program's machine code depends on."""
     sources = hashlib.sha256()
     root = Path(__file__).resolve().parent.parent
@@ -144,7 +148,6 @@ def _environment() -> tuple[str, ...]:
             if path.parent.name in ("bench", "check", "peer_scripts"):
                 continue  # they run or compile steps, no step runs them
             sources.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    device = jax.devices()[0]
     return (
         sources.hexdigest(),
         jax.__version__,
@@ -170,12 +173,12 @@ def _cpu_flags() -> str:
     return f"{flags} x{os.cpu_count()}"
 
 
-def _load(path: Path, in_tree: Any, out_tree: Any) -> jax.stages.Compiled | None:
+def _load(path: Path, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> jax.stages.Compiled | None:
     payload = _read(path)
     if payload is None:
         return None
     try:
-        return serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
+        return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=tuple(devices))
     except Exception as error:  # whatever the runtime dislikes about the file, compiling again is the answer
         logger.warning("cached executable %s cannot be used and is compiled again: %s", path.name, error)
         return None

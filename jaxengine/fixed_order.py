@@ -1,8 +1,9 @@
-"""Sums along rows whose rounding is the same whatever the number of rows.
+"""Sums over the vocabulary whose rounding is the same whatever the number of rows, of devices and of padding columns.
 
 XLA picks the order of a reduction's additions by the shape of the whole array, so a row's jnp.sum changes in its last
 bit with the batch it runs in, and with it, now and then, a sampled token. Here every addition is an elementwise one,
-between operands that depend on the row's length alone.
+and which operands meet depends on their places in the row alone: zeros after the row's end change nothing. Rows that
+are split over devices, [S, V / n] on each, exchange the sums of their blocks, which no device shares with another.
 """
 
 from __future__ import annotations
@@ -12,24 +13,49 @@ import operator
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from sharding.collectives import gather_parts, sum_parts
+
+# Logical axis of a row's tokens.
+VOCAB = "sampled_vocab"
 BLOCK = 128
 # Operands added in one kernel: enough for few kernels, which is what compile time goes by.
 _FAN_IN = 8
 
 
 def block_sums(x: jax.Array) -> jax.Array:
-    """[S, V] -> [S, ceil(V / BLOCK)], the sums of consecutive blocks."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(x.shape[0], -1, BLOCK)
-    while x.shape[2] > 1:
-        half = x.shape[2] // 2
-        x = x[:, :, :half] + x[:, :, half:]
-    return x[:, :, 0]
+    """[S, V / n] -> [S, ceil(V / BLOCK)], the sums of the whole row's consecutive blocks."""
+    sums = _add_neighbours(_add_neighbours(x, _FAN_IN), BLOCK // _FAN_IN)
+    return gather_parts(sums, VOCAB, dimension=1)
 
 
 def row_sums(x: jax.Array) -> jax.Array:
-    """[S, V] -> [S, 1]."""
+    """[S, V / n] -> [S, 1]."""
+    x = block_sums(x)
     while x.shape[1] > 1:
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _FAN_IN)))
-        x = functools.reduce(operator.add, jnp.split(x, _FAN_IN, axis=1))
+        x = _add_neighbours(x, _FAN_IN)
     return x
+
+
+def row_counts(mask: jax.Array) -> jax.Array:
+    """bool[S, V / n] -> i32[S, 1], how many are True. Whole numbers: any order of addition will do."""
+    return sum_parts(jnp.sum(mask.astype(jnp.int32), axis=1, keepdims=True), VOCAB)
+
+
+def running_sums(x: jax.Array) -> jax.Array:
+    """[S, C] -> [S, C], the sum up to and including each column; rows that every device holds whole.
+
+    Hillis and Steele 1986. What jnp.cumsum adds first depends on C, and on a GPU on the run.
+    """
+    distance = 1
+    while distance < x.shape[1]:
+        x = x + lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (distance, -distance, 0)))
+        distance *= 2
+    return x
+
+
+def _add_neighbours(x: jax.Array, num: int) -> jax.Array:
+    """[S, C] -> [S, ceil(C / num)], each the sum of `num` columns that follow one another."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % num)))
+    return functools.reduce(operator.add, [x[:, place::num] for place in range(num)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxengine.config import EngineConfig
@@ -23,11 +25,27 @@ class LLM:
 
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
+      devices: jax devices to take from, the first ones that the parallel sizes ask for; default all.
+      mesh: a jax.sharding.Mesh with axes data, attn and model to run on, instead of parallel sizes.
       options: see `jaxengine.EngineConfig`. One that is unknown or not supported yet raises ConfigError.
     """
 
-    def __init__(self, model: str | None = None, **options: Any):
-        self.core = EngineCore(EngineConfig.from_options(model=model, **options))
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        devices: Sequence[Any] | None = None,
+        mesh: Mesh | None = None,
+        **options: Any,
+    ):
+        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+
+    def get_expert_load(self) -> np.ndarray | None:
+        """u32[layers, E]: tokens that each expert was picked for so far, modulo 2**32; None without experts.
+
+        Layers are those that have experts. Shows how evenly `enable_expert_parallel` loads the devices.
+        """
+        return self.core.runner.expert_load()
 
     def generate(
         self,

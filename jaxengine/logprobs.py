@@ -1,7 +1,8 @@
 """Log-probabilities the engine reports: of a chosen token, its rank, and the best `max_logprobs` tokens.
 
 Owns the arithmetic from logits [S, V] to what a request sees, for sampled tokens and for prompt tokens. Traced inside
-the jitted step. Knows nothing of temperatures, requests or slots: whoever calls decides which logits are reported.
+the jitted step. Knows nothing of temperatures, requests or slots: whoever calls decides which logits are reported. Of a
+vocabulary that is split over n devices each has [S, V / n], and all report the same.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.fixed_order import row_sums
-from jaxengine.top_tokens import top_tokens
+from jaxengine.fixed_order import row_counts, row_sums
+from jaxengine.top_tokens import row_extreme, take_tokens, top_tokens, vocab_size
+from sharding.collectives import any_device
 
 # Rows of logits alive at once while prompts are scored: 32 x 150k x 4 bytes = 19 MB, and enough rows to feed a matmul.
 PROMPT_BLOCK_ROWS = 32
@@ -44,10 +46,9 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, *, num_top: int, nor
 
     normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets (-inf, 0).
     """
-    vocab_size = logits.shape[1]
-    valid = (token_ids >= 0) & (token_ids < vocab_size)
-    chosen = jnp.take_along_axis(logits, jnp.where(valid, token_ids, 0)[:, None], axis=1)
-    rank = 1 + jnp.sum((logits > chosen).astype(jnp.int32), axis=1)
+    valid = (token_ids >= 0) & (token_ids < vocab_size(logits))
+    chosen = take_tokens(logits, jnp.where(valid, token_ids, 0)[:, None])
+    rank = 1 + row_counts(logits > chosen)[:, 0]
     shift = _log_sum_exp(logits) if normalize else jnp.zeros_like(chosen)
     if num_top:
         best, top_ids = top_tokens(logits, num_top)
@@ -60,7 +61,7 @@ def token_logprobs(logits: jax.Array, token_ids: jax.Array, *, num_top: int, nor
 
 
 def _log_sum_exp(logits: jax.Array) -> jax.Array:
-    best = jnp.max(logits, axis=1, keepdims=True)
+    best = row_extreme(jnp.max, logits)
     return best + jnp.log(row_sums(jnp.exp(logits - best)))
 
 
@@ -74,8 +75,8 @@ def prompt_logprobs(
 ) -> TokenLogprobs:
     """Scores prompt tokens: row t tells how likely `targets[t]` was after hidden state t.
 
-    hidden [T, D], targets i32[T] (-1: nobody asks; its row is (-inf, 0, ...)), logits_fn: [B, D] -> f32[B, V]. Logits
-    exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is
+    hidden [T, D], targets i32[T] (-1: nobody asks; its row is (-inf, 0, ...)), logits_fn: [B, D] -> f32[B, V / n].
+    Logits exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is
     sampled here, so logprobs_mode "processed_*" reports the raw values.
     """
     num_tokens, width = hidden.shape
@@ -84,18 +85,19 @@ def prompt_logprobs(
     padding = num_blocks * rows - num_tokens
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_blocks, rows, width)
     targets = jnp.pad(targets, (0, padding), constant_values=-1).reshape(num_blocks, rows)
-    vocab_size = jax.eval_shape(logits_fn, hidden[0]).shape[1]
-    num_top = min(max_logprobs, vocab_size)
+    num_top = min(max_logprobs, vocab_size(jax.eval_shape(logits_fn, hidden[0])))
+    # One exchange for all blocks: where one device needs the logits of a block, all make them.
+    wanted = any_device(jnp.any(targets >= 0, axis=1))
 
-    def score(block: tuple[jax.Array, jax.Array]) -> TokenLogprobs:
-        states, tokens = block
+    def score(block: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+        states, tokens, scored = block
         return lax.cond(
-            jnp.any(tokens >= 0),
+            scored,
             lambda: token_logprobs(
                 logits_fn(states), tokens, num_top=num_top, normalize=logprobs_mode.endswith("logprobs")
             ),
             lambda: no_logprobs(rows, num_top),
         )
 
-    blocks = lax.map(score, (hidden, targets))
+    blocks = lax.map(score, (hidden, targets, wanted))
     return jax.tree.map(lambda leaf: leaf.reshape(num_blocks * rows, *leaf.shape[2:])[:num_tokens], blocks)

@@ -3,6 +3,9 @@
 Owns the device-resident sampling parameters (`SamplingState`, one row per slot) and the order of operations, which is
 vLLM's: raw logprobs, additive bias, penalties, temperature, min_p, top_k, top_p, draw. What no row asks for is skipped
 by `lax.cond`, so one executable serves every mix. Knows nothing of requests, of text, or of when a bias changes.
+
+The vocabulary may be split over n devices: each has V / n columns of the logits, of the counts and of the biases, all
+else whole, and finds the same tokens, bit for bit those of one device. Padding columns come last and hold -inf.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from jax import lax
 
 from jaxengine.logprobs import TokenLogprobs, no_logprobs, token_logprobs
 from jaxengine.token_choice import draw, lowest_kept, uniform
-from jaxengine.top_tokens import best_token
+from jaxengine.top_tokens import best_token, first_id, vocab_size
 from scheduler.sampling_params import SamplingParams
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
@@ -122,12 +125,13 @@ def count_tokens(state: SamplingState, slots: jax.Array, token_ids: jax.Array, v
 
     Rows that are not valid, whose slot is >= R or whose token is outside the vocabulary change nothing.
     """
-    num_slots, vocab_size = state.token_counts.shape
-    slots = jnp.where(valid & (token_ids >= 0) & (token_ids < vocab_size), slots, num_slots)
+    num_slots, num_columns = state.token_counts.shape
+    columns = token_ids - first_id(state.token_counts)
+    slots = jnp.where(valid & (columns >= 0) & (columns < num_columns), slots, num_slots)
     if slots.shape[0] == 1:  # XLA CPU copies the whole operand of a one-row scatter
         slots = jnp.pad(slots, (0, 1), constant_values=num_slots)
-        token_ids = jnp.pad(token_ids, (0, 1))
-    return state._replace(token_counts=state.token_counts.at[slots, token_ids].add(2, mode="drop"))
+        columns = jnp.pad(columns, (0, 1))
+    return state._replace(token_counts=state.token_counts.at[slots, columns].add(2, mode="drop"))
 
 
 def set_counts_row(state: SamplingState, slot: jax.Array, row: jax.Array) -> SamplingState:
@@ -167,7 +171,7 @@ def sample(
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
 
     processed, normalize = logprobs_mode.startswith("processed"), logprobs_mode.endswith("logprobs")
-    num_top = min(max_logprobs, logits.shape[1])
+    num_top = min(max_logprobs, vocab_size(logits))
 
     def score(scored: Callable[[], jax.Array], token_ids: jax.Array) -> TokenLogprobs:
         return lax.cond(

@@ -1,6 +1,9 @@
 """One step as a pure function: unpack the message, run the model, sample, remember. This is what gets compiled.
 
 The device keeps a row of state for every slot, so the host sends only what changed. Knows nothing of requests.
+
+On a mesh this is what every device runs on its own parts (sharding.collectives): a rank's rows, slots and pages are its
+own, and its devices all unpack the same message.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxengine import sampler
 from jaxengine.logprobs import TokenLogprobs, prompt_logprobs
 from models.attention import RaggedBatch
 from models.forward_batch import HEADER, ForwardBatch, StepLayout
+from models.moe import ExpertLoad
+from sharding.collectives import num_shards, shard_index, stack_ranks
 
 
 class SlotState(NamedTuple):
@@ -26,18 +32,21 @@ class SlotState(NamedTuple):
       page_table: i32[R, W].
       last_token: i32[R], the token sampled last.
       num_computed: i32[R], tokens whose KV is written.
-      sampling: sampling parameters and penalty counts.
+      sampling: sampling parameters and penalty counts; only where tokens are sampled.
+      expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
+        models with experts.
     """
 
     page_table: jax.Array
     last_token: jax.Array
     num_computed: jax.Array
-    sampling: sampler.SamplingState
+    sampling: sampler.SamplingState | None
+    expert_load: jax.Array | None
 
 
 class StepOutput(NamedTuple):
-    """Results. Rows of `sample` that do not sample mean nothing; `prompt` scores, at each of the step's T tokens, the
-    prompt token that follows it."""
+    """Results of all ranks, [ranks, ...]. Rows of `sample` that do not sample mean nothing; `prompt` scores, at each of
+    the step's T tokens, the prompt token that follows it."""
 
     sample: sampler.SampleOutput
     prompt: TokenLogprobs
@@ -62,14 +71,28 @@ class StepSpec:
     logprobs_mode: str
 
 
-def init_state(max_num_seqs: int, max_pages: int, vocab_size: int) -> SlotState:
-    """State of slots that nobody has used yet."""
+def init_state(
+    max_num_seqs: int, max_pages: int, vocab_size: int | None, experts: tuple[int, int] | None = None
+) -> SlotState:
+    """State of slots that nobody has used yet.
+
+    vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer.
+    """
     return SlotState(
         page_table=jnp.zeros((max_num_seqs, max_pages), jnp.int32),
         last_token=jnp.zeros(max_num_seqs, jnp.int32),
         num_computed=jnp.zeros(max_num_seqs, jnp.int32),
-        sampling=sampler.init_state(max_num_seqs, vocab_size),
+        sampling=None if vocab_size is None else sampler.init_state(max_num_seqs, vocab_size),
+        expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
     )
+
+
+def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
+    """Slots numbered over all ranks as this rank numbers its own; `num_slots` for those of others."""
+    if num_shards("batch") == 1:
+        return slots
+    slots = slots - shard_index("batch") * num_slots
+    return jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)
 
 
 def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
@@ -79,7 +102,7 @@ def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
 
 
 def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: int):
-    """Expands a message: (state with the new page-table entries and counts, ForwardBatch, Rows, header dict)."""
+    """Expands a rank's message: (state with the new page-table entries and counts, ForwardBatch, Rows, header dict)."""
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
     state = write_page_deltas(state, layout.view(buffer, "deltas"))
     slot, count, start, sample, next_token = layout.view(buffer, "rows")
@@ -121,18 +144,28 @@ def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: i
 
 
 def make_step(graph: nnx.GraphDef, params_tree: Any, layout: StepLayout, spec: StepSpec) -> Callable:
-    """The step of one bucket: (params: list of arrays, kv, state, message) -> (kv, state, StepOutput)."""
+    """The step of one bucket: (params: list of arrays, kv, state, message) -> (kv, state, StepOutput).
 
-    def step(params, kv, state: SlotState, buffer: jax.Array):
+    The step of a stage that is not the first takes hidden states as a fifth argument, that of one that is not the last
+    gives hidden states instead of the StepOutput.
+    """
+
+    def step(params, kv, state: SlotState, message: jax.Array, *hidden: jax.Array):
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("unpack"):
-            state, batch, rows, header = unpack(state, buffer, layout, spec.page_size)
-        hidden, kv = model(batch, kv)
+            state, batch, rows, header = unpack(state, message.reshape(-1), layout, spec.page_size)
+        hidden, kv = model(batch, kv, *hidden)
+        if state.expert_load is not None:
+            load = jax.tree.leaves(nnx.pop(model, ExpertLoad))[0]
+            state = state._replace(expert_load=state.expert_load + load.astype(jnp.uint32))
+        if not model.stage.is_last:
+            return kv, state, hidden
+        assert state.sampling is not None
         with jax.named_scope("logits"):
             logits = model.logits(hidden[batch.logits_indices])
         flags = sampler.SamplerFlags(*(header[name] > 0 for name in sampler.SamplerFlags._fields))
         with jax.named_scope("sample"):
-            sampled = sampler.sample(
+            own = sampler.sample(
                 logits,
                 state.sampling,
                 rows.slot,
@@ -142,11 +175,25 @@ def make_step(graph: nnx.GraphDef, params_tree: Any, layout: StepLayout, spec: S
                 logprobs_mode=spec.logprobs_mode,
             )
         with jax.named_scope("prompt_logprobs"):
-            prompt = _prompt_logprobs(model, hidden, batch, rows, header["any_prompt_logprobs"] > 0, spec)
-        state = _remember(state, rows, sampled.token_ids, flags.any_penalties)
+            scoring = header["any_prompt_logprobs"] > 0
+            prompt = _prompt_logprobs(model, hidden, batch, rows, scoring, spec)
+        state = _remember(state, rows, own.token_ids, flags.any_penalties)
+        with jax.named_scope("results"):
+            scores = _stack_scores(TokenLogprobs(*own[1:]), flags.any_logprobs)
+            sampled = sampler.SampleOutput(stack_ranks(own.token_ids), *scores)
+            prompt = _stack_scores(prompt, scoring)
         return kv, state, StepOutput(sampled, prompt)
 
     return step
+
+
+def _stack_scores(scores: TokenLogprobs, wanted: jax.Array) -> TokenLogprobs:
+    """`stack_ranks`, without an exchange where nobody asked."""
+    ranks = num_shards("batch")
+    if ranks == 1:
+        return jax.tree.map(stack_ranks, scores)
+    nothing = [jnp.zeros((ranks, *leaf.shape), leaf.dtype) for leaf in scores]
+    return lax.cond(wanted, lambda: TokenLogprobs(*map(stack_ranks, scores)), lambda: TokenLogprobs(*nothing))
 
 
 def _prompt_logprobs(model, hidden, batch: ForwardBatch, rows: Rows, wanted, spec: StepSpec) -> TokenLogprobs:
@@ -170,6 +217,7 @@ def _last_tokens(batch: ForwardBatch, rows: Rows) -> jax.Array:
 
 def _remember(state: SlotState, rows: Rows, token_ids: jax.Array, any_penalties: jax.Array) -> SlotState:
     """Keeps each sampling row's token for the next step and counts it where penalties need it."""
+    assert state.sampling is not None
     sampled = rows.sample > 0
     num_slots = state.last_token.shape[0]
     target = jnp.where(sampled, rows.slot, num_slots)

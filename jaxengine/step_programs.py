@@ -1,6 +1,7 @@
 """What is compiled for a model under a config: the closed set of steps, their arguments as shapes, nothing allocated.
 
-The runner compiles these for the devices it has, `jaxengine check` for devices that are not there.
+The runner compiles these for the devices it has, `jaxengine check` for devices that are not there. On a mesh a program
+is one `jax.shard_map`: each device runs it on its own parts, and what devices exchange is written in the layers.
 """
 
 from __future__ import annotations
@@ -12,29 +13,41 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxengine import sampler
 from jaxengine.config import Platform, ResolvedConfig
-from jaxengine.step import SlotState, StepSpec, init_state, make_step
+from jaxengine.step import SlotState, StepSpec, init_state, make_step, own_slots, write_page_deltas
 from models.causal_lm import CausalLM
-from models.kv_cache import KVPages, abstract_kv, page_bytes_all_layers
+from models.declare import declared_params
+from models.kv_cache import KVPages, abstract_kv, kv_partition, page_bytes_all_layers
 from scheduler.buckets import Bucket
 from scheduler.packing import Packer
+from sharding.rules import logical_to_spec, whole_shape
+
+_EVERYWHERE = PartitionSpec()
+_RANKS = logical_to_spec(("batch",))
+_VOCAB = logical_to_spec(("sampled_vocab",))
+_RANKS_VOCAB = logical_to_spec(("batch", "sampled_vocab"))
 
 
 class StepPrograms:
-    """The steps of one model, one for each bucket of `packer.buckets`.
+    """The steps of one model, or of one of its pipeline stages: one for each bucket of `packer.buckets`.
 
     Attributes:
+      mesh: the devices.
       num_columns: columns of the page table.
       paging: page_size, dtype and layout of the KV pool, as models.kv_cache takes them.
       state_shapes: the slot state, abstract.
+      vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
       description: everything static that the shapes do not tell; part of the key of a stored executable.
     """
 
-    def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform):
-        """model is abstract; config resolved for the platform."""
+    def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh):
+        """model is abstract and made for the mesh; config resolved for the platform."""
         self.model = model
-        self.packer = Packer(config.buckets(platform), config.block_size)
+        self.mesh = mesh
+        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks)
         self.paging: dict[str, Any] = {
             "page_size": config.block_size,
             "dtype": config.kv_cache_dtype,
@@ -43,30 +56,117 @@ class StepPrograms:
         # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
         self.num_columns = math.ceil(pages / block_pages) * block_pages
-        vocab_size = model.config.vocab_size
-        self.state_shapes: SlotState = jax.eval_shape(
-            lambda: init_state(config.max_num_seqs, self.num_columns, vocab_size)
-        )
+        self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
+        self._num_slots = config.max_num_seqs
+        self._experts = _count_experts(model)
+        self.state_shapes: SlotState = self._state_shapes()
         self._graph, abstract_params = nnx.split(model)
         self._params_tree = jax.tree.structure(abstract_params)
         self._spec = StepSpec(config.block_size, config.max_logprobs, config.logprobs_mode)
-        self.description = repr((model.config, config.dtype, self.paging, self._spec))
+        self.description = repr((model.config, model.mesh, model.stage, config.dtype, self.paging, self._spec))
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Bytes of one page on one device, over all layers."""
         return page_bytes_all_layers(self.model, **self.paging)
 
     def kv_shapes(self, num_pages: int) -> KVPages:
-        """The pool of `num_pages` pages per layer, abstract."""
-        return abstract_kv(self.model, num_pages, **self.paging)
+        """The pool of `num_pages` pages per layer and rank, abstract."""
+        return abstract_kv(self.model, num_pages, **self.paging, mesh=self.mesh)
 
-    def step(self, bucket: Bucket) -> Callable:
-        """The function to compile; donate arguments 1 and 2."""
-        return make_step(self._graph, self._params_tree, self.packer.layouts[bucket], self._spec)
+    def step(self, bucket: Bucket, kv: KVPages) -> Callable:
+        """The function to compile, for a pool as `kv_shapes` gives it; donate arguments 1 and 2."""
+        step = make_step(self._graph, self._params_tree, self.packer.layouts[bucket], self._spec)
+        stage, kv = self.model.stage, kv_partition(kv)
+        params = [logical_to_spec(param.decl.axes) for param in declared_params(self.model)]
+        arguments = (params, kv, self._state_partition(), _RANKS, *([] if stage.is_first else [_RANKS]))
+        results = (kv, self._state_partition(), _EVERYWHERE if stage.is_last else _RANKS)
+        return self._on_devices(step, arguments, results)
 
     def arguments(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> tuple[Any, ...]:
         """Its arguments: params (the model's leaves, arrays or shapes) as shapes that keep their shardings."""
-        message = jax.ShapeDtypeStruct((self.packer.layouts[bucket].size,), np.int32)
+        ranks, config = self.model.mesh.num_ranks, self.model.config
+        message = self._shape((ranks, self.packer.layouts[bucket].size), np.int32, _RANKS)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in params]
-        return shapes, kv, self.state_shapes, message
+        hidden = self._shape((ranks * bucket.num_tokens, config.hidden_size), params[0].dtype, _RANKS)
+        return shapes, kv, self.state_shapes, message, *([] if self.model.stage.is_first else [hidden])
+
+    def state_changes(self, num_deltas: int, num_rows: int) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
+        """The programs that change the slot state between steps, by name: (function, arguments after the state).
+
+        All name slots as numbered over all ranks. num_deltas, num_rows: how many entries a call brings.
+        """
+        shape = self._shape
+        changes = {"page deltas": (_write_deltas, [shape((3, num_deltas), np.int32)])}
+        if self.model.stage.is_last:
+            ints, floats = shape((num_rows, 3), np.int32), shape((num_rows, 6), np.float32)
+            slot, vocab = shape((), np.int32), (self.vocab_size,)
+            changes |= {
+                "parameters": (_on_sampling(sampler.write_params), [shape((num_rows,), np.int32), ints, floats]),
+                "bias row": (_on_sampling(sampler.set_bias_row), [slot, shape(vocab, np.float32, _VOCAB)]),
+                "counts row": (_on_sampling(sampler.set_counts_row), [slot, shape(vocab, np.int32, _VOCAB)]),
+            }
+        partition = self._state_partition()
+        return {
+            name: (
+                self._on_devices(change, (partition, *(leaf.sharding.spec for leaf in arguments)), partition),
+                tuple(arguments),
+            )
+            for name, (change, arguments) in changes.items()
+        }
+
+    def _on_devices(self, function: Callable, arguments: Any, results: Any) -> Callable:
+        if self.mesh.size == 1:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
+
+    def _shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYWHERE) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def _state_partition(self) -> SlotState:
+        """PartitionSpecs in the places of arrays."""
+        ranks: Any = _RANKS
+        sampling = None
+        if self.model.stage.is_last:
+            parameters = [ranks] * len(sampler.SamplingState._fields)
+            sampling = sampler.SamplingState(*parameters)._replace(token_counts=_RANKS_VOCAB, logit_bias=_RANKS_VOCAB)
+        return SlotState(ranks, ranks, ranks, sampling, None if self._experts is None else ranks)
+
+    def _own_state(self) -> SlotState:
+        vocab_size = self.vocab_size // self.model.mesh.model if self.model.stage.is_last else None
+        return init_state(self._num_slots, self.num_columns, vocab_size, self._experts)
+
+    def _state_shapes(self) -> SlotState:
+        def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return self._shape(whole_shape(leaf.shape, NamedSharding(self.mesh, spec)), leaf.dtype, spec)
+
+        return jax.tree.map(whole, jax.eval_shape(self._own_state), self._state_partition())
+
+    def make_state(self) -> SlotState:
+        """The slot state before the first request."""
+        make = self._on_devices(self._own_state, (), self._state_partition())
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
+        return jax.jit(make, out_shardings=shardings)()
+
+
+def _count_experts(model: CausalLM) -> tuple[int, int] | None:
+    """Layers with experts in this stage, and the experts of a layer; None where there are none."""
+    experts = model.config.experts
+    if experts is None:
+        return None
+    num_layers = sum(layer not in experts.dense_layers for layer in model.stage.layers)
+    return (num_layers, experts.num_experts) if num_layers else None
+
+
+def _write_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
+    return write_page_deltas(state, deltas.at[0].set(own_slots(deltas[0], state.last_token.shape[0])))
+
+
+def _on_sampling(function: Callable) -> Callable:
+    """A change of the sampling parameters of some slots as a change of the slot state."""
+
+    def change(state: SlotState, slots: jax.Array, *arguments: jax.Array) -> SlotState:
+        slots = own_slots(slots, state.last_token.shape[0])
+        return state._replace(sampling=function(state.sampling, slots, *arguments))
+
+    return change

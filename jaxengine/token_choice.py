@@ -4,7 +4,8 @@ The vocabulary is never sorted. min_p, top_k and top_p each keep every token abo
 one number. It is read off the row's best tokens where they decide it, and found by bisection where they do not: exact
 either way, equal logits are kept or dropped together. A draw is the inverse of the cumulative distribution at one
 uniform number, in vocabulary order. Each row's arithmetic has the same order whatever S is. Pure functions of arrays;
-knows nothing of slots or requests. Per-row arguments are [S, 1].
+knows nothing of slots or requests. Per-row arguments are [S, 1]. Of a vocabulary that is split over n devices each has
+f32[S, V / n]; fixed_order and top_tokens exchange what is needed, and every device finds the same numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.fixed_order import BLOCK, block_sums, row_sums
-from jaxengine.top_tokens import first_true, take_tokens, top_values
+from jaxengine.fixed_order import BLOCK, block_sums, row_counts, row_sums, running_sums
+from jaxengine.top_tokens import first_true, row_extreme, take_tokens, top_values, vocab_size
+from sharding.collectives import any_device
 
 # Best tokens looked at before a threshold is searched for among all: most nuclei and every usual top_k fit in.
 NUM_CANDIDATES = 128
@@ -35,20 +37,22 @@ def lowest_kept(
     (0 = off) those no less likely than the k-th; top_p those with less than top_p of the mass strictly above them
     (Holtzman et al. 2020), so always the best.
     """
-    vocab_size = logits.shape[1]
-    candidates = top_values(logits, min(NUM_CANDIDATES, vocab_size))
+    num_tokens = vocab_size(logits)
+    candidates = top_values(logits, min(NUM_CANDIDATES, num_tokens))
     num_candidates = candidates.shape[1]
     kth = jnp.take_along_axis(candidates, jnp.clip(top_k - 1, 0, num_candidates - 1), axis=1)
-    kept = jnp.where((top_k > 0) & (top_k < vocab_size), kth, -jnp.inf)
-    far = (top_k > num_candidates) & (top_k < vocab_size)
+    kept = jnp.where((top_k > 0) & (top_k < num_tokens), kth, -jnp.inf)
+    far = (top_k > num_candidates) & (top_k < num_tokens)
     kept = lax.cond(
-        jnp.any(far),
+        any_device(jnp.any(far)),
         lambda: jnp.where(far, _search_top_k(logits, best, top_k, candidates[:, -1:]), kept),
         lambda: kept,
     )
     kept = jnp.maximum(kept, best + temperature * jnp.log(min_p))
     return lax.cond(
-        jnp.any(top_p < 1), lambda: _top_p(logits, best, temperature, top_p, kept, candidates), lambda: kept
+        any_device(jnp.any(top_p < 1)),
+        lambda: _top_p(logits, best, temperature, top_p, kept, candidates),
+        lambda: kept,
     )
 
 
@@ -56,10 +60,10 @@ def _search_top_k(logits: jax.Array, best: jax.Array, top_k: jax.Array, highest:
     """The top_k-th logit of each row, which is at most `highest`."""
 
     def num_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
-        num = row_sums((logits >= threshold).astype(jnp.float32))
+        num = row_counts(logits >= threshold).astype(jnp.float32)
         return num, num
 
-    lowest = jnp.min(jnp.where(logits > -jnp.inf, logits, best), axis=1, keepdims=True)
+    lowest = row_extreme(jnp.min, jnp.where(logits > -jnp.inf, logits, best))
     return _highest(num_from, top_k.astype(jnp.float32), lowest, num_from(lowest), highest)
 
 
@@ -76,17 +80,17 @@ def _top_p(
 
     def mass_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
         above = logits >= threshold
-        return row_sums(jnp.where(above, weights, 0)), row_sums(above.astype(jnp.float32))
+        return row_sums(jnp.where(above, weights, 0)), row_counts(above).astype(jnp.float32)
 
     mass, num = mass_from(kept)
     target = top_p * mass
     last, num_candidates = candidates[:, -1:], candidates.shape[1]
-    running = jnp.cumsum(jnp.exp((candidates - best) / temperature), axis=1)
+    running = running_sums(jnp.exp((candidates - best) / temperature))
     first = first_true(running >= target)[:, None]
     found = jnp.take_along_axis(candidates, jnp.minimum(first, num_candidates - 1), axis=1)
     reached = first < num_candidates
     # Sums in two orders differ by their rounding: the candidates may fall short of a target that all of them meet.
-    settled = reached | (top_p >= 1) | (kept > last) | (num_candidates == logits.shape[1])
+    settled = reached | (top_p >= 1) | (kept > last) | (num_candidates == vocab_size(logits))
     near = jnp.where(reached & (top_p < 1), jnp.maximum(found, kept), kept)
     # Tokens without weight move no mass: a finite lower bound, whatever is kept.
     lower = jnp.maximum(kept, jnp.maximum(best - _NO_WEIGHT * temperature, jnp.finfo(jnp.float32).min))
@@ -121,14 +125,15 @@ def draw(
 
     # Two levels, blocks and then the tokens of one: V / 128 + 128 running sums instead of V.
     sums = block_sums(weigh(logits))
-    running = jnp.cumsum(sums, axis=1)
-    target = uniform * running[:, -1:]
+    running = running_sums(sums)
+    # Not the last running sum: how that one rounds depends on the number of blocks without weight before it.
+    target = uniform * jnp.take_along_axis(running, _last_positive(sums), axis=1)
     block = _first_beyond(sums, running, target)
     before = jnp.where(block > 0, jnp.take_along_axis(running, jnp.maximum(block - 1, 0), axis=1), 0)
 
     ids = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     weights = weigh(take_tokens(logits, ids))
-    return (block * BLOCK + _first_beyond(weights, jnp.cumsum(weights, axis=1), target - before))[:, 0]
+    return (block * BLOCK + _first_beyond(weights, running_sums(weights), target - before))[:, 0]
 
 
 def _first_beyond(weights: jax.Array, running: jax.Array, target: jax.Array) -> jax.Array:
@@ -137,9 +142,13 @@ def _first_beyond(weights: jax.Array, running: jax.Array, target: jax.Array) -> 
     Rounding can leave every running sum short of the target; it is the last positive weight then.
     """
     positive = weights > 0
-    first = first_true((running > target) & positive)
-    last = weights.shape[1] - 1 - first_true(positive[:, ::-1])
-    return jnp.where(first < weights.shape[1], first, last)[:, None]
+    first = first_true((running > target) & positive)[:, None]
+    return jnp.where(first < weights.shape[1], first, _last_positive(weights))
+
+
+def _last_positive(weights: jax.Array) -> jax.Array:
+    """The last column with a positive weight, i32[S, 1]; -1 when there is none."""
+    return weights.shape[1] - 1 - first_true((weights > 0)[:, ::-1])[:, None]
 
 
 def _highest(
@@ -179,7 +188,7 @@ def _highest(
         )
 
     start = (_ordered(lower), _ordered(upper) + 1, *at_lower, jnp.zeros_like(lower))
-    _, bounds = lax.while_loop(lambda carry: jnp.any(unsettled(*carry[1])), halve, (jnp.int32(0), start))
+    _, bounds = lax.while_loop(lambda carry: any_device(jnp.any(unsettled(*carry[1]))), halve, (jnp.int32(0), start))
     return _unordered(bounds[0])
 
 

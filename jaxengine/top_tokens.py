@@ -1,23 +1,41 @@
-"""The best tokens of each row of logits f32[S, V] without sorting the vocabulary.
+"""The best tokens of each row of logits f32[S, V] without sorting the vocabulary and without gathering it.
 
 Two levels: the maximum of every block of the vocabulary, then the few blocks that can hold a wanted token. Only short
 rows are ever sorted: where `lax.top_k` is a sort (XLA:GPU), one of the vocabulary takes longer than a decode step. A
 token outside the n blocks of the greatest maxima has a better one in each of them, so it is not among the n best. TPUs
 have an operation of their own for it, and no fast way to take single blocks out of rows.
+
+Where the vocabulary is split over n devices each has f32[S, V / n], finds its own best tokens, and sends those alone.
+All get the same results; ids are those of the whole vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxengine.fixed_order import VOCAB
+from sharding.collectives import gather_parts, num_shards, shard_index, sum_parts
+
 # Block of `best_token`: its row maxima are few, and one block is a cheap read.
 _BLOCK = 64
 # Smallest block that makes the rows to be ordered shorter by enough.
 _MIN_BLOCK = 4
+
+
+def vocab_size(columns: jax.Array) -> int:
+    """V of an array [S, V / n]."""
+    return columns.shape[1] * num_shards(VOCAB)
+
+
+def first_id(columns: jax.Array) -> Any:
+    """The id of the first column that this device has of an array [S, V / n]: 0, or i32[]."""
+    return columns.shape[1] * shard_index(VOCAB)
 
 
 def first_true(mask: jax.Array) -> jax.Array:
@@ -31,18 +49,34 @@ def best_token(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     A row with NaN has the maximum +inf and any token: XLA CPU's max() may pass over a NaN.
     """
-    return lax.platform_dependent(logits, tpu=_reduced_best, default=_blockwise_best)
+    best, ids = lax.platform_dependent(logits, tpu=_reduced_best, default=_blockwise_best)
+    if num_shards(VOCAB) == 1:
+        return best, ids
+    bests, all_ids = _of_all_parts(logits, best, ids[:, None])
+    best = jnp.max(bests, axis=1, keepdims=True)
+    return best, jnp.take_along_axis(all_ids, first_true(bests == best)[:, None], axis=1)[:, 0]
+
+
+def row_extreme(extreme: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+    """jnp.max or jnp.min of each row of x [S, V / n], [S, 1]."""
+    own = extreme(x, axis=1, keepdims=True)
+    return extreme(gather_parts(own, VOCAB, dimension=1), axis=1, keepdims=True)
 
 
 def top_values(logits: jax.Array, num_top: int) -> jax.Array:
     """The `num_top` best logits of each row, best first, f32[S, num_top]. num_top <= V."""
 
-    def blockwise(logits: jax.Array) -> jax.Array:
-        block, blocks = _best_blocks(logits, num_top)
-        candidates = logits if blocks is None else take_tokens(logits, _tokens(blocks, block))
-        return lax.top_k(candidates, num_top)[0]
+    own_top = min(num_top, logits.shape[1])
 
-    return lax.platform_dependent(logits, tpu=lambda x: lax.top_k(x, num_top)[0], default=blockwise)
+    def blockwise(logits: jax.Array) -> jax.Array:
+        block, blocks = _best_blocks(logits, own_top)
+        candidates = logits if blocks is None else _take(logits, _tokens(blocks, block))
+        return lax.top_k(candidates, own_top)[0]
+
+    values = lax.platform_dependent(logits, tpu=lambda x: lax.top_k(x, own_top)[0], default=blockwise)
+    if num_shards(VOCAB) == 1:
+        return values
+    return lax.top_k(gather_parts(values, VOCAB, dimension=1), num_top)[0]
 
 
 def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
@@ -51,22 +85,53 @@ def top_tokens(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
     Rows with NaN give any ids.
     """
 
+    own_top = min(num_top, logits.shape[1])
+
     def blockwise(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        block, blocks = _best_blocks(logits, num_top)
+        block, blocks = _best_blocks(logits, own_top)
         if blocks is None:
-            ids = jnp.argsort(logits, axis=1, descending=True, stable=True)[:, :num_top].astype(jnp.int32)
-            return jnp.take_along_axis(logits, ids, axis=1), ids
+            return _sorted_top(logits, own_top)
         ids = _tokens(jnp.sort(blocks, axis=1), block)  # ascending, so that the order of positions is that of ids
-        values, at = lax.top_k(take_tokens(logits, ids), num_top)
+        values, at = lax.top_k(_take(logits, ids), own_top)
         return values, jnp.take_along_axis(ids, at, axis=1)
 
-    return lax.platform_dependent(logits, tpu=lambda x: _top_k(x, num_top), default=blockwise)
+    values, ids = lax.platform_dependent(logits, tpu=lambda x: _top_k(x, own_top), default=blockwise)
+    if num_shards(VOCAB) == 1:
+        return values, ids
+    values, ids = _of_all_parts(logits, values, ids)  # equal values by ascending id: in each part, and so in all
+    values, at = _sorted_top(values, num_top)
+    return values, jnp.take_along_axis(ids, at, axis=1)
 
 
 def take_tokens(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """logits f32[S, V] at ids i32[S, n] >= 0, -inf beyond the vocabulary."""
-    vocab_size = logits.shape[1]
-    return jnp.where(ids < vocab_size, jnp.take_along_axis(logits, jnp.minimum(ids, vocab_size - 1), axis=1), -jnp.inf)
+    """logits f32[S, V] at ids i32[S, C] >= 0, -inf beyond the vocabulary."""
+    if num_shards(VOCAB) == 1:
+        return _take(logits, ids)
+    columns = ids - first_id(logits)
+    taken = jnp.take_along_axis(logits, jnp.clip(columns, 0, logits.shape[1] - 1), axis=1)
+    # One device has the token: a sum of bit patterns, the others' 0, changes no bit of it.
+    here = (columns >= 0) & (columns < logits.shape[1])
+    bits = sum_parts(jnp.where(here, lax.bitcast_convert_type(taken, jnp.int32), 0), VOCAB)
+    return jnp.where(ids < vocab_size(logits), lax.bitcast_convert_type(bits, jnp.float32), -jnp.inf)
+
+
+def _take(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """`take_tokens` from this device's columns."""
+    size = logits.shape[1]
+    return jnp.where(ids < size, jnp.take_along_axis(logits, jnp.minimum(ids, size - 1), axis=1), -jnp.inf)
+
+
+def _of_all_parts(logits: jax.Array, values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """f32[S, C] and i32[S, C], tokens that each device chose of its columns, as f32[S, n * C] and i32[S, n * C]."""
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    pairs = gather_parts(jnp.stack([bits, ids + first_id(logits)], axis=2), VOCAB, dimension=1)
+    return lax.bitcast_convert_type(pairs[:, :, 0], jnp.float32), pairs[:, :, 1]
+
+
+def _sorted_top(x: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
+    """The best values and their columns by a stable sort of the row."""
+    columns = jnp.argsort(x, axis=1, descending=True, stable=True)[:, :num_top].astype(jnp.int32)
+    return jnp.take_along_axis(x, columns, axis=1), columns
 
 
 def _top_k(logits: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
@@ -84,7 +149,7 @@ def _blockwise_best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     maxima = lax.optimization_barrier(_block_maxima(jnp.where(jnp.isnan(logits), jnp.inf, logits), _BLOCK))
     best = jnp.max(maxima, axis=1, keepdims=True)
     ids = first_true(maxima == best)[:, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
-    inside = first_true(take_tokens(logits, ids) == best)[:, None]
+    inside = first_true(_take(logits, ids) == best)[:, None]
     return best, jnp.take_along_axis(ids, jnp.minimum(inside, _BLOCK - 1), axis=1)[:, 0]
 
 

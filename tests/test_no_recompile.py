@@ -83,7 +83,7 @@ def test_nothing_compiles_after_ready(make_llm, async_scheduling):
                 finished[output.request_id] = output
     assert len(finished) == NUM_REQUESTS
     assert core.engine.scheduler.num_preemptions > before
-    assert core.engine.scheduler.pool.num_free == 26
+    assert core.engine.scheduler.num_free_pages == 26
     metrics = {metric.name: metric.value for metric in llm.get_metrics()}
     assert metrics["jaxengine:compilations_since_ready"] == 0
     assert events == []
@@ -92,10 +92,10 @@ def test_nothing_compiles_after_ready(make_llm, async_scheduling):
 def test_a_foreign_shape_is_refused_not_compiled(make_llm):
     runner = make_llm().core.runner
     bucket = next(iter(runner.buckets))
-    compiled = runner._steps[bucket]
-    wrong = np.zeros(runner.packer.layouts[bucket].size + 1, np.int32)
+    stage = runner._stages[0]
+    wrong = np.zeros((1, runner.packer.layouts[bucket].size + 1), np.int32)
     with runner.compiles.watch(), pytest.raises(TypeError, match="differ from the types"):
-        compiled(runner._params, runner._kv, runner._state, wrong)
+        stage.execute(bucket, wrong, None)
     assert runner.compiles.count == 0
 
 

@@ -101,7 +101,7 @@ def test_constant_preemption(llm, report, thorough):
         scheduler = use_scheduler(llm, num_pages=num_pages, enable_prefix_caching=caching)
         check(llm, workload)
         preemptions[workload.name, "cache" if caching else "no cache"] = scheduler.num_preemptions
-        assert scheduler.pool.num_free == num_pages
+        assert scheduler.num_free_pages == num_pages
     report(f"preemptions on pools too small, every token right: {preemptions}")
     assert sum(preemptions.values()) > 50
     use_scheduler(llm)

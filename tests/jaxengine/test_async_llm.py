@@ -28,9 +28,9 @@ async def collect(engine, params=GREEDY, prompt=PROMPT, **options):
 
 async def idle(engine):
     """Waits until every page is back."""
-    pool = engine.core.engine.scheduler.pool
+    scheduler = engine.core.engine.scheduler
     for _ in range(500):
-        if pool.num_free == pool.num_pages and not engine.core.has_unfinished:
+        if scheduler.num_free_pages == scheduler.num_pages and not engine.core.has_unfinished:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("pages were not given back")

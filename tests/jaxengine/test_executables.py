@@ -13,6 +13,7 @@ import pytest
 from jaxengine.config import ConfigError
 from jaxengine.executables import ExecutableCache
 
+DEVICES = jax.devices()[:1]
 ARGUMENTS = (jax.ShapeDtypeStruct((4,), np.float32),)
 
 
@@ -29,7 +30,7 @@ def run(compiled):
 
 
 def test_second_time_loads(tmp_path):
-    first, second = ExecutableCache(str(tmp_path)), ExecutableCache(str(tmp_path))
+    first, second = ExecutableCache(str(tmp_path), DEVICES), ExecutableCache(str(tmp_path), DEVICES)
     assert run(get(first)) == run(get(second)) == [0, 2, 4, 6]
     assert (first.num_compiled, first.num_loaded) == (1, 0)
     assert (second.num_compiled, second.num_loaded) == (0, 1)
@@ -41,14 +42,14 @@ def test_second_time_loads(tmp_path):
     ids=str,
 )
 def test_what_matters_is_in_the_key(tmp_path, changes):
-    get(ExecutableCache(str(tmp_path)))
-    cache = ExecutableCache(str(tmp_path))
+    get(ExecutableCache(str(tmp_path), DEVICES))
+    cache = ExecutableCache(str(tmp_path), DEVICES)
     get(cache, **changes)
     assert (cache.num_compiled, cache.num_loaded) == (1, 0)
 
 
 def test_nothing_is_kept_without_a_directory(tmp_path):
-    cache = ExecutableCache("")
+    cache = ExecutableCache("", DEVICES)
     assert run(get(cache)) == [0, 2, 4, 6]
     assert run(get(cache)) == [0, 2, 4, 6]
     assert cache.num_compiled == 2
@@ -56,11 +57,11 @@ def test_nothing_is_kept_without_a_directory(tmp_path):
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 10, None])
 def test_a_damaged_file_is_compiled_again(tmp_path, damage):
-    get(ExecutableCache(str(tmp_path)))
+    get(ExecutableCache(str(tmp_path), DEVICES))
     (file,) = tmp_path.glob("*.xla")
     content = file.read_bytes()
     file.write_bytes(content[:-5] if damage is None else damage)
-    cache = ExecutableCache(str(tmp_path))
+    cache = ExecutableCache(str(tmp_path), DEVICES)
     assert run(get(cache)) == [0, 2, 4, 6]
     assert cache.num_compiled == 1
     assert file.read_bytes() == content or len(file.read_bytes()) > len(content) // 2
@@ -71,12 +72,12 @@ def test_a_directory_others_may_write_is_refused(tmp_path):
     shared.mkdir()
     os.chmod(shared, 0o777)
     with pytest.raises(ConfigError) as error:
-        ExecutableCache(str(shared))
+        ExecutableCache(str(shared), DEVICES)
     assert error.value.param == "compile_cache_dir"
 
 
 def test_a_new_directory_is_private(tmp_path):
-    ExecutableCache(str(tmp_path / "a" / "b"))
+    ExecutableCache(str(tmp_path / "a" / "b"), DEVICES)
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
@@ -85,13 +86,13 @@ def test_old_files_go(tmp_path):
     for file in (old, young):
         file.write_bytes(b"")
     os.utime(old, (0, time.time() - 40 * 24 * 3600))
-    ExecutableCache(str(tmp_path))
+    ExecutableCache(str(tmp_path), DEVICES)
     assert not old.exists() and young.exists()
 
 
 def test_numbers_are_remembered(tmp_path):
     calls = []
     for _ in range(2):
-        cache = ExecutableCache(str(tmp_path))
+        cache = ExecutableCache(str(tmp_path), DEVICES)
         assert cache.get_number("n", ARGUMENTS, "", lambda: calls.append(1) or 42) == 42
     assert len(calls) == 1

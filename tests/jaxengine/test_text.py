@@ -64,8 +64,8 @@ def test_stop_strings_cut_the_text(smollm, answer, kind, include):
         assert all(later.startswith(earlier) for earlier, later in zip(parts, parts[1:], strict=False))
     last = outputs[-1].outputs[0]
     assert (last.finish_reason, last.stop_reason) == ("stop", stop)
-    pool = smollm.core.engine.scheduler.pool
-    assert pool.num_free == pool.num_pages
+    scheduler = smollm.core.engine.scheduler
+    assert scheduler.num_free_pages == scheduler.num_pages
 
 
 def test_min_tokens_holds_stop_strings_back(smollm, answer):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.fixed_order import BLOCK
+from jaxengine.fixed_order import BLOCK, block_sums, running_sums
 from jaxengine.token_choice import (
     NUM_CANDIDATES,
     VALUE_PASSES,
@@ -178,6 +178,16 @@ def test_running_sum_that_rises_without_a_weight_picks_nothing_there():
     running = np.array([[1, 1.0000002, 2, 2], [1, 1, 1, 1]], np.float32)  # as a parallel scan may round
     target = np.array([[1], [1]], np.float32)
     assert _first_beyond(jnp.asarray(weights), jnp.asarray(running), jnp.asarray(target)).tolist() == [[2], [0]]
+
+
+def test_draw_does_not_depend_on_padding_of_the_vocabulary():
+    """At targets that are block borders but for their rounding."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 2, (2000, 15 * BLOCK)).astype(np.float32)
+    running = np.asarray(jax.jit(lambda x: running_sums(block_sums(jnp.exp(x - x.max(axis=1, keepdims=True)))))(logits))
+    u = running[np.arange(2000), rng.integers(7, 14, 2000)] / running[:, -1]
+    padded = np.pad(logits, ((0, 0), (0, 9 * BLOCK)), constant_values=-np.inf)
+    np.testing.assert_array_equal(run_draw(padded, u), run_draw(logits, u))
 
 
 def test_draw_respects_the_threshold():

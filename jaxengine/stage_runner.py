@@ -1,0 +1,138 @@
+"""One pipeline stage on its devices: weights, KV pool, slot state, and one compiled step per bucket.
+
+An engine without pipeline parallelism is one stage. Knows rows and messages, nothing of requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxengine import sampler
+from jaxengine.executables import ExecutableCache, compile_program
+from jaxengine.logprobs import TokenLogprobs
+from jaxengine.memory import device_memory, workspace_bytes
+from jaxengine.step import StepOutput
+from jaxengine.step_programs import StepPrograms
+from models.kv_cache import make_kv
+from scheduler.buckets import Bucket
+
+# Entries of one message that brings page-table entries outside a step, and requests whose parameters one brings.
+NUM_DELTAS = 1024
+NUM_PARAM_ROWS = 8
+
+
+class StageRunner:
+    """Compiles on demand (`compile_step`), allocates when told the number of pages (`allocate`), then only executes."""
+
+    def __init__(self, programs: StepPrograms, params: nnx.State, cache_dir: str | None):
+        self.programs = programs
+        self.executables = ExecutableCache(cache_dir, list(programs.mesh.devices.flat))
+        self._params = jax.tree.leaves(params)
+        self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._changes = {
+            name: self.executables.get(
+                f"{name} of {programs.model.stage}",
+                function,
+                (programs.state_shapes, *arguments),
+                programs.state_shapes,
+                donate=(0,),
+            )
+            for name, (function, arguments) in programs.state_changes(NUM_DELTAS, NUM_PARAM_ROWS).items()
+        }
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes of one device; devices that are parts of one host's memory share it evenly."""
+        devices = self.programs.mesh.local_devices
+        memory = device_memory(devices[0])
+        return memory // jax.local_device_count() if devices[0].platform == "cpu" else memory
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one device."""
+        return _device_bytes(self._params)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of one device that the largest step, which has been compiled, needs besides weights and pages."""
+        return workspace_bytes(self._steps[max(self._steps)].memory_analysis()) + self._state_bytes
+
+    def measure_workspace(self) -> int:
+        """The same before the pool's size is known: it hardly depends on that, so a small pool stands in for it."""
+        programs, bucket = self.programs, max(self.programs.packer.buckets)
+        kv = programs.kv_shapes(programs.num_columns)
+        arguments = programs.arguments(bucket, self._params, kv)
+
+        def measure() -> int:
+            lowered = jax.jit(programs.step(bucket, kv), donate_argnums=(1, 2)).lower(*arguments)
+            analysis = compile_program(lowered, programs.mesh.devices.flat[0].platform).memory_analysis()
+            assert analysis is not None, "this platform does not tell what a program needs"
+            return workspace_bytes(analysis)
+
+        return self.executables.get_number("workspace", arguments, programs.description, measure) + self._state_bytes
+
+    def plan_pool(self, num_pages: int) -> None:
+        """Decides the pool's size, pages of a layer and rank, and with it the steps' shapes."""
+        self._kv_shapes = self.programs.kv_shapes(num_pages)
+
+    def compile_step(self, bucket: Bucket) -> None:
+        """Compiles or loads a bucket's step."""
+        programs = self.programs
+        output: Any = 0
+        if programs.model.stage.is_last:
+            output = StepOutput(_like(sampler.SampleOutput), _like(TokenLogprobs))
+        self._steps[bucket] = self.executables.get(
+            str(bucket),
+            programs.step(bucket, self._kv_shapes),
+            programs.arguments(bucket, self._params, self._kv_shapes),
+            (self._kv_shapes, programs.state_shapes, output),
+            donate=(1, 2),
+            description=programs.description,
+        )
+
+    def allocate(self) -> None:
+        """Makes the pool and the slot state."""
+        self._kv = make_kv(self._kv_shapes)
+        self._state = self.programs.make_state()
+
+    def execute(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
+        """Dispatches the stage's part of a step: the next stage's hidden states, or the StepOutput of the last one."""
+        if bucket not in self._steps:  # enforce_eager: compiled when it first occurs
+            self.compile_step(bucket)
+        arguments = (self._params, self._kv, self._state, message)
+        if hidden is not None:
+            arguments = (*arguments, jax.device_put(hidden, self._ranks))
+        self._kv, self._state, output = self._steps[bucket](*arguments)
+        return output
+
+    def change_state(self, name: str, *arguments: Any) -> None:
+        """Runs one of `StepPrograms.state_changes`."""
+        self._state = self._changes[name](self._state, *arguments)
+
+    def expert_load(self) -> np.ndarray | None:
+        """u32[layers, E], tokens that experts were picked for, modulo 2**32; waits for the steps in flight."""
+        load = self._state.expert_load
+        return None if load is None else np.asarray(load).sum(axis=0, dtype=np.uint32)
+
+    @property
+    def _state_bytes(self) -> int:
+        return _device_bytes(jax.tree.leaves(self.programs.state_shapes))
+
+    @property
+    def _ranks(self) -> NamedSharding:
+        return NamedSharding(self.programs.mesh, PartitionSpec(("data", "attn")))
+
+
+def _device_bytes(leaves: list[Any]) -> int:
+    """What one device holds of arrays or shapes."""
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _like(fields: Any) -> Any:
+    """A value of a NamedTuple class, for its structure only."""
+    return fields(*range(len(fields._fields)))

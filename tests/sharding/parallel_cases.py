@@ -1,0 +1,175 @@
+"""Engines of tiny models over eight devices: run as a module it prints, for each case named, what came out.
+
+    python -m tests.sharding.parallel_cases FOLDER CACHE CASE ...
+
+needs eight devices (XLA_FLAGS=--xla_force_host_platform_device_count=8).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxengine import LLM, SamplingParams
+
+DENSE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+MOE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MODELS = {
+    "dense": DENSE,
+    "tied": DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "kv1": DENSE | {"num_key_value_heads": 1},
+    "kv3": DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3},
+    "moe": MOE,
+}
+# model, engine options
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp2": ("dense", {"tensor_parallel_size": 2}),
+    "tp4": ("dense", {"tensor_parallel_size": 4}),
+    "tp8": ("dense", {"tensor_parallel_size": 8}),
+    "dp2": ("dense", {"data_parallel_size": 2}),
+    "dp4": ("dense", {"data_parallel_size": 4}),
+    "pp2": ("tied", {"pipeline_parallel_size": 2}),
+    "pp4": ("tied", {"pipeline_parallel_size": 4}),
+    "tp2 pp2": ("tied", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "tp2 dp2": ("dense", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    "tp2 dp2 pp2": ("tied", {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "1 kv head, tp4": ("kv1", {"tensor_parallel_size": 4}),
+    "1 kv head, tp4, replicated": ("kv1", {"tensor_parallel_size": 4, "replicate_kv_heads": True}),
+    "2 kv heads, tp4": ("tied", {"tensor_parallel_size": 4}),
+    "2 kv heads, tp4, replicated": ("tied", {"tensor_parallel_size": 4, "replicate_kv_heads": True}),
+    "3 kv heads, tp4": ("kv3", {"tensor_parallel_size": 4}),
+    "3 kv heads, tp3": ("kv3", {"tensor_parallel_size": 3}),
+    "moe tp2": ("moe", {"tensor_parallel_size": 2}),
+    "moe tp2 dp2": ("moe", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    "moe tp2 dp2 ep": (
+        "moe",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "moe tp4 ep": ("moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+}
+# Small enough that requests are preempted all the time, in every rank.
+OPTIONS = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "block_size": 4,
+    "num_gpu_blocks_override": 24,
+    "compilation_config": {"cudagraph_capture_sizes": [8], "prefill_sizes": [32]},
+    "disable_log_stats": True,
+}
+
+
+def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
+    """Greedy and seeded requests, some with a common prefix, with what is computed over the split vocabulary."""
+    rng = np.random.default_rng(3)
+    prefix = rng.integers(0, 300, 20).tolist()
+    prompts, params = [], []
+    for index in range(16):
+        own = rng.integers(0, 300, int(rng.integers(1, 30))).tolist()
+        prompts.append({"prompt_token_ids": prefix + own if index % 3 == 0 else own})
+        chosen: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "detokenize": False}
+        if index % 4 == 0:
+            chosen |= {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2 if index % 8 else None}
+        elif index % 4 == 1:
+            chosen |= {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": index}
+        elif index % 4 == 2:
+            chosen |= {
+                "temperature": 1.2,
+                "min_p": 0.02,
+                "seed": index,
+                "repetition_penalty": 1.3,
+                "frequency_penalty": 1,
+            }
+        else:
+            chosen |= {"temperature": 0.0, "logit_bias": {7: 2.0, 290: 3.0}, "min_tokens": 3}
+        params.append(SamplingParams(**chosen))
+    return prompts, params
+
+
+def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """One engine's tokens and logprobs for `requests`, and what it did."""
+    path = Path(folder, model)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(MODELS[model]))
+    llm = LLM(str(path), compile_cache_dir=cache, **OPTIONS, **options)
+    outputs = llm.generate(*requests(), use_tqdm=False)
+    metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    return {
+        "tokens": [output.outputs[0].token_ids for output in outputs],
+        "logprobs": [
+            [(token, score.logprob) for step in output.outputs[0].logprobs for token, score in sorted(step.items())]
+            for output in outputs
+            if output.outputs[0].logprobs
+        ],
+        "prompt_logprobs": [
+            [(token, score.logprob) for step in output.prompt_logprobs[1:] for token, score in sorted(step.items())]
+            for output in outputs
+            if output.prompt_logprobs
+        ],
+        "preemptions": metrics["vllm:num_preemptions"],
+        "prefix_hits": metrics["vllm:prefix_cache_hits"],
+        "compilations": metrics["jaxengine:compilations_since_ready"],
+    }
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What of two results is not equal; logprobs may differ by rounding."""
+    wrong = []
+    for index, (one, other) in enumerate(zip(found["tokens"], wanted["tokens"], strict=True)):
+        if one != other:
+            wrong.append(f"tokens of request {index}: {one} instead of {other}")
+    for name in ("logprobs", "prompt_logprobs"):
+        for one, other in zip(found[name], wanted[name], strict=True):
+            same = [token for token, _ in one] == [token for token, _ in other]
+            if not same or not np.allclose([x for _, x in one], [x for _, x in other], atol=1e-4):
+                wrong.append(f"{name} differ")
+    return wrong
+
+
+def main(folder: str, cache: str, *names: str) -> None:
+    assert jax.device_count() == 8
+    alone: dict[str, dict[str, Any]] = {}
+    for name in names:
+        model, options = CASES[name]
+        if model not in alone:
+            alone[model] = run(folder, cache, model, {})
+        found = run(folder, cache, model, options)
+        row = {key: found[key] for key in ("preemptions", "prefix_hits", "compilations")}
+        print(json.dumps({"case": name, **row, "wrong": differences(found, alone[model])}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
