@@ -7,8 +7,10 @@ import collections
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+
+from jax.sharding import Mesh
 
 from jaxengine.config import EngineConfig
 from jaxengine.core import EngineCore, Prompt
@@ -65,11 +67,18 @@ class AsyncLLM:
     """Streams outputs of many requests at once.
 
     Args:
-      model, options: as for `LLM`.
+      model, devices, mesh, options: as for `LLM`.
     """
 
-    def __init__(self, model: str | None = None, **options: Any):
-        self.core = EngineCore(EngineConfig.from_options(model=model, **options))
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        devices: Sequence[Any] | None = None,
+        mesh: Mesh | None = None,
+        **options: Any,
+    ):
+        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._command_lock = threading.Lock()
         self._wake = threading.Event()

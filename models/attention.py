@@ -33,14 +33,17 @@ class StepInputs(NamedTuple):
 
 
 def num_kv_heads(config: ModelConfig, mesh: MeshLayout) -> int:
-    """kv heads of one device; a head is stored more than once where there are more devices than heads."""
+    """kv heads of one device; a head is stored more than once where there are more devices than heads.
+
+    Of a mesh that does not divide the heads this, and attention_spec, say nothing true: the weights' declarations tell.
+    """
     return max(1, config.num_kv_heads // mesh.model)
 
 
 def attention_spec(config: ModelConfig, window: int | None, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
     """What attention is on one device, in layers of this window."""
     return AttentionSpec(
-        num_q_heads=config.num_heads // mesh.model,
+        num_q_heads=max(1, config.num_heads // mesh.model),
         num_kv_heads=num_kv_heads(config, mesh),
         head_dim=config.head_dim,
         v_head_dim=config.head_dim,

@@ -56,7 +56,7 @@ class StepLayout:
     [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new. In a row, `start` >= 0 sets the slot's number
     of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at its last known
     token; `next_token` is the prompt token after the chunk, -1 where there is none. A token id of -1 stands for the
-    slot's last sampled token. Padding rows and entries carry slot = max_num_seqs, which no slot has.
+    slot's last sampled token. Slots are the rank's own; padding rows and entries carry max_num_seqs, which no slot has.
 
     Attributes:
       num_tokens: T.
