@@ -49,6 +49,27 @@ class Job:
     cycles: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Attributes: what was checked, its programs' rows, and why not the places before, by name."""
+
+    target: Target
+    rows: list[dict[str, Any]]
+    too_small: dict[str, str]
+
+
+def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, progress: Progress) -> Found:
+    """The first of the places that the model fits into, or the last; each with the engine options to use there."""
+    too_small: dict[str, str] = {}
+    for target, options in places:
+        rows = check_target(target, dataclasses.replace(job, options=options), progress)
+        refused = next((row for row in rows if row.get("too_small")), None)
+        if refused is None or target is places[-1][0]:
+            return Found(target, rows, too_small)
+        too_small[target.name] = refused["error"]
+    raise AssertionError("no places")
+
+
 def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str, Any]]:
     """The rows of a target's programs; progress(target, done, total, what) is called before each is compiled."""
     rows, known = _run(target, job, progress)
@@ -90,7 +111,8 @@ def _run(
                 if event == "exit":
                     code = message["code"]
                 elif event == "refused":
-                    return [*rows, _failed(target, "memory plan", message["reason"])], {}
+                    failed = _failed(target, "memory plan", message["reason"])
+                    return [*rows, failed | {"too_small": message["too_small"]}], {}
                 elif event == "plan":
                     known = {name: message[name] for name in ("num_pages", "planned_bytes")}
                 elif event == "programs":
@@ -123,6 +145,9 @@ def _environment(target: Target, dumps: Path, profile: bool | None) -> dict[str,
         ours["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dumps} --xla_dump_hlo_as_text=true"
         if profile is not None:
             ours["LIBTPU_INIT_ARGS"] = libtpu_flags(dumps, profile=profile)
+    elif target.backend == "cpu" and target.num_devices > 1:
+        devices = f"--xla_force_host_platform_device_count={target.num_devices}"
+        ours["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
     elif target.backend == "cuda":
         ours |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
     return {**os.environ, **ours}

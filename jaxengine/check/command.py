@@ -7,9 +7,10 @@ import sys
 import time
 from typing import Any
 
-from jaxengine.check.targets import TARGETS, find_target, require_compiler
+from jaxengine.check.targets import TARGETS, find_target, require_compiler, split_targets
 from jaxengine.cli_options import add_options, given_options
-from jaxengine.config import PLATFORMS, EngineConfig
+from jaxengine.config import EngineConfig
+from jaxengine.platforms import PLATFORMS
 
 # Options of the engine that decide what is compiled.
 ENGINE_OPTIONS = (
@@ -25,6 +26,12 @@ ENGINE_OPTIONS = (
     "compilation_config",
     "max_logprobs",
     "logprobs_mode",
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "replicate_kv_heads",
+    "pipeline_parallel_size",
+    "pipeline_layers",
 )
 DEFAULT_MODEL_LEN = 8192
 
@@ -34,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--targets",
         default="cpu",
         metavar="NAME,NAME,...",
-        help=f"{', '.join(TARGETS)}; NAME-N for N devices (default: cpu)",
+        help=f"{', '.join(TARGETS)}; NAME-N for N devices, else as few as the model fits on (default: cpu)",
     )
     parser.add_argument(
         "--model",
@@ -63,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks every target; 1 when anything failed."""
     from jaxengine.bench.report import write_json
     from jaxengine.check import baseline, bundle, report
-    from jaxengine.check.children import Job, check_target
+    from jaxengine.check.children import Job, check_smallest
     from jaxengine.check.shapes import model_config
 
     targets = [find_target(name) for name in dict.fromkeys(args.targets.split(","))]
@@ -72,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
     options = given_options(args, EngineConfig)
     model = model_config(args.model)
     options.setdefault("max_model_len", min(DEFAULT_MODEL_LEN, model.max_position_embeddings))
+    if "pipeline_layers" in options:
+        options["pipeline_layers"] = list(options["pipeline_layers"])  # as a baseline gives it back
     EngineConfig(**options)  # a wrong value is told before anything is compiled
+    places = [split_targets(target, options) for target in targets]
     settings = {"model": args.model, "options": options, "kernels": args.kernels}
     before = baseline.load(args.against, settings) if args.against else None
     folder = bundle.make_folder(args.bundle) if args.bundle else None
@@ -80,22 +90,25 @@ def run(args: argparse.Namespace) -> int:
 
     rows: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
-    for target in targets:
+    instead: list[str] = []
+    for own in places:
         start = time.perf_counter()
-        own = check_target(target, job, _progress)
-        seconds[target.name] = time.perf_counter() - start
-        rows.extend(own)
+        found = check_smallest(own, job, _progress)
+        name = found.target.name
+        seconds[name] = time.perf_counter() - start
+        instead += [f"{name} instead of {small}, where {reason}" for small, reason in found.too_small.items()]
+        rows.extend(found.rows)
 
     missing = []
     if before is not None:
         baseline.compare(rows, before)
-        missing = baseline.missing(rows, before, [target.name for target in targets]) if args.buckets == "all" else []
+        missing = baseline.missing(rows, before, list(seconds)) if args.buckets == "all" else []
     print(report.table(rows))
-    print(report.summary(rows, seconds))
+    print("\n".join([*instead, report.summary(rows, seconds)]))
     wrong = report.failures(rows) + missing
     for line in wrong:
         print(f"FAIL {line}")
-    result = {"settings": settings, "rows": rows, "seconds": seconds}
+    result = {"settings": settings, "rows": rows, "seconds": seconds, "instead": instead}
     if folder is not None:
         bundle.write_manifest(folder, settings, rows)
     if args.save:

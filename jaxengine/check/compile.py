@@ -13,23 +13,31 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxengine.check import cycles, hlo, inspect, judge
-from jaxengine.check.devices import target_mesh
-from jaxengine.check.programs import Program, TargetPrograms
+from jaxengine.check import cycles, exchanges, hlo, inspect, judge
+from jaxengine.check.devices import target_devices
+from jaxengine.check.programs import Program, StagePrograms, open_stages
 from jaxengine.check.shapes import model_config
 from jaxengine.check.targets import Target, find_target
-from jaxengine.config import PLATFORMS, ConfigError, EngineConfig
+from jaxengine.config import ConfigError, EngineConfig
 from jaxengine.executables import compile_program
 from jaxengine.memory import MemoryPlan, device_memory, plan_memory
+from jaxengine.platforms import PLATFORMS
 from models.kv_cache import platform_of
 
 Reply = Callable[[dict[str, Any]], None]
+
+# Weights beyond this share of a device leave no room worth having for pages.
+_MOST_WEIGHTS = 0.85
+
+
+class TooSmall(Exception):
+    """The model does not fit into the target's devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +54,8 @@ class Request:
       bundle: folder for the executables.
       only: programs to compile, None for all.
       cycles: read what libtpu was told to leave of its schedules.
-      num_pages, planned_bytes: the memory plan, known from an earlier process; None to make it.
+      num_pages, planned_bytes: the memory plan, the latter of each stage, known from an earlier process; None to make
+        it.
     """
 
     target: str
@@ -61,7 +70,7 @@ class Request:
     only: list[str] | None = None
     cycles: bool = False
     num_pages: int | None = None
-    planned_bytes: int | None = None
+    planned_bytes: list[int] | None = None
 
 
 class Compiler:
@@ -71,50 +80,66 @@ class Compiler:
         self.request = request
         self.target: Target = find_target(request.target)
         model = model_config(request.model)
-        self.mesh = target_mesh(self.target, model.num_kv_heads)
+        devices = target_devices(self.target)
         self._reply = reply
-        device = self.mesh.devices.flat[0]
         config = EngineConfig(**request.options)
-        platform = PLATFORMS[request.platform or platform_of(device)]
-        self.programs = TargetPrograms(model, config, platform, self.mesh)
+        platform = PLATFORMS[request.platform or platform_of(devices[0])]
+        self.stages = open_stages(model, config, platform, devices)
 
     def run(self) -> None:
         """Plans the memory, then compiles what is not to be skipped."""
-        programs, request = self.programs, self.request
+        request = self.request
         num_pages, planned = request.num_pages, request.planned_bytes
-        with jax.set_mesh(self.mesh):
-            if num_pages is None or planned is None:
-                plan = self._plan()
-                num_pages, planned = plan.num_pages, plan.weights + plan.kv_bytes + plan.workspace
-            self._reply({"event": "plan", "num_pages": num_pages, "planned_bytes": planned})
-            # Kernels first: Mosaic GPU tells what it made of a kernel once in a process.
-            alone = programs.buckets(short=True) if self.target.num_devices == 1 else []
-            todo = [kernel for bucket in alone for kernel in programs.kernels(bucket, num_pages)]
-            todo += [programs.step(bucket, num_pages) for bucket in programs.buckets(request.short)]
-            todo = [program for program in todo if self._is_wanted(program)]
-            self._reply({"event": "programs", "names": [program.name for program in todo]})
-            for program in todo:
-                self._reply({"event": "start", "name": program.name})
-                self._reply({"event": "row", "row": self._row(program, planned)})
+        if num_pages is None or planned is None:
+            plans = [self._plan(stage) for stage in self.stages]
+            num_pages = min(plan.num_pages for plan in plans)
+            planned = [plan.weights + plan.workspace + num_pages * plan.page_bytes for plan in plans]
+        self._reply({"event": "plan", "num_pages": num_pages, "planned_bytes": planned})
+        todo = [
+            (program, bytes_of_stage)
+            for stage, bytes_of_stage in zip(self.stages, planned, strict=True)
+            for program in self._programs(stage, num_pages)
+            if self._is_wanted(program)
+        ]
+        self._reply({"event": "programs", "names": [program.name for program, _ in todo]})
+        for program, bytes_of_stage in todo:
+            self._reply({"event": "start", "name": program.name})
+            self._reply({"event": "row", "row": self.row(program, bytes_of_stage)})
+
+    def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[Program]:
+        """Kernels first: Mosaic GPU tells what it made of a kernel once in a process."""
+        for bucket in stage.buckets(short=True) if self.target.num_devices == 1 else ():
+            yield from stage.kernels(bucket, num_pages)
+        for bucket in stage.buckets(self.request.short):
+            yield stage.step(bucket, num_pages)
 
     def _is_wanted(self, program: Program) -> bool:
         only, name = self.request.only, program.name
         return name not in self.request.skip and (only is None or name in only)
 
-    def _plan(self) -> MemoryPlan:
+    def _plan(self, stage: StagePrograms) -> MemoryPlan:
         """As the engine plans: the largest step's workspace is measured with a small pool."""
-        programs = self.programs
-        self._reply({"event": "start", "name": f"memory plan, {programs.largest}"})
-        compiled, _ = self._compile(programs.step(programs.largest, programs.num_columns))
-        return plan_memory(
-            programs.config,
-            total=self.target.hbm_bytes or device_memory(jax.devices()[0]),
-            weights=programs.weight_bytes,
-            workspace=inspect.memory(compiled)["workspace_bytes"] + programs.state_bytes,
-            page_bytes=programs.page_bytes,
-        )
+        total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
+        if total and stage.weight_bytes > _MOST_WEIGHTS * total:
+            raise TooSmall(f"weights take {stage.weight_bytes >> 20:,} MiB of a device's {total >> 20:,} MiB")
+        step = stage.step(stage.largest, stage.num_columns)
+        self._reply({"event": "start", "name": f"memory plan, {step.name}"})
+        compiled, _ = self._compile(step)
+        try:
+            return plan_memory(
+                stage.config,
+                total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
+                weights=stage.weight_bytes,
+                workspace=inspect.memory(compiled)["workspace_bytes"] + stage.state_bytes,
+                page_bytes=stage.page_bytes,
+            )
+        except ConfigError as error:
+            if total and given is None:
+                raise TooSmall(str(error)) from None
+            raise
 
-    def _row(self, program: Program, planned: int) -> dict[str, Any]:
+    def row(self, program: Program, planned: int) -> dict[str, Any]:
+        """Compiles a program and tells what came out; planned: bytes that the memory plan foresees on a device."""
         row: dict[str, Any] = {
             "target": self.target.name,
             "program": program.name,
@@ -123,8 +148,7 @@ class Compiler:
             "hbm_bytes": self.target.hbm_bytes,
         }
         if self.target.flops:
-            seconds = program.work.seconds(self.target.hbm_bandwidth, self.target.flops) / self.target.num_devices
-            row["roofline_us"] = seconds * 1e6
+            row["roofline_us"] = program.work.seconds(self.target.hbm_bandwidth, self.target.flops) * 1e6
         log = Path(self.request.log)
         read_from = log.stat().st_size
         try:
@@ -132,7 +156,10 @@ class Compiler:
             text = inspect.program_text(compiled, self._dumps())
             module = hlo.parse(text)
             row |= inspect.memory(compiled)
-            row |= {"copies": hlo.copies(module, program.precious), "collectives": hlo.collectives(module)}
+            row["copies"] = hlo.copies(module, program.precious)
+            found = exchanges.exchanges(module)
+            row |= {"collectives": exchanges.counts(found), "exchanges": exchanges.by_place(found)}
+            row["wrong_exchanges"] = [] if program.expected is None else exchanges.wrong(found, program.expected)
             if self.target.backend == "tpu":
                 row["fast_bytes"] = inspect.vmem_bytes(text)
             if self.request.cycles:
@@ -145,9 +172,7 @@ class Compiler:
                 row["file"] = self._store(program, payload)
         except Exception as error:  # a compiler's refusal is a finding; its classes are jaxlib's own
             row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:600]
-        row["failures"] = judge.failures(
-            row, self.target, planned, is_largest=program.is_step and program.bucket == self.programs.largest
-        )
+        row["failures"] = judge.failures(row, self.target, planned, is_largest=program.is_largest)
         return row
 
     def _compile(self, program: Program) -> tuple[Any, float]:
@@ -155,8 +180,10 @@ class Compiler:
         for folder in ("", cycles.LLO, cycles.PROFILE):
             Path(self.request.dumps, folder).mkdir()
         start = time.perf_counter()
-        traced = jax.jit(program.function, donate_argnums=program.donate).trace(*program.arguments)
-        compiled = compile_program(traced.lower(lowering_platforms=(self.target.backend,)), self.target.backend)
+        with jax.set_mesh(program.mesh):
+            traced = jax.jit(program.function, donate_argnums=program.donate).trace(*program.arguments)
+            lowered = traced.lower(lowering_platforms=(self.target.backend,))
+            compiled = compile_program(lowered, self.target.backend)
         return compiled, time.perf_counter() - start
 
     def _dumps(self) -> Path | None:
@@ -181,8 +208,10 @@ def main() -> int:
     request = Request(**json.load(sys.stdin))
     try:
         Compiler(request, reply).run()
+    except TooSmall as error:
+        reply({"event": "refused", "reason": str(error), "too_small": True})
     except ConfigError as error:
-        reply({"event": "refused", "reason": str(error)})
+        reply({"event": "refused", "reason": str(error), "too_small": False})
     return 0
 
 

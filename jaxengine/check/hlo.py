@@ -1,4 +1,4 @@
-"""Reads compiled HLO text: which instructions move a whole weight or pool through memory, and which talk to others.
+"""Reads compiled HLO text: its instructions, and which of them move a whole weight or pool through memory.
 
 Knows the text form of HLO and nothing of models: the caller says which element counts are precious.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 # Instructions that only move data; a fusion of nothing else is one of them.
 _MOVERS = frozenset(
     (
@@ -91,6 +89,11 @@ class Module:
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     fused: set[str] = field(default_factory=set)
 
+    def inside(self, instruction: Instruction) -> list[Instruction]:
+        """What a fusion does; nothing for other instructions."""
+        called = _FUSED.search(instruction.rest) if instruction.opcode == "fusion" else None
+        return self.computations.get(called[1], []) if called else []
+
     def outside_fusions(self) -> Iterator[tuple[list[Instruction], Instruction]]:
         """(its computation, instruction) of all that is executed as a program of its own."""
         for name, body in self.computations.items():
@@ -114,23 +117,18 @@ def parse(text: str) -> Module:
     return module
 
 
+def arrays_of(type_text: str) -> list[int]:
+    """The element counts of an HLO type's arrays."""
+    return [_elements(match[2]) for match in _SHAPE.finditer(type_text)]
+
+
 def _first_array(type_text: str) -> tuple[int, bool]:
     match = _SHAPE.search(type_text)
-    if match is None:
-        return 0, False
-    elements = math.prod(int(size) for size in match[2].split(",") if size)
-    return elements, "S(1)" in (match[3] or "")
+    return (0, False) if match is None else (_elements(match[2]), "S(1)" in (match[3] or ""))
 
 
-def collectives(module: Module) -> dict[str, int]:
-    """How many instructions of each kind exchange data with other devices; an asynchronous pair counts once."""
-    found: Counter[str] = Counter()
-    for body in module.computations.values():
-        for instruction in body:
-            kind = instruction.opcode.removesuffix("-start")
-            if kind in _COLLECTIVES:
-                found[kind] += 1
-    return dict(found)
+def _elements(sizes: str) -> int:
+    return math.prod(int(size) for size in sizes.split(",") if size)
 
 
 @dataclass(frozen=True)
@@ -178,8 +176,7 @@ def _keeps_place(module: Module, instruction: Instruction) -> bool:
         return "output_to_operand_aliasing" in instruction.rest
     if instruction.opcode != "fusion":
         return False
-    called = _FUSED.search(instruction.rest)
-    body = module.computations.get(called[1], []) if called else []
+    body = module.inside(instruction)
     by_name = {inner.name: inner for inner in body}
     return all(_root_opcode(by_name, inner) in _IN_PLACE | {"parameter"} for inner in _results(by_name, body))
 
@@ -207,8 +204,7 @@ def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -
 def _only_moves(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode != "fusion":
         return instruction.opcode in _MOVERS
-    called = _FUSED.search(instruction.rest)
-    opcodes = {inner.opcode for inner in module.computations.get(called[1], [])} if called else set()
+    opcodes = {inner.opcode for inner in module.inside(instruction)}
     return bool(opcodes & _MOVERS) and opcodes <= _MOVERS | _TRIVIAL
 
 

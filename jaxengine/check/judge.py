@@ -1,4 +1,4 @@
-"""When a row of a check is a failure: the limits of the chip, the memory plan, copies, spills."""
+"""When a row of a check is a failure: limits of the chip, memory plan, copies, exchanges nobody accounts for."""
 
 from __future__ import annotations
 
@@ -34,4 +34,5 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
     found.extend(f"copies {copy}" for copy in row["copies"])
     if row["collectives"] and target.num_devices == 1:
         found.append(f"talks to other devices although there is one: {row['collectives']}")
+    found.extend(f"exchanges: {text}" for text in row["wrong_exchanges"])
     return found

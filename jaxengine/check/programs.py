@@ -1,14 +1,15 @@
 """What is compiled for one target: the engine's steps over their bucket grid, and one layer's kernels by themselves.
 
 Everything is abstract: shapes with the shardings of a mesh of devices that need not exist. The steps are those of
-jaxengine.step_programs, the memory plan that of jaxengine.memory, so a check sees what the engine would run.
+jaxengine.step_programs, the memory plan that of jaxengine.memory, so a check sees what the engine would run. What is
+compiled for a mesh holds one device's part of every array, and so are sizes counted here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,17 +17,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxengine.check.exchanges import Expected, expected
 from jaxengine.check.hlo import Precious
 from jaxengine.check.roofline import DECODE_CONTEXT, Work, attention_work, step_work, update_work
-from jaxengine.config import EngineConfig, Platform
+from jaxengine.config import EngineConfig, ResolvedConfig
+from jaxengine.devices import build_split, choose_stages
+from jaxengine.platforms import Platform
 from jaxengine.step_programs import StepPrograms
 from models.attention import RaggedBatch, attention_spec, kv_cache_update, ragged_paged_attention
+from models.causal_lm import CausalLM
 from models.config import ModelConfig
 from models.declare import declared_params
 from models.llama import attention_schedule, kv_update_schedule
-from models.registry import build_model
 from scheduler.buckets import Bucket
+from sharding.mesh import make_mesh
 from sharding.rules import named_sharding
+from sharding.stages import devices_of_stages
 
 # A state array below this size costs nothing to copy.
 _SMALL = 1 << 20
@@ -39,47 +45,69 @@ class Program:
     Attributes:
       name: of the row in the report.
       bucket: the shape it is for.
+      mesh: to be the ambient one: it tells kernels what chip they are for.
       is_step: a whole step, not a kernel alone.
+      is_largest: the step that decides the workspace.
       arguments: as shapes with shardings.
       donate: indices of donated arguments.
       work: what a roofline counts.
       precious: the arrays it must not copy.
+      expected: what devices may tell each other in it; None for a kernel, which runs on one.
     """
 
     name: str
-    bucket: Bucket
+    mesh: Mesh
     is_step: bool
+    is_largest: bool
     function: Callable
     arguments: tuple[Any, ...]
     donate: tuple[int, ...]
     work: Work
     precious: Precious
+    expected: Expected | None
 
 
-class TargetPrograms:
-    """The programs of one model under one config on one mesh.
+def open_stages(
+    model_config: ModelConfig, config: EngineConfig, platform: Platform, devices: Sequence[Any]
+) -> list[StagePrograms]:
+    """The programs of each pipeline stage on its share of the devices.
+
+    Raises ConfigError as the engine does.
+    """
+    resolved = config.resolved(model_config, platform)
+    layout = resolved.mesh_layout(model_config)
+    stages = choose_stages(model_config, resolved, layout)
+    opened = []
+    for stage, part in zip(stages, devices_of_stages(devices, len(stages)), strict=True):
+        model = build_split(model_config, resolved, layout, stage)
+        place = f"stage {len(opened)}, " if len(stages) > 1 else ""
+        opened.append(StagePrograms(model, resolved, platform, make_mesh(layout, part), place))
+    return opened
+
+
+class StagePrograms:
+    """The programs of a model, or of one of its pipeline stages, under one config on one mesh.
 
     Attributes:
       config: resolved for the platform.
-      weight_bytes, page_bytes: of one device.
+      weight_bytes, state_bytes, page_bytes: of one device.
     """
 
-    def __init__(self, model_config: ModelConfig, config: EngineConfig, platform: Platform, mesh: Mesh):
-        self.config = config.resolved(model_config, platform)
-        self.model = build_model(model_config, dtype=self.config.dtype)
+    def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
+        """place: what names of programs begin with."""
+        self.config = config
+        self.model = model
         self.mesh = mesh
-        self._steps = StepPrograms(self.model, self.config, platform)
+        self._place = place
+        self._steps = StepPrograms(model, config, platform, mesh)
         self._layout = platform.name
         self._params = [
             jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=named_sharding(mesh, param.decl.axes))
             for param in declared_params(self.model)
         ]
-        self.weight_bytes = sum(_device_elements(leaf) * leaf.dtype.itemsize for leaf in self._params)
-        self.page_bytes = self._steps.page_bytes // mesh.shape["model"]
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._steps.state_shapes))
+        self.weight_bytes = sum(_device_bytes(leaf) for leaf in self._params)
+        self.state_bytes = sum(_device_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
+        self.page_bytes = self._steps.page_bytes
 
     @property
     def num_columns(self) -> int:
@@ -99,37 +127,38 @@ class TargetPrograms:
         return list(dict.fromkeys((grid.decode[0], grid.decode[-1], grid.mixed[0], grid.mixed[-1])))
 
     def step(self, bucket: Bucket, num_pages: int) -> Program:
-        """The bucket's step with a pool of `num_pages` pages a layer."""
-        params, kv, state, message = self._steps.arguments(bucket, self._params, self._steps.kv_shapes(num_pages))
-        arguments = (params, self._place_kv(kv), self._replicate(state), self._replicate(message))
+        """The bucket's step with a pool of `num_pages` pages of a layer and rank."""
+        kv = self._steps.kv_shapes(num_pages)
+        work = step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context)
         return Program(
-            str(bucket),
-            bucket,
-            True,
-            self._steps.step(bucket),
-            arguments,
-            (1, 2),
-            step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context),
-            self._precious(bucket, arguments[1].data),
+            name=f"{self._place}{bucket}",
+            mesh=self.mesh,
+            is_step=True,
+            is_largest=bucket == self.largest,
+            function=self._steps.step(bucket, kv),
+            arguments=self._steps.arguments(bucket, self._params, kv),
+            donate=(1, 2),
+            work=work,
+            precious=self._precious(bucket, kv),
+            expected=expected(self.model, bucket),
         )
 
     def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[Program]:
-        """One layer's attention, for each kind of window, and its KV write, their schedules being arguments.
-
-        For one device: of a group, each runs the same kernels on its share of the heads.
-        """
+        """One layer's attention, for each kind of window, and its KV write, their schedules being arguments; on a mesh
+        of one device."""
         config = self.model.config
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
-        kv = self._place_kv(self._steps.kv_shapes(num_pages))
+        kv: Any = self._steps.kv_shapes(num_pages)
         batch = self._replicate(self._abstract_batch(bucket))
         precious = Precious({_device_elements(kv.data): "pool"})
         paging = {"page_size": self.config.block_size, "platform": self._layout}
 
         def heads(count: int) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, PartitionSpec(None, "model", None))
-            return jax.ShapeDtypeStruct(
-                (bucket.num_tokens, count, config.head_dim), jnp.dtype(dtype), sharding=sharding
-            )
+            return self._replicate(jax.ShapeDtypeStruct((bucket.num_tokens, count, config.head_dim), jnp.dtype(dtype)))
+
+        def kernel(name: str, function: Callable, arguments: tuple[Any, ...], donate: tuple[int, ...], work: Work):
+            name = f"{name}, {bucket}"
+            return Program(name, self.mesh, False, False, function, arguments, donate, work, precious, None)
 
         for window in dict.fromkeys(config.sliding_window):
             spec = attention_spec(config, window)
@@ -139,10 +168,9 @@ class TargetPrograms:
 
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
             schedule = self._replicate(jax.eval_shape(plan, batch))
-            name = f"attention{'' if window is None else f' window {window}'}, {bucket}"
+            name = f"attention{'' if window is None else f' window {window}'}"
             work = attention_work(config, bucket, kv_dtype, dtype, window, self._context)
-            arguments = (heads(config.num_heads), kv, batch, schedule)
-            yield Program(name, bucket, False, attend, arguments, (), work, precious)
+            yield kernel(name, attend, (heads(config.num_heads), kv, batch, schedule), (), work)
 
         def write(kv, k, v, slot_mapping, schedule):
             return kv_cache_update(kv, k, v, slot_mapping, schedule=schedule)
@@ -150,24 +178,23 @@ class TargetPrograms:
         schedule = self._replicate(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
         rows = heads(config.num_kv_heads)
         work = update_work(config, bucket, kv_dtype, dtype)
-        arguments = (kv, rows, rows, batch.slot_mapping, schedule)
-        yield Program(f"kv write, {bucket}", bucket, False, write, arguments, (0,), work, precious)
+        yield kernel("kv write", write, (kv, rows, rows, batch.slot_mapping, schedule), (0,), work)
 
     @property
     def _context(self) -> int:
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
-    def _precious(self, bucket: Bucket, pool: jax.ShapeDtypeStruct) -> Precious:
+    def _precious(self, bucket: Bucket, kv: Any) -> Precious:
         named = zip(declared_params(self.model), self._params, strict=True)
-        weights = {_device_elements(leaf): param.name for param, leaf in named if len(param.shape) == 2}
+        weights = {_device_elements(leaf): param.name for param, leaf in named if len(param.shape) > 1}
         # The logits of a step over all slots look like a state array.
-        logits = f"f32[{bucket.num_seqs},{self.model.config.vocab_size}]"
+        logits = f"f32[{bucket.num_seqs},{self._steps.vocab_size // self.model.mesh.model}]"
         states = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(self._steps.state_shapes):
-            text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, leaf.shape))}]"
-            if math.prod(leaf.shape) * leaf.dtype.itemsize >= _SMALL and text != logits:
+            text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, _device_shape(leaf)))}]"
+            if _device_bytes(leaf) >= _SMALL and text != logits:
                 states[text] = f"slot state{jax.tree_util.keystr(path)}"
-        return Precious({_device_elements(pool): "pool"}, weights, states)
+        return Precious({_device_elements(kv.data): "pool"}, weights, states)
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
         def int32(*shape: int) -> Any:  # a shape stands for an array
@@ -182,22 +209,23 @@ class TargetPrograms:
             num_decode=int32(),
         )
 
-    def _place_kv(self, kv: Any) -> Any:
-        """The pool with its heads over the mesh's model axis."""
-        axis = 2 if self._layout == "tpu" else 1
-        spec = PartitionSpec(*(("model" if index == axis else None) for index in range(3)))
-        placed = jax.ShapeDtypeStruct(kv.data.shape, kv.data.dtype, sharding=NamedSharding(self.mesh, spec))
-        return replace(self._replicate(kv), data=placed)
-
     def _replicate(self, tree: Any) -> Any:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), tree)
 
 
-def _device_elements(leaf: jax.ShapeDtypeStruct) -> int:
-    """What one device holds of an array."""
+def _device_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """Of the part of an array that one device holds."""
     assert leaf.sharding is not None
-    return math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return leaf.sharding.shard_shape(leaf.shape)
+
+
+def _device_elements(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(_device_shape(leaf))
+
+
+def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return _device_elements(leaf) * jnp.dtype(leaf.dtype).itemsize
 
 
 def _hlo_type(dtype: Any) -> str:

@@ -1,11 +1,13 @@
 """The least time a step can take on a device: bytes it must move and operations it must do, counted from the shape.
 
 A decode step is counted with DECODE_CONTEXT keys a sequence, a mixed one as one prompt of all its tokens. Every weight
-is read once a step, of the embedding only the tokens' rows; activations are taken to stay on the chip.
+is read once a step, of the embedding only the tokens' rows, of experts as many as tokens go to; activations are taken
+to stay on the chip, and what devices tell each other to cost nothing.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 
 from models.declare import declared_params
 from scheduler.buckets import Bucket
+from sharding.layout import RULES, MeshLayout
 
 DECODE_CONTEXT = 1024
 
@@ -54,20 +57,32 @@ def update_work(config: Any, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """The whole step of an abstract model."""
-    config, itemsize = model.config, jnp.dtype(dtype).itemsize
+    """A device's share of the whole step of an abstract model, every rank with a bucket of tokens of its own."""
+    config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     num_bytes, flops = bucket.num_tokens * config.hidden_size * itemsize, 0
     for param in declared_params(model):
-        size = param.num_bytes // jnp.dtype(param.dtype).itemsize
+        parts = math.prod(mesh.num_shards(axis) for axis in param.decl.axes if axis is not None)
+        size = math.prod(param.shape) // parts
         embedding = param.path[0] == "embed"
-        if embedding and not config.tie_word_embeddings:
+        if embedding and not (model.stage.is_last and config.tie_word_embeddings):
             continue
-        num_bytes += param.num_bytes
-        head = embedding or param.path[0] == "lm_head"
-        flops += 2 * size * (bucket.num_seqs if head else bucket.num_tokens) if len(param.shape) == 2 else 0
-    for window in config.sliding_window:
+        rows = bucket.num_seqs if embedding or param.path[0] == "lm_head" else bucket.num_tokens
+        rows *= _ranks_of(mesh, param.decl.axes)
+        reached = 1.0
+        if param.decl.num_experts is not None:
+            picked = rows * config.experts.num_per_token / param.decl.num_experts
+            reached, rows = min(1.0, picked), picked
+        num_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
+        flops += int(2 * size * rows) if len(param.shape) > 1 else 0
+    for window in (config.sliding_window[layer] for layer in model.stage.layers):
         attention = attention_work(config, bucket, kv_dtype, dtype, window, context)
         update = update_work(config, bucket, kv_dtype, dtype)
-        num_bytes += attention.num_bytes + update.num_bytes
-        flops += attention.flops
+        num_bytes += (attention.num_bytes + update.num_bytes) // mesh.model
+        flops += attention.flops // mesh.model
     return Work(num_bytes, flops)
+
+
+def _ranks_of(mesh: MeshLayout, axes: tuple[str | None, ...]) -> int:
+    """Ranks whose tokens a device multiplies by its part of a weight."""
+    split = {axis for name in axes if name is not None for axis in RULES[name]}
+    return math.prod(getattr(mesh, axis) for axis in RULES["batch"] if axis in split)

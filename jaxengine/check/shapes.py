@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config import ConfigError, EngineConfig
-from models.config import ModelConfig, read_config_json
+from models.config import ExpertsConfig, ModelConfig, read_config_json
 from models.rope import RopeScaling
 
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
@@ -82,6 +82,30 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": _model(_QWEN3_NAME, 28, 1024, 3072, 16, 8, tie_word_embeddings=True, qk_norm=True, **_QWEN3),
     "qwen3-8b": _model(_QWEN3_NAME, 36, 4096, 12288, 32, 8, qk_norm=True, **_QWEN3),
     "qwen3-32b": _model(_QWEN3_NAME, 64, 5120, 25600, 64, 8, qk_norm=True, **_QWEN3),
+    "qwen3-moe-30b-a3b": _model(
+        "Qwen3MoeForCausalLM",
+        48,
+        2048,
+        6144,
+        32,
+        4,
+        qk_norm=True,
+        experts=ExpertsConfig(num_experts=128, num_per_token=8, intermediate_size=768),
+        **_QWEN3,
+    ),
+    "mixtral-8x7b": _model(
+        "MixtralForCausalLM",
+        32,
+        4096,
+        14336,
+        32,
+        8,
+        vocab_size=32000,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        max_position_embeddings=32768,
+        experts=ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=14336),
+    ),
 }
 
 

@@ -6,8 +6,11 @@ imports no jax: the process that does not compile reads it too.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 
 from jaxengine.config import ConfigError
 
@@ -43,12 +46,12 @@ class Target:
 
     Attributes:
       backend: "tpu", "cuda" or "cpu", as jax lowers for it.
-      topology: libtpu's name of the smallest topology with `num_devices` devices.
+      topology: libtpu's name of the smallest topology with `num_devices` devices; "" for other backends.
       hbm_bytes: of one device, what a program may use.
       hbm_bandwidth: bytes a second of one device.
       flops: dense bfloat16 operations a second of one device.
       fast_bytes: VMEM of a TPU core, shared memory of a GPU's block.
-      num_devices: that share the model (tensor parallel).
+      num_devices: that share the model.
     """
 
     name: str
@@ -90,7 +93,7 @@ _SLICES = {
     "v5p": {2: "2x2x1", 4: "2x2x1", 8: "2x2x2"},
     "tpu7x": {2: "2x2x1", 4: "2x2x1", 8: "2x2x1", 16: "2x2x2"},
 }
-_GPU_SLICES = (2, 4, 8)
+_GPU_SLICES = _CPU_SLICES = (2, 4, 8)
 
 
 def find_target(name: str) -> Target:
@@ -103,15 +106,47 @@ def find_target(name: str) -> Target:
     target = TARGETS.get(kind)
     if target is not None and not count:
         return target
-    if target is not None and count.isdigit():
-        devices = int(count)
-        if target.gpu is not None and devices in _GPU_SLICES:
-            return replace(target, name=name, num_devices=devices)
-        if devices in _SLICES.get(kind, {}):
-            return replace(target, name=name, topology=f"{kind}:{_SLICES[kind][devices]}", num_devices=devices)
-    several = [f"{kind}-{n}" for kind, sizes in _SLICES.items() for n in sizes]
-    several += [f"sm_90-{n}" for n in _GPU_SLICES]
+    if target is not None and count.isdigit() and int(count) in _sizes(target):
+        return _several(target, int(count))
+    several = [f"{kind}-{size}" for kind, target in TARGETS.items() for size in _sizes(target)]
     raise ConfigError("targets", name, ", ".join([*TARGETS, *several]))
+
+
+def _sizes(target: Target) -> Iterable[int]:
+    return _SLICES.get(target.name, _CPU_SLICES if target.backend == "cpu" else _GPU_SLICES)
+
+
+def _several(target: Target, devices: int) -> Target:
+    name, slices = f"{target.name}-{devices}", _SLICES.get(target.name)
+    topology = target.topology if slices is None else f"{target.name}:{slices[devices]}"
+    return replace(target, name=name, topology=topology, num_devices=devices)
+
+
+def split_targets(target: Target, options: Mapping[str, Any]) -> list[tuple[Target, dict[str, Any]]]:
+    """Where a model may be checked and with what options of the engine, the fewest devices first.
+
+    A target with a number of devices is that alone; one without may take more of its kind. All devices are used:
+    tensor_parallel_size, where it is not given, is what the other parallel sizes leave of them.
+
+    Raises ConfigError when the sizes given do not multiply to the number of devices.
+    """
+    names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+    given = {name: options[name] for name in names if name in options}
+    product = math.prod(given.values())
+    candidates = [target]
+    if target.name in TARGETS:
+        candidates += [_several(target, size) for size in _sizes(target)]
+    if "tensor_parallel_size" in given:
+        fitting = [place for place in candidates if place.num_devices == product]
+    else:
+        fitting = [place for place in candidates if place.num_devices % product == 0]
+    if not fitting:
+        sizes = ", ".join(str(place.num_devices) for place in candidates)
+        name = max(given, key=lambda name: given[name])
+        wanted = f"parallel sizes whose product is the number of devices of {target.name}, {sizes}; it is {product}"
+        raise ConfigError(name, given[name], wanted)
+    rest = {place.name: place.num_devices // product for place in fitting}
+    return [(place, {"tensor_parallel_size": rest[place.name], **options}) for place in fitting]
 
 
 def require_compiler(target: Target) -> None:

@@ -15,9 +15,11 @@ from jaxengine.check import children, compile
 from jaxengine.check.roofline import Work, step_work, visible_keys
 from jaxengine.check.shapes import SHAPES, model_config
 from jaxengine.cli import main
+from models.config import ExpertsConfig
 from models.declare import declared_params
 from models.registry import build_model
 from scheduler.buckets import Bucket
+from sharding.layout import MeshLayout
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,6 +37,7 @@ CONFIG = {
 }
 OPTIONS = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 100}
 DECODE = Bucket(1, 1)
+LARGE = 1 << 40  # bytes
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: make check-deps")
 
 
@@ -69,11 +72,6 @@ def compiler(model, tmp_path):
     return make
 
 
-def row_of(compiler, program, planned=1 << 40):
-    with jax.set_mesh(compiler.mesh):
-        return compiler._row(program, planned)
-
-
 def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     """Everything compiles and nothing is copied."""
     base, bundle = str(tmp_path / "base.json"), tmp_path / "bundle"
@@ -100,20 +98,40 @@ def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     assert main([*common, "--against", base, "--max-logprobs=3"]) == 2
 
 
+def test_a_check_of_stages_on_meshes(model, tmp_path, capsys, monkeypatch):
+    """Every stage is compiled for its own two devices, and what these exchange is accounted for."""
+    config = json.loads(Path(model, "config.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 12000}
+    Path(model, "config.json").write_text(json.dumps(config | {"hidden_size": 256, "tie_word_embeddings": False}))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    options = OPTIONS | {"max_num_batched_tokens": 1, "pipeline_parallel_size": 2, "max_model_len": 128}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    found = tmp_path / "found.json"
+    assert main(["check", "--targets=cpu-4", "--model", model, *flags, "--json", str(found)]) == 0
+    first, last = json.loads(found.read_text())["rows"]
+    assert (first["program"], last["program"]) == ("stage 0, decode S=1", "stage 1, decode S=1")
+    for row in (first, last):
+        assert row["exchanges"]["layer 0"] == {"all-reduce": 2}
+        assert row["peak_bytes"] <= row["planned_bytes"] * 1.02
+    assert "embed" in first["exchanges"] and "sample" not in first["exchanges"]
+    assert "sample" in last["exchanges"] and "embed" not in last["exchanges"]
+    assert main(["check", "--targets=cpu-4", "--model", model, *flags, "--tensor-parallel-size=4"]) == 2
+    assert "tensor_parallel_size is 4; allowed: parallel sizes whose product" in capsys.readouterr().err
+
+
 def test_a_planted_copy_of_the_pool_is_reported(compiler):
     made = compiler()
-    step = made.programs.step(DECODE, 100)
-    row = row_of(made, step)
+    step = made.stages[0].step(DECODE, 100)
+    row = made.row(step, LARGE)
     assert row["failures"] == []
-    found = row_of(made, dataclasses.replace(step, donate=()), row["peak_bytes"])["failures"]
+    found = made.row(dataclasses.replace(step, donate=()), row["peak_bytes"])["failures"]
     assert any(text.startswith("copies pool: copy") for text in found)
     assert any("above" in text for text in found)
 
 
 def test_a_program_that_does_not_compile_is_a_row(compiler):
     made = compiler()
-    step = made.programs.step(DECODE, 100)
-    row = row_of(made, dataclasses.replace(step, function=lambda *arguments: jnp.zeros(-1)))
+    step = made.stages[0].step(DECODE, 100)
+    row = made.row(dataclasses.replace(step, function=lambda *arguments: jnp.zeros(-1)), LARGE)
     assert "does not compile" in row["failures"][0] and "copies" not in row
 
 
@@ -136,9 +154,9 @@ def test_a_planted_overflow_of_vmem_is_reported(compiler, monkeypatch):
         return pl.pallas_call(body, out_shape=x, scratch_shapes=scratch)(x)
 
     made = compiler("v6e")
-    kernel = next(iter(made.programs.kernels(DECODE, 100)))
-    x = made.programs._replicate(jax.ShapeDtypeStruct((8, 128), jnp.float32))
-    row = row_of(made, dataclasses.replace(kernel, function=too_large, arguments=(x,)))
+    kernel = next(iter(made.stages[0].kernels(DECODE, 100)))
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=kernel.arguments[0].sharding)
+    row = made.row(dataclasses.replace(kernel, function=too_large, arguments=(x,)), LARGE)
     assert "does not compile" in row["failures"][0] and "vmem" in row["failures"][0].lower()
 
 
@@ -167,6 +185,35 @@ def test_a_compiler_that_dies_costs_one_program(tmp_path, monkeypatch):
     assert "status 134" in rows[1]["failures"][0] and "Check failed" in rows[1]["failures"][0]
 
 
+SMALL = """
+import json, sys
+request = json.load(sys.stdin)
+reply = lambda **message: print(json.dumps(message), flush=True)
+if request["options"]["tensor_parallel_size"] < request["options"]["max_num_seqs"]:
+    reply(event="refused", reason="weights take 2 MiB of a device's 1 MiB", too_small=True)
+else:
+    reply(event="plan", num_pages=1, planned_bytes=[1])
+    reply(event="programs", names=["a"])
+    row = {"program": "a", "step": True, "failures": []}
+    reply(event="row", row=row | {"target": request["target"]})
+"""
+
+
+@pytest.mark.parametrize(
+    ("needed", "wrong", "told"),
+    [
+        (2, 0, ["cpu-2 instead of cpu, where weights take 2 MiB", "cpu-2: 1 programs, 0 failed"]),
+        (16, 1, ["cpu-8 instead of cpu-4, where weights", "FAIL cpu-8, memory plan: weights take"]),
+    ],
+)
+def test_a_model_takes_as_many_devices_as_it_needs(needed, wrong, told, model, tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.py").write_text(SMALL)
+    monkeypatch.setattr(children, "_PROGRAM", (str(tmp_path / "small.py"),))
+    assert main(["check", "--model", model, f"--max-num-seqs={needed}"]) == wrong
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in told)
+
+
 def test_visible_keys_by_hand():
     assert visible_keys(Bucket(4, 4), 100, None) == (400, 400)
     assert visible_keys(Bucket(4, 4), 100, 30) == (120, 120)
@@ -186,6 +233,27 @@ def test_the_work_of_a_step_by_hand(model):
     assert Work(100, 10).seconds(10.0, 10.0) == 10.0
 
 
+def test_a_device_does_its_share_of_a_step():
+    """On four devices, two ranks with a bucket of tokens each: half of one rank's products, but for the router's."""
+    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
+    config = dataclasses.replace(
+        SHAPES["qwen3-0.6b"],
+        architecture="Qwen3MoeForCausalLM",
+        num_layers=1,
+        sliding_window=(None,),
+        vocab_size=1024,
+        experts=experts,
+    )
+    mesh = MeshLayout(data=2, model=2, expert_parallel=True)
+    bucket, arguments = Bucket(3, 3), ("bfloat16", "bfloat16", 10)
+    alone = step_work(build_model(config, dtype="bfloat16"), bucket, *arguments)
+    share = step_work(build_model(config, dtype="bfloat16", mesh=mesh), bucket, *arguments)
+    assert 2 * share.flops == alone.flops + 2 * 3 * 1024 * 8
+    # Three tokens go to at most six experts, those of two ranks to all of a device's two.
+    assert alone.num_bytes // 2 - share.num_bytes < 2 * 3 * 1024 * 32
+    assert share.num_bytes > 2 * 2 * 3 * 1024 * 32
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -197,6 +265,8 @@ def test_the_work_of_a_step_by_hand(model):
         ("qwen2.5-7b", 7.616),
         ("qwen3-8b", 8.191),
         ("qwen3-32b", 32.762),
+        ("qwen3-moe-30b-a3b", 30.532),
+        ("mixtral-8x7b", 46.703),
     ],
 )
 def test_built_in_shapes_have_the_published_number_of_parameters(name, billions):

@@ -9,7 +9,7 @@ import pytest
 from jaxengine.check import baseline, report
 from jaxengine.check.inspect import mosaic_gpu, vmem_bytes
 from jaxengine.check.judge import failures
-from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler
+from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler, split_targets
 from jaxengine.config import ConfigError
 
 V6E = TARGETS["v6e"]
@@ -21,6 +21,7 @@ ROW = {
     "fast_bytes": 1000,
     "copies": [],
     "collectives": {},
+    "wrong_exchanges": [],
     "cycles": 100,
     "failures": [],
 }
@@ -38,6 +39,7 @@ ROW = {
         ({"fast_bytes": V6E.fast_bytes + 1}, 1_000_000, "on the chip"),
         ({"copies": ["pool: copy c"]}, 1_000_000, "copies pool"),
         ({"collectives": {"all-reduce": 1}}, 1_000_000, "other devices"),
+        ({"wrong_exchanges": ["nobody wrote all-gather g"]}, 1_000_000, "exchanges: nobody wrote"),
         ({"error": "XlaRuntimeError: no"}, 1_000_000, "does not compile: XlaRuntimeError"),
     ],
 )
@@ -89,7 +91,7 @@ def test_the_table_shows_failures_and_what_is_not_known():
     assert report.failures([ROW, failed]) == ["v6e, x: e"]
 
 
-@pytest.mark.parametrize("name", ["v6f", "v6e-3", "sm_90-", "sm_90-3", "cpu-2", "", "v5e-x"])
+@pytest.mark.parametrize("name", ["v6f", "v6e-3", "sm_90-", "sm_90-3", "cpu-3", "", "v5e-x"])
 def test_an_unknown_target_is_refused(name):
     with pytest.raises(ConfigError, match="sm_90"):
         find_target(name) if name != "sm_90-" else find_target("sm_90-0")
@@ -99,6 +101,39 @@ def test_several_devices():
     target = find_target("v5e-16")
     assert (target.topology, target.num_devices) == ("v5e:4x4", 16)
     assert find_target("sm_90-4").num_devices == 4
+
+
+TENSOR, DATA, STAGES = "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("v5e-8", {}, [("v5e-8", 8)]),
+        ("v5e-8", {DATA: 2, STAGES: 2}, [("v5e-8", 2)]),
+        ("v5e-8", {TENSOR: 4, STAGES: 2}, [("v5e-8", 4)]),
+        ("v5e", {}, [("v5e", 1), ("v5e-4", 4), ("v5e-8", 8), ("v5e-16", 16)]),
+        ("v5e", {TENSOR: 4}, [("v5e-4", 4)]),
+        ("sm_90", {DATA: 4}, [("sm_90-4", 1), ("sm_90-8", 2)]),
+    ],
+)
+def test_how_a_model_is_split_over_a_target(name, options, expected):
+    found = split_targets(find_target(name), options)
+    assert [(target.name, split[TENSOR]) for target, split in found] == expected
+    assert all(options.items() <= split.items() and target.num_devices in (1, 2, 4, 8, 16) for target, split in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("v5e-8", {TENSOR: 4}, "tensor_parallel_size is 4; allowed: .* of v5e-8, 8; it is 4"),
+        ("v5e-8", {TENSOR: 2, DATA: 3}, "data_parallel_size is 3; .* it is 6"),
+        ("v6e", {TENSOR: 32}, "of v6e, 1, 4, 8, 16; it is 32"),
+    ],
+)
+def test_sizes_that_a_target_does_not_have_are_refused(name, options, words):
+    with pytest.raises(ConfigError, match=words):
+        split_targets(find_target(name), options)
 
 
 def test_a_missing_compiler_names_the_command(monkeypatch):

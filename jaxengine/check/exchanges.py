@@ -1,0 +1,204 @@
+"""What devices tell each other in a compiled step, and whether the model accounts for all of it.
+
+Exchanges are written down in the layers (sharding.collectives) under named scopes, and XLA keeps the scope with the
+instruction. So each one found is a layer's, or one of the few around the layers, or the compiler's own, which is a
+finding. Reads HLO; knows of models what their meshes make them exchange.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxengine.check.hlo import Instruction, Module, arrays_of
+from jaxengine.logprobs import PROMPT_BLOCK_ROWS
+from scheduler.buckets import Bucket
+from sharding.layout import RULES, MeshLayout
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
+# Scope outside the layers -> the most exchanges it may have. Those of the sampler are branches and loops that few steps
+# run: each part of it finds maxima, sums or counts over the split vocabulary.
+AROUND_LAYERS = {"embed": 3, "logits": 2, "sample": 32, "prompt_logprobs": 12, "results": 9}
+
+_WRITTEN = {
+    "psum": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+_SCOPE = re.compile(r'op_name="([^"]*)"')
+_LAYER = re.compile(r"layer_(\d+)$")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One instruction that exchanges data with other devices; an asynchronous pair is one.
+
+    Attributes:
+      kind: of KINDS, as it was written: XLA:TPU makes small all-gathers and reduce-scatters all-reduces.
+      opcode: of KINDS, as it was compiled.
+      place: "layer 3", a scope of AROUND_LAYERS, or "" where nobody wrote it.
+      count: exchanges that the compiler combined in it.
+      elements: of its largest operand or result.
+      text: for messages.
+    """
+
+    kind: str
+    opcode: str
+    place: str
+    count: int
+    elements: int
+    text: str
+
+
+def exchanges(module: Module) -> list[Exchange]:
+    """Every exchange of a compiled module."""
+    found, chains = [], set()
+    for body in module.computations.values():
+        by_name = {instruction.name: instruction for instruction in body}
+        for instruction in body:
+            if instruction.opcode.removesuffix("-start") not in KINDS:
+                continue
+            scope, count = _scope(instruction), len(instruction.operands)
+            if not scope and (sources := _scoped_sources(instruction, by_name)):
+                # XLA:TPU's form of a small reduce-scatter and what XLA:GPU combines have no scope, their operands do.
+                scattered = instruction.opcode == "all-reduce" and _is_only_sliced(instruction, body, module)
+                scope = f"{sources[0].rpartition('/')[0]}/{'reduce_scatter' if scattered else ''}"
+                count = len(sources)
+            # XLA:TPU runs some beside other work as a chain of fusions, each of which repeats the instruction.
+            chain = _CHAIN.search(instruction.rest)
+            link = chain and (chain[1], scope)
+            if link is None or link not in chains:
+                found.append(_exchange(instruction, by_name, scope, count))
+            chains.add(link)
+    return found
+
+
+def _scope(instruction: Instruction) -> str:
+    match = _SCOPE.search(instruction.rest)
+    return match[1] if match else ""
+
+
+def _scoped_sources(instruction: Instruction, by_name: Mapping[str, Instruction]) -> list[str]:
+    """The scopes of what an instruction is made of, past instructions without one; none if these are of two places."""
+    pending, seen, sources = list(instruction.operands), set(), []
+    while pending:
+        source = by_name.get(pending.pop())
+        if source is None or source.name in seen:
+            continue
+        seen.add(source.name)
+        if _scope(source):
+            sources.append(_scope(source))
+        else:
+            pending.extend(source.operands)
+    return sources if len({_place(scope) for scope in sources}) == 1 else []
+
+
+def _is_only_sliced(instruction: Instruction, body: Sequence[Instruction], module: Module) -> bool:
+    users = [user for user in body if instruction.name in user.operands]
+    return bool(users) and all(
+        any(inner.opcode == "dynamic-slice" for inner in (user, *module.inside(user))) for user in users
+    )
+
+
+def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scope: str, count: int) -> Exchange:
+    opcode, place = instruction.opcode.removesuffix("-start"), _place(scope)
+    kind = _WRITTEN.get(scope.rpartition("/")[2], opcode) if place else opcode
+    operands = [by_name[name] for name in instruction.operands if name in by_name]
+    results = arrays_of(instruction.type_text)
+    # An asynchronous start lists its operands beside its results; XLA:CPU and GPU cut an all-to-all into pieces.
+    whole = sum(results) if opcode == "all-to-all" and instruction.opcode == opcode else max(results, default=0)
+    elements = max([whole, *(operand.elements for operand in operands)])
+    count = 1 if opcode.endswith("all-to-all") else max(1, count)
+    text = f"{instruction.opcode} {instruction.name} {instruction.type_text} in {scope or 'no scope'}"
+    return Exchange(kind, opcode, place, count, elements, text[:300])
+
+
+def _place(scope: str) -> str:
+    for part in scope.split("/"):
+        if match := _LAYER.match(part):
+            return f"layer {match[1]}"
+        if part in AROUND_LAYERS:
+            return part
+    return ""
+
+
+def counts(found: Sequence[Exchange]) -> dict[str, int]:
+    """Instructions of each opcode."""
+    return dict(Counter(exchange.opcode for exchange in found))
+
+
+def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
+    """Exchanges of each place by kind."""
+    places: dict[str, Counter[str]] = {}
+    for exchange in found:
+        places.setdefault(exchange.place, Counter())[exchange.kind] += exchange.count
+    return {place: dict(kinds) for place, kinds in places.items()}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a step of a model may exchange.
+
+    Attributes:
+      layers: of each layer, by kind, exactly.
+      most_elements: of any operand or result: the activations of all ranks, or a device's part of their logits.
+    """
+
+    layers: tuple[Mapping[str, int], ...]
+    most_elements: int
+
+
+def expected(model: Any, bucket: Bucket) -> Expected:
+    """Of the model's mesh and stage."""
+    config, mesh = model.config, model.mesh
+    dense = () if config.experts is None else config.experts.dense_layers
+    layers = tuple(
+        layer_exchanges(mesh, experts=config.experts is not None and layer not in dense) for layer in model.stage.layers
+    )
+    rows = max(bucket.num_seqs, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
+    logits = rows * mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
+    return Expected(layers, max(mesh.num_ranks * bucket.num_tokens * config.hidden_size, logits))
+
+
+def layer_exchanges(mesh: MeshLayout, *, experts: bool) -> dict[str, int]:
+    """Of one layer by kind: attention adds up its output over the heads' devices, the feed-forward part gathers the
+    tokens of all ranks that share its weights, adds up over all devices that do and leaves each rank its tokens. With
+    experts the routing, weights and ids, is gathered too.
+    """
+    shared_by = RULES["experts" if experts and mesh.expert_parallel else "ffn"]
+    ranks = math.prod(getattr(mesh, axis) for axis in shared_by if axis in RULES["batch"])
+    found: Counter[str] = Counter()
+    found["all-reduce"] = 2 * (mesh.model > 1)
+    found["all-gather"] = (3 if experts else 1) * (ranks > 1)
+    found["reduce-scatter"] = int(ranks > 1)
+    return {kind: count for kind, count in found.items() if count}
+
+
+def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
+    """What the model does not account for, as short texts."""
+    places = by_place(found)
+    texts = [f"nobody wrote {exchange.text}" for exchange in found if not exchange.place]
+    texts += [
+        f"more than {wanted.most_elements:,} elements in {exchange.text}"
+        for exchange in found
+        if exchange.elements > wanted.most_elements
+    ]
+    for index, layer in enumerate(wanted.layers):
+        own = places.get(f"layer {index}", {})
+        if own != layer:
+            texts.append(f"layer {index} has {_told(own)} instead of {_told(layer)}")
+    for place, limit in AROUND_LAYERS.items():
+        if (number := sum(places.get(place, {}).values())) > limit:
+            texts.append(f"{place} has {_told(places[place])}, {number} and not at most {limit}")
+    return texts
+
+
+def _told(kinds: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "nothing"

@@ -1,0 +1,77 @@
+"""Reading exchanges between devices out of HLO, and judging them."""
+
+from __future__ import annotations
+
+from jaxengine.check.exchanges import Expected, by_place, counts, exchanges, wrong
+from jaxengine.check.hlo import parse
+
+MLP = "jit(step)/shard_map/layer_1/jit(_run_layer)/mlp/down"
+
+
+def found(*lines: str):
+    body = "\n".join(f"  {line}" for line in lines)
+    return exchanges(parse(f"HloModule m\n\nENTRY %main (p: f32[1]) -> f32[1] {{\n{body}\n}}\n"))
+
+
+def at(scope: str) -> str:
+    return f'metadata={{op_name="{scope}" stack_frame_id=1}}'
+
+
+def test_a_pair_is_one_and_a_combined_one_is_several():
+    pair = found(
+        f"%a = (f32[4]{{0}}, f32[8]{{0:T(8,128)}}) all-gather-start(%x), dimensions={{0}}, {at('embed/all_gather')}",
+        "%b = f32[8]{0} all-gather-done(%a)",
+    )
+    assert counts(pair) == {"all-gather": 1} and pair[0].elements == 8
+    line = f"%c = (f32[4]{{0}}, f32[4]{{0}}) all-reduce(%y, %z), to_apply=%sum, {at(f'{MLP}/psum')}"
+    both = found("%y = f32[4]{0} add(%p, %p)", "%z = f32[4]{0} add(%p, %p)", line)
+    assert counts(both) == {"all-reduce": 1} and by_place(both) == {"layer 1": {"all-reduce": 2}}
+
+
+def test_a_chain_of_fusions_is_one():
+    chain = 'frontend_attributes={chain_id="%d"}, ' + at(f"{MLP}/all_gather")
+    lines = [f"%g{i} = f32[8]{{0}} all-gather(%x), {chain % (i // 2)}" for i in range(4)]
+    assert by_place(found(*lines)) == {"layer 1": {"all-gather": 2}}
+
+
+def test_what_a_gpu_combines():
+    """A sum of what is put together of two sums, without a scope of its own."""
+    sums = [f"%x{i} = s32[1]{{0}} add(%p, %p), {at(f'step/sample/cond/{word}')}" for i, word in enumerate("ab")]
+    both = found(*sums, "%c = s32[2]{0} concatenate(%x0, %x1)", "%a = s32[2]{0} all-reduce-start(%c), to_apply=%sum")
+    assert by_place(both) == {"sample": {"all-reduce": 2}}
+
+
+def test_a_small_reduce_scatter_of_a_tpu():
+    """A sum of all that keeps one slice, without a scope of its own."""
+    product = f"%y = f32[8]{{0}} add(%p, %p), {at(f'{MLP}/dot_general')}"
+    summed = "%a = f32[8]{0} all-reduce(%y), to_apply=%sum"
+    kept = found(product, summed, "%s = f32[4]{0} dynamic-slice(%a, %i), dynamic_slice_sizes={4}")
+    assert by_place(kept) == {"layer 1": {"reduce-scatter": 1}}
+    assert by_place(found(product, summed, "%s = f32[8]{0} add(%a, %a)")) == {"layer 1": {"all-reduce": 1}}
+
+
+def test_an_exchange_counts_as_what_was_written():
+    """XLA:TPU sums zeros and a part instead of gathering small parts."""
+    summed = found(f"%a = f32[8]{{0}} all-reduce(%x), to_apply=%sum, {at(f'{MLP}/all_gather')}")
+    assert counts(summed) == {"all-reduce": 1} and by_place(summed) == {"layer 1": {"all-gather": 1}}
+
+
+def test_the_operand_of_a_reduce_scatter_is_the_larger_one():
+    line = f"%b = f32[4]{{0}} reduce-scatter(%a), dimensions={{0}}, to_apply=%sum, {at(f'{MLP}/reduce_scatter')}"
+    assert found("%a = f32[16]{0} parameter(0)", line)[0].elements == 16
+
+
+def test_what_the_model_does_not_account_for():
+    scope = "jit(step)/shard_map/{}"
+    lines = [f"%a{i} = f32[8]{{0}} all-reduce(%x), {at(scope.format(f'layer_{i}/mlp/psum'))}" for i in range(2)]
+    wanted = Expected(({"all-reduce": 1}, {"all-reduce": 1}), 8)
+    assert wrong(found(*lines), wanted) == []
+    assert wrong(found(lines[0]), wanted) == ["layer 1 has nothing instead of 1 all-reduce"]
+    gather = f"%g = f32[64,8]{{1,0}} all-gather(%w), dimensions={{0}}, {at(scope.format('layer_0/mlp/dot_general'))}"
+    too_large, other = wrong(found(*lines, gather), wanted)
+    assert too_large.startswith("more than 8 elements in all-gather g f32[64,8]")
+    assert other == "layer 0 has 1 all-gather and 1 all-reduce instead of 1 all-reduce"
+    (nobody,) = wrong(found(*lines, "%g = f32[8]{0} collective-permute(%x)"), wanted)
+    assert nobody == "nobody wrote collective-permute g f32[8]{0} in no scope"
+    many = [f"%e{i} = f32[8]{{0}} all-reduce(%x), {at(scope.format('embed/psum'))}" for i in range(4)]
+    assert wrong(found(*lines, *many), wanted) == ["embed has 4 all-reduce, 4 and not at most 3"]

@@ -1,0 +1,140 @@
+"""Exchanges between devices, counted in compiled steps: what one more layer adds, and what there is around the layers.
+
+Eight devices forced on the CPU and, where libtpu is installed, a v5e:2x4 that is not there. Run as a module it compiles
+and prints a line of JSON for each case:
+
+    python -m tests.sharding.test_collectives {cpu,tpu}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxengine.check.exchanges import by_place, exchanges, wrong
+
+ROOT = Path(__file__).parents[2]
+DENSE, EXPERTS = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
+TENSOR, DATA, EXPERT = "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"
+TWO_SUMS = {"all-reduce": 2}
+# Name -> architecture, engine options, what a layer exchanges. The model has two kv heads.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "tp 2": (DENSE, {TENSOR: 2}, TWO_SUMS),
+    "tp 4": (DENSE, {TENSOR: 4}, TWO_SUMS | {"all-gather": 1, "reduce-scatter": 1}),
+    "tp 4, replicated": (DENSE, {TENSOR: 4, "replicate_kv_heads": True}, TWO_SUMS),
+    "dp 2": (DENSE, {DATA: 2}, {}),
+    "tp 2, dp 2": (DENSE, {TENSOR: 2, DATA: 2}, TWO_SUMS),
+    "experts, tp 2, dp 2": (EXPERTS, {TENSOR: 2, DATA: 2}, TWO_SUMS),
+    "experts, tp 2, dp 2, ep": (
+        EXPERTS,
+        {TENSOR: 2, DATA: 2, EXPERT: True},
+        TWO_SUMS | {"all-gather": 3, "reduce-scatter": 1},
+    ),
+}
+# Compiled with sampling too, which takes most of the time; the others as a first pipeline stage.
+WHOLE = "tp 4"
+PLANTED = "weights gathered"
+# The most exchanges around the layers.
+AROUND = {"embed": 3, "logits": 2, "sample": 24, "prompt_logprobs": 9, "results": 9}
+
+
+def compile_cases(backend: str) -> None:
+    """Prints what steps exchange: of a stage of one layer, of one of two layers, and of a whole model of one."""
+    import jax
+
+    from jaxengine.check.devices import target_devices
+    from jaxengine.check.hlo import parse
+    from jaxengine.check.programs import open_stages
+    from jaxengine.check.shapes import SHAPES
+    from jaxengine.check.targets import find_target
+    from jaxengine.config import EngineConfig
+    from jaxengine.executables import compile_program
+    from jaxengine.platforms import PLATFORMS
+    from models import layers
+    from models.config import ExpertsConfig
+
+    devices = target_devices(find_target("cpu-8" if backend == "cpu" else "v5e-8"))
+    shape = dataclasses.replace(
+        SHAPES["llama-3.1-8b"], hidden_size=512, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=128,
+        vocab_size=4096,
+    )  # fmt: skip
+
+    def step(name: str, *sizes: int) -> dict[str, Any]:
+        """Of the first of the stages that have these numbers of layers."""
+        architecture, options, _ = CASES[name]
+        experts = ExpertsConfig(4, 2, 64) if architecture == EXPERTS else None
+        windows = (None,) * sum(sizes)
+        model = dataclasses.replace(
+            shape, architecture=architecture, experts=experts, num_layers=len(windows), sliding_window=windows
+        )
+        stages = {"pipeline_parallel_size": len(sizes), "pipeline_layers": sizes}
+        config = EngineConfig(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64, **stages, **options)
+        stage = open_stages(model, config, PLATFORMS[backend], devices)[0]
+        program = stage.step(stage.buckets(short=True)[1], stage.num_columns)
+        with jax.set_mesh(program.mesh):
+            traced = jax.jit(program.function, donate_argnums=program.donate).trace(*program.arguments)
+            compiled = compile_program(traced.lower(lowering_platforms=(backend,)), backend)
+        text = compiled.as_text()
+        assert text is not None and program.expected is not None
+        found = exchanges(parse(text))
+        return {"places": by_place(found), "wrong": wrong(found, program.expected)}
+
+    for name in CASES:
+        row = {"case": name, "one": step(name, 1, 1), "two": step(name, 2, 1)}
+        print(json.dumps(row | ({"whole": step(name, 1)} if name == WHOLE else {})), flush=True)
+
+    def matmul_of_gathered(x: jax.Array, weight: jax.Array, *, contract: int = 0) -> jax.Array:
+        own = jax.lax.all_gather(weight, "model")[jax.lax.axis_index("model")]
+        return matmul(x, own, contract=contract)
+
+    matmul, layers.matmul = layers.matmul, matmul_of_gathered
+    jax.clear_caches()  # layers are traced once
+    print(json.dumps({"case": PLANTED, **step("tp 2", 1, 1)}))
+
+
+def total(step: dict[str, Any]) -> Counter[str]:
+    return sum(map(Counter, step["places"].values()), Counter())
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["cpu", pytest.param("tpu", marks=pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not here"))],
+)
+def test_a_layer_exchanges_what_it_should_and_nothing_else_does(backend, report):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    if backend == "cpu":  # whose machine code is not run: the quickest to make will do
+        flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+        env["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    command = [sys.executable, "-m", "tests.sharding.test_collectives", backend]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    planted = rows.pop()
+    assert planted["case"] == PLANTED
+    assert any("more than" in text and "gate_up/all_gather" in text for text in planted["wrong"])
+    assert any("layer 0 has" in text for text in planted["wrong"])
+    assert [row["case"] for row in rows] == list(CASES)
+    for row in rows:
+        name, one, two = row["case"], row["one"], row["two"]
+        whole = row.get("whole", one)
+        assert one["wrong"] == two["wrong"] == whole["wrong"] == [], name
+        added = total(two)
+        added.subtract(total(one))
+        assert {kind: count for kind, count in added.items() if count} == CASES[name][2], name
+        around = {place: kinds for place, kinds in whole["places"].items() if place != "layer 0"}
+        number = {place: sum(kinds.values()) for place, kinds in around.items()}
+        assert all(count <= AROUND[place] for place, count in number.items()), (name, around)
+        report(f"{backend}, {name}: a layer exchanges {CASES[name][2] or 'nothing'}; around them {number}")
+
+
+if __name__ == "__main__":
+    compile_cases(sys.argv[1])
