@@ -13,6 +13,8 @@ DEV    := $(VENV)/.installed-dev-$(VERSION)
 # The compilers live apart: with libtpu or the CUDA plugin installed, jax looks for their devices at every start.
 CHECK  := $(VENV)/check
 CHECK_STAMP := $(CHECK)/.installed-$(VERSION)
+# A file's tests stay in one process: they share engines.
+PYTEST_JOBS ?= -n 2 --dist loadfile
 CHECK_ARGS ?= --targets v5e,v6e,v5p,tpu7x,sm_90,sm_100 --model smollm2-135m
 
 .DEFAULT_GOAL := help
@@ -30,7 +32,7 @@ demo: $(DEMO)
 	$(BIN)/jaxengine demo $(DEMO_ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_JOBS) $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.bench.report import table, write_json
-from jaxengine.config import PLATFORMS, Platform
+from jaxengine.platforms import PLATFORMS, Platform
 from scheduler.buckets import Buckets
 from scheduler.config import SchedulerConfig
 from scheduler.request import Request

@@ -17,10 +17,12 @@ from jaxengine.tokenizer import Tokenizer
 from models.config import ModelConfig, read_config_json
 from models.loading.errors import ModelFileError
 from models.loading.gguf import GGUFFile
+from models.loading.orbax import LAYOUT_FILE
 from models.loading.safetensors import SafetensorsCheckpoint
 from models.loading.source import WeightSource
 
-_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model")
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+_OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
 _GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -31,14 +33,24 @@ class ModelSource:
     Attributes:
       path: file or folder.
       config: the model's shape.
-      weights: None for load_format="dummy".
+      weights: None for load_format="dummy", the folder itself where weights lie as devices hold them (`convert`).
       generation_defaults: sampling parameters the model's authors suggest.
     """
 
     path: Path
     config: ModelConfig
-    weights: WeightSource | None
+    weights: WeightSource | Path | None
     generation_defaults: dict[str, Any]
+
+    def close(self) -> None:
+        """Closes the weights' files."""
+        if self.weights is not None and not isinstance(self.weights, Path):
+            self.weights.close()
+
+    def files_beside_weights(self) -> list[Path]:
+        """Configuration, tokenizer and templates of a model folder."""
+        found = {file for pattern in _OTHER_FILES for file in self.path.glob(pattern)}
+        return sorted(found - {file for pattern in _WEIGHT_FILES for file in self.path.glob(pattern)})
 
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
         """The model's tokenizer, the one asked for instead, or None when it is to be skipped."""
@@ -85,7 +97,7 @@ def _download(config: EngineConfig) -> Path:
             config.model,
             revision=config.revision,
             cache_dir=config.download_dir,
-            allow_patterns=list(_HUB_FILES),
+            allow_patterns=[*_WEIGHT_FILES, *_OTHER_FILES],
         )
     except Exception as error:  # the hub client has no common base for "not there", "not allowed" and "no network"
         raise ConfigError(
@@ -106,10 +118,12 @@ def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:
 
 
 def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
-    if config.load_format not in ("auto", "safetensors", "dummy"):
-        raise ConfigError("load_format", config.load_format, "auto, safetensors or dummy for a folder")
+    converted = (path / LAYOUT_FILE).is_file()
+    allowed = ("auto", "orbax" if converted else "safetensors", "dummy")
+    if config.load_format not in allowed:
+        raise ConfigError("load_format", config.load_format, f"{', '.join(allowed)} for {path}")
     model = ModelConfig.from_hf(read_config_json(path))
-    weights = None if config.load_format == "dummy" else SafetensorsCheckpoint(path)
+    weights = None if config.load_format == "dummy" else path if converted else SafetensorsCheckpoint(path)
     defaults = {} if config.generation_config == "vllm" else _generation_defaults(path / "generation_config.json")
     return ModelSource(path, model, weights, defaults)
 

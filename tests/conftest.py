@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ TINY_OPTIONS = {
     "disable_log_stats": True,
 }
 
-REPORT = pytest.StashKey[list[str]]()
+FIGURE = "figure"
 
 
 def pytest_addoption(parser):
@@ -47,13 +48,14 @@ def thorough(pytestconfig) -> bool:
 
 
 @pytest.fixture
-def report(pytestconfig):
-    """report(line): a figure the run shows at its end."""
-    return pytestconfig.stash.setdefault(REPORT, []).append
+def report(record_property):
+    """report(line): a figure the run shows at its end, whichever process ran the test."""
+    return functools.partial(record_property, FIGURE)
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    lines = config.stash.get(REPORT, [])
+def pytest_terminal_summary(terminalreporter):
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    lines = [text for each in reports if each.when == "call" for name, text in each.user_properties if name == FIGURE]
     if lines:
         terminalreporter.section("figures")
         for line in lines:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import padding
-from jaxengine.config import PLATFORMS
+from jaxengine.platforms import PLATFORMS
 
 PLATFORM = dataclasses.replace(PLATFORMS["gpu"], max_num_seqs=8, max_num_batched_tokens=64)
 # Weights cost 1 s a step, tokens 1 s each, logits nothing.

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from jaxengine.config import _NOT_BUILT, PLATFORMS, CompilationConfig, ConfigError, EngineConfig
+from jaxengine.config import _NOT_BUILT, CompilationConfig, ConfigError, EngineConfig
 from jaxengine.memory import plan_memory
+from jaxengine.platforms import PLATFORMS
 from models.config import ModelConfig
 
 MODEL = ModelConfig("LlamaForCausalLM", 128, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 1000, (None, None))

@@ -127,6 +127,10 @@ def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[st
     llm = LLM(str(path), compile_cache_dir=cache, **OPTIONS, **options)
     outputs = llm.generate(*requests(), use_tqdm=False)
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    load = llm.get_expert_load()
+    if load is not None:  # padding goes to no expert, every token to as many as it should
+        wanted = metrics["jaxengine:scheduled_tokens"] * MOE["num_experts_per_tok"]
+        assert load.shape == (2, 8) and load.sum(axis=1).tolist() == [wanted] * 2, (load, wanted)
     return {
         "tokens": [output.outputs[0].token_ids for output in outputs],
         "logprobs": [
