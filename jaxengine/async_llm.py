@@ -147,6 +147,7 @@ class AsyncLLM:
         self._closing = True
         self._wake.set()
         self._thread.join(timeout)
+        self.core.shutdown()
 
     def _run_command(self, command: Callable[[], None]) -> None:
         """Has the engine's thread run `command` before its next step."""

@@ -1,4 +1,4 @@
-"""The command `jaxengine`: chat, generate, demo, check and bench.
+"""The command `jaxengine`: chat, generate, demo, convert, check and bench.
 
 Owns the command line only. Engine and sampling options come from the dataclasses that define them, and everything heavy
 is imported by the command that needs it, so that `--help` and `--version` answer at once.
@@ -11,12 +11,14 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine import __version__
 from jaxengine.bench import host, latency, peers, throughput
+from jaxengine.channel import ClusterError
 from jaxengine.check import command as check
-from jaxengine.cli_options import add_options, given_options
+from jaxengine.cli_options import add_options, given_options, positive_int
 from jaxengine.config import ConfigError, EngineConfig
 from models.config_fields import ModelConfigError
 from models.loading.errors import ModelFileError
@@ -47,6 +49,14 @@ SAMPLING_OPTIONS = (
     "allowed_token_ids",
     "bad_words",
 )
+# Which devices hold which weights.
+PARALLEL_OPTIONS = (
+    "tensor_parallel_size",
+    "replicate_kv_heads",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "pipeline_parallel_size",
+)
 # What only a request with several outputs or with scores in its answer can show: `generate --json`.
 OUTPUT_OPTIONS = ("n", "logprobs", "prompt_logprobs")
 
@@ -62,6 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "chat", "Talk with a model; /exit or end of input leaves.", _add_chat)
     command(commands, "generate", "Continue prompts from the arguments, a file or standard input.", _add_generate)
     command(commands, "demo", "Answer a handful of prompts at once and say what it took.", _add_demo)
+    command(commands, "convert", "Write a model's weights as the devices of an engine hold them.", _add_convert)
+    command(commands, "worker", "Be one of the processes of an engine that host 0 runs.", _add_worker)
     command(commands, "check", "Compile every step for accelerators that are not here.", check.add_arguments)
     bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
@@ -80,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("jaxengine").setLevel(logging.INFO)
     try:
         return args.run(args)
-    except (ConfigError, ModelConfigError, ModelFileError, RequestError, OSError) as error:
+    except (ConfigError, ModelConfigError, ModelFileError, RequestError, ClusterError, OSError) as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -96,6 +108,33 @@ def _demo(args: argparse.Namespace) -> int:
     from jaxengine.demo import run
 
     return run(**given_options(args, EngineConfig))
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="FOLDER", help="a new folder; it is a model for --model with these options")
+    names = ("model", "revision", "download_dir", "dtype", "disable_log_stats")
+    add_options(parser, "engine options", EngineConfig, [*names, *PARALLEL_OPTIONS])
+    parser.set_defaults(run=_convert)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from jaxengine.convert import convert
+
+    convert(EngineConfig(**given_options(args, EngineConfig)), Path(args.output))
+    return 0
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    names = ["nnodes", "master_addr", "master_port", "cluster_key_file", "cluster_timeout"]
+    parser.add_argument("--node-rank", type=positive_int, required=True, help="which one: 1 to nnodes - 1")
+    add_options(parser, "options as host 0 has them", EngineConfig, names)
+    parser.set_defaults(run=_worker)
+
+
+def _worker(args: argparse.Namespace) -> int:
+    from jaxengine.worker import run
+
+    return run(args)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.platforms import Platform
 from scheduler.buckets import Buckets
 from scheduler.config import SchedulerConfig
 from scheduler.waiting import POLICIES
@@ -19,7 +20,7 @@ from sharding.layout import MeshLayout
 if TYPE_CHECKING:
     from models.config import ModelConfig
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
@@ -89,40 +90,6 @@ class CompilationConfig:
 
 
 @dataclass(frozen=True)
-class Platform:
-    """What a kind of device suggests where the user says nothing.
-
-    Attributes:
-      name: the kernels it runs, pallas_kernels.registry's word.
-      decode_sizes, prefill_sizes: steps to compile, by sequences and by tokens; those beyond the limits are left out.
-    """
-
-    name: str
-    dtype: str
-    page_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    memory_utilization: float
-    decode_sizes: tuple[int, ...]
-    prefill_sizes: tuple[int, ...]
-
-
-_DOUBLING = tuple(2**exponent for exponent in range(18))
-# Where full steps are, just above max_num_seqs, doubling pads too much (benchmarks/padding.py).
-_DECODES = (1, *_DOUBLING[3:])
-_CHUNKS = (128, *range(192, 769, 64), 1024, 1536, 2048, 3072, 4096, 6144, *_DOUBLING[13:])
-_GPU = Platform("gpu", "bfloat16", 64, 256, 8192, 0.92, _DECODES, _CHUNKS)
-
-PLATFORMS = {
-    # A CPU shares its memory with everything else and compiles slowly; two sequences cost it as much as four.
-    "cpu": Platform("cpu", "float32", 16, 32, 512, 0.15, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
-    "gpu": _GPU,
-    "gpu_xla": replace(_GPU, name="gpu_xla"),
-    "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, _DECODES, _CHUNKS),
-}
-
-
-@dataclass(frozen=True)
 class EngineConfig:
     """Engine options.
 
@@ -130,7 +97,7 @@ class EngineConfig:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; None for the embedded SmolLM2-135M-Instruct.
       tokenizer: a folder with a tokenizer.json, when it is not the model's own.
       skip_tokenizer_init: token ids in and out, no text.
-      load_format: "auto", "safetensors", "gguf", or "dummy" for random weights.
+      load_format: "auto", "safetensors", "gguf", "orbax" (of `jaxengine convert`), or "dummy" for random weights.
       revision: the hub's branch, tag or commit.
       download_dir: where hub downloads go.
       dtype: of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere.
@@ -156,6 +123,11 @@ class EngineConfig:
       enable_expert_parallel: whole experts on devices of tensor_parallel_size * data_parallel_size, not slices of all.
       pipeline_parallel_size: groups of devices that each have a run of the layers.
       pipeline_layers: numbers of layers of these groups; None splits by the bytes of the weights.
+      nnodes: processes of the engine, this one included; the others are started as `jaxengine worker`.
+      master_addr: where this process listens for them.
+      master_port: the port for that.
+      cluster_key_file: a file with the secret that all of them know.
+      cluster_timeout: seconds that a start-up waits for a process.
       compilation_config: which shapes are compiled; a CompilationConfig or a dict of its fields.
       compile_cache_dir: where compiled steps are kept; "" keeps none.
       max_logprobs: most logprobs a request may ask for.
@@ -193,6 +165,11 @@ class EngineConfig:
     enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] | None = None
+    nnodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    cluster_key_file: str | None = None
+    cluster_timeout: int = 300
     compilation_config: CompilationConfig = CompilationConfig()
     compile_cache_dir: str | None = None
     max_logprobs: int = 20
@@ -235,6 +212,9 @@ class EngineConfig:
             ("tensor_parallel_size", 1, 1024),
             ("data_parallel_size", 1, 1024),
             ("pipeline_parallel_size", 1, 1024),
+            ("nnodes", 1, 1024),
+            ("master_port", 1, 65535),
+            ("cluster_timeout", 1, 86400),
         ):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:

@@ -11,20 +11,22 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxengine.config import PLATFORMS, EngineConfig
+from jaxengine.cluster import ALONE, Cluster, Peers
+from jaxengine.config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.devices import choose_devices, open_stages
 from jaxengine.engine import Engine, EngineOutput
 from jaxengine.metrics import Metrics
 from jaxengine.model_runner import ModelRunner
-from jaxengine.model_source import open_model
+from jaxengine.model_source import ModelSource, open_model
 from jaxengine.output_processor import OutputProcessor, follows_every_step
 from jaxengine.outputs import RequestOutput
+from jaxengine.platforms import PLATFORMS, Platform
 from models.kv_cache import platform_of
 from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request
@@ -54,24 +56,29 @@ class EngineCore:
 
         Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change.
         """
-        show = not config.disable_log_stats
-        config, devices = choose_devices(config, devices, mesh)
-        platform = PLATFORMS[_kernel_platform(devices[0])]
-        source = open_model(config)
-        self.config = config.resolved(source.config, platform)
-        self.model_config = source.config
-        self.generation_defaults = source.generation_defaults
-        self.tokenizer = source.load_tokenizer(self.config)
-        with _ProgressBar("Loading weights", "B", show) as bar:
-            stages = open_stages(source, self.config, platform, devices, mesh, progress=bar.update)
-        with _ProgressBar("Compiling steps", "step", show) as bar:
-            self.runner = ModelRunner(stages, self.config, progress=bar.update)
-        if show:
+        if config.nnodes > 1 and (devices is not None or mesh is not None):
+            raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
+        self._cluster = Cluster(config) if config.nnodes > 1 else None
+        try:
+            opened = open_resolved(config, devices, mesh)
+            self.config, self.model_config = opened.config, opened.source.config
+            self.generation_defaults = opened.source.generation_defaults
+            self.tokenizer = opened.source.load_tokenizer(self.config)
+            self.runner = load_runner(*opened, peers=self._cluster or ALONE)
+        except BaseException as error:
+            self.shutdown(f"start-up failed: {error}")
+            raise
+        if not config.disable_log_stats:
             print(self.runner.plan.table(), file=sys.stderr)
         self.engine = Engine(self.runner)
-        self.metrics = Metrics(self.engine, log_stats=show)
+        self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
         self._processor = OutputProcessor(self.tokenizer)
         self._num_requests = 0
+
+    def shutdown(self, reason: str | None = None) -> None:
+        """Ends the engine's other processes, if it has any; with a reason, as a failure."""
+        if self._cluster is not None:
+            self._cluster.shutdown(reason)
 
     @property
     def has_unfinished(self) -> bool:
@@ -285,13 +292,48 @@ class EngineCore:
         return sequences
 
 
-class _ProgressBar:
+class OpenedModel(NamedTuple):
+    """What is settled about an engine before anything is loaded. mesh: as the caller gave it."""
+
+    source: ModelSource
+    config: ResolvedConfig
+    platform: Platform
+    devices: Sequence[Any]
+    mesh: Mesh | None
+
+
+def open_resolved(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Mesh | None = None) -> OpenedModel:
+    """Opens the model of a config and settles what the config leaves open. Raises as EngineCore does."""
+    config, devices = choose_devices(config, devices, mesh)
+    platform = PLATFORMS[kernel_platform(devices[0])]
+    source = open_model(config)
+    return OpenedModel(source, config.resolved(source.config, platform), platform, devices, mesh)
+
+
+def load_runner(
+    source: ModelSource,
+    config: ResolvedConfig,
+    platform: Platform,
+    devices: Sequence[Any],
+    mesh: Mesh | None,
+    *,
+    peers: Peers = ALONE,
+) -> ModelRunner:
+    """Loads the weights and compiles, as every process of an engine does."""
+    show = not config.disable_log_stats
+    with ProgressBar("Loading weights", "B", show) as bar:
+        stages = open_stages(source, config, platform, devices, mesh, progress=bar.update)
+    with ProgressBar("Compiling steps", "step", show) as bar:
+        return ModelRunner(stages, config, progress=bar.update, peers=peers)
+
+
+class ProgressBar:
     """A bar over (done, total, what) calls; nothing when it is not to be shown."""
 
     def __init__(self, title: str, unit: str, show: bool):
         self._bar = tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=not show)
 
-    def __enter__(self) -> _ProgressBar:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -303,7 +345,8 @@ class _ProgressBar:
         self._bar.update(done - self._bar.n)
 
 
-def _kernel_platform(device: Any) -> str:
+def kernel_platform(device: Any) -> str:
+    """The kernels a device runs; warns where there are none for it."""
     platform = platform_of(device)
     if platform == "gpu_xla":
         logger.warning(

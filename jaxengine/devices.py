@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxengine.config import ConfigError, EngineConfig, Platform, ResolvedConfig
+from jaxengine.config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.model_runner import Progress
 from jaxengine.model_source import ModelSource
+from jaxengine.platforms import Platform
 from jaxengine.stage_runner import StageRunner
 from jaxengine.step_programs import StepPrograms
 from models.causal_lm import CausalLM
 from models.config import ModelConfig
 from models.declare import declared_params
 from models.loading.dummy import dummy_params
+from models.loading.orbax import load_checkpoint
 from models.loading.params import load_params
 from models.registry import build_model, tensor_sizes
 from sharding.layout import MESH_AXES, MeshLayout
@@ -52,7 +55,33 @@ def choose_devices(
             getattr(config, largest),
             f"parallel sizes whose product is at most {len(available)}, the number of devices; it is {wanted}",
         )
-    return config, available[:wanted]
+    return config, available[:wanted] if config.nnodes == 1 else _of_every_process(config, available, tensor * data)
+
+
+def _of_every_process(config: EngineConfig, available: Sequence[Any], stage_size: int) -> list[Any]:
+    """The first devices of each process, so that every stage has equally many of each.
+
+    A process must have a part in whatever is executed, and hidden states must not cross from process to process.
+    """
+    by_process: dict[int, list[Any]] = {}
+    for device in available:
+        by_process.setdefault(device.process_index, []).append(device)
+    each, rest = divmod(stage_size, len(by_process))
+    least = min(map(len, by_process.values()))
+    if rest or each * config.pipeline_parallel_size > least:
+        allowed = (
+            f"sizes that give every pipeline stage equally many devices of each process: tensor_parallel_size * "
+            f"data_parallel_size, now {stage_size}, a multiple of nnodes, {len(by_process)}, and times "
+            f"pipeline_parallel_size at most {least * len(by_process)}"
+        )
+        raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, allowed)
+    stages = range(config.pipeline_parallel_size)
+    return [
+        device
+        for stage in stages
+        for devices in by_process.values()
+        for device in devices[stage * each : (stage + 1) * each]
+    ]
 
 
 def open_stages(
@@ -71,14 +100,13 @@ def open_stages(
     stages = choose_stages(source.config, config, layout)
     models = [build_split(source.config, config, layout, stage) for stage in stages]
     meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, len(stages))]
-    total = sum(param.num_bytes for model in models for param in declared_params(model))
+    total = sum(size for model in models for size in _sizes(model))
     runners, done = [], 0
     for model, mesh in zip(models, meshes, strict=True):
-        params = _load(source, model, mesh, config, _part_of(progress, done, total))
-        done += sum(param.num_bytes for param in declared_params(model))
+        params = load_weights(source, model, mesh, config, _part_of(progress, done, total))
+        done += sum(_sizes(model))
         runners.append(StageRunner(StepPrograms(model, config, platform, mesh), params, config.compile_cache_dir))
-    if source.weights is not None:
-        source.weights.close()
+    source.close()
     return runners
 
 
@@ -114,10 +142,19 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, allowed) from None
 
 
-def _load(source: ModelSource, model: CausalLM, mesh: Mesh, config: ResolvedConfig, progress: Progress) -> Any:
+def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: ResolvedConfig, progress: Progress) -> Any:
+    """The weights of an abstract model on its mesh, wherever the source has them; an nnx.State."""
     if source.weights is None:
         return dummy_params(model, seed=config.seed, mesh=mesh, progress=progress)
+    if isinstance(source.weights, Path):
+        params, size = load_checkpoint(source.weights, model, mesh=mesh), sum(_sizes(model))
+        progress(size, size, "all")
+        return params
     return load_params(model, source.weights, dtype=config.dtype, mesh=mesh, progress=progress)
+
+
+def _sizes(model: CausalLM) -> list[int]:
+    return [param.num_bytes for param in declared_params(model)]
 
 
 def _part_of(progress: Progress, before: int, total: int) -> Progress:

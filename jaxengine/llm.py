@@ -40,6 +40,16 @@ class LLM:
     ):
         self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
 
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Ends the engine's other processes, if it has any (`nnodes`), as the end of this process also does."""
+        self.core.shutdown()
+
     def get_expert_load(self) -> np.ndarray | None:
         """u32[layers, E]: tokens that each expert was picked for so far, modulo 2**32; None without experts.
 

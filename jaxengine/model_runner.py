@@ -7,13 +7,16 @@ messages; of requests only the sampling parameters of a slot.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxengine import sampler
+from jaxengine.cluster import ALONE, Peers
 from jaxengine.compile_watch import CompileWatch
 from jaxengine.config import ResolvedConfig
 from jaxengine.logprobs import TokenLogprobs
@@ -28,33 +31,44 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A dispatched step, its results possibly still being computed. All results have a leading axis of ranks."""
+    """A dispatched step, its results possibly still being computed. All results have a leading axis of ranks.
+
+    fetch: waits for a result.
+    """
 
     output: StepOutput
     bucket: Bucket
+    fetch: Callable[[jax.Array], np.ndarray] = np.asarray
 
     def token_ids(self) -> np.ndarray:
         """i32[ranks, S]; waits for the step."""
-        return np.asarray(self.output.sample.token_ids)
+        return self.fetch(self.output.sample.token_ids)
 
     def logprobs(self) -> sampler.SampleOutput:
         """The sampled rows' logprobs as numpy arrays."""
-        return jax.tree.map(np.asarray, self.output.sample)
+        return jax.tree.map(self.fetch, self.output.sample)
 
     def prompt_logprobs(self) -> TokenLogprobs:
         """The prompt tokens' logprobs as numpy arrays."""
-        return jax.tree.map(np.asarray, self.output.prompt)
+        return jax.tree.map(self.fetch, self.output.prompt)
 
 
 class ModelRunner:
-    """Compiles at construction, then only executes.
+    """Compiles at construction, then only executes. Where an engine has several processes, each has one of these.
 
     Attributes:
       plan: what the memory of a device is used for; of the stage with the least room.
       compiles: what XLA compiled while the engine was serving.
     """
 
-    def __init__(self, stages: Sequence[StageRunner], config: ResolvedConfig, *, progress: Progress | None = None):
+    def __init__(
+        self,
+        stages: Sequence[StageRunner],
+        config: ResolvedConfig,
+        *,
+        progress: Progress | None = None,
+        peers: Peers = ALONE,
+    ):
         """stages in order; config resolved; progress(done, total, what) is called per program."""
         self.config = config
         self.packer = stages[0].programs.packer
@@ -63,13 +77,18 @@ class ModelRunner:
         self.num_ranks = stages[0].programs.model.mesh.num_ranks
         self._stages = stages
         self._last = stages[-1]
+        self._peers = peers
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
         # Where the user says how large the pool is, the steps tell their workspace after they have been compiled.
         late = config.fixes_pages and not config.enforce_eager
-        self.plan = self._plan_memory([0 if late else stage.measure_workspace() for stage in stages])
+        plan = self._plan_memory([0 if late else stage.measure_workspace() for stage in stages])
+        programs = hashlib.sha256(repr([stage.programs.description for stage in stages]).encode()).hexdigest()
+        self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
         self._warm_up(progress or (lambda done, total, what: None))
         if late:
-            self.plan = self._plan_memory([stage.workspace_bytes for stage in stages])
+            plan = self._plan_memory([stage.workspace_bytes for stage in stages])
+            self.plan = replace(plan, num_pages=self.plan.num_pages)
+        peers.await_ready()
 
     @property
     def buckets(self):
@@ -88,13 +107,20 @@ class ModelRunner:
     def execute(self, step: StepInput) -> PendingStep:
         """Dispatches a step; does not wait for it."""
         for deltas in delta_chunks(step.overflow, NUM_DELTAS, len(self._has_bias)):
-            for stage in self._stages:
-                stage.change_state("page deltas", deltas)
-        output = None
-        for stage in self._stages:
-            output = stage.execute(step.bucket, step.buffer, output)
-        assert isinstance(output, StepOutput)
-        return PendingStep(output, step.bucket)
+            self.change_state("page deltas", deltas)
+        return self.run_step(step.bucket, step.buffer)
+
+    def run_step(self, bucket: Bucket, message: np.ndarray) -> PendingStep:
+        """Dispatches the step whose message this is, i32[ranks, size]; the other processes do the same."""
+        self._peers.announce("step", (message,), num_tokens=bucket.num_tokens, num_seqs=bucket.num_seqs)
+        output = self._peers.run(lambda: self._execute(bucket, message))
+        return PendingStep(output, bucket, self._fetch)
+
+    def change_state(self, name: str, *arguments: Any) -> None:
+        """Runs one of `StepPrograms.state_changes` on the stages that have it; the other processes do the same."""
+        self._peers.announce("change", arguments, name=name)
+        stages = self._stages if name == "page deltas" else [self._last]
+        self._peers.run(lambda: [stage.change_state(name, *arguments) for stage in stages])
 
     def set_params(self, rows: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
         """Stores sampling parameters: (slot, ints, floats) as `sampler.param_columns` gives them."""
@@ -105,7 +131,7 @@ class ModelRunner:
             floats = np.zeros((NUM_PARAM_ROWS, 6), np.float32)
             for index, (slot, slot_ints, slot_floats) in enumerate(chunk):
                 slots[index], ints[index], floats[index] = slot, slot_ints, slot_floats
-            self._last.change_state("parameters", slots, ints, floats)
+            self.change_state("parameters", slots, ints, floats)
 
     def set_bias(self, slot: int, row: np.ndarray | None) -> None:
         """Sets a slot's additive logit bias, f32[V]; None for no bias."""
@@ -113,21 +139,32 @@ class ModelRunner:
             return
         self._has_bias[slot] = row is not None
         row = np.zeros(self.vocab_size, np.float32) if row is None else row
-        self._last.change_state("bias row", np.int32(slot), self._padded(row))
+        self.change_state("bias row", np.int32(slot), self._padded(row))
 
     def set_token_counts(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
         """Tells penalties what a slot's prompt and output hold so far."""
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt] |= 1
-        self._last.change_state("counts row", np.int32(slot), self._padded(counts))
+        self.change_state("counts row", np.int32(slot), self._padded(counts))
 
     def expert_load(self) -> np.ndarray | None:
         """u32[layers, E], tokens that experts were picked for so far, modulo 2**32; None without experts.
 
         Waits for the steps in flight.
         """
-        loads = [load for stage in self._stages if (load := stage.expert_load()) is not None]
-        return np.concatenate(loads) if loads else None
+        self._peers.announce("expert load")
+        loads = [load for stage in self._stages if (load := self._peers.run(stage.expert_load)) is not None]
+        return np.concatenate([self._fetch(load).sum(axis=0, dtype=np.uint32) for load in loads]) if loads else None
+
+    def _execute(self, bucket: Bucket, message: np.ndarray) -> StepOutput:
+        output = None
+        for stage in self._stages:
+            output = stage.execute(bucket, message, output)
+        assert isinstance(output, StepOutput)
+        return output
+
+    def _fetch(self, array: jax.Array) -> np.ndarray:
+        return self._peers.run(lambda: np.asarray(array))
 
     def _padded(self, row: np.ndarray) -> np.ndarray:
         """A row over the vocabulary as the sampler counts it."""

@@ -5,12 +5,13 @@ An engine without pipeline parallelism is one stage. Knows rows and messages, no
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxengine import sampler
 from jaxengine.executables import ExecutableCache, compile_program
@@ -20,6 +21,8 @@ from jaxengine.step import StepOutput
 from jaxengine.step_programs import StepPrograms
 from models.kv_cache import make_kv
 from scheduler.buckets import Bucket
+
+logger = logging.getLogger(__name__)
 
 # Entries of one message that brings page-table entries outside a step, and requests whose parameters one brings.
 NUM_DELTAS = 1024
@@ -31,7 +34,12 @@ class StageRunner:
 
     def __init__(self, programs: StepPrograms, params: nnx.State, cache_dir: str | None):
         self.programs = programs
-        self.executables = ExecutableCache(cache_dir, list(programs.mesh.devices.flat))
+        devices = list(programs.mesh.devices.flat)
+        self._several_processes = len({device.process_index for device in devices}) > 1
+        if self._several_processes and devices[0].platform != "cpu" and cache_dir != "":
+            logger.info("compiled steps over several processes are not kept on disk: tried on the CPU only")
+            cache_dir = ""
+        self.executables = ExecutableCache(cache_dir, devices)
         self._params = jax.tree.leaves(params)
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._changes = {
@@ -106,7 +114,7 @@ class StageRunner:
             self.compile_step(bucket)
         arguments = (self._params, self._kv, self._state, message)
         if hidden is not None:
-            arguments = (*arguments, jax.device_put(hidden, self._ranks))
+            arguments = (*arguments, self._receive(hidden))
         self._kv, self._state, output = self._steps[bucket](*arguments)
         return output
 
@@ -114,10 +122,20 @@ class StageRunner:
         """Runs one of `StepPrograms.state_changes`."""
         self._state = self._changes[name](self._state, *arguments)
 
-    def expert_load(self) -> np.ndarray | None:
-        """u32[layers, E], tokens that experts were picked for, modulo 2**32; waits for the steps in flight."""
+    def expert_load(self) -> jax.Array | None:
+        """u32[n, layers, E]: summed over n, the tokens that experts were picked for, modulo 2**32."""
         load = self._state.expert_load
-        return None if load is None else np.asarray(load).sum(axis=0, dtype=np.uint32)
+        return load if load is None or not self._several_processes else self.programs.gather_ranks(load)
+
+    def _receive(self, hidden: jax.Array) -> jax.Array:
+        """The hidden states of the stage before, [ranks * T, D], on this stage's devices."""
+        if not self._several_processes:
+            return jax.device_put(hidden, self._ranks)
+        # Every stage has the same number of devices of each process, at the same places (jaxengine.devices).
+        assert isinstance(hidden.sharding, NamedSharding) and isinstance(hidden.sharding.mesh, Mesh)
+        here = dict(zip(hidden.sharding.mesh.devices.flat, self.programs.mesh.devices.flat, strict=True))
+        parts = [jax.device_put(shard.data, here[shard.device]) for shard in hidden.addressable_shards]
+        return jax.make_array_from_single_device_arrays(hidden.shape, self._ranks, parts)
 
     @property
     def _state_bytes(self) -> int:

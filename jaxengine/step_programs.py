@@ -16,13 +16,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxengine import sampler
-from jaxengine.config import Platform, ResolvedConfig
+from jaxengine.config import ResolvedConfig
+from jaxengine.platforms import Platform
 from jaxengine.step import SlotState, StepSpec, init_state, make_step, own_slots, write_page_deltas
 from models.causal_lm import CausalLM
 from models.declare import declared_params
 from models.kv_cache import KVPages, abstract_kv, kv_partition, page_bytes_all_layers
 from scheduler.buckets import Bucket
 from scheduler.packing import Packer
+from sharding.collectives import stack_ranks
 from sharding.rules import logical_to_spec, whole_shape
 
 _EVERYWHERE = PartitionSpec()
@@ -141,6 +143,11 @@ class StepPrograms:
             return self._shape(whole_shape(leaf.shape, NamedSharding(self.mesh, spec)), leaf.dtype, spec)
 
         return jax.tree.map(whole, jax.eval_shape(self._own_state), self._state_partition())
+
+    def gather_ranks(self, x: jax.Array) -> jax.Array:
+        """x [ranks, ...], a part on each rank, on every device."""
+        gather = self._on_devices(lambda part: stack_ranks(part[0]), (_RANKS,), _EVERYWHERE)
+        return jax.jit(gather)(x)
 
     def make_state(self) -> SlotState:
         """The slot state before the first request."""
