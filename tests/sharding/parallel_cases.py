@@ -51,7 +51,7 @@ MODELS = {
     "kv3": DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3},
     "moe": MOE,
 }
-# model, engine options
+# model, engine options; `first` is the first of the eight devices to take from
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("dense", {"tensor_parallel_size": 2}),
     "tp4": ("dense", {"tensor_parallel_size": 4}),
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "1 kv head, tp4, replicated": ("kv1", {"tensor_parallel_size": 4, "replicate_kv_heads": True}),
     "2 kv heads, tp4": ("tied", {"tensor_parallel_size": 4}),
     "2 kv heads, tp4, replicated": ("tied", {"tensor_parallel_size": 4, "replicate_kv_heads": True}),
-    "3 kv heads, tp4": ("kv3", {"tensor_parallel_size": 4}),
+    "3 kv heads, tp4, the last devices": ("kv3", {"tensor_parallel_size": 4, "first": 4}),
     "3 kv heads, tp3": ("kv3", {"tensor_parallel_size": 3}),
     "moe tp2": ("moe", {"tensor_parallel_size": 2}),
     "moe tp2 dp2": ("moe", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
@@ -124,7 +124,10 @@ def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[st
     path = Path(folder, model)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[model]))
-    llm = LLM(str(path), compile_cache_dir=cache, **OPTIONS, **options)
+    options = dict(options)
+    first = options.pop("first", None)
+    devices = None if first is None else jax.devices()[first:]
+    llm = LLM(str(path), devices=devices, compile_cache_dir=cache, **OPTIONS, **options)
     outputs = llm.generate(*requests(), use_tqdm=False)
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     load = llm.get_expert_load()

@@ -13,7 +13,7 @@ from tests.sharding.parallel_cases import CASES
 
 ROOT = Path(__file__).parents[2]
 # Each kind of parallelism once; --thorough runs every case.
-SHORT = ("tp2 dp2 pp2", "2 kv heads, tp4", "3 kv heads, tp4", "moe tp2 dp2 ep")
+SHORT = ("tp2 dp2 pp2", "2 kv heads, tp4", "3 kv heads, tp4, the last devices", "moe tp2 dp2 ep")
 
 
 def run_cases(names: list[str], folder: Path, cache: str) -> list[dict]:
