@@ -19,10 +19,10 @@ from jaxengine.devices import choose_devices
 
 ROOT = Path(__file__).parents[2]
 # All kinds at once: ranks and experts over both processes, stages whose hidden states stay in one.
-EVERYTHING = ("moe", {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2})
-EVERYTHING[1]["enable_expert_parallel"] = True
-# Compiling is what takes the time, so these only with --thorough: heads over both processes, and again beside ranks.
-OTHERS = [("dense", {"tensor_parallel_size": 8}), ("dense", {"tensor_parallel_size": 4, "data_parallel_size": 2})]
+RANKS_AND_HEADS = ("dense", {"tensor_parallel_size": 4, "data_parallel_size": 2})
+# Compiling is what takes the time, so these only with --thorough: heads over both processes, and everything at once.
+STAGES = {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2}
+OTHERS = [("dense", {"tensor_parallel_size": 8}), ("moe", STAGES | {"enable_expert_parallel": True})]
 
 
 class Pair:
@@ -100,7 +100,7 @@ def pair(tmp_path, executables_dir):
 
 def pytest_generate_tests(metafunc):
     if "engine" in metafunc.fixturenames:
-        engines = [EVERYTHING, *OTHERS] if metafunc.config.getoption("--thorough") else [EVERYTHING]
+        engines = [RANKS_AND_HEADS, *OTHERS] if metafunc.config.getoption("--thorough") else [RANKS_AND_HEADS]
         metafunc.parametrize("engine", engines, ids=lambda engine: engine[0])
 
 
