@@ -275,6 +275,6 @@ def test_devices_share_the_experts():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     script = "from tests.models.test_moe import check_layouts; check_layouts()"
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr
     assert "as on one device" in done.stdout
