@@ -1,4 +1,7 @@
-"""Interpreted checks run in workers of their own from the first test on, beside the tests of this process."""
+"""Interpreted checks run in workers of their own, two at a time, started by the first test that asks for one.
+
+Not before: where pytest itself runs in several processes, only one of them has these tests.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from tests.pallas_kernels.worker import Job, run_all
 SECONDS = 120  # for one job on a busy machine, compiling included
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def outcomes(request):
     """Futures of the interpreted jobs that were selected, by job."""
     groups: dict[int, list[Job]] = {}
@@ -21,7 +24,7 @@ def outcomes(request):
 
 
 def pytest_collection_modifyitems(items):
-    """What waits for the workers comes last."""
+    """What takes both cores comes last."""
     items.sort(key=_is_interpreted)
 
 
