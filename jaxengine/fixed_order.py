@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives import gather_parts, sum_parts
+from sharding.layout import VOCAB_BLOCK
 
 # Logical axis of a row's tokens.
 VOCAB = "sampled_vocab"
-BLOCK = 128
+BLOCK = VOCAB_BLOCK
 # Operands added in one kernel: enough for few kernels, which is what compile time goes by.
 _FAN_IN = 8
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxengine import sampler
 from jaxengine.executables import ExecutableCache, compile_program
@@ -21,6 +21,7 @@ from jaxengine.step import StepOutput
 from jaxengine.step_programs import StepPrograms
 from models.kv_cache import make_kv
 from scheduler.buckets import Bucket
+from sharding.rules import named_sharding, part_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class StageRunner:
             logger.info("compiled steps over several processes are not kept on disk: tried on the CPU only")
             cache_dir = ""
         self.executables = ExecutableCache(cache_dir, devices)
+        self._ranks = named_sharding(programs.mesh, ("batch",))
         self._params = jax.tree.leaves(params)
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._changes = {
@@ -63,7 +65,7 @@ class StageRunner:
     @property
     def weight_bytes(self) -> int:
         """Of one device."""
-        return _device_bytes(self._params)
+        return sum(map(part_bytes, self._params))
 
     @property
     def workspace_bytes(self) -> int:
@@ -139,16 +141,7 @@ class StageRunner:
 
     @property
     def _state_bytes(self) -> int:
-        return _device_bytes(jax.tree.leaves(self.programs.state_shapes))
-
-    @property
-    def _ranks(self) -> NamedSharding:
-        return NamedSharding(self.programs.mesh, PartitionSpec(("data", "attn")))
-
-
-def _device_bytes(leaves: list[Any]) -> int:
-    """What one device holds of arrays or shapes."""
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
+        return sum(map(part_bytes, jax.tree.leaves(self.programs.state_shapes)))
 
 
 def _like(fields: Any) -> Any:

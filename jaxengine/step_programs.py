@@ -42,6 +42,7 @@ class StepPrograms:
       paging: page_size, dtype and layout of the KV pool, as models.kv_cache takes them.
       state_shapes: the slot state, abstract.
       vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
+      own_vocab_size: those of one device.
       description: everything static that the shapes do not tell; part of the key of a stored executable.
     """
 
@@ -59,6 +60,7 @@ class StepPrograms:
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
         self.num_columns = math.ceil(pages / block_pages) * block_pages
         self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
+        self.own_vocab_size = self.vocab_size // model.mesh.num_shards("sampled_vocab")
         self._num_slots = config.max_num_seqs
         self._experts = _count_experts(model)
         self.state_shapes: SlotState = self._state_shapes()
@@ -135,7 +137,7 @@ class StepPrograms:
         return SlotState(ranks, ranks, ranks, sampling, None if self._experts is None else ranks)
 
     def _own_state(self) -> SlotState:
-        vocab_size = self.vocab_size // self.model.mesh.model if self.model.stage.is_last else None
+        vocab_size = self.own_vocab_size if self.model.stage.is_last else None
         return init_state(self._num_slots, self.num_columns, vocab_size, self._experts)
 
     def _state_shapes(self) -> SlotState:

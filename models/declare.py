@@ -91,16 +91,16 @@ class DeclaredParam:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
+    def most_parts(self, axis: int) -> int:
+        """The number that parts of an axis must divide, for all to be equal: of each source, and in whole groups."""
+        if axis != self.decl.joined_axis:
+            return self.shape[axis]
+        return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
+
     def splits_over(self, mesh: MeshLayout) -> bool:
-        """Whether every device of the mesh gets an equal part: of each source, and in whole groups."""
-        for axis, (name, size) in enumerate(zip(self.decl.axes, self.shape, strict=True)):
-            parts = 1 if name is None else mesh.num_shards(name)
-            sizes = [size]
-            if axis == self.decl.joined_axis:
-                sizes = [source.num_contributed // source.group for source in self.decl.sources]
-            if any(size % parts for size in sizes):
-                return False
-        return True
+        """Whether every device of the mesh gets an equal part."""
+        parts = (1 if name is None else mesh.num_shards(name) for name in self.decl.axes)
+        return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
 
     def source_shape(self, source: Source) -> tuple[int, ...]:
         """Shape in the checkpoint of one of its sources."""

@@ -27,7 +27,8 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-_VOCAB_BLOCK = 128
+# Tokens that the sampler adds up before devices exchange anything.
+VOCAB_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,14 @@ class MeshLayout:
         """Parts into which an array's logical axis is split."""
         return math.prod(getattr(self, name) for name in RULES[axis])
 
+    def ranks_sharing(self, axis: str) -> int:
+        """Ranks whose tokens meet on the devices that hold the parts of a logical axis."""
+        return math.prod(getattr(self, name) for name in RULES[axis] if name in RULES["batch"])
+
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Rows of the token table: whole blocks of the sampler on every device, and no padding on one device."""
         shards = self.num_shards("vocab")
-        return vocab_size if shards == 1 else -(-vocab_size // (_VOCAB_BLOCK * shards)) * _VOCAB_BLOCK * shards
+        return vocab_size if shards == 1 else -(-vocab_size // (VOCAB_BLOCK * shards)) * VOCAB_BLOCK * shards
 
 
 ONE_DEVICE = MeshLayout()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -33,6 +35,16 @@ def whole_shape(part: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ..
     """The shape of an array of which every device holds a part of shape `part`."""
     one = (sharding.mesh.size,) * len(part)
     return tuple(size * whole // own for size, whole, own in zip(part, one, sharding.shard_shape(one), strict=True))
+
+
+def part_shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of the part that one device holds of an array, or of a shape with a sharding."""
+    return leaf.sharding.shard_shape(leaf.shape)
+
+
+def part_bytes(leaf: Any) -> int:
+    """The bytes of that part."""
+    return math.prod(part_shape(leaf)) * leaf.dtype.itemsize
 
 
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:

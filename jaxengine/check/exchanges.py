@@ -7,7 +7,6 @@ finding. Reads HLO; knows of models what their meshes make them exchange.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from jaxengine.check.hlo import Instruction, Module, arrays_of
 from jaxengine.logprobs import PROMPT_BLOCK_ROWS
 from scheduler.buckets import Bucket
-from sharding.layout import RULES, MeshLayout
+from sharding.layout import MeshLayout
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
 # Scope outside the layers -> the most exchanges it may have. Those of the sampler are branches and loops that few steps
@@ -172,8 +171,7 @@ def layer_exchanges(mesh: MeshLayout, *, experts: bool) -> dict[str, int]:
     tokens of all ranks that share its weights, adds up over all devices that do and leaves each rank its tokens. With
     experts the routing, weights and ids, is gathered too.
     """
-    shared_by = RULES["experts" if experts and mesh.expert_parallel else "ffn"]
-    ranks = math.prod(getattr(mesh, axis) for axis in shared_by if axis in RULES["batch"])
+    ranks = mesh.ranks_sharing("experts" if experts and mesh.expert_parallel else "ffn")
     found: Counter[str] = Counter()
     found["all-reduce"] = 2 * (mesh.model > 1)
     found["all-gather"] = (3 if experts else 1) * (ranks > 1)

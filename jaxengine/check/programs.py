@@ -31,7 +31,7 @@ from models.declare import declared_params
 from models.llama import attention_schedule, kv_update_schedule
 from scheduler.buckets import Bucket
 from sharding.mesh import make_mesh
-from sharding.rules import named_sharding
+from sharding.rules import named_sharding, part_bytes, part_shape
 from sharding.stages import devices_of_stages
 
 # A state array below this size costs nothing to copy.
@@ -105,8 +105,8 @@ class StagePrograms:
             jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=named_sharding(mesh, param.decl.axes))
             for param in declared_params(self.model)
         ]
-        self.weight_bytes = sum(_device_bytes(leaf) for leaf in self._params)
-        self.state_bytes = sum(_device_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
+        self.weight_bytes = sum(part_bytes(leaf) for leaf in self._params)
+        self.state_bytes = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
         self.page_bytes = self._steps.page_bytes
 
     @property
@@ -150,7 +150,7 @@ class StagePrograms:
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
         kv: Any = self._steps.kv_shapes(num_pages)
         batch = self._replicate(self._abstract_batch(bucket))
-        precious = Precious({_device_elements(kv.data): "pool"})
+        precious = Precious({math.prod(part_shape(kv.data)): "pool"})
         paging = {"page_size": self.config.block_size, "platform": self._layout}
 
         def heads(count: int) -> jax.ShapeDtypeStruct:
@@ -186,15 +186,15 @@ class StagePrograms:
 
     def _precious(self, bucket: Bucket, kv: Any) -> Precious:
         named = zip(declared_params(self.model), self._params, strict=True)
-        weights = {_device_elements(leaf): param.name for param, leaf in named if len(param.shape) > 1}
+        weights = {math.prod(part_shape(leaf)): param.name for param, leaf in named if len(param.shape) > 1}
         # The logits of a step over all slots look like a state array.
-        logits = f"f32[{bucket.num_seqs},{self._steps.vocab_size // self.model.mesh.model}]"
+        logits = f"f32[{bucket.num_seqs},{self._steps.own_vocab_size}]"
         states = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(self._steps.state_shapes):
-            text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, _device_shape(leaf)))}]"
-            if _device_bytes(leaf) >= _SMALL and text != logits:
+            text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]"
+            if part_bytes(leaf) >= _SMALL and text != logits:
                 states[text] = f"slot state{jax.tree_util.keystr(path)}"
-        return Precious({_device_elements(kv.data): "pool"}, weights, states)
+        return Precious({math.prod(part_shape(kv.data)): "pool"}, weights, states)
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
         def int32(*shape: int) -> Any:  # a shape stands for an array
@@ -212,20 +212,6 @@ class StagePrograms:
     def _replicate(self, tree: Any) -> Any:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), tree)
-
-
-def _device_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Of the part of an array that one device holds."""
-    assert leaf.sharding is not None
-    return leaf.sharding.shard_shape(leaf.shape)
-
-
-def _device_elements(leaf: jax.ShapeDtypeStruct) -> int:
-    return math.prod(_device_shape(leaf))
-
-
-def _device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return _device_elements(leaf) * jnp.dtype(leaf.dtype).itemsize
 
 
 def _hlo_type(dtype: Any) -> str:

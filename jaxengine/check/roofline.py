@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from models.declare import declared_params
 from scheduler.buckets import Bucket
-from sharding.layout import RULES, MeshLayout
 
 DECODE_CONTEXT = 1024
 
@@ -67,7 +66,7 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
         if embedding and not (model.stage.is_last and config.tie_word_embeddings):
             continue
         rows = bucket.num_seqs if embedding or param.path[0] == "lm_head" else bucket.num_tokens
-        rows *= _ranks_of(mesh, param.decl.axes)
+        rows *= math.prod(mesh.ranks_sharing(axis) for axis in param.decl.axes if axis is not None)
         reached = 1.0
         if param.decl.num_experts is not None:
             picked = rows * config.experts.num_per_token / param.decl.num_experts
@@ -80,9 +79,3 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
         num_bytes += (attention.num_bytes + update.num_bytes) // mesh.model
         flops += attention.flops // mesh.model
     return Work(num_bytes, flops)
-
-
-def _ranks_of(mesh: MeshLayout, axes: tuple[str | None, ...]) -> int:
-    """Ranks whose tokens a device multiplies by its part of a weight."""
-    split = {axis for name in axes if name is not None for axis in RULES[name]}
-    return math.prod(getattr(mesh, axis) for axis in RULES["batch"] if axis in split)

@@ -43,10 +43,10 @@ def num_parts(param: DeclaredParam, mesh: Mesh | None) -> tuple[int, ...]:
     counts = []
     for axis, (name, size) in enumerate(zip(decl.axes, param.shape, strict=True)):
         count = math.prod(sizes.get(mesh_axis, 1) for mesh_axis in RULES[name]) if name is not None else 1
-        joined = axis == decl.joined_axis
-        divisible = math.gcd(*(source.num_contributed for source in decl.sources)) if joined else size
-        if divisible % count:
-            allowed = ", ".join(str(n) for n in range(1, count) if divisible % n == 0)
+        most = param.most_parts(axis)
+        if most % count:
+            allowed = ", ".join(str(n) for n in range(1, count) if most % n == 0)
+            joined = axis == decl.joined_axis
             made_of = f", made of {[source.num_contributed for source in decl.sources]}," if joined else ""
             text = f"axis {name!r} of {size}{made_of} cannot be split over {count} devices; fewer that work: {allowed}"
             raise ValueError(f"{param.name}: {text}")

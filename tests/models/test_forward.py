@@ -16,21 +16,9 @@ from models.forward_batch import ForwardBatch
 from models.registry import build_model
 from pallas_kernels.kv_pages import alloc, export_pages
 from pallas_kernels.paged_attention import RaggedBatch
+from tests.models.tiny import TINY
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=50,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    max_position_embeddings=64,
-    sliding_window=(None,) * 6,
-)
+CONFIG = replace(TINY, num_layers=6, sliding_window=(None,) * 6)
 
 
 def make_batch(num_tokens: int) -> ForwardBatch:

@@ -25,25 +25,12 @@ from models.registry import build_model
 from sharding.layout import ONE_DEVICE, MeshLayout
 from sharding.mesh import make_mesh
 from sharding.rules import logical_to_spec
+from tests.models.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
 NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 EXPERTS = ExpertsConfig(num_experts=8, num_per_token=3, intermediate_size=16)
-CONFIG = ModelConfig(
-    architecture="Qwen3MoeForCausalLM",
-    vocab_size=50,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    max_position_embeddings=64,
-    sliding_window=(None,) * 3,
-    experts=EXPERTS,
-)
+CONFIG = replace(TINY, architecture="Qwen3MoeForCausalLM", experts=EXPERTS)
 NUM_TOKENS = 32
 
 
