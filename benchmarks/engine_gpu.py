@@ -127,7 +127,7 @@ def idle(llm: Any, prompts: tuple[tuple[int, ...], ...], num_steps: int) -> dict
 
     core, runner = llm.core, llm.core.runner
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
-    prepared = [core.prepare({"prompt_token_ids": list(prompt)}, params) for prompt in prompts]
+    prepared = [core.inputs.prepare({"prompt_token_ids": list(prompt)}, params) for prompt in prompts]
     for each in prepared:
         core.add(each)
     last: list[Any] = []

@@ -13,16 +13,14 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxengine.config import EngineConfig
-from jaxengine.core import EngineCore, Prompt
+from jaxengine.core import EngineCore
+from jaxengine.engine_client import EngineDeadError
+from jaxengine.inputs import InputProcessor, Prompt
 from jaxengine.outputs import RequestOutput
 from scheduler.errors import RequestError
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-class EngineDeadError(RuntimeError):
-    """The engine's loop has failed or was shut down; start a new one."""
 
 
 class _Stream:
@@ -94,6 +92,11 @@ class AsyncLLM:
         """Whether the engine has failed or was shut down."""
         return self._dead is not None
 
+    @property
+    def inputs(self) -> InputProcessor:
+        """Limits, tokenizer and default sampling parameters of the engine."""
+        return self.core.inputs
+
     async def generate(
         self,
         prompt: Prompt,
@@ -111,7 +114,7 @@ class AsyncLLM:
           RequestError: the request cannot be served; no other is disturbed.
           EngineDeadError: the engine has failed.
         """
-        params = self.core.default_sampling_params() if sampling_params is None else sampling_params
+        params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
         if request_id is None:
             self._num_requests += 1
             request_id = f"async-{self._num_requests}"
@@ -138,6 +141,27 @@ class AsyncLLM:
         if self._dead is not None:
             raise self._dead
 
+    async def utility(self, name: str, *arguments: Any) -> Any:
+        """Calls a function of `EngineCore.utilities` between two steps. Raises RequestError, EngineDeadError."""
+        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def settle(method: Callable[[Any], None], value: Any) -> None:
+            if not future.done():
+                method(value)
+
+        def call() -> None:
+            try:
+                if self._dead is not None:
+                    raise self._dead
+                outcome = future.set_result, self.core.utility(name, *arguments)
+            except Exception as error:
+                outcome = future.set_exception, error
+            with contextlib.suppress(RuntimeError):  # the caller's event loop is gone
+                loop.call_soon_threadsafe(settle, *outcome)
+
+        self._run_command(call)
+        return await future
+
     def get_metrics(self):
         """As `LLM.get_metrics`."""
         return self.core.metrics.collect()
@@ -162,7 +186,9 @@ class AsyncLLM:
             stream.put(self._dead)
             return
         try:
-            prepared = self.core.prepare(prompt, params, request_id=request_id, priority=priority, timeout=timeout)
+            prepared = self.core.inputs.prepare(
+                prompt, params, request_id=request_id, priority=priority, timeout=timeout
+            )
             self.core.add(prepared)
         except RequestError as error:
             stream.put(error)

@@ -53,10 +53,8 @@ def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Ite
     Raises:
       RequestError: the conversation is longer than max_model_len.
     """
-    tokenizer, core = llm.get_tokenizer(), llm.core
-    text = tokenizer.apply_chat_template(messages, chat_template=core.config.chat_template)
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    prepared = core.prepare({"prompt": text, "prompt_token_ids": token_ids}, params)
+    core = llm.core
+    prepared = core.inputs.prepare(core.inputs.chat_prompt(messages), params)
     core.add(prepared)
     finished = False
     try:

@@ -1,19 +1,16 @@
 """A model ready to serve: prompts in, outputs out, one `step` at a time. What LLM and AsyncLLM both stand on.
 
-Checks a request whole before anything changes, so that a bad one disturbs nobody.
+`inputs` makes requests of what callers ask for; here they are queued, run and reported.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -21,35 +18,27 @@ from jaxengine.cluster import ALONE, Cluster, Peers
 from jaxengine.config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.devices import choose_devices, open_stages
 from jaxengine.engine import Engine, EngineOutput
+from jaxengine.inputs import InputProcessor, PreparedRequest
 from jaxengine.metrics import Metrics
 from jaxengine.model_runner import ModelRunner
 from jaxengine.model_source import ModelSource, open_model
-from jaxengine.output_processor import OutputProcessor, follows_every_step
+from jaxengine.output_processor import OutputProcessor
 from jaxengine.outputs import RequestOutput
 from jaxengine.platforms import PLATFORMS, Platform
 from models.kv_cache import platform_of
 from scheduler.errors import RequestError
-from scheduler.request import FinishReason, Request
-from scheduler.sampling_params import SamplingParams, verify_bad_word_tokens
+from scheduler.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A checked request that changed nothing yet."""
-
-    request_id: str
-    prompt: str | None
-    params: SamplingParams
-    requests: list[Request]
-    bad_words: list[list[int]]
-
 
 class EngineCore:
-    """Loads the model, compiles every step, and then serves. Not thread-safe."""
+    """Loads the model, compiles every step, and then serves. Not thread-safe.
+
+    Attributes:
+      config: nothing left open.
+      inputs: prepares requests for this engine.
+    """
 
     def __init__(self, config: EngineConfig, *, devices: Sequence[Any] | None = None, mesh: Mesh | None = None):
         """devices: to take from, default all; or a mesh with axes data, attn and model that says how to use which.
@@ -61,9 +50,8 @@ class EngineCore:
         self._cluster = Cluster(config) if config.nnodes > 1 else None
         try:
             opened = open_resolved(config, devices, mesh)
-            self.config, self.model_config = opened.config, opened.source.config
-            self.generation_defaults = opened.source.generation_defaults
-            self.tokenizer = opened.source.load_tokenizer(self.config)
+            self.config = opened.config
+            self.inputs = input_processor(opened.source, self.config)
             self.runner = load_runner(*opened, peers=self._cluster or ALONE)
         except BaseException as error:
             self.shutdown(f"start-up failed: {error}")
@@ -72,8 +60,7 @@ class EngineCore:
             print(self.runner.plan.table(), file=sys.stderr)
         self.engine = Engine(self.runner)
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
-        self._processor = OutputProcessor(self.tokenizer)
-        self._num_requests = 0
+        self._processor = OutputProcessor(self.inputs.tokenizer)
 
     def shutdown(self, reason: str | None = None) -> None:
         """Ends the engine's other processes, if it has any; with a reason, as a failure."""
@@ -81,73 +68,19 @@ class EngineCore:
             self._cluster.shutdown(reason)
 
     @property
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        """What an operator may call between two steps, by name; arguments and results are plain JSON values."""
+        return {"reset_prefix_cache": self._reset_prefix_cache}
+
+    def utility(self, name: str, *arguments: Any) -> Any:
+        """Calls one of them. Raises RequestError for a name that is not there."""
+        if name not in self.utilities:
+            raise RequestError(f"there is no {name!r}; allowed: {', '.join(self.utilities)}", param="name", value=name)
+        return self.utilities[name](*arguments)
+
+    @property
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished
-
-    def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> PreparedRequest:
-        """Checks a request and turns its text into tokens.
-
-        Args:
-          timeout: seconds from now after which the request is aborted.
-
-        Raises:
-          RequestError: naming the field, its value and what is allowed.
-        """
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params"
-            )
-        if type(priority) is not int:
-            raise RequestError(f"priority must be an int, got {priority!r}", param="priority", value=priority)
-        if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
-            raise RequestError(f"timeout must be a number above 0, got {timeout!r}", param="timeout", value=timeout)
-        if priority and self.config.scheduling_policy != "priority":
-            raise RequestError(
-                f"priority is {priority}; it needs scheduling_policy='priority'", param="priority", value=priority
-            )
-        text, token_ids, salt = self._read_prompt(prompt)
-        longest = self.config.max_model_len
-        if not 1 <= len(token_ids) < longest:
-            raise RequestError(
-                f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)",
-                param="prompt",
-                value=len(token_ids),
-            )
-        params.verify_against(
-            self.model_config.vocab_size,
-            self.config.max_logprobs,
-            longest,
-            self.tokenizer is not None,
-            len(token_ids),
-        )
-        self._num_requests += 1
-        index = self._num_requests
-        request_id = request_id if request_id is not None else str(index)
-        if request_id in self._processor:
-            raise RequestError(f"request_id {request_id!r} is in use", param="request_id", value=request_id)
-        arrival = time.monotonic()
-        requests = [
-            self._make_request(
-                request_id if params.n == 1 else f"{number}_{request_id}",
-                token_ids,
-                params if params.n == 1 else params.child(number),
-                fallback_seed=self._draw_seed(index, number),
-                priority=priority,
-                arrival_time=arrival,
-                deadline=float("inf") if timeout is None else arrival + timeout,
-                cache_salt=salt,
-            )
-            for number in range(params.n)
-        ]
-        return PreparedRequest(request_id, text, params, requests, self._tokenize_bad_words(params))
 
     def add(self, prepared: PreparedRequest) -> None:
         """Queues a prepared request; raises RequestError, and nothing has changed then."""
@@ -180,9 +113,9 @@ class EngineCore:
         self.metrics.maybe_log()
         return outputs
 
-    def default_sampling_params(self) -> SamplingParams:
-        """vLLM's defaults with what the model's generation_config.json suggests."""
-        return SamplingParams(**self.generation_defaults)
+    def _reset_prefix_cache(self) -> bool:
+        self.engine.scheduler.reset_prefix_cache()
+        return True
 
     def _process(self, result: EngineOutput) -> list[RequestOutput]:
         outputs = self._processor.process(
@@ -194,102 +127,10 @@ class EngineCore:
             self.metrics.observe(output)
         return outputs
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """(text, token ids, cache salt)"""
-        salt = None
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown:
-                name = sorted(map(str, unknown))[0]
-                raise RequestError(
-                    f"prompt has the key {name!r}; allowed are prompt, prompt_token_ids and cache_salt",
-                    param="prompt",
-                    value=name,
-                )
-            salt = prompt.get("cache_salt")
-            if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= 1024):
-                raise RequestError(
-                    f"cache_salt is {salt!r}; allowed is a string of 1 to 1024 characters",
-                    param="cache_salt",
-                    value=salt,
-                )
-            if "prompt_token_ids" in prompt:
-                text = prompt.get("prompt")
-                return text, self._check_token_ids(prompt["prompt_token_ids"]), salt
-            prompt = prompt.get("prompt", None)
-        if not isinstance(prompt, str):
-            raise RequestError(
-                f"prompt must be a string or a dict with 'prompt' or 'prompt_token_ids', got {type(prompt).__name__}",
-                param="prompt",
-                value=prompt,
-            )
-        if not prompt:
-            raise RequestError("prompt is empty; at least one character is needed", param="prompt", value=prompt)
-        if self.tokenizer is None:
-            raise RequestError(
-                "prompt is text, but skip_tokenizer_init is set; give prompt_token_ids", param="prompt", value=prompt
-            )
-        return prompt, self.tokenizer.encode(prompt), salt
 
-    def _check_token_ids(self, token_ids: Any) -> list[int]:
-        vocab_size = self.model_config.vocab_size
-        if isinstance(token_ids, np.ndarray):
-            token_ids = token_ids.tolist()
-        if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)) or not token_ids:
-            raise RequestError(
-                "prompt_token_ids must be a list of at least one token id",
-                param="prompt_token_ids",
-                value=token_ids,
-            )
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"prompt_token_ids holds {token_id!r}; allowed are integers from 0 to {vocab_size - 1}",
-                    param="prompt_token_ids",
-                    value=token_id,
-                )
-        return list(token_ids)
-
-    def _make_request(
-        self, request_id: str, token_ids: list[int], params: SamplingParams, *, fallback_seed: int, **fields: Any
-    ) -> Request:
-        room = self.config.max_model_len - len(token_ids)
-        eos = () if params.ignore_eos else self._eos_token_ids()
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=np.array(token_ids, np.int32),
-            params=params,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            eos_token_ids=eos,
-            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
-            seed=fallback_seed if params.seed is None else params.seed,
-            per_step=follows_every_step(params),
-            **fields,
-        )
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        ids = () if self.tokenizer is None else self.tokenizer.eos_token_ids
-        return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
-
-    def _draw_seed(self, index: int, number: int) -> int:
-        """The seed of a request without one: new for each request, the same in every run of one engine seed."""
-        digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}".encode()).digest()
-        return int.from_bytes(digest[:8], "little")
-
-    def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Each bad word as it is spelt at a start and after a space, as vLLM does."""
-        if not params.bad_words:
-            return []
-        assert self.tokenizer is not None
-        sequences: list[list[int]] = []
-        for word in params.bad_words:
-            plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
-            spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-            sequences.append(plain)
-            if spaced[0] != plain[0] and len(spaced) == len(plain):
-                sequences.append(spaced)
-        verify_bad_word_tokens(sequences)
-        return sequences
+def input_processor(source: ModelSource, config: ResolvedConfig) -> InputProcessor:
+    """What prepares requests for an engine of this model; needs no device."""
+    return InputProcessor(config, source.config, source.load_tokenizer(config), source.generation_defaults)
 
 
 class OpenedModel(NamedTuple):

@@ -7,6 +7,7 @@ alone; one that others may write is refused.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -28,7 +29,9 @@ from jaxengine.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = ("jaxengine", "pallas_kernels", "sharding", "scheduler", "models")
+# Every source of these decides what a step computes; of the other two packages, what `_PROGRAMS` imports.
+_WHOLE_PACKAGES = ("pallas_kernels", "sharding", "models")
+_PROGRAMS = ("jaxengine.step_programs", "jaxengine.executables")
 _DIGEST_BYTES = 32
 _UNUSED_SECONDS = 30 * 24 * 3600
 
@@ -143,11 +146,8 @@ def _environment(device: Any) -> tuple[str, ...]:
     """What every program's machine code depends on."""
     sources = hashlib.sha256()
     root = Path(__file__).resolve().parent.parent
-    for package in _PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            if path.parent.name in ("bench", "check", "peer_scripts"):
-                continue  # they run or compile steps, no step runs them
-            sources.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    for path in program_sources(root):
+        sources.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return (
         sources.hexdigest(),
         jax.__version__,
@@ -161,6 +161,24 @@ def _environment(device: Any) -> tuple[str, ...]:
         os.environ.get("XLA_FLAGS", ""),
         os.environ.get("LIBTPU_INIT_ARGS", ""),
     )
+
+
+def program_sources(root: Path) -> list[Path]:
+    """The files that decide what the programs are; a change of the server, say, compiles nothing anew."""
+    found = {path for package in _WHOLE_PACKAGES for path in (root / package).rglob("*.py")}
+    waiting = [root / (name.replace(".", "/") + ".py") for name in _PROGRAMS]
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            waiting += [root / (name.replace(".", "/") + ".py") for name in names]
+    return sorted(found)
 
 
 def _cpu_flags() -> str:

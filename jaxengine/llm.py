@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxengine.config import EngineConfig
-from jaxengine.core import EngineCore, Prompt
+from jaxengine.core import EngineCore
+from jaxengine.inputs import Prompt
 from jaxengine.metrics import Histogram, Metric
 from jaxengine.outputs import RequestOutput
 from jaxengine.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ class LLM:
                 f"priority has {len(priorities)} values for {len(prompts)} prompts", param="priority", value=priority
             )
         prepared = [
-            self.core.prepare(prompt, each, priority=rank)
+            self.core.inputs.prepare(prompt, each, priority=rank)
             for prompt, each, rank in zip(prompts, params, priorities, strict=True)
         ]
         started = []
@@ -121,31 +122,26 @@ class LLM:
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        tokenizer = self.get_tokenizer()
-        prompts = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
+        prompts = [
+            self.core.inputs.chat_prompt(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                chat_template=chat_template or self.core.config.chat_template,
+                chat_template=chat_template,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            # The template has written the special tokens already.
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer; RequestError when the engine was started without."""
-        if self.core.tokenizer is None:
-            raise RequestError("there is no tokenizer: skip_tokenizer_init is set", param="skip_tokenizer_init")
-        return self.core.tokenizer
+        return self.core.inputs.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` stands for: the model's generation_config.json over vLLM's defaults."""
-        return self.core.default_sampling_params()
+        return self.core.inputs.default_sampling_params()
 
     def get_metrics(self) -> list[Metric | Histogram]:
         """Counters, gauges and histograms, each with `name` and `value`."""
@@ -153,8 +149,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
-        self.core.engine.scheduler.reset_prefix_cache()
-        return True
+        return self.core.utility("reset_prefix_cache")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if params is None:

@@ -1,4 +1,4 @@
-"""The one error a bad request gets: it names the field, the value and what is allowed."""
+"""The errors a request may get: a bad one names the field, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -17,3 +17,15 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param = param
         self.value = value
+
+
+class OverloadedError(RequestError):
+    """A sound request that is refused because too many wait already.
+
+    Attributes:
+      retry_after: seconds after which trying again is worth while.
+    """
+
+    def __init__(self, message: str, *, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after

@@ -47,7 +47,7 @@ def random_params(rng: np.random.Generator, vocab_size: int, room: int) -> Sampl
 def test_nothing_compiles_after_ready(make_llm, async_scheduling):
     llm = make_llm(num_gpu_blocks_override=26, scheduling_policy="priority", async_scheduling=async_scheduling)
     core, rng = llm.core, np.random.default_rng(11)
-    vocab_size = core.model_config.vocab_size
+    vocab_size = core.inputs.model_config.vocab_size
     events = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: events.append(event) if "backend_compile" in event else None
@@ -61,7 +61,7 @@ def test_nothing_compiles_after_ready(make_llm, async_scheduling):
         token_ids = rng.integers(0, vocab_size, length).tolist()
         if rng.random() < 0.3:
             token_ids[:60] = prefix[:length]
-        request = core.prepare(
+        request = core.inputs.prepare(
             {"prompt_token_ids": token_ids},
             random_params(rng, vocab_size, 96 - length),
             request_id=f"{async_scheduling}-{index}",

@@ -20,9 +20,13 @@ class FakeCore:
     """Streams the conversation's own text back, a word a step."""
 
     def __init__(self):
-        self.config = SimpleNamespace(chat_template=None)
+        self.inputs = self
         self.prepared, self.aborted, self.params = [], [], []
         self._words: list[str] = []
+
+    def chat_prompt(self, messages):
+        text = "|".join(f"{message['role'][0]}:{message['content']}" for message in messages)
+        return {"prompt": text, "prompt_token_ids": list(text)}
 
     def prepare(self, prompt, params):
         if len(prompt["prompt_token_ids"]) > 40:
@@ -54,14 +58,6 @@ class FakeLLM:
         self.options = options
         self.core = FakeCore()
         FakeLLM.last = self
-
-    def get_tokenizer(self):
-        return SimpleNamespace(
-            apply_chat_template=lambda messages, chat_template: "|".join(
-                f"{message['role'][0]}:{message['content']}" for message in messages
-            ),
-            encode=lambda text, add_special_tokens: list(text),
-        )
 
     def get_default_sampling_params(self):
         return SamplingParams(temperature=0.5, top_k=7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxengine.config import ConfigError
-from jaxengine.executables import ExecutableCache
+from jaxengine.executables import ExecutableCache, program_sources
 
 DEVICES = jax.devices()[:1]
 ARGUMENTS = (jax.ShapeDtypeStruct((4,), np.float32),)
@@ -96,3 +97,11 @@ def test_numbers_are_remembered(tmp_path):
         cache = ExecutableCache(str(tmp_path), DEVICES)
         assert cache.get_number("n", ARGUMENTS, "", lambda: calls.append(1) or 42) == 42
     assert len(calls) == 1
+
+
+def test_what_decides_the_programs_is_found_by_its_imports():
+    root = Path(__file__).parents[2]
+    found = {str(path.relative_to(root)) for path in program_sources(root)}
+    assert {"jaxengine/step.py", "jaxengine/token_choice.py", "models/forward_batch.py", "sharding/rules.py"} <= found
+    assert not any(path.startswith(("jaxengine/server", "jaxengine/bench", "jaxengine/check")) for path in found)
+    assert "jaxengine/engine.py" not in found

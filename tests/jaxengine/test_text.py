@@ -20,7 +20,7 @@ def answer(smollm):
 
 def stream(llm, params, prompt):
     """Steps the engine by hand; returns the outputs of one request."""
-    prepared = llm.core.prepare(prompt, params)
+    prepared = llm.core.inputs.prepare(prompt, params)
     llm.core.add(prepared)
     outputs = []
     while llm.core.has_unfinished:

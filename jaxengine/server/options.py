@@ -1,0 +1,152 @@
+"""What an operator may set about the server, checked once. Names and meaning are vLLM's where vLLM has the option."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxengine.config import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Server options.
+
+    Attributes:
+      host: the address to listen on; others than loopback should go with api_key.
+      port: of HTTP; 0 takes a free one and says which.
+      grpc_port: of gRPC; None for no gRPC, 0 takes a free one.
+      api_server_count: processes that speak with clients, tokenise and detokenise.
+      served_model_name: names by which requests may call the model; the first is the one answers carry.
+      api_key: keys that clients may present as "Authorization: Bearer ..."; none: no key is asked for.
+      api_key_file: a file with one key a line, in addition.
+      enable_admin: also serve the routes and methods that change the server; they need admin_key_file.
+      admin_key_file: a file with the key of those.
+      ssl_certfile: certificate chain for TLS, PEM.
+      ssl_keyfile: its private key.
+      ssl_ca_certs: certificates of which clients must present one that is signed (mTLS).
+      allowed_origins: origins that browsers may call from (CORS); "*" for all.
+      root_path: prefix under which a proxy offers this server.
+      max_num_queued_reqs: requests that may wait for a place among the running ones; None: four times max_num_seqs.
+      max_num_queued_tokens: prompt tokens that they may have together; None: no limit of its own.
+      request_timeout: seconds after which a request that names no timeout is ended; None: never.
+      shutdown_timeout: seconds that SIGTERM leaves running requests to finish; 0 aborts them.
+      stream_write_timeout: seconds that a client may leave a stream unread before it is ended.
+      max_request_bytes: largest body of a request.
+      max_header_bytes: largest headers of a request.
+      max_n: most outputs of one prompt that a request may ask for.
+      max_prompts: most prompts of one request.
+      chat_template_kwargs_allowed: whether requests may set variables of the chat template.
+      trust_request_chat_template: whether requests may bring a chat template of their own.
+      enable_auto_tool_choice: let the model choose whether to call a tool; needs tool_call_parser.
+      tool_call_parser: how the model writes tool calls.
+      reasoning_parser: how the model writes its reasoning.
+      response_role: the role of answers.
+      enable_force_include_usage: usage in every stream, asked for or not.
+      disable_access_log: no line for each request.
+      enable_reflection: gRPC reflection; None: on loopback only.
+      otlp_traces_endpoint: where OpenTelemetry spans of requests are sent; None: nowhere.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int | None = None
+    api_server_count: int = 1
+    served_model_name: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    enable_admin: bool = False
+    admin_key_file: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    request_timeout: float | None = None
+    shutdown_timeout: float = 0.0
+    stream_write_timeout: float = 60.0
+    max_request_bytes: int = 32 * MIB
+    max_header_bytes: int = 64 << 10
+    max_n: int = 128
+    max_prompts: int = 1024
+    chat_template_kwargs_allowed: bool = True
+    trust_request_chat_template: bool = False
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    response_role: str = "assistant"
+    enable_force_include_usage: bool = False
+    disable_access_log: bool = False
+    enable_reflection: bool | None = None
+    otlp_traces_endpoint: str | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), str(field.type)
+            if kind.startswith("tuple"):
+                value = (value,) if isinstance(value, str) else tuple(value)
+                object.__setattr__(self, field.name, value)
+                right = all(isinstance(item, str) and item for item in value)
+            else:
+                right = value is None and "None" in kind or _is(value, kind.removesuffix(" | None"))
+            if not right:
+                raise ConfigError(field.name, value, f"a value of type {kind}")
+        for name, least, most in (
+            ("port", 0, 65535),
+            ("grpc_port", 0, 65535),
+            ("api_server_count", 1, 64),
+            ("max_num_queued_reqs", 1, 2**31),
+            ("max_num_queued_tokens", 1, 2**53),
+            ("request_timeout", 0.001, math.inf),
+            ("shutdown_timeout", 0, 86400),
+            ("stream_write_timeout", 0.1, 86400),
+            ("max_request_bytes", 1024, 2**31),
+            ("max_header_bytes", 1024, 16 * MIB),
+            ("max_n", 1, 16384),
+            ("max_prompts", 1, 2**20),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(name, value, f"{least} to {most}")
+        for name, other in (
+            ("ssl_certfile", "ssl_keyfile"),
+            ("ssl_keyfile", "ssl_certfile"),
+            ("ssl_ca_certs", "ssl_certfile"),
+            ("enable_auto_tool_choice", "tool_call_parser"),
+            ("enable_admin", "admin_key_file"),
+        ):
+            if getattr(self, name) and not getattr(self, other):
+                raise ConfigError(name, getattr(self, name), f"only together with {other}")
+
+    def api_keys(self) -> tuple[str, ...]:
+        """Every key that a client may present. Raises ConfigError when the file cannot be used."""
+        return (*self.api_key, *_read_keys("api_key_file", self.api_key_file))
+
+    def admin_keys(self) -> tuple[str, ...]:
+        """Every key that an operator may present. Raises ConfigError when the file cannot be used."""
+        return _read_keys("admin_key_file", self.admin_key_file)
+
+
+def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(name, path, f"a file that can be read: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(name, path, "a file with a key in it")
+    return keys
+
+
+def _is(value: object, kind: str) -> bool:
+    if kind == "float":
+        return type(value) in (int, float)
+    return type(value).__name__ == kind
