@@ -2,10 +2,11 @@
 
 The vocabulary is never sorted. min_p, top_k and top_p each keep every token above some logit, so what a row keeps is
 one number. It is read off the row's best tokens where they decide it, and found by bisection where they do not: exact
-either way, equal logits are kept or dropped together. A draw is the inverse of the cumulative distribution at one
-uniform number, in vocabulary order. Each row's arithmetic has the same order whatever S is. Pure functions of arrays;
-knows nothing of slots or requests. Per-row arguments are [S, 1]. Of a vocabulary that is split over n devices each has
-f32[S, V / n]; fixed_order and top_tokens exchange what is needed, and every device finds the same numbers.
+either way, equal logits are kept or dropped together. A draw is the best token once every one has noise of its own,
+which another rounding of the logits hardly ever changes; a place in the running sum of all of them it moves all the
+time. Each row's arithmetic has the same order whatever S is. Pure functions of arrays; knows nothing of slots or
+requests. Per-row arguments are [S, 1]. Of a vocabulary that is split over n devices each has f32[S, V / n]; fixed_order
+and top_tokens exchange what is needed, and every device finds the same numbers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxengine.fixed_order import BLOCK, block_sums, row_counts, row_sums, running_sums
-from jaxengine.top_tokens import first_true, row_extreme, take_tokens, top_values, vocab_size
+from jaxengine.fixed_order import row_counts, row_sums, running_sums
+from jaxengine.top_tokens import best_token, first_id, first_true, row_extreme, top_values, vocab_size
 from sharding.collectives import any_device
 
 # Best tokens looked at before a threshold is searched for among all: most nuclei and every usual top_k fit in.
@@ -98,57 +99,46 @@ def _top_p(
     return jnp.where(settled, near, searched)
 
 
-def uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
-    """One number in [0, 1) per row, f32[S], a multiple of 2**-24, from seeds u32[S, 2] and positions i32[S].
+def draw_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
+    """The key of each row's draw, u32[S, 2], from seeds u32[S, 2] and positions i32[S].
 
-    It is threefry of (seed, position), the word that jax.random.fold_in derives; taken as it is, without a further
-    jax.random draw, it depends on no jax_threefry_* option.
+    It is threefry of (seed, position), as jax.random.fold_in derives it; taken as it is, without a further jax.random
+    draw, it depends on no jax_threefry_* option.
     """
 
-    def word(seed: jax.Array, position: jax.Array) -> jax.Array:
+    def words(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.key_data(jax.random.fold_in(key, position))[0]
+        return jax.random.key_data(jax.random.fold_in(key, position))
 
-    return (jax.vmap(word)(seeds, positions) >> 8).astype(jnp.float32) * 2.0**-24
+    return jax.vmap(words)(seeds, positions)
 
 
-def draw(
-    logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: jax.Array, uniform: jax.Array
-) -> jax.Array:
-    """One token per row from softmax(logits / temperature) over the logits >= kept_from, at uniform f32[S, 1]. i32[S].
+def draw(logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: jax.Array, keys: jax.Array):
+    """One token per row from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S, 2]. i32[S].
 
-    Never a token of probability 0 or outside the vocabulary, however sums round. Rows with NaN give any number.
+    The best of logits / temperature plus Gumbel noise, of which every token has its own (Gumbel 1954). Never a token of
+    probability 0 or outside the vocabulary. Rows with NaN give any number.
     """
-
-    def weigh(x: jax.Array) -> jax.Array:
-        return jnp.where(x >= kept_from, jnp.exp((x - best) / temperature), 0)
-
-    # Two levels, blocks and then the tokens of one: V / 128 + 128 running sums instead of V.
-    sums = block_sums(weigh(logits))
-    running = running_sums(sums)
-    # Not the last running sum: how that one rounds depends on the number of blocks without weight before it.
-    target = uniform * jnp.take_along_axis(running, _last_positive(sums), axis=1)
-    block = _first_beyond(sums, running, target)
-    before = jnp.where(block > 0, jnp.take_along_axis(running, jnp.maximum(block - 1, 0), axis=1), 0)
-
-    ids = block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    weights = weigh(take_tokens(logits, ids))
-    return (block * BLOCK + _first_beyond(weights, running_sums(weights), target - before))[:, 0]
+    ids = (first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)).astype(jnp.uint32)
+    noise = -jnp.log(_exponential(keys, ids))
+    return best_token(jnp.where(logits >= kept_from, (logits - best) / temperature + noise, -jnp.inf))[1]
 
 
-def _first_beyond(weights: jax.Array, running: jax.Array, target: jax.Array) -> jax.Array:
-    """First index with a positive weight whose running sum exceeds the target, i32[S, 1].
+def _exponential(keys: jax.Array, ids: jax.Array) -> jax.Array:
+    """Exponentially distributed numbers f32[S, C], each from its key u32[S, 2] and its token's id u32[C] alone.
 
-    Rounding can leave every running sum short of the target; it is the last positive weight then.
+    Small ones, which decide a draw, have all their bits, and none is infinite: a lone token must win with any.
     """
-    positive = weights > 0
-    first = first_true((running > target) & positive)[:, None]
-    return jnp.where(first < weights.shape[1], first, _last_positive(weights))
+    bits = _mix(_mix(ids * jnp.uint32(0x9E3779B9) + keys[:, :1]) ^ keys[:, 1:])
+    below_one = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log1p(-below_one)
 
 
-def _last_positive(weights: jax.Array) -> jax.Array:
-    """The last column with a positive weight, i32[S, 1]; -1 when there is none."""
-    return weights.shape[1] - 1 - first_true((weights > 0)[:, ::-1])[:, None]
+def _mix(x: jax.Array) -> jax.Array:
+    """A hash of 32 bits in which every bit of the result depends on every one of x (Wellons 2018, lowbias32)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
 
 
 def _highest(

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxengine.fixed_order import BLOCK, block_sums, running_sums
 from jaxengine.token_choice import (
     NUM_CANDIDATES,
     VALUE_PASSES,
-    _first_beyond,
+    _exponential,
     _highest,
     draw,
+    draw_keys,
     lowest_kept,
-    uniform,
 )
+from tests.jaxengine.draw_oracle import gumbel, threefry
 
 TOP_K = (0, 1, 2, 3, 50, 299, 10**6)
 TOP_P = (1.0, 0.9712, 0.7034, 0.3137, 1e-6, float(np.finfo(np.float32).tiny))
@@ -134,85 +134,79 @@ def test_search_ends_for_rows_with_nan_and_infinity():
     jit_lowest_kept(logits, best, np.ones_like(best), **columns(parameters)).block_until_ready()
 
 
-def run_draw(logits: np.ndarray, u: np.ndarray, kept_from: float = -np.inf) -> np.ndarray:
-    best = logits.max(axis=1, keepdims=True)
-    rest = (np.full_like(best, kept_from), np.ones_like(best), np.asarray(u, np.float32).reshape(-1, 1))
-    return np.asarray(jit_draw(logits, best, *rest))
+def run_draw(logits: np.ndarray, seed: int = 0, kept_from: float = -np.inf, temperature: float = 1.0) -> np.ndarray:
+    """Draws for rows f32[S, V], at positions 0 to S - 1 of one seed."""
+    best, positions = logits.max(axis=1, keepdims=True), np.arange(len(logits), dtype=np.int32)
+    keys = draw_keys(np.full((len(logits), 2), (seed, 0), np.uint32), positions)
+    return np.asarray(jit_draw(logits, best, np.full_like(best, kept_from), np.full_like(best, temperature), keys))
 
 
-@pytest.mark.parametrize("vocab_size", [1, BLOCK, BLOCK + 1, 3 * BLOCK + 40])
-def test_draw_inverts_the_cumulative_distribution(vocab_size):
-    u = (np.arange(2000) + 0.37) / 2000
-    row = np.random.default_rng(1).normal(0, 2, vocab_size).astype(np.float32)
-    drawn = run_draw(np.tile(row, (len(u), 1)), u)
-    weights = np.exp(row.astype(np.float64) - row.max())
-    running = np.cumsum(weights) / weights.sum()
-    close = np.abs(running[None, :] - u[:, None]).min(axis=1) < 1e-5
-    expected = np.searchsorted(running, u, side="right")
-    np.testing.assert_array_equal(drawn[~close], expected[~close])
-    assert close.mean() < 0.1
+@pytest.mark.parametrize("vocab_size", [1, 130, 3 * 128 + 40])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_a_draw_is_the_best_token_with_its_noise(vocab_size, temperature):
+    logits = np.random.default_rng(1).normal(0, 2, (500, vocab_size)).astype(np.float32)
+    noise = np.stack([gumbel(77, position, vocab_size) for position in range(500)])
+    expected = (logits.astype(np.float64) / temperature + noise).argmax(axis=1)
+    np.testing.assert_array_equal(run_draw(logits, 77, temperature=temperature), expected)
 
 
-@pytest.mark.parametrize("vocab_size", [BLOCK + 1, 5 * BLOCK - 3])
-def test_draw_never_takes_an_impossible_token(vocab_size):
-    """At both ends of [0, 1), with weights made so that running sums lose their small terms."""
+def test_draws_from_a_large_vocabulary_follow_the_distribution():
+    """Chi-square over blocks of equal mass, and over the lowest bits of the token: noise must depend on every bit."""
+    vocab_size, num_draws = 40_000, 4_000
+    row = np.random.default_rng(2).normal(0, 1, vocab_size).astype(np.float32)
+    drawn = np.concatenate([run_draw(np.tile(row, (500, 1)), seed) for seed in range(num_draws // 500)])
+    probs = np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum()
+    for groups in (np.minimum((np.cumsum(probs) * 50).astype(int), 49), np.arange(vocab_size) % 64):
+        expected = np.bincount(groups, probs) * num_draws
+        observed = np.bincount(groups[drawn], minlength=len(expected))
+        chi_square, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+        assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_rounding_of_the_logits_does_not_change_what_is_drawn():
+    """What steps of other shapes do to logits, over a flat distribution, where a place in a running sum would move."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 0.05, (500, 49_152)).astype(np.float32)
+    rounded = logits * (1 + rng.integers(-2, 3, logits.shape) * 2.0**-23).astype(np.float32)
+    np.testing.assert_array_equal(run_draw(rounded), run_draw(logits))
+
+
+def test_a_draw_never_takes_an_impossible_token():
     rng = np.random.default_rng(2)
-    logits = rng.uniform(-22, 0, (600, vocab_size)).astype(np.float32)
+    logits = rng.uniform(-22, 0, (600, 300)).astype(np.float32)
     logits[rng.random(logits.shape) < 0.7] = -np.inf
-    logits[np.arange(600), rng.integers(0, vocab_size, 600)] = 0.0
-    logits[:200, -BLOCK:] = -np.inf  # nothing in the last block
-    logits[:, 0] = -np.inf
-    logits[np.isneginf(logits).all(axis=1), 1] = 0.0
-    for u in (0.0, 2.0**-24, 0.5, 1 - 2.0**-23, 1 - 2.0**-24):
-        drawn = run_draw(logits, np.full(600, u))
-        assert drawn.min() >= 0 and drawn.max() < vocab_size
+    logits[:200] = -np.inf
+    logits[np.arange(600), rng.integers(0, 300, 600)] = 0.0  # the only one in the first rows
+    for seed in range(20):
+        drawn = run_draw(logits, seed)
+        assert drawn.min() >= 0 and drawn.max() < 300
         assert np.isfinite(logits[np.arange(600), drawn]).all()
 
 
-def test_draw_at_the_steps_takes_the_token_that_begins_there():
-    assert run_draw(np.zeros((4, 4), np.float32), np.array([0, 0.25, 0.5, 0.75])).tolist() == [0, 1, 2, 3]
+def test_the_smallest_and_the_largest_noise_are_finite():
+    keys = np.array([[0, 0]], np.uint32)
+    ids = jnp.arange(1 << 22, dtype=jnp.uint32)
+    noise = np.asarray(jax.jit(_exponential)(keys, ids))
+    assert noise.min() > 0 and noise.max() < 17 and np.isfinite(noise).all()
+    assert noise.min() < 1e-5 and noise.max() > 13
 
 
-def test_running_sum_that_rises_without_a_weight_picks_nothing_there():
-    weights = np.array([[1, 0, 1, 0], [1, 0, 0, 0]], np.float32)
-    running = np.array([[1, 1.0000002, 2, 2], [1, 1, 1, 1]], np.float32)  # as a parallel scan may round
-    target = np.array([[1], [1]], np.float32)
-    assert _first_beyond(jnp.asarray(weights), jnp.asarray(running), jnp.asarray(target)).tolist() == [[2], [0]]
+def test_a_draw_does_not_depend_on_padding_of_the_vocabulary():
+    logits = np.random.default_rng(3).normal(0, 2, (500, 15 * 128)).astype(np.float32)
+    padded = np.pad(logits, ((0, 0), (0, 9 * 128)), constant_values=-np.inf)
+    np.testing.assert_array_equal(run_draw(padded), run_draw(logits))
 
 
-def test_draw_does_not_depend_on_padding_of_the_vocabulary():
-    """At targets that are block borders but for their rounding."""
-    rng = np.random.default_rng(3)
-    logits = rng.normal(0, 2, (2000, 15 * BLOCK)).astype(np.float32)
-    running = np.asarray(jax.jit(lambda x: running_sums(block_sums(jnp.exp(x - x.max(axis=1, keepdims=True)))))(logits))
-    u = running[np.arange(2000), rng.integers(7, 14, 2000)] / running[:, -1]
-    padded = np.pad(logits, ((0, 0), (0, 9 * BLOCK)), constant_values=-np.inf)
-    np.testing.assert_array_equal(run_draw(padded, u), run_draw(logits, u))
-
-
-def test_draw_respects_the_threshold():
+def test_a_draw_respects_the_threshold():
     logits = np.tile(np.arange(10, dtype=np.float32), (500, 1))
-    assert set(run_draw(logits, np.linspace(0, 0.999, 500), kept_from=7.0)) == {7, 8, 9}
+    assert set(run_draw(logits, kept_from=7.0)) == {7, 8, 9}
 
 
-def threefry(key: tuple[int, int], counter: tuple[int, int]) -> int:
-    """First word of Threefry-2x32 with 20 rounds (Salmon et al. 2011)."""
-    keys = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
-    a, b = ((word + own) & 0xFFFFFFFF for word, own in zip(counter, keys[:2], strict=True))
-    for group in range(5):
-        for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            a = (a + b) & 0xFFFFFFFF
-            b = a ^ ((b << distance | b >> (32 - distance)) & 0xFFFFFFFF)
-        a = (a + keys[(group + 1) % 3]) & 0xFFFFFFFF
-        b = (b + keys[(group + 2) % 3] + group + 1) & 0xFFFFFFFF
-    return a
-
-
-def test_uniform_is_threefry_of_seed_and_position():
+def test_keys_are_threefry_of_seed_and_position():
     """A seed must mean the same tokens on every platform and in every later version."""
     seeds = [(0, 0), (1, 2), (0xFFFFFFFF, 7), (13, 0x80000000)]
     positions = [0, 5, 2**31 - 1, 77]
-    got = np.asarray(uniform(np.array(seeds, np.uint32), np.array(positions, np.int32)))
-    expected = [(threefry(seed, (0, position)) >> 8) / 2**24 for seed, position in zip(seeds, positions, strict=True)]
-    np.testing.assert_array_equal(got.astype(np.float64), expected)
-    assert got[0] == 7020545 / 2**24
+    got = np.asarray(draw_keys(np.array(seeds, np.uint32), np.array(positions, np.int32)))
+    expected = [threefry(seed, (0, position)) for seed, position in zip(seeds, positions, strict=True)]
+    assert [tuple(row) for row in got.tolist()] == expected
+    assert got[0, 0] >> 8 == 7020545
