@@ -16,6 +16,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.core import EngineCore
 from jaxengine.engine_client import EngineDeadError
 from jaxengine.inputs import InputProcessor, Prompt
+from jaxengine.output_stream import OutputStream
 from jaxengine.outputs import RequestOutput
 from scheduler.errors import RequestError
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
@@ -23,42 +24,18 @@ from scheduler.sampling_params import RequestOutputKind, SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class _Stream:
-    """What waits for one reader: at most one output, later ones are joined to it, so a slow reader costs no memory."""
+class _Reader:
+    """The engine's thread's end of a stream that is read on an event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, aggregate: bool):
+    def __init__(self, loop: asyncio.AbstractEventLoop, stream: OutputStream):
         self._loop = loop
-        self._aggregate = aggregate
-        self._waiting: RequestOutput | None = None
-        self._error: BaseException | None = None
-        self._ready = asyncio.Event()
+        self._stream = stream
 
     def put(self, item: RequestOutput | BaseException) -> None:
-        """Called on the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._put, item)
+            self._loop.call_soon_threadsafe(self._stream.put, item)
         except RuntimeError:  # the reader's event loop is gone, and the reader with it
             logger.debug("an output came after its event loop was closed")
-
-    async def get(self) -> RequestOutput:
-        await self._ready.wait()
-        self._ready.clear()
-        if self._waiting is not None:
-            output, self._waiting = self._waiting, None
-            if self._error is not None:
-                self._ready.set()
-            return output
-        assert self._error is not None
-        raise self._error
-
-    def _put(self, item: RequestOutput | BaseException) -> None:
-        if isinstance(item, BaseException):
-            self._error = item
-        elif self._waiting is None:
-            self._waiting = item
-        else:
-            self._waiting.add(item, self._aggregate)
-        self._ready.set()
 
 
 class AsyncLLM:
@@ -82,7 +59,7 @@ class AsyncLLM:
         self._wake = threading.Event()
         self._closing = False
         self._dead: EngineDeadError | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._readers: dict[str, _Reader] = {}
         self._num_requests = 0
         self._thread = threading.Thread(target=self._loop, name="jaxengine", daemon=True)
         self._thread.start()
@@ -119,8 +96,9 @@ class AsyncLLM:
             self._num_requests += 1
             request_id = f"async-{self._num_requests}"
         aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
-        stream = _Stream(asyncio.get_running_loop(), aggregate)
-        self._run_command(lambda: self._start(stream, prompt, params, request_id, priority, timeout))
+        stream = OutputStream(aggregate)
+        reader = _Reader(asyncio.get_running_loop(), stream)
+        self._run_command(lambda: self._start(reader, prompt, params, request_id, priority, timeout))
         finished = False
         try:
             while not finished:
@@ -130,7 +108,7 @@ class AsyncLLM:
         finally:
             if not finished:
                 with contextlib.suppress(EngineDeadError):
-                    self._run_command(lambda: self._stop(stream, request_id))
+                    self._run_command(lambda: self._stop(reader, request_id))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream yields a last output with finish_reason "abort"."""
@@ -162,6 +140,10 @@ class AsyncLLM:
         self._run_command(call)
         return await future
 
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        """When text was made of tokens: (start, end, outputs), seconds of time.monotonic, the last ones in order."""
+        return self.core.text_spans()
+
     def get_metrics(self):
         """As `LLM.get_metrics`."""
         return self.core.metrics.collect()
@@ -181,24 +163,28 @@ class AsyncLLM:
             self._commands.append(command)
         self._wake.set()
 
-    def _start(self, stream: _Stream, prompt: Prompt, params: Any, request_id: str, priority: int, timeout) -> None:
+    def _start(self, reader: _Reader, prompt: Prompt, params: Any, request_id: str, priority: int, timeout) -> None:
         if self._dead is not None:
-            stream.put(self._dead)
+            reader.put(self._dead)
             return
         try:
             prepared = self.core.inputs.prepare(
                 prompt, params, request_id=request_id, priority=priority, timeout=timeout
             )
+        except Exception as error:  # it has changed nothing: whatever it was, it is this request's alone
+            reader.put(error)
+            return
+        try:
             self.core.add(prepared)
         except RequestError as error:
-            stream.put(error)
+            reader.put(error)
         else:
-            self._streams[request_id] = stream
+            self._readers[request_id] = reader
 
-    def _stop(self, stream: _Stream, request_id: str) -> None:
+    def _stop(self, reader: _Reader, request_id: str) -> None:
         """The reader left. Another request may have the id if this one was refused for using it twice."""
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
+        if self._readers.get(request_id) is reader:
+            del self._readers[request_id]
             self.core.abort(request_id)
 
     def _abort(self, request_id: str) -> None:
@@ -214,6 +200,9 @@ class AsyncLLM:
                 if self.core.has_unfinished:
                     for output in self.core.step():
                         self._deliver(output)
+                    for request_id, refusal in self.core.take_refused():
+                        if (reader := self._readers.pop(request_id, None)) is not None:
+                            reader.put(refusal)
                 else:
                     self._wake.wait()
                     self._wake.clear()
@@ -225,11 +214,11 @@ class AsyncLLM:
             self._end(error)
 
     def _deliver(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is not None:
-            stream.put(output)
+        reader = self._readers.get(output.request_id)
+        if reader is not None:
+            reader.put(output)
             if output.finished:
-                del self._streams[output.request_id]
+                del self._readers[output.request_id]
 
     def _end(self, error: EngineDeadError) -> None:
         """Nothing is queued any more once `_dead` is set; requests that were still in the queue learn of it too."""
@@ -237,6 +226,6 @@ class AsyncLLM:
             self._dead = error
         while self._commands:
             self._commands.popleft()()
-        for stream in self._streams.values():
-            stream.put(error)
-        self._streams.clear()
+        for reader in self._readers.values():
+            reader.put(error)
+        self._readers.clear()

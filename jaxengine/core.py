@@ -9,7 +9,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.sharding import Mesh
 from tqdm import tqdm
@@ -17,7 +18,9 @@ from tqdm import tqdm
 from jaxengine.cluster import ALONE, Cluster, Peers
 from jaxengine.config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.devices import choose_devices, open_stages
-from jaxengine.engine import Engine, EngineOutput
+from jaxengine.engine import Engine
+from jaxengine.engine_output import EngineOutput
+from jaxengine.engine_status import engine_status
 from jaxengine.inputs import InputProcessor, PreparedRequest
 from jaxengine.metrics import Metrics
 from jaxengine.model_runner import ModelRunner
@@ -27,7 +30,10 @@ from jaxengine.outputs import RequestOutput
 from jaxengine.platforms import PLATFORMS, Platform
 from models.kv_cache import platform_of
 from scheduler.errors import RequestError
-from scheduler.request import FinishReason
+from scheduler.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from jaxengine.structured.request_masks import RequestMasks
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +44,7 @@ class EngineCore:
     Attributes:
       config: nothing left open.
       inputs: prepares requests for this engine.
+      model_path: file or folder of the model.
     """
 
     def __init__(self, config: EngineConfig, *, devices: Sequence[Any] | None = None, mesh: Mesh | None = None):
@@ -51,26 +58,36 @@ class EngineCore:
         try:
             opened = open_resolved(config, devices, mesh)
             self.config = opened.config
+            self.model_path = opened.source.path
             self.inputs = input_processor(opened.source, self.config)
             self.runner = load_runner(*opened, peers=self._cluster or ALONE)
         except BaseException as error:
-            self.shutdown(f"start-up failed: {error}")
+            if self._cluster is not None:
+                self._cluster.shutdown(f"start-up failed: {error}")
             raise
         if not config.disable_log_stats:
             print(self.runner.plan.table(), file=sys.stderr)
-        self.engine = Engine(self.runner)
+        self.engine = Engine(self.runner, _request_masks(self.inputs, self.runner))
+        self._refused: list[tuple[str, RequestError]] = []
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
         self._processor = OutputProcessor(self.inputs.tokenizer)
 
     def shutdown(self, reason: str | None = None) -> None:
         """Ends the engine's other processes, if it has any; with a reason, as a failure."""
+        self.engine.shutdown()
         if self._cluster is not None:
             self._cluster.shutdown(reason)
 
     @property
     def utilities(self) -> dict[str, Callable[..., Any]]:
         """What an operator may call between two steps, by name; arguments and results are plain JSON values."""
-        return {"reset_prefix_cache": self._reset_prefix_cache}
+        return {
+            "reset_prefix_cache": self._reset_prefix_cache,
+            "metrics": self.metrics.snapshot,
+            "status": lambda: engine_status(self.engine, self.metrics),
+            "trace": self._trace,
+            "count_rejections": self._count_rejections,
+        }
 
     def utility(self, name: str, *arguments: Any) -> Any:
         """Calls one of them. Raises RequestError for a name that is not there."""
@@ -88,17 +105,21 @@ class EngineCore:
             raise RequestError(
                 f"request_id {prepared.request_id!r} is in use", param="request_id", value=prepared.request_id
             )
+        self.queue(prepared.requests, prepared.bad_words)
+        self._processor.add(prepared)
+
+    def queue(self, requests: Sequence[Request], bad_words: list[list[int]]) -> None:
+        """Queues the requests of one caller's request without following them; all of them, or RequestError."""
         added = []
         try:
-            for request in prepared.requests:
-                self.engine.add_request(request, prepared.bad_words)
+            for request in requests:
+                self.engine.add_request(request, bad_words)
                 added.append(request)
         except RequestError:
             for request in added:
                 self.engine.finish(request, FinishReason.ABORT)
             raise
-        arrival = prepared.requests[0].arrival_time
-        self._processor.add(prepared.request_id, prepared.prompt, prepared.params, prepared.requests, arrival)
+        self.engine.request_stats.n.observe(len(added))
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """Ends a request and frees its pages; returns its last output, or nothing when there is no such request."""
@@ -108,29 +129,66 @@ class EngineCore:
         return self._process(EngineOutput(finished=running))
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the outputs it brought."""
-        outputs = self._process(self.engine.step())
-        self.metrics.maybe_log()
-        return outputs
+        """Runs one step; returns the outputs it brought. `take_refused` tells of requests that end without one."""
+        return self._process(self.advance())
+
+    def advance(self) -> EngineOutput:
+        """Runs one step; returns its tokens, for who makes text of them elsewhere."""
+        output = self.engine.step()
+        self.metrics.stepped()
+        return output
+
+    def take_refused(self) -> list[tuple[str, RequestError]]:
+        """Requests that `step` has found not to be servable since the last call, by id, and their callers' errors."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        """When text was made of tokens here: (start, end, outputs), seconds of time.monotonic, the last ones."""
+        return list(self._processor.spans)
 
     def _reset_prefix_cache(self) -> bool:
         self.engine.scheduler.reset_prefix_cache()
         return True
 
+    def _count_rejections(self, count: int) -> None:
+        """Requests that were refused because too many waited, by a process in front of the engine."""
+        self.engine.request_stats.num_rejections += count
+
+    def _trace(self, seconds: float) -> dict[str, Any]:
+        """The last `seconds` of the engine's timeline, for `jaxengine/server/chrome_trace.py`."""
+        return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
+
     def _process(self, result: EngineOutput) -> list[RequestOutput]:
+        for request, error in result.refused:
+            request_id, siblings = self._processor.forget(request)
+            for sibling in siblings:
+                self.engine.finish(sibling, FinishReason.ABORT)
+            if request_id is not None:
+                self._refused.append((request_id, error))
         outputs = self._processor.process(
             result,
             time.monotonic(),
             lambda request, text: self.engine.finish(request, FinishReason.STOP, text),
         )
-        for output in outputs:
-            self.metrics.observe(output)
         return outputs
 
 
-def input_processor(source: ModelSource, config: ResolvedConfig) -> InputProcessor:
-    """What prepares requests for an engine of this model; needs no device."""
-    return InputProcessor(config, source.config, source.load_tokenizer(config), source.generation_defaults)
+def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
+    """What prepares requests for an engine of this model; needs no device. origin: as InputProcessor's."""
+    tokenizer = source.load_tokenizer(config)
+    return InputProcessor(config, source.config, tokenizer, source.generation_defaults, origin=origin)
+
+
+def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks | None:
+    """None without a tokenizer, or without the packages that only a server must have."""
+    if inputs.tokenizer is None or not (find_spec("llguidance") and find_spec("msgspec")):
+        return None
+    from jaxengine.structured.grammar_worker import GrammarWorker
+    from jaxengine.structured.request_masks import RequestMasks
+
+    text, vocab_size = inputs.tokenizer.backend.to_str(), inputs.model_config.vocab_size
+    return RequestMasks(GrammarWorker(text, vocab_size, runner.num_mask_words, inputs.eos_token_ids()))
 
 
 class OpenedModel(NamedTuple):

@@ -7,75 +7,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxengine.engine_output import EmittedTokens, EngineOutput, PromptScores, TokenScores
 from jaxengine.model_runner import ModelRunner, PendingStep
 from jaxengine.sampler import param_columns
+from jaxengine.stats import BucketUse, RequestStats, StepStats
+from jaxengine.timeline import StepRecord, Timeline
 from jaxengine.token_bias import TokenBias
-from scheduler.batch import BIAS, LOGPROBS, PENALTIES, PROMPT_LOGPROBS, Emitted, ScheduledStep, features_of
-from scheduler.request import FinishReason, Request
+from scheduler.batch import BIAS, LOGPROBS, MASK, PENALTIES, PROMPT_LOGPROBS, Emitted, ScheduledStep, features_of
+from scheduler.buckets import Bucket
+from scheduler.errors import RequestError
+from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from jaxengine.structured.request_masks import RequestMasks
 
-@dataclass(frozen=True)
-class TokenScore:
-    """Logprobs at one position: of the token there, its rank (1 is best), and the best ones, best first."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """Logprobs of a stretch of a prompt: `scores[i]` is of prompt token `first + i`."""
-
-    request: Request
-    first: int
-    scores: list[TokenScore]
-
-
-@dataclass
-class EngineOutput:
-    """What one call of `Engine.step` brought.
-
-    Attributes:
-      emitted: tokens of requests that follow every step, with their logprobs where asked for.
-      prompt_scores: logprobs of prompts.
-      first_tokens: requests whose first token came.
-      finished: requests that ended, deadlines included.
-    """
-
-    emitted: list[tuple[Emitted, TokenScore | None]] = field(default_factory=list)
-    prompt_scores: list[PromptScores] = field(default_factory=list)
-    first_tokens: list[Request] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
-
-
-@dataclass
-class StepStats:
-    """Sums over the engine's life.
-
-    Attributes:
-      num_steps: steps dispatched; num_padding_tokens of them were padding.
-      schedule_seconds, dispatch_seconds, wait_seconds, update_seconds: host time by part of the step.
-      page_slots_used, page_slots_empty: token slots of the pages held by running requests, summed over steps.
-    """
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    num_padding_tokens: int = 0
-    num_generated_tokens: int = 0
-    schedule_seconds: float = 0.0
-    dispatch_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    update_seconds: float = 0.0
-    page_slots_used: int = 0
-    page_slots_empty: int = 0
+# How long a step waits for masks where there is nothing else to do: new requests wait so long too.
+_MASK_WAIT_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -88,19 +41,30 @@ class _InFlight:
 
     step: ScheduledStep
     pending: PendingStep
+    record: StepRecord
     scored_prompts: list[tuple[Request, int, int, int, int]]
 
 
 class Engine:
-    """Runs requests to their end. Not thread-safe: one thread adds, aborts and steps."""
+    """Runs requests to their end. Not thread-safe: one thread adds, aborts and steps.
 
-    def __init__(self, runner: ModelRunner):
+    Attributes:
+      stats, request_stats, bucket_use, timeline: what was counted about steps and requests.
+    """
+
+    def __init__(self, runner: ModelRunner, masks: RequestMasks | None = None):
+        """masks: of requests with structured outputs; None where they cannot be computed."""
         self.runner = runner
+        self.masks = masks
         self.scheduler = Scheduler(runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks))
         self.stats = StepStats()
+        self.request_stats = RequestStats(runner.config.max_model_len)
+        self.bucket_use = {bucket: BucketUse() for bucket in runner.buckets}
+        self.timeline = Timeline()
         ahead = 2 if runner.config.async_scheduling else 1
         self._max_in_flight = max(ahead, self.scheduler.config.num_micro_batches)
         self._in_flight: deque[_InFlight] = deque()
+        self._idle_since = time.monotonic()
         self._bad_words: dict[Request, list[list[int]]] = {}
         self._biases: dict[int, tuple[Request, TokenBias, frozenset[int]]] = {}
 
@@ -116,59 +80,130 @@ class Engine:
         """
         bad_words = bad_words or []
         request.wait_for_token = any(len(word) > 1 for word in bad_words)
+        masked = bool(features_of(request.params) & MASK)
+        if masked and self.masks is None:
+            needs = "a tokenizer and the package llguidance (pip install 'jaxengine[serve]')"
+            raise RequestError(f"structured_outputs needs {needs}", param="structured_outputs")
+        if not self.has_unfinished:
+            self._idle_since = time.monotonic()
+        request.held, request.wait_for_token = masked, request.wait_for_token or masked
         self.scheduler.add_request(request)
+        if masked and self.masks is not None:
+            self.masks.add(request)
         if bad_words:
             self._bad_words[request] = bad_words
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request at once, in whatever state it is."""
-        self.scheduler.finish(request, reason, stop_reason)
-        self._bad_words.pop(request, None)
+        if request.status is not RequestStatus.FINISHED:
+            self.scheduler.finish(request, reason, stop_reason)
+            self._ended(request)
 
     def step(self) -> EngineOutput:
-        """Dispatches the next step; takes in the oldest in flight once there are enough of them, or none to add."""
+        """Dispatches the next step; takes in the oldest in flight once there are enough of them, or none to add.
+
+        Where every request waits for its mask, it waits a moment for them.
+        """
         with self.runner.compiles.watch():
             output = EngineOutput()
+            if self.masks is not None:
+                self._take_masks(self.masks, output)
             dispatched = self._dispatch(output)
             if self._in_flight and (not dispatched or len(self._in_flight) == self._max_in_flight):
                 self._collect(self._in_flight.popleft(), output)
+            elif self.masks is not None and not (dispatched or output.finished or output.refused) and self.masks.awaits:
+                self.masks.wait(_MASK_WAIT_SECONDS)
             for request in output.finished:
-                self._bad_words.pop(request, None)
+                self._ended(request)
             return output
+
+    def shutdown(self) -> None:
+        """Ends the process that computes masks."""
+        if self.masks is not None:
+            self.masks.worker.shutdown()
+
+    def _take_masks(self, masks: RequestMasks, output: EngineOutput) -> None:
+        """Lets requests run whose masks have come, and ends those that their grammars end."""
+        events = masks.take()
+        for request in events.ready:
+            self.scheduler.release(request)
+        for request, error in events.refused:
+            self.finish(request, FinishReason.ERROR, str(error))
+        for request, reason, stop_reason in events.ended:
+            self.scheduler.finish(request, reason, stop_reason)
+            output.finished.append(request)
+        output.refused += events.refused
 
     def _dispatch(self, output: EngineOutput) -> bool:
         """Puts the next step in flight; False if nothing can run now."""
-        start = time.perf_counter()
-        step = self.scheduler.schedule(time.monotonic())
+        start = time.monotonic()
+        idle_since = self._device_idle_since(start)
+        step = self.scheduler.schedule(start)
         output.finished += step.expired
-        scheduled = time.perf_counter()
+        scheduled = time.monotonic()
         self.stats.schedule_seconds += scheduled - start
         if not step.num_rows:
             return False
         self._set_rows(step)
         message = self.runner.packer.pack(step)
-        self._in_flight.append(_InFlight(step, self.runner.execute(message), self._scored_prompts(step)))
-        self._count(step, message.bucket.num_tokens)
-        self.stats.dispatch_seconds += time.perf_counter() - scheduled
+        prepared = time.monotonic()
+        pending = self.runner.execute(message)
+        dispatched = time.monotonic()
+        self._count(step, message.bucket)
+        record = self.timeline.dispatched(
+            step,
+            self.scheduler,
+            message.bucket,
+            number=self.stats.num_steps,
+            times=(start, scheduled, prepared, dispatched),
+            idle_since=idle_since,
+            num_bytes=message.buffer.nbytes,
+        )
+        self._in_flight.append(_InFlight(step, pending, record, self._scored_prompts(step)))
+        if idle_since is not None:
+            self.stats.idle_seconds += dispatched - idle_since
+        self.stats.dispatch_seconds += time.monotonic() - scheduled
         return True
 
     def _collect(self, done: _InFlight, output: EngineOutput) -> None:
-        start = time.perf_counter()
+        start = time.monotonic()
         token_ids = done.pending.token_ids()
-        arrived = time.perf_counter()
+        arrived = time.monotonic()
+        self._idle_since = arrived
         self.stats.wait_seconds += arrived - start
-        result = self.scheduler.update(done.step, token_ids)
+        result = self.scheduler.update(done.step, token_ids, arrived)
         scores = done.pending.logprobs() if result.emitted and done.step.features & LOGPROBS else None
-        for emitted in result.emitted:
-            wanted = scores is not None and emitted.request.params.logprobs is not None and emitted.token_id >= 0
-            logprobs = _scores_at(scores, emitted.rank, emitted.row, emitted.token_id) if wanted else None
-            output.emitted.append((emitted, logprobs))
+        output.emitted += [_with_scores(emitted, scores) for emitted in result.emitted]
+        for masked in result.masked:
+            assert self.masks is not None
+            for request, token_id in zip(masked.requests, masked.token_ids.tolist(), strict=True):
+                self._advance(self.masks, request, token_id)
         if done.scored_prompts:
             output.prompt_scores += self._prompt_scores(done)
         output.first_tokens += result.first_tokens
         output.finished += result.finished
         self.stats.num_generated_tokens += result.num_new_tokens
-        self.stats.update_seconds += time.perf_counter() - arrived
+        for intervals in result.intervals:
+            self.request_stats.observe_intervals(intervals)
+        for request in result.first_tokens:
+            self.request_stats.observe_first_token(request)
+        updated = time.monotonic()
+        self.stats.update_seconds += updated - arrived
+        self.timeline.collected(done.record, result, (start, arrived, updated))
+
+    def _device_idle_since(self, now: float) -> float | None:
+        """Since when the device has had nothing to do, as far as the host can tell; None if it is at work."""
+        if not self._in_flight:
+            return self._idle_since
+        return now if self._in_flight[-1].pending.is_ready() else None
+
+    def _ended(self, request: Request) -> None:
+        self._bad_words.pop(request, None)
+        if self.masks is not None:
+            self.masks.drop(request)
+        request.finished_time = time.monotonic()
+        self.request_stats.observe_end(request)
+        self.timeline.ended(request)
 
     def _set_rows(self, step: ScheduledStep) -> None:
         """Brings the device's slot rows up to date for this step."""
@@ -189,8 +224,40 @@ class Engine:
             else:
                 self.runner.set_bias(slot, None)
         self.runner.set_params(rows)
+        self._set_masks(step)
         if step.features & BIAS:
             self._refresh_biases(step)
+
+    def _advance(self, masks: RequestMasks, request: Request, token_id: int) -> None:
+        if request.status is not RequestStatus.FINISHED:
+            masks.advance(request, token_id)
+        elif token_id < 0 and not self._allows_any(masks, request):
+            request.stop_reason = "no token is allowed by structured_outputs and the other parameters together"
+
+    def _allows_any(self, masks: RequestMasks, request: Request) -> bool:
+        """Whether mask and bias of the token sampled last left anything to sample."""
+        for owner, bias, forbidden in self._biases.values():
+            if owner is request:
+                allowed = np.unpackbits(masks.row(request).view(np.uint8), bitorder="little")[: self.runner.vocab_size]
+                return bool(np.isfinite(bias.row(forbidden)[allowed > 0]).any())
+        return True
+
+    def _set_masks(self, step: ScheduledStep) -> None:
+        """Brings the masks of the rows that sample, and takes away those of former owners of slots."""
+        rows: list[tuple[int, np.ndarray | None]] = []
+        for rank, batch in enumerate(step.batches):
+            slots, first = self.scheduler.ranks[rank].slots, rank * self.scheduler.config.max_num_seqs
+            for request in batch.admitted:
+                if not slots.features[request.slot] & MASK:
+                    rows.append((first + request.slot, None))
+            if batch.features & MASK:
+                assert self.masks is not None
+                sampling = batch.slots[batch.sample]
+                for slot in sampling[(slots.features[sampling] & MASK) > 0].tolist():
+                    request = slots.requests[slot]
+                    assert request is not None
+                    rows.append((first + slot, self.masks.row(request)))
+        self.runner.set_masks(rows)
 
     def _refresh_biases(self, step: ScheduledStep) -> None:
         for rank, batch in enumerate(step.batches):
@@ -231,17 +298,18 @@ class Engine:
     def _prompt_scores(self, done: _InFlight) -> list[PromptScores]:
         logprobs, results = done.pending.prompt_logprobs(), []
         for request, rank, token, position, count in done.scored_prompts:
-            ids = request.prompt_token_ids[position + 1 : position + 1 + count].tolist()
-            scores = [_scores_at(logprobs, rank, token + index, token_id) for index, token_id in enumerate(ids)]
+            scores = _scores_at(logprobs, rank, slice(token, token + count))
             results.append(PromptScores(request, position + 1, scores))
         return results
 
-    def _count(self, step: ScheduledStep, num_padded: int) -> None:
-        """num_padded: tokens of each rank, padding included."""
+    def _count(self, step: ScheduledStep, bucket: Bucket) -> None:
         stats, num_tokens = self.stats, step.num_tokens
-        stats.num_steps += 1
-        stats.num_tokens += num_tokens
-        stats.num_padding_tokens += num_padded * len(step.batches) - num_tokens
+        padding = bucket.num_tokens * len(step.batches) - num_tokens
+        for counts in (stats, self.bucket_use[bucket]):
+            counts.num_steps += 1
+            counts.num_tokens += num_tokens
+            counts.num_padding_tokens += padding
+        self.request_stats.step_tokens.observe(num_tokens)
         for rank in self.scheduler.ranks:
             slots = rank.slots
             held = int(slots.num_pages[slots.active].sum()) * self.scheduler.config.page_size
@@ -250,8 +318,17 @@ class Engine:
             stats.page_slots_empty += held - used
 
 
-def _scores_at(arrays, rank: int, row: int, token_id: int) -> TokenScore:
-    at = rank, row
-    return TokenScore(
-        token_id, float(arrays.logprob[at]), int(arrays.rank[at]), arrays.top_ids[at], arrays.top_logprobs[at]
+def _with_scores(emitted: Emitted, scores: Any) -> EmittedTokens:
+    """scores: of the step's rows, None when nobody wants any."""
+    if scores is None:
+        return EmittedTokens(emitted.requests, emitted.token_ids, emitted.tags)
+    asked = [request.params.logprobs is not None for request in emitted.requests]
+    scored = np.flatnonzero(np.array(asked) & (emitted.token_ids >= 0))
+    found = _scores_at(scores, emitted.rank, emitted.rows[scored])
+    return EmittedTokens(emitted.requests, emitted.token_ids, emitted.tags, scored, found)
+
+
+def _scores_at(arrays: Any, rank: int, rows: np.ndarray | slice) -> TokenScores:
+    return TokenScores(
+        arrays.logprob[rank, rows], arrays.rank[rank, rows], arrays.top_ids[rank, rows], arrays.top_logprobs[rank, rows]
     )

@@ -14,6 +14,10 @@ class EngineDeadError(RuntimeError):
     """The engine has failed or was shut down; start a new one."""
 
 
+class EngineDrainingError(EngineDeadError):
+    """The server is about to end and takes no new requests."""
+
+
 class EngineClient(Protocol):
     """An engine that answers many requests at once. All of it is used on one event loop.
 
@@ -61,4 +65,8 @@ class EngineClient(Protocol):
 
         Raises RequestError for a name that is not there, EngineDeadError.
         """
+        ...
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        """When this process last made text of tokens: (start, end, outputs), seconds of time.monotonic, in order."""
         ...

@@ -50,11 +50,15 @@ class InputProcessor:
         model_config: ModelConfig,
         tokenizer: Tokenizer | None,
         generation_defaults: Mapping[str, Any],
+        *,
+        origin: int = 0,
     ):
+        """origin: which of the processes that prepare requests for the engine this is, so that their seeds differ."""
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.generation_defaults = generation_defaults
+        self._origin = origin
         self._num_requests = 0
 
     def default_sampling_params(self) -> SamplingParams:
@@ -213,7 +217,7 @@ class InputProcessor:
         self, request_id: str, token_ids: list[int], params: SamplingParams, *, fallback_seed: int, **fields: Any
     ) -> Request:
         room = self.config.max_model_len - len(token_ids)
-        eos = () if params.ignore_eos else self._eos_token_ids()
+        eos = () if params.ignore_eos else self.eos_token_ids()
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
@@ -226,13 +230,15 @@ class InputProcessor:
             **fields,
         )
 
-    def _eos_token_ids(self) -> tuple[int, ...]:
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends an output, by the tokenizer and by the model."""
         ids = () if self.tokenizer is None else self.tokenizer.eos_token_ids
         return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
 
     def _draw_seed(self, index: int, number: int) -> int:
         """The seed of a request without one: new for each request, the same in every run of one engine seed."""
-        digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}".encode()).digest()
+        origin = f"/{self._origin}" if self._origin else ""
+        digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}{origin}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
@@ -242,6 +248,10 @@ class InputProcessor:
         assert self.tokenizer is not None
         sequences: list[list[int]] = []
         for word in params.bad_words:
+            if not word.strip():
+                raise RequestError(
+                    f"bad_words holds {word!r}; allowed are words with more than spaces", param="bad_words", value=word
+                )
             plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
             spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
             sequences.append(plain)

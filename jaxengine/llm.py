@@ -75,7 +75,8 @@ class LLM:
           priority: one each; smaller runs first. Needs scheduling_policy="priority".
 
         Raises:
-          RequestError: for the first bad prompt or parameter; no request has been started then.
+          RequestError: for the first bad prompt or parameter; no request has been started then. For a grammar that
+            cannot be compiled; all requests of this call are aborted then.
         """
         if isinstance(prompts, (str, Mapping)):
             prompts = [prompts]
@@ -175,4 +176,7 @@ class LLM:
                     if output.request_id in waited and output.finished:
                         outputs[output.request_id] = output
                         bar.update(1)
+                for request_id, error in self.core.take_refused():
+                    if request_id in waited:
+                        raise error
         return [outputs[request_id] for request_id in request_ids]

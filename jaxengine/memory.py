@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def device_memory(device: Any) -> int:
         if path.exists() and (limit := path.read_text().strip()).isdigit():
             total = min(total, int(limit))
     return total
+
+
+def memory_in_use(device: Any) -> int:
+    """Bytes of a device's memory in use now; what this process holds for a CPU."""
+    if device.platform != "cpu":
+        return device.memory_stats()["bytes_in_use"]
+    resident = Path("/proc/self/statm").read_text().split()[1]
+    return int(resident) * resource.getpagesize()
 
 
 def workspace_bytes(analysis: Any) -> int:

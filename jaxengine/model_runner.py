@@ -21,7 +21,7 @@ from jaxengine.compile_watch import CompileWatch
 from jaxengine.config import ResolvedConfig
 from jaxengine.logprobs import TokenLogprobs
 from jaxengine.memory import MemoryPlan, plan_memory
-from jaxengine.stage_runner import NUM_DELTAS, NUM_PARAM_ROWS, StageRunner
+from jaxengine.stage_runner import NUM_DELTAS, NUM_MASK_ROWS, NUM_PARAM_ROWS, StageRunner
 from jaxengine.step import StepOutput
 from scheduler.buckets import Bucket
 from scheduler.packing import StepInput, delta_chunks
@@ -39,6 +39,11 @@ class PendingStep:
     output: StepOutput
     bucket: Bucket
     fetch: Callable[[jax.Array], np.ndarray] = np.asarray
+
+    def is_ready(self) -> bool:
+        """Whether the step is done, so that `token_ids` would not wait."""
+        # Every array has it, but the type that jax declares does not say so.
+        return self.output.sample.token_ids.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def token_ids(self) -> np.ndarray:
         """i32[ranks, S]; waits for the step."""
@@ -79,6 +84,7 @@ class ModelRunner:
         self._last = stages[-1]
         self._peers = peers
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
+        self._has_mask = np.zeros_like(self._has_bias)
         # Where the user says how large the pool is, the steps tell their workspace after they have been compiled.
         late = config.fixes_pages and not config.enforce_eager
         plan = self._plan_memory([0 if late else stage.measure_workspace() for stage in stages])
@@ -95,6 +101,11 @@ class ModelRunner:
         return self.packer.buckets
 
     @property
+    def num_mask_words(self) -> int:
+        """Words of a slot's mask: a bit for each token, those of padding included."""
+        return self._last.programs.num_mask_words
+
+    @property
     def num_compiled(self) -> int:
         """Programs that start-up compiled."""
         return sum(stage.executables.num_compiled for stage in self._stages)
@@ -103,6 +114,15 @@ class ModelRunner:
     def num_loaded(self) -> int:
         """Programs that start-up found compiled."""
         return sum(stage.executables.num_loaded for stage in self._stages)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its devices are parts of the host's memory."""
+        return self._stages[0].programs.mesh.devices.flat[0].platform == "cpu"
+
+    def memory_in_use(self) -> int:
+        """Bytes that a device of the first stage holds now; devices that are parts of a host's memory share its use."""
+        return self._stages[0].memory_in_use
 
     def execute(self, step: StepInput) -> PendingStep:
         """Dispatches a step; does not wait for it."""
@@ -140,6 +160,18 @@ class ModelRunner:
         self._has_bias[slot] = row is not None
         row = np.zeros(self.vocab_size, np.float32) if row is None else row
         self.change_state("bias row", np.int32(slot), self._padded(row))
+
+    def set_masks(self, rows: list[tuple[int, np.ndarray | None]]) -> None:
+        """Sets which tokens slots may take: (slot, i32[num_mask_words]), distinct slots; None allows every token."""
+        rows = [(slot, row) for slot, row in rows if row is not None or self._has_mask[slot]]
+        for first in range(0, len(rows), NUM_MASK_ROWS):
+            slots = np.full(NUM_MASK_ROWS, len(self._has_mask), np.int32)
+            masks = np.full((NUM_MASK_ROWS, self.num_mask_words), -1, np.int32)
+            for index, (slot, row) in enumerate(rows[first : first + NUM_MASK_ROWS]):
+                slots[index], self._has_mask[slot] = slot, row is not None
+                if row is not None:
+                    masks[index] = row
+            self.change_state("mask rows", slots, masks)
 
     def set_token_counts(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
         """Tells penalties what a slot's prompt and output hold so far."""

@@ -5,15 +5,21 @@ A request whose caller waits for the end costs nothing until it ends. Knows noth
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from jaxengine.detokenizer import IncrementalDetokenizer
-from jaxengine.engine import EngineOutput, PromptScores, TokenScore
+from jaxengine.engine_output import EngineOutput, PromptScores, TokenScores
 from jaxengine.outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput, position_logprobs
 from jaxengine.tokenizer import Tokenizer
 from scheduler.request import FinishReason, Request
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxengine.inputs import PreparedRequest
 
 
 def follows_every_step(params: SamplingParams) -> bool:
@@ -47,14 +53,14 @@ class _Sequence:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason.value, stop_reason
+        if not self.request.per_step:
+            known = self.request.output_token_ids
+            self.token_ids = known[known >= 0].tolist()  # a negative one is no token, but how a row failed
         if self.detokenizer is not None:
             if not self.request.per_step:
-                self.token_ids = self.request.output_token_ids.tolist()
                 hidden = bool(self.token_ids) and self._hides(self.token_ids[-1])
                 self.detokenizer.append(self.token_ids[:-1] if hidden else self.token_ids)
             self.detokenizer.finish()
-        elif not self.request.per_step:
-            self.token_ids = self.request.output_token_ids.tolist()
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         """What the caller gets now, by the kind of output asked for."""
@@ -96,9 +102,14 @@ class _Group:
 
 
 class OutputProcessor:
-    """Follows the requests in an engine; tokenizer is None when there is no text."""
+    """Follows the requests in an engine; tokenizer is None when there is no text.
+
+    Attributes:
+      spans: (start, end, outputs) of the last calls of `process` that brought outputs, seconds of time.monotonic.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None):
+        self.spans: deque[tuple[float, float, int]] = deque(maxlen=4096)
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
         self._sequences: dict[Request, _Sequence] = {}
@@ -109,12 +120,11 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(
-        self, request_id: str, prompt: str | None, params: SamplingParams, requests: list[Request], arrival_time: float
-    ) -> None:
-        """Starts to follow the n requests that make up `request_id`."""
-        prompt_ids = requests[0].prompt_token_ids.tolist()
-        group = _Group(request_id, prompt, prompt_ids, params, RequestMetrics(arrival_time), num_running=len(requests))
+    def add(self, prepared: PreparedRequest) -> None:
+        """Starts to follow the n requests that make up `prepared`."""
+        request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
+        prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
+        group = _Group(request_id, prepared.prompt, prompt_ids, params, metrics, num_running=len(requests))
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None for _ in prompt_ids]
         for index, request in enumerate(requests):
@@ -129,6 +139,21 @@ class OutputProcessor:
         sequences = group.sequences if group is not None else []
         return [sequence.request for sequence in sequences if sequence.request in self._sequences]
 
+    def forget(self, request: Request) -> tuple[str | None, list[Request]]:
+        """Drops the request as its caller sees it, of which `request` is one of n, without an output.
+
+        Returns its id, None when it is not there, and those of the n that have not ended.
+        """
+        sequence = self._sequences.get(request)
+        if sequence is None:
+            return None, []
+        request_id = sequence.group.request_id
+        running = self.running(request_id)
+        for each in running:
+            del self._sequences[each]
+        del self._groups[request_id]
+        return request_id, running
+
     def process(self, step: EngineOutput, now: float, stop: Callable[[Request, str], None]) -> list[RequestOutput]:
         """Takes in what a step brought; `stop` is called for requests that met a stop string.
 
@@ -141,30 +166,38 @@ class OutputProcessor:
                 metrics.first_token_time = metrics.first_token_time or now
         for prompt_scores in step.prompt_scores:
             self._score_prompt(prompt_scores)
-        for emitted, score in step.emitted:
-            sequence = self._sequences.get(emitted.request)
-            if sequence is None or emitted.token_id < 0:
-                continue
-            if score is not None:
-                self._score(sequence, score)
-            stop_string = sequence.append(emitted.token_id)
-            if stop_string is not None:
-                stop(emitted.request, stop_string)
-                self._end(sequence, FinishReason.STOP, stop_string)
-            changed[sequence] = None
+        for emitted in step.emitted:
+            score_rows = dict(zip(emitted.scored.tolist(), range(len(emitted.scored)), strict=True))
+            for index, (request, token_id) in enumerate(zip(emitted.requests, emitted.token_ids.tolist(), strict=True)):
+                sequence = self._sequences.get(request)
+                if sequence is None or token_id < 0:
+                    continue
+                if index in score_rows:
+                    assert emitted.scores is not None
+                    self._score(sequence, token_id, emitted.scores, score_rows[index])
+                stop_string = sequence.append(token_id)
+                if stop_string is not None:
+                    stop(request, stop_string)
+                    self._end(sequence, FinishReason.STOP, stop_string)
+                changed[sequence] = None
         for request in step.finished:
             sequence = self._sequences.get(request)
             if sequence is not None:
                 assert request.finish_reason is not None
                 self._end(sequence, request.finish_reason, request.stop_reason)
                 changed[sequence] = None
-        return self._outputs(list(changed), now)
+        outputs = self._outputs(list(changed), now)
+        if outputs:
+            self.spans.append((now, time.monotonic(), len(outputs)))
+        return outputs
 
     def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
         outputs = []
+        # Several of a request's n may have ended together: only the last of them says that all have.
+        last_of = {sequence.group.request_id: sequence for sequence in changed}
         for sequence in changed:
             group = sequence.group
-            finished = not group.num_running
+            finished = not group.num_running and last_of[group.request_id] is sequence
             metrics = group.metrics
             metrics.last_token_time = now
             metrics.first_scheduled_time = metrics.first_scheduled_time or sequence.request.first_scheduled_time
@@ -209,11 +242,11 @@ class OutputProcessor:
             prompt_tail_ids=prompt_ids[-8:],
         )
 
-    def _score(self, sequence: _Sequence, score: TokenScore) -> None:
+    def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
         count = sequence.request.params.logprobs
         assert count is not None
-        sequence.logprobs.append(self._position(score, count))
-        sequence.cumulative_logprob += score.logprob
+        sequence.logprobs.append(self._position(token_id, scores, row, count))
+        sequence.cumulative_logprob += float(scores.logprobs[row])
 
     def _score_prompt(self, scores: PromptScores) -> None:
         sequence = self._sequences.get(scores.request)
@@ -221,19 +254,21 @@ class OutputProcessor:
             return
         group = sequence.group
         assert group.prompt_logprobs is not None and group.params.prompt_logprobs is not None
-        for position, score in enumerate(scores.scores, scores.first):
-            group.prompt_logprobs[position] = self._position(score, group.params.prompt_logprobs)
+        for row in range(len(scores.scores.ranks)):
+            position = scores.first + row
+            token_id = group.prompt_token_ids[position]
+            entry = self._position(token_id, scores.scores, row, group.params.prompt_logprobs)
+            group.prompt_logprobs[position] = entry
 
-    def _position(self, score: TokenScore, count: int) -> PositionLogprobs:
-        decode = None if self._tokenizer is None else self._decode_one
+    def _position(self, token_id: int, scores: TokenScores, row: int, count: int) -> PositionLogprobs:
         return position_logprobs(
-            score.token_id,
-            score.logprob,
-            score.rank,
-            score.top_ids.tolist(),
-            score.top_logprobs.tolist(),
+            token_id,
+            float(scores.logprobs[row]),
+            int(scores.ranks[row]),
+            scores.top_ids[row].tolist(),
+            scores.top_logprobs[row].tolist(),
             count,
-            decode,
+            None if self._tokenizer is None else self._decode_one,
         )
 
     def _decode_one(self, token_id: int) -> str:

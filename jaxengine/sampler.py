@@ -1,16 +1,18 @@
 """From logits to tokens, for a batch in which every row has its own parameters. Traced inside the one jitted step.
 
 Owns the device-resident sampling parameters (`SamplingState`, one row per slot) and the order of operations, which is
-vLLM's: raw logprobs, additive bias, penalties, temperature, min_p, top_k, top_p, draw. What no row asks for is skipped
-by `lax.cond`, so one executable serves every mix. Knows nothing of requests, of text, or of when a bias changes.
+vLLM's: raw logprobs, mask, additive bias, penalties, temperature, min_p, top_k, top_p, draw. What no row asks for is
+skipped by `lax.cond`, so one executable serves every mix. Knows nothing of requests, of text, or of when a row changes.
 
-The vocabulary may be split over n devices: each has V / n columns of the logits, of the counts and of the biases, all
-else whole, and finds the same tokens, bit for bit those of one device. Padding columns come last and hold -inf.
+The vocabulary may be split over n devices: each has V / n columns of the logits, of the counts, of the biases and of
+the masks (V / n is a multiple of 32 then), all else whole, and finds the same tokens, bit for bit those of one device.
+Padding columns come last and hold -inf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxengine.logprobs import TokenLogprobs, no_logprobs, token_logprobs
-from jaxengine.token_choice import draw, lowest_kept, uniform
+from jaxengine.token_choice import draw, draw_keys, lowest_kept
 from jaxengine.top_tokens import best_token, first_id, vocab_size
 from scheduler.sampling_params import SamplingParams
 
@@ -39,6 +41,7 @@ class SamplingState(NamedTuple):
     seed: jax.Array  # u32[R, 2], low and high word
     token_counts: jax.Array  # i32[R, V], 2 * (times in the output) + (1 if in the prompt)
     logit_bias: jax.Array  # f32[R, V], added to the logits; -inf forbids the token
+    token_mask: jax.Array  # i32[R, ceil(V / 32)], bit t % 32 of word t / 32 allows token t; all ones: every token
 
 
 class SamplerFlags(NamedTuple):
@@ -48,6 +51,7 @@ class SamplerFlags(NamedTuple):
     any_truncation: jax.Array  # top_k, top_p or min_p
     any_penalties: jax.Array
     any_bias: jax.Array
+    any_mask: jax.Array
     any_logprobs: jax.Array
 
 
@@ -77,7 +81,7 @@ _NEUTRAL = _Rows(0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0)  # pyright: ignore[reportArgum
 
 
 def init_state(max_num_seqs: int, vocab_size: int) -> SamplingState:
-    """Every slot greedy and neutral: R = max_num_seqs rows, 8 * V bytes each."""
+    """Every slot greedy and neutral: R = max_num_seqs rows, 8 * V + V / 8 bytes each."""
     columns = [jnp.full(max_num_seqs, value, jnp.float32) for value in _NEUTRAL[:6]]
     return SamplingState(
         *columns,
@@ -85,7 +89,13 @@ def init_state(max_num_seqs: int, vocab_size: int) -> SamplingState:
         seed=jnp.zeros((max_num_seqs, 2), jnp.uint32),
         token_counts=jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
         logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),
+        token_mask=jnp.full((max_num_seqs, mask_words(vocab_size)), -1, jnp.int32),
     )
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of a row of `SamplingState.token_mask`."""
+    return -(-vocab_size // 32)
 
 
 def param_columns(params: SamplingParams, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -144,6 +154,13 @@ def set_bias_row(state: SamplingState, slot: jax.Array, row: jax.Array) -> Sampl
     return state._replace(logit_bias=_set_row(state.logit_bias, slot, row))
 
 
+def set_mask_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
+    """Replaces token_mask rows: slots i32[M], distinct where they are < R, rows i32[M, W]. Slots >= R are dropped."""
+    written = slots[:, None] == jnp.arange(state.token_mask.shape[0], dtype=jnp.int32)
+    chosen = rows[jnp.argmax(written, axis=0)]
+    return state._replace(token_mask=jnp.where(jnp.any(written, axis=0)[:, None], chosen, state.token_mask))
+
+
 def sample(
     logits: jax.Array,
     state: SamplingState,
@@ -199,14 +216,19 @@ def sample(
             lambda: jnp.full_like(best, -jnp.inf),
         )
         seeds = state.seed.at[slots].get(mode="fill", fill_value=0)
-        drawn = draw(adjusted, best, kept_from, temperature, uniform(seeds, positions)[:, None])
+        drawn = draw(adjusted, best, kept_from, temperature, draw_keys(seeds, positions))
         return jnp.where(rows.temperature[:, 0] > 0, drawn, greedy_ids), kept_from
 
     def choose_any() -> tuple[jax.Array, TokenLogprobs | None]:
-        adjusted = lax.cond(adjusts, lambda: _adjust(logits, state, slots, rows), lambda: logits)
+        masked = partial(_masked, logits, state, slots, flags.any_mask)
+        adjusted = lax.cond(
+            flags.any_bias | flags.any_penalties,
+            lambda: _adjust(masked(), state, slots, rows),
+            lambda: lax.cond(flags.any_mask, masked, lambda: logits),
+        )
         return choose(adjusted, lambda *known: lax.cond(flags.any_random, draw_random, draw_none, *known))
 
-    adjusts = flags.any_bias | flags.any_penalties
+    adjusts = flags.any_bias | flags.any_penalties | flags.any_mask
     # Greedy steps read the logits once: a conditional that gives [S, V] copies them even where nothing is adjusted.
     token_ids, scores = lax.cond(adjusts | flags.any_random, choose_any, lambda: choose(logits, draw_none))
     return SampleOutput(token_ids, *(score(lambda: logits, token_ids) if scores is None else scores))
@@ -221,6 +243,13 @@ def _set_row(array: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
 
 def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
     return array.at[slots].get(mode="fill", fill_value=0)
+
+
+def _masked(logits: jax.Array, state: SamplingState, slots: jax.Array, any_mask: jax.Array) -> jax.Array:
+    """-inf for the tokens that a row's mask does not allow; what is not finite stays so, as under a bias of -inf."""
+    words = jnp.where(any_mask, state.token_mask.at[slots].get(mode="fill", fill_value=-1), -1)
+    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
+    return jnp.where(bits.reshape(len(words), -1)[:, : logits.shape[1]] > 0, logits, logits - jnp.inf)
 
 
 def _adjust(logits: jax.Array, state: SamplingState, slots: jax.Array, rows: _Rows) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxengine import sampler
 from jaxengine.executables import ExecutableCache, compile_program
 from jaxengine.logprobs import TokenLogprobs
-from jaxengine.memory import device_memory, workspace_bytes
+from jaxengine.memory import device_memory, memory_in_use, workspace_bytes
 from jaxengine.step import StepOutput
 from jaxengine.step_programs import StepPrograms
 from models.kv_cache import make_kv
@@ -25,9 +25,11 @@ from sharding.rules import named_sharding, part_bytes
 
 logger = logging.getLogger(__name__)
 
-# Entries of one message that brings page-table entries outside a step, and requests whose parameters one brings.
+# Entries of one message that brings page-table entries outside a step, requests whose parameters one brings, and
+# requests whose masks one brings.
 NUM_DELTAS = 1024
 NUM_PARAM_ROWS = 8
+NUM_MASK_ROWS = 16
 
 
 class StageRunner:
@@ -52,7 +54,7 @@ class StageRunner:
                 programs.state_shapes,
                 donate=(0,),
             )
-            for name, (function, arguments) in programs.state_changes(NUM_DELTAS, NUM_PARAM_ROWS).items()
+            for name, (function, arguments) in programs.state_changes(NUM_DELTAS, NUM_PARAM_ROWS, NUM_MASK_ROWS).items()
         }
 
     @property
@@ -61,6 +63,13 @@ class StageRunner:
         devices = self.programs.mesh.local_devices
         memory = device_memory(devices[0])
         return memory // jax.local_device_count() if devices[0].platform == "cpu" else memory
+
+    @property
+    def memory_in_use(self) -> int:
+        """Bytes that one device holds now, as `device_memory` counts."""
+        device = self.programs.mesh.local_devices[0]
+        in_use = memory_in_use(device)
+        return in_use // jax.local_device_count() if device.platform == "cpu" else in_use
 
     @property
     def weight_bytes(self) -> int:

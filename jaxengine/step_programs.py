@@ -31,6 +31,7 @@ _EVERYWHERE = PartitionSpec()
 _RANKS = logical_to_spec(("batch",))
 _VOCAB = logical_to_spec(("sampled_vocab",))
 _RANKS_VOCAB = logical_to_spec(("batch", "sampled_vocab"))
+_ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
 
 class StepPrograms:
@@ -43,6 +44,7 @@ class StepPrograms:
       state_shapes: the slot state, abstract.
       vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
       own_vocab_size: those of one device.
+      num_mask_words: words of the mask of one slot, of all devices that share the vocabulary.
       description: everything static that the shapes do not tell; part of the key of a stored executable.
     """
 
@@ -61,6 +63,7 @@ class StepPrograms:
         self.num_columns = math.ceil(pages / block_pages) * block_pages
         self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
         self.own_vocab_size = self.vocab_size // model.mesh.num_shards("sampled_vocab")
+        self.num_mask_words = sampler.mask_words(self.vocab_size)  # a device's part, if it is one, is whole words
         self._num_slots = config.max_num_seqs
         self._experts = _count_experts(model)
         self.state_shapes: SlotState = self._state_shapes()
@@ -95,19 +98,24 @@ class StepPrograms:
         hidden = self._shape((ranks * bucket.num_tokens, config.hidden_size), params[0].dtype, _RANKS)
         return shapes, kv, self.state_shapes, message, *([] if self.model.stage.is_first else [hidden])
 
-    def state_changes(self, num_deltas: int, num_rows: int) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
+    def state_changes(
+        self, num_deltas: int, num_rows: int, num_masks: int
+    ) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
         """The programs that change the slot state between steps, by name: (function, arguments after the state).
 
-        All name slots as numbered over all ranks. num_deltas, num_rows: how many entries a call brings.
+        All name slots as numbered over all ranks. num_deltas, num_rows, num_masks: how many entries a call
+        brings.
         """
         shape = self._shape
         changes = {"page deltas": (_write_deltas, [shape((3, num_deltas), np.int32)])}
         if self.model.stage.is_last:
             ints, floats = shape((num_rows, 3), np.int32), shape((num_rows, 6), np.float32)
             slot, vocab = shape((), np.int32), (self.vocab_size,)
+            masks = shape((num_masks, self.num_mask_words), np.int32, _ROWS_VOCAB)
             changes |= {
                 "parameters": (_on_sampling(sampler.write_params), [shape((num_rows,), np.int32), ints, floats]),
                 "bias row": (_on_sampling(sampler.set_bias_row), [slot, shape(vocab, np.float32, _VOCAB)]),
+                "mask rows": (_on_sampling(sampler.set_mask_rows), [shape((num_masks,), np.int32), masks]),
                 "counts row": (_on_sampling(sampler.set_counts_row), [slot, shape(vocab, np.int32, _VOCAB)]),
             }
         partition = self._state_partition()
@@ -133,7 +141,8 @@ class StepPrograms:
         sampling = None
         if self.model.stage.is_last:
             parameters = [ranks] * len(sampler.SamplingState._fields)
-            sampling = sampler.SamplingState(*parameters)._replace(token_counts=_RANKS_VOCAB, logit_bias=_RANKS_VOCAB)
+            wide = dict.fromkeys(("token_counts", "logit_bias", "token_mask"), _RANKS_VOCAB)
+            sampling = sampler.SamplingState(*parameters)._replace(**wide)
         return SlotState(ranks, ranks, ranks, sampling, None if self._experts is None else ranks)
 
     def _own_state(self) -> SlotState:

@@ -41,6 +41,7 @@ HEADER = (
     "any_truncation",
     "any_penalties",
     "any_bias",
+    "any_mask",
     "any_logprobs",
     "any_prompt_logprobs",
 )

@@ -11,7 +11,7 @@ from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 
 # Features of a request the compiled step may skip when no row of the batch has them.
-RANDOM, TRUNCATION, PENALTIES, BIAS, LOGPROBS, PROMPT_LOGPROBS = (1 << bit for bit in range(6))
+RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS = (1 << bit for bit in range(7))
 
 
 def features_of(params: SamplingParams) -> int:
@@ -22,6 +22,7 @@ def features_of(params: SamplingParams) -> int:
         (TRUNCATION, params.needs_truncation),
         (PENALTIES, params.needs_penalties),
         (BIAS, biased),
+        (MASK, params.structured_outputs is not None),
         (LOGPROBS, params.logprobs is not None),
         (PROMPT_LOGPROBS, params.prompt_logprobs is not None),
     )
@@ -107,19 +108,35 @@ class ScheduledStep:
 
 
 class Emitted(NamedTuple):
-    """A token of a request that wants each one: rank and row in the step, and the token id."""
+    """A token of each of n requests of a rank, whose every token somebody wants.
 
-    request: Request
+    Attributes:
+      rank: whose rows they are.
+      rows: i64[n], in the step.
+      requests: object[n].
+      tags: i64[n], theirs.
+      token_ids: i32[n].
+    """
+
     rank: int
-    row: int
-    token_id: int
+    rows: np.ndarray
+    requests: np.ndarray
+    tags: np.ndarray
+    token_ids: np.ndarray
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What `update` learnt: requests that ended, tokens for those that follow every step, and first tokens."""
+    """What `update` learnt: requests that ended, tokens for those that follow every step, and first tokens.
+
+    Attributes:
+      masked: tokens of masked requests; those that have not ended are held now.
+      intervals: for every token that was not a request's first, the seconds since the one before it; f64[n] each.
+    """
 
     finished: list[Request] = field(default_factory=list)
     emitted: list[Emitted] = field(default_factory=list)
+    masked: list[Emitted] = field(default_factory=list)
     first_tokens: list[Request] = field(default_factory=list)
     num_new_tokens: int = 0
+    intervals: list[np.ndarray] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 
@@ -29,3 +30,11 @@ class OverloadedError(RequestError):
     def __init__(self, message: str, *, retry_after: float = 1.0):
         super().__init__(message)
         self.retry_after = retry_after
+
+
+def show_value(value: Any) -> str:
+    """A value as an error message shows it: short, whatever it is."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an int beyond sys.set_int_max_str_digits
+        return f"<{type(value).__name__} too long to print>"

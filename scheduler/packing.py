@@ -12,6 +12,7 @@ from models.forward_batch import HEADER, StepLayout
 from scheduler.batch import (
     BIAS,
     LOGPROBS,
+    MASK,
     PENALTIES,
     PROMPT_LOGPROBS,
     RANDOM,
@@ -22,7 +23,7 @@ from scheduler.batch import (
 )
 from scheduler.buckets import Bucket, Buckets
 
-_FLAGS = (RANDOM, TRUNCATION, PENALTIES, BIAS, LOGPROBS, PROMPT_LOGPROBS)
+_FLAGS = (RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS)
 assert len(_FLAGS) + 2 == len(HEADER)
 
 

@@ -105,6 +105,10 @@ class PagePool:
         self._num_blank += len(cached)
         self._num_cached = self._head = self._tail = 0
 
+    def page_states(self) -> np.ndarray:
+        """u8[num_pages]: 0 blank, 1 cached, 2 referenced once, 3 shared by several. O(num_pages), for an operator."""
+        return np.minimum(self.ref_count, 2).astype(np.uint8) + (self.ref_count > 0) + (self._position >= 0)
+
     def check(self) -> None:
         """Raises AssertionError unless every page is in exactly one state and the counts agree. O(num_pages)."""
         state = (self.ref_count > 0).astype(np.int32)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler.batch import Emitted, PageDeltas, ScheduledBatch, StepResult, features_of
+from scheduler.batch import MASK, Emitted, PageDeltas, ScheduledBatch, StepResult, features_of
 from scheduler.config import SchedulerConfig
 from scheduler.page_pool import PagePool
 from scheduler.request import FinishReason, Request, RequestStatus
@@ -169,7 +169,7 @@ class Rank:
             features=int(np.bitwise_or.reduce(s.features[slots], initial=0)),
         )
 
-    def update(self, batch: ScheduledBatch, token_ids: np.ndarray, result: StepResult) -> list[End]:
+    def update(self, batch: ScheduledBatch, token_ids: np.ndarray, result: StepResult, now: float) -> list[End]:
         """Takes in the tokens of one of its batches, in order; adds to `result` and returns who is to be ended."""
         slots_ = self.slots
         rows = np.flatnonzero(batch.sample)
@@ -179,7 +179,7 @@ class Rank:
             for row in rows[~current].tolist():
                 request = self._late.pop((int(batch.slots[row]), int(batch.epochs[row])), None)
                 if request is not None and request.status is not RequestStatus.FINISHED:
-                    self._update_late(request, row, int(token_ids[row]), result, ends)
+                    self._update_late(request, row, int(token_ids[row]), result, ends, now)
             rows = rows[current]
         slots, tokens = batch.slots[rows], token_ids[rows]
         result.num_new_tokens += len(rows)
@@ -188,13 +188,21 @@ class Rank:
         stopped = (slots_.stop_ids[slots] == tokens[:, None]).any(axis=1) & (known >= slots_.min_stop[slots])
         ended = stopped | (known >= slots_.limit[slots]) | (tokens < 0)
         first = known == slots_.num_prompt[slots] + 1
-        for index in np.flatnonzero(ended | first | slots_.per_step[slots]).tolist():
+        intervals = now - slots_.last_token_time[slots]
+        slots_.last_token_time[slots] = now
+        result.intervals.append(intervals[~first])
+        masked = slots_.held[slots] = (slots_.features[slots] & MASK) > 0
+        for wanted, emitted in ((slots_.per_step[slots], result.emitted), (masked, result.masked)):
+            if wanted.any():
+                owners = slots[wanted]
+                columns = slots_.requests[owners], slots_.tag[owners], tokens[wanted]
+                emitted.append(Emitted(self.index, rows[wanted], *columns))
+        for index in np.flatnonzero(ended | first).tolist():
             request, token = slots_.requests[slots[index]], int(tokens[index])
             assert request is not None
             if first[index]:
+                request.first_token_time = now
                 result.first_tokens.append(request)
-            if request.per_step:
-                result.emitted.append(Emitted(request, self.index, int(rows[index]), token))
             if ended[index]:
                 ends.append(_end(request, token, bool(stopped[index])))
         return ends
@@ -218,7 +226,7 @@ class Rank:
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
         """Slots that feed their last token, i64[n]; each has a page for it."""
         s = self.slots
-        ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
+        ready = s.active & ~s.held & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
         if self.config.num_micro_batches > 1:
             slots = self._next_share(ready, num_in_flight)
         else:
@@ -315,21 +323,33 @@ class Rank:
         if s.num_tokens[slot] > s.num_known[slot]:
             self._late[slot, int(s.epoch[slot])] = request
             request.token_in_flight = True
+        # A token that is still to come holds a masked request as it would in its slot.
+        request.held = bool(s.held[slot]) or (request.token_in_flight and bool(s.features[slot] & MASK))
         self.release(slot)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.preempted.append(request)
 
-    def _update_late(self, request: Request, row: int, token: int, result: StepResult, ends: list[End]) -> None:
+    def _update_late(
+        self, request: Request, row: int, token: int, result: StepResult, ends: list[End], now: float
+    ) -> None:
         """A token of a request that was preempted before it came."""
         request.token_in_flight = False
         result.num_new_tokens += 1
         request.output_token_ids = np.append(request.output_token_ids, np.int32(token))
         num_output = len(request.output_token_ids)
         if num_output == 1:
+            request.first_token_time = now
             result.first_tokens.append(request)
+        else:
+            result.intervals.append(np.array([now - request.last_token_time]))
+        request.last_token_time = now
+        columns = (np.array([each]) for each in (row, request, request.tag, np.int32(token)))
+        emitted = Emitted(self.index, *columns)
         if request.per_step:
-            result.emitted.append(Emitted(request, self.index, row, token))
+            result.emitted.append(emitted)
+        if request.held:
+            result.masked.append(emitted)
         stopped = token in request.stop_token_ids and num_output >= max(1, request.params.min_tokens)
         length = request.num_prompt_tokens + num_output >= self.config.max_model_len
         if stopped or token < 0 or num_output >= request.max_tokens or length:

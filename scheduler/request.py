@@ -42,11 +42,15 @@ class Request:
       deadline: the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only within one salt.
       per_step: report every token when it is known, not only the end.
+      held: not to run until its next tokens are masked (Scheduler.release); kept in `Slots` while it has a slot.
       wait_for_token: never run ahead of the last sampled token: the host must see it before the next step.
+      tag: a number of the caller's own, which comes back with the request's tokens.
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
       rank, slot: where it runs; slot is -1 while it does not, rank stays that of the last time, -1 before the first.
       token_in_flight: preempted before the token it sampled last was known; it waits for that first.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
+      first_scheduled_time, first_token_time, finished_time: the same clock; None until then.
+      last_token_time: when its last token came; kept here while it holds no slot, meaningless before the first.
     """
 
     request_id: str
@@ -62,6 +66,8 @@ class Request:
     cache_salt: str | None = None
     per_step: bool = False
     wait_for_token: bool = False
+    held: bool = False
+    tag: int = -1
 
     status: RequestStatus = RequestStatus.WAITING
     rank: int = -1
@@ -73,6 +79,9 @@ class Request:
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float = 0.0
+    finished_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-from scheduler.errors import RequestError
+from scheduler.errors import RequestError, show_value
+from scheduler.structured_outputs import StructuredOutputsParams, structured_outputs
 
 _log = logging.getLogger(__name__)
 
@@ -43,15 +43,8 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # one output, at the end
 
 
-def _show(value: Any) -> str:
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # an int beyond sys.set_int_max_str_digits
-        return f"<{type(value).__name__} too long to print>"
-
-
 def _refuse(name: str, value: Any, allowed: str) -> RequestError:
-    return RequestError(f"{name} must be {allowed}, got {_show(value)}", param=name, value=value)
+    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
 
 
 def _int(low: int, high: int, allowed: str) -> Rule:
@@ -156,6 +149,7 @@ _RULES: dict[str, Rule] = {
     "logit_bias": _optional(_logit_bias),
     "allowed_token_ids": _optional(_allowed_token_ids),
     "bad_words": _texts(MAX_BAD_WORDS),
+    "structured_outputs": _optional(structured_outputs),
 }
 
 
@@ -164,7 +158,7 @@ class SamplingParams:
     """Checked and normalised at construction, never changed afterwards; `clone_with` makes a changed copy.
 
     Field names, defaults and meanings are vLLM's. Sequences become tuples; `stop` and `bad_words` also take one string,
-    and they and `stop_token_ids` take None for empty.
+    and they and `stop_token_ids` take None for empty. `structured_outputs` also takes a dict of its fields.
 
     Raises:
       RequestError: a value outside its rule, fields that contradict each other, or a field not supported yet.
@@ -194,13 +188,13 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     # Not supported yet: any other value than the default is refused.
     stream_interval: int | None = None
     prompt_logprob_token_ids: Sequence[int] | None = None
     prompt_logprob_start: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     flat_logprobs: bool = False
-    structured_outputs: Any = None
     logits_processors: Any = None
     extra_args: Mapping[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -216,7 +210,7 @@ class SamplingParams:
                 self._normalize(field.name, _RULES[field.name](field.name, value))
             elif type(value) is not type(field.default) or value != field.default:
                 raise RequestError(
-                    f"{field.name} is not supported yet: leave it at {field.default!r}, got {_show(value)}",
+                    f"{field.name} is not supported yet: leave it at {field.default!r}, got {show_value(value)}",
                     param=field.name,
                     value=value,
                 )
@@ -292,9 +286,9 @@ class SamplingParams:
             outside = [token_id for token_id in getattr(self, name) or () if token_id >= vocab_size]
             if outside:
                 raise _refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
-        for name in ("stop", "bad_words"):
+        for name, empty in (("stop", "empty"), ("bad_words", "empty"), ("structured_outputs", "None")):
             if getattr(self, name) and not has_tokenizer:
-                raise _refuse(name, getattr(self, name), "empty when the engine has no tokenizer")
+                raise _refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
         if self.max_tokens is not None and self.max_tokens > max_model_len:
             allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
             raise _refuse("max_tokens", self.max_tokens, allowed)

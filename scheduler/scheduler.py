@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class Scheduler:
         self.num_prefix_hits = 0
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(config.policy)
+        self._held: set[Request] = set()
         self._num_arrived = 0
         self._num_in_flight = 0
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -60,7 +61,22 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._held)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the waiting requests."""
+        return self._waiting.num_tokens + sum(request.num_prompt_tokens for request in self._held)
+
+    @property
+    def num_deferred(self) -> int:
+        """Waiting requests that could not run even if there were room: held, or their last token is not known yet."""
+        return len(self._held) + sum(request.token_in_flight for request in self._waiting)
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """All that have not ended, by arrival."""
+        return self._requests.values()
 
     @property
     def num_unfinished(self) -> int:
@@ -82,7 +98,7 @@ class Scheduler:
         return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
-        """Queues a request.
+        """Queues a request; one that is held waits apart, so that nobody waits behind it.
 
         Raises:
           RequestError: the id is taken, or the prompt leaves no room for a token. Nothing has changed then.
@@ -118,7 +134,16 @@ class Scheduler:
         self._requests[request.request_id] = request
         if request.deadline != float("inf"):
             heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request))
-        self._waiting.push(request)
+        self._enqueue(request)
+
+    def release(self, request: Request) -> None:
+        """Lets a held request run: its next token can be masked."""
+        if request.slot >= 0:
+            self.ranks[request.rank].slots.held[request.slot] = False
+        elif request in self._held:
+            self._held.remove(request)
+            request.held = False
+            self._enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request in whatever state it is; its pages are free at once."""
@@ -126,6 +151,8 @@ class Scheduler:
             return
         if request.slot >= 0:
             self.ranks[request.rank].release(request.slot)
+        elif request in self._held:
+            self._held.remove(request)
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
@@ -145,23 +172,23 @@ class Scheduler:
             rank.begin(self._num_in_flight)
             for request in rank.preempted:
                 self._requeue(request)
-        if self.num_waiting:
+        if len(self._waiting):
             self._admit(now)
         step = ScheduledStep([rank.commit() for rank in self.ranks], expired)
         self._num_in_flight += step.num_rows > 0
         return step
 
-    def update(self, step: ScheduledStep, token_ids: np.ndarray | Sequence[np.ndarray]) -> StepResult:
+    def update(self, step: ScheduledStep, token_ids: np.ndarray | Sequence[np.ndarray], now: float = 0.0) -> StepResult:
         """Takes in the tokens a step sampled: for each rank, ids by row, i32[ranks, >= rows].
 
         Rows that do not sample are ignored. A negative id says that the row's logits were not finite; its request ends
-        with an error.
+        with an error. now: when they came.
         """
         self._num_in_flight -= 1
         result = StepResult()
         for rank, batch, tokens in zip(self.ranks, step.batches, token_ids, strict=True):
             if batch.num_rows:
-                for end in rank.update(batch, tokens, result):
+                for end in rank.update(batch, tokens, result, now):
                     self.finish(*end)
                     result.finished.append(end.request)
         return result
@@ -176,7 +203,7 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] < now:
             request = heapq.heappop(self._deadlines)[2]
             if request.status is not RequestStatus.FINISHED:
-                self.finish(request, FinishReason.ABORT, "deadline")
+                self.finish(request, FinishReason.ABORT, "timeout")
                 expired.append(request)
         return expired
 
@@ -206,9 +233,16 @@ class Scheduler:
         rank, offer = place
         return rank.num_tokens + len(offer.known) - len(offer.hits) * self.config.page_size
 
+    def _enqueue(self, request: Request) -> None:
+        """Into the line, or beside it while it is held."""
+        if request.held:
+            self._held.add(request)
+        else:
+            self._waiting.push(request)
+
     def _requeue(self, request: Request) -> None:
         """Puts a preempted request back to its old place in the line, and warns now and then."""
-        self._waiting.push(request)
+        self._enqueue(request)
         if self.num_preemptions % 50 == 0:
             logger.warning(
                 "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache space. "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -14,9 +16,11 @@ class Slots:
     `num_tokens` counts tokens whose position is decided, `num_known` those whose id the host has seen; they differ by
     the tokens of the step in flight. Positions below `num_fed` were known when the request took the slot and are sent
     from the host; from there on each step feeds the token sampled before it. `epoch` changes with every owner, so
-    results of an earlier owner can be told apart. `last_step` is the number of the step a slot had a row in last.
+    results of an earlier owner can be told apart. A `held` slot gets no row in a step. `last_step` is the number of the
+    step a slot had a row in last, `last_token_time` when its last token came.
 
     Attributes:
+      requests: object[max_num_seqs], the owners, None where there is none.
       page_table: i32[max_num_seqs, max_pages], -1 past `num_pages`.
     """
 
@@ -25,7 +29,7 @@ class Slots:
             return np.full(max_num_seqs, fill, dtype)
 
         self.max_num_seqs = max_num_seqs
-        self.requests: list[Request | None] = [None] * max_num_seqs
+        self.requests: Any = np.full(max_num_seqs, None, object)
         self.active = column(np.bool_, False)
         self.epoch = column(np.int64)
         self.priority = column(np.int64)
@@ -41,8 +45,11 @@ class Slots:
         self.num_pages = column()
         self.num_hashed = column()
         self.last_step = column(np.int64)
+        self.last_token_time = column(np.float64)
         self.per_step = column(np.bool_, False)
+        self.tag = column(np.int64)
         self.wait_for_token = column(np.bool_, False)
+        self.held = column(np.bool_, False)
         self.features = column(np.uint8)
         self.page_table = np.full((max_num_seqs, max_pages), -1, np.int32)
         self.stop_ids = np.full((max_num_seqs, 4), -1, np.int32)
@@ -76,8 +83,11 @@ class Slots:
         self.limit[slot] = limit
         self.min_stop[slot] = request.num_prompt_tokens + max(1, request.params.min_tokens)
         self.num_pages[slot] = self.num_hashed[slot] = 0
+        self.last_token_time[slot] = request.last_token_time
         self.per_step[slot] = request.per_step
+        self.tag[slot] = request.tag
         self.wait_for_token[slot] = request.wait_for_token
+        self.held[slot] = False
         self.features[slot] = features
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
@@ -90,6 +100,7 @@ class Slots:
         request = self.requests[slot]
         assert request is not None
         request.output_token_ids = self.output(slot).copy()
+        request.last_token_time = float(self.last_token_time[slot])
         request.slot = -1
         self.requests[slot] = self.known[slot] = None
         self.page_table[slot, : self.num_pages[slot]] = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from scheduler.request import Request
 
@@ -13,6 +14,9 @@ class WaitingQueue:
     """Ordered by arrival, or by priority and then arrival. A preempted request returns to its old place, the front.
 
     A request removed from the middle leaves its heap entry behind, which is dropped when it reaches the top.
+
+    Attributes:
+      num_tokens: prompt tokens of those in line.
     """
 
     def __init__(self, policy: str = "fcfs"):
@@ -20,12 +24,18 @@ class WaitingQueue:
         self._heap: list[tuple[int, int, int, Request]] = []
         self._entries: dict[Request, int] = {}
         self._num_pushed = 0
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __iter__(self) -> Iterator[Request]:
+        """In no particular order."""
+        return iter(self._entries)
+
     def push(self, request: Request) -> None:
         self._num_pushed += 1
+        self.num_tokens += request.num_prompt_tokens
         self._entries[request] = self._num_pushed
         priority = request.priority if self._by_priority else 0
         heapq.heappush(self._heap, (priority, request.arrival_index, self._num_pushed, request))
@@ -42,6 +52,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""
         del self._entries[request]
+        self.num_tokens -= request.num_prompt_tokens
         if len(self._heap) > 64 + 2 * len(self._entries):
             self._heap = [entry for entry in self._heap if self._entries.get(entry[3]) == entry[2]]
             heapq.heapify(self._heap)

@@ -116,7 +116,7 @@ def test_timeout_ends_a_request(engine):
     async def run():
         outputs = await collect(engine, GREEDY.clone_with(max_tokens=90), timeout=1e-6)
         assert outputs[-1].outputs[0].finish_reason == "abort"
-        assert outputs[-1].outputs[0].stop_reason == "deadline"
+        assert outputs[-1].outputs[0].stop_reason == "timeout"
         await idle(engine)
 
     asyncio.run(run())

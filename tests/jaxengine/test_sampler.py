@@ -12,13 +12,13 @@ import pytest
 
 from jaxengine import sampler
 from jaxengine.sampler import SampleOutput, SamplerFlags, SamplingState
-from jaxengine.token_choice import uniform
 from scheduler.sampling_params import SamplingParams
+from tests.jaxengine.draw_oracle import gumbel
 
 NUM_SLOTS = 40
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-ALL_ON = SamplerFlags(*[jnp.array(True)] * 5)
-ALL_OFF = SamplerFlags(*[jnp.array(False)] * 5)
+ALL_ON = SamplerFlags(*[jnp.array(True)] * 6)
+ALL_OFF = SamplerFlags(*[jnp.array(False)] * 6)
 
 
 @partial(jax.jit, static_argnames=("max_logprobs", "logprobs_mode"))
@@ -86,12 +86,14 @@ class OracleRow:
             "processed_logprobs": processed - scaled.max() - np.log(np.exp(processed - scaled.max()).sum()),
         }
 
-    def token(self, params: SamplingParams, u: float) -> tuple[int, float]:
-        """The token at u, and the distance of u to the nearest step of the distribution."""
+    def token(self, params: SamplingParams, seed: int, position: int) -> tuple[int, float]:
+        """The token drawn, and by how much it is ahead of the next one."""
         if params.is_greedy:
             return self.greedy_id, 1.0
-        running = np.cumsum(self.probs)
-        return int(np.searchsorted(running, u, side="right")), float(np.abs(running - u).min())
+        with np.errstate(divide="ignore"):
+            scores = np.log(self.probs) + gumbel(seed, position, len(self.probs))
+        *_, second, best = np.sort(scores)
+        return int(np.argmax(scores)), float(best - second)
 
 
 def softmax(x):
@@ -128,11 +130,10 @@ def test_pipeline_is_the_oracles(mode):
         slots, positions = rng.permutation(num_rows), rng.integers(0, 2**31, num_rows)
         state = state_of(vocab_size, *params, seeds=seeds, counts=counts, bias=bias)
         got = run(logits, state, slots, positions, logprobs_mode=mode)
-        u = np.asarray(uniform(state.seed[slots], jnp.asarray(positions, jnp.int32)))
         for row, slot in enumerate(slots):
             oracle = OracleRow(logits[row], params[slot], counts[slot], bias[slot])
-            token, distance = oracle.token(params[slot], u[row])
-            if distance < 1e-5:
+            token, lead = oracle.token(params[slot], seeds[slot], int(positions[row]))
+            if lead < 1e-5:
                 continue
             tokens_checked += 1
             assert got.token_ids[row] == token, (trial, row, params[slot])
@@ -190,7 +191,7 @@ def test_token_does_not_depend_on_the_crowd(num_rows):
     for position in range(40):
         which = position % 2
         logits = rng.normal(0, 2, (num_rows, vocab_size)).astype(np.float32)
-        flags = SamplerFlags(*(jnp.array(flag) for flag in (True, which == 1, False, False, True)))
+        flags = SamplerFlags(*(jnp.array(flag) for flag in (True, which == 1, False, False, False, True)))
         single = jit_sample(logits[-1:], alone, np.array([which]), np.array([position]), flags)
         slots = rng.integers(0, NUM_SLOTS - 2, num_rows)
         slots[-1] = NUM_SLOTS - 2 + which

@@ -18,6 +18,13 @@ def test_rows_are_replaced():
     np.testing.assert_array_equal(changed.token_counts, np.zeros((4, 6)) + (np.arange(4) == 3)[:, None] * counts)
 
 
+def test_mask_rows_are_replaced():
+    state = sampler.init_state(4, 70)
+    rows = jnp.arange(12).reshape(4, 3)
+    changed = sampler.set_mask_rows(state, jnp.array([3, 4, 1, 4]), rows).token_mask
+    np.testing.assert_array_equal(changed, [[-1] * 3, rows[2], [-1] * 3, rows[0]])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
 def test_slots_are_written(dtype):
     array = np.arange(10, 16).astype(dtype)
@@ -36,6 +43,7 @@ def test_slots_are_written(dtype):
         (sampler.count_tokens, [((8,), jnp.int32), ((8,), jnp.int32), ((8,), bool)]),
         (sampler.set_counts_row, [((), jnp.int32), ((4096,), jnp.int32)]),
         (sampler.set_bias_row, [((), jnp.int32), ((4096,), jnp.float32)]),
+        (sampler.set_mask_rows, [((16,), jnp.int32), ((16, 128), jnp.int32)]),
         (sampler.write_params, [((2,), jnp.int32), ((2, 3), jnp.int32), ((2, 6), jnp.float32)]),
     ],
 )

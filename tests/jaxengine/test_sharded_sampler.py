@@ -44,9 +44,9 @@ KINDS = ("spread", "border ties", "rounded", "flat", "forbidden", "poisoned")
 ROWS, TABLE, TABLE_ROW, WHOLE = (
     logical_to_spec(axes) for axes in (("batch",), ("batch", "sampled_vocab"), (None, "sampled_vocab"), ())
 )
-STATE = SamplingState(*[ROWS] * 8, token_counts=TABLE, logit_bias=TABLE)
-FLAGS = SamplerFlags(*[WHOLE] * 5)
-FLAGS_ON = SamplerFlags(*[np.array(True)] * 5)
+STATE = SamplingState(*[ROWS] * 8, token_counts=TABLE, logit_bias=TABLE, token_mask=TABLE)
+FLAGS = SamplerFlags(*[WHOLE] * 6)
+FLAGS_ON = SamplerFlags(*[np.array(True)] * 6)
 
 
 def test_split_vocabulary_gives_what_one_device_gives():
@@ -90,7 +90,7 @@ def make_logits(kind: str, rng: np.random.Generator) -> np.ndarray:
         logits[:, BORDERS] = 12.0
         logits[::2, BORDERS[0]] = 0.0
     elif kind == "rounded":
-        logits = np.round(logits)
+        logits = np.round(logits) + 0.0  # no negative zeros: which of the two zeros is above the other is open
     elif kind == "flat":
         logits *= 0.02
     elif kind == "forbidden":
@@ -114,8 +114,23 @@ def make_state(params: list[SamplingParams], rng: np.random.Generator) -> Sampli
     state = sampler.init_state(NUM_ROWS, VOCAB_SIZE)._replace(
         token_counts=jnp.asarray(rng.integers(0, 6, shape) * (rng.random(shape) < 0.2), jnp.int32),
         logit_bias=jnp.asarray(bias, jnp.float32),
+        token_mask=jnp.asarray(mask_rows(rng)),
     )
     return sampler.write_params(state, jnp.arange(NUM_ROWS), jnp.asarray(ints), jnp.asarray(floats))
+
+
+def mask_rows(rng: np.random.Generator) -> np.ndarray:
+    """Few tokens, those at the borders, none, or all, by row; i32 words."""
+    allowed = rng.random((NUM_ROWS, VOCAB_SIZE)) < 0.03
+    allowed[1::4], allowed[2::4], allowed[11] = False, True, False
+    allowed[1::4, BORDERS] = True
+    allowed = np.pad(allowed, ((0, 0), (0, -VOCAB_SIZE % 32)))
+    return np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+
+
+def widen_mask(words: jax.Array, layout: MeshLayout) -> np.ndarray:
+    missing = sampler.mask_words(layout.padded_vocab_size(VOCAB_SIZE)) - words.shape[1]
+    return np.pad(np.asarray(words), ((0, 0), (0, missing)))
 
 
 def widen(array: np.ndarray | jax.Array, layout: MeshLayout, fill: float) -> np.ndarray:
@@ -126,7 +141,11 @@ def widen(array: np.ndarray | jax.Array, layout: MeshLayout, fill: float) -> np.
 def joined(states: list[SamplingState], layout: MeshLayout) -> SamplingState:
     """The ranks' states one after the other, as the mesh holds them."""
     wide = [
-        state._replace(token_counts=widen(state.token_counts, layout, 0), logit_bias=widen(state.logit_bias, layout, 0))
+        state._replace(
+            token_counts=widen(state.token_counts, layout, 0),
+            logit_bias=widen(state.logit_bias, layout, 0),
+            token_mask=widen_mask(state.token_mask, layout),
+        )
         for state in states
     ]
     return jax.tree.map(lambda *parts: np.concatenate(parts), *wide)
@@ -160,8 +179,10 @@ def check_sample(layout: MeshLayout, mode: str) -> None:
     slots = [rng.permutation(NUM_ROWS).astype(np.int32) for _ in states]
     slots[0][-1] = NUM_ROWS  # a padding row
     drawn = []
-    for kind, random, adjusted in itertools.product(KINDS, (True, False), (True, False)):
-        flags = SamplerFlags(*(jnp.array(flag) for flag in (random, random, adjusted, adjusted, True)))
+    for kind, random, (adjusted, masked) in itertools.product(
+        KINDS, (True, False), ((True, True), (False, True), (False, False))
+    ):
+        flags = SamplerFlags(*(jnp.array(flag) for flag in (random, random, adjusted, adjusted, masked, True)))
         logits = [make_logits(kind, rng) for _ in states]
         positions = [rng.integers(0, 10**6, NUM_ROWS).astype(np.int32) for _ in states]
         wide = np.concatenate([widen(own, layout, -np.inf) for own in logits])
@@ -171,7 +192,7 @@ def check_sample(layout: MeshLayout, mode: str) -> None:
         # Which tokens are the best of a row with NaN is nobody's business.
         defined = ~np.isnan(wide).any(axis=1)
         assert (np.asarray(got.token_ids)[~defined] == -1).all() and (~defined).any() == (kind == "poisoned")
-        check_same(rows_of(got, defined), rows_of(expected, defined), (kind, layout))
+        check_same(rows_of(got, defined), rows_of(expected, defined), (kind, random, adjusted, masked, layout))
         drawn.append(np.asarray(got.token_ids))
     # Tokens of every part, and rows without one.
     assert set(np.concatenate(drawn) * layout.model // widen(logits[0], layout, 0).shape[1]) == {
@@ -261,7 +282,7 @@ def check_collectives() -> None:
         )
 
     def greedy(*batch):
-        return sample(*batch, SamplerFlags(*[jnp.array(False)] * 5)).token_ids
+        return sample(*batch, SamplerFlags(*[jnp.array(False)] * 6)).token_ids
 
     compiled = on_mesh(layout, greedy, (TABLE, STATE, ROWS, ROWS), ROWS).lower(*batch).compile().as_text()
     found = re.findall(r" (all-[a-z]+|reduce-scatter|collective-[a-z]+)(?:-start)?\(", compiled)

@@ -115,7 +115,7 @@ class RanksMachine(RuleBasedStateMachine):
             return
         self.loop.run()
         assert self.loop.scheduler.num_free_pages == self.loop.scheduler.num_pages
-        late = {request for request in self.loop.finished if request.stop_reason == "deadline"}
+        late = {request for request in self.loop.finished if request.stop_reason == "timeout"}
         assert len(self.loop.finished) == len(set(self.loop.finished))
         assert set(self.loop.finished) | self.aborted == set(self.requests)
         for request in set(self.requests) - self.aborted - late:

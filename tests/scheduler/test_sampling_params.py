@@ -83,6 +83,9 @@ WRONG = {
     ),
     "allowed_token_ids": st.one_of(NO_IDS, st.just([])),
     "bad_words": texts_outside(MAX_BAD_WORDS),
+    "structured_outputs": st.one_of(
+        NO_NUMBERS, st.just("json"), st.dictionaries(st.integers() | st.just("schema"), st.just("a"), min_size=1)
+    ),
 }
 NOT_BUILT = {
     "stream_interval": 2,
@@ -90,7 +93,6 @@ NOT_BUILT = {
     "prompt_logprob_start": 0,
     "logprob_token_ids": [3],
     "flat_logprobs": True,
-    "structured_outputs": {"json": {}},
     "logits_processors": [len],
     "extra_args": {},
     "skip_reading_prefix_cache": False,

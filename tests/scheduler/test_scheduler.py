@@ -174,7 +174,7 @@ def test_deadline_ends_waiting_and_running():
     loop.scheduler.add_request(waiting)
     loop.step(1.0)
     loop.step(4.5)
-    assert (waiting.finish_reason, waiting.stop_reason) == ("abort", "deadline")
+    assert (waiting.finish_reason, waiting.stop_reason) == ("abort", "timeout")
     assert running.status is RequestStatus.RUNNING
     loop.step(5.5)
     assert running.finish_reason == "abort"

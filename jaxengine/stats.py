@@ -1,0 +1,187 @@
+"""What an engine counts about its steps and its requests while they run. Knows no names of metrics and no text.
+
+Everything is taken in where it happens, on the engine's thread: a few array operations a step for what concerns all
+running requests, and Python objects only for requests that begin or end.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.request import FinishReason, Request
+
+# Upper bounds as vLLM has them, seconds, so that its dashboards fit.
+FIRST_TOKEN_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
+    *(40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_BOUNDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BOUNDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+N_BOUNDS = (1, 2, 5, 10, 20)
+
+
+def bounds_up_to(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, ... as far as `most`."""
+    steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
+    return tuple(step for step in steps if step <= most)
+
+
+class Histogram:
+    """Counts of observations by upper bound.
+
+    Attributes:
+      counts: i64[len(bounds) + 1], not cumulative; the last is of values above all bounds.
+      sum: of all values observed.
+    """
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
+        self.counts = np.zeros(len(bounds) + 1, np.int64)
+        self.sum = 0.0
+        self._bounds = np.array(bounds, np.float64)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: np.ndarray) -> None:
+        """values: f64[n], n > 0."""
+        # The requests of a step have mostly waited equally long.
+        lowest, highest = bisect.bisect_left(self.bounds, values.min()), bisect.bisect_left(self.bounds, values.max())
+        if lowest == highest:
+            self.counts[lowest] += len(values)
+        else:
+            self.counts += np.bincount(self._bounds.searchsorted(values), minlength=len(self.counts))
+        self.sum += float(values.sum())
+
+
+class Recent:
+    """The last `size` values observed, for percentiles of what is happening now."""
+
+    def __init__(self, size: int):
+        self._values = np.zeros(size)
+        self._count = 0
+
+    def add(self, values: np.ndarray) -> None:
+        """values: f64[n]."""
+        size, first = len(self._values), self._count % len(self._values)
+        values = values[-size:]
+        fits = min(len(values), size - first)
+        self._values[first : first + fits] = values[:fits]
+        self._values[: len(values) - fits] = values[fits:]
+        self._count += len(values)
+
+    def percentiles(self, *shares: float) -> list[float | None]:
+        """Of the values held, at shares of 0 to 100; None while there are no values."""
+        held = self._values[: min(self._count, len(self._values))]
+        return [float(value) for value in np.percentile(held, shares)] if len(held) else [None] * len(shares)
+
+
+@dataclass
+class BucketUse:
+    """What the steps of one compiled shape held: tokens, and padding on top of them, of all ranks."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_padding_tokens: int = 0
+
+
+@dataclass
+class StepStats:
+    """Sums over the engine's life.
+
+    Attributes:
+      num_steps: steps dispatched; num_padding_tokens of them were padding.
+      schedule_seconds, dispatch_seconds, wait_seconds, update_seconds: host time by part of the step.
+      idle_seconds: time in which requests were unfinished and the device had nothing to do, as far as the host sees:
+        from the moment it knew that the device was done until the next step was dispatched.
+      page_slots_used, page_slots_empty: token slots of the pages held by running requests, summed over steps.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_padding_tokens: int = 0
+    num_generated_tokens: int = 0
+    schedule_seconds: float = 0.0
+    dispatch_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    update_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    page_slots_used: int = 0
+    page_slots_empty: int = 0
+
+
+@dataclass
+class RequestStats:
+    """What became of requests. Each of the n outputs of a request counts as one.
+
+    Attributes:
+      num_rejections: requests that were refused because too many waited.
+      num_prompt_tokens: of requests whose prompt is done, those found in the prefix cache included.
+      recent_first_token, recent_intervals: seconds.
+    """
+
+    max_model_len: int
+    num_prompt_tokens: int = 0
+    num_rejections: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def __post_init__(self):
+        lengths = bounds_up_to(self.max_model_len)
+        self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
+        self.intervals = Histogram(TOKEN_BOUNDS)
+        self.time_per_output_token = Histogram(TOKEN_BOUNDS)
+        self.e2e = Histogram(REQUEST_BOUNDS)
+        self.queue = Histogram(REQUEST_BOUNDS)
+        self.prefill = Histogram(REQUEST_BOUNDS)
+        self.decode = Histogram(REQUEST_BOUNDS)
+        self.inference = Histogram(REQUEST_BOUNDS)
+        self.prompt_tokens = Histogram(lengths)
+        self.generation_tokens = Histogram(lengths)
+        self.max_tokens = Histogram(lengths)
+        self.n = Histogram(N_BOUNDS)
+        self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
+        self.recent_first_token = Recent(1024)
+        self.recent_intervals = Recent(16384)
+
+    def observe_first_token(self, request: Request) -> None:
+        """A request's prompt is done and its first token came."""
+        assert request.first_token_time is not None
+        seconds = request.first_token_time - request.arrival_time
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.first_token.observe(seconds)
+        self.recent_first_token.add(np.array([seconds]))
+
+    def observe_intervals(self, intervals: np.ndarray) -> None:
+        """Seconds between two tokens of a request, f64[n]."""
+        if len(intervals):
+            self.intervals.observe_all(intervals)
+            self.recent_intervals.add(intervals)
+
+    def observe_end(self, request: Request) -> None:
+        """A request ended; what never began is not in the histograms of how long it took."""
+        assert request.finish_reason is not None and request.finished_time is not None
+        self.finished[request.finish_reason] += 1
+        num_output, end = len(request.output_token_ids), request.finished_time
+        self.prompt_tokens.observe(request.num_prompt_tokens)
+        self.generation_tokens.observe(num_output)
+        self.max_tokens.observe(request.max_tokens)
+        self.e2e.observe(end - request.arrival_time)
+        began, first, last = request.first_scheduled_time, request.first_token_time, request.last_token_time
+        self.queue.observe((end if began is None else began) - request.arrival_time)
+        if began is not None and first is not None:
+            self.prefill.observe(first - began)
+            self.decode.observe(last - first)
+            self.inference.observe(last - began)
+            if num_output > 1:
+                self.time_per_output_token.observe((last - first) / (num_output - 1))

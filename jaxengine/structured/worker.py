@@ -1,0 +1,305 @@
+"""The process that compiles grammars and computes masks with llguidance; it may be killed at any time.
+
+Started by `grammar_worker` as a script, with one end of a socket pair as standard input: it imports nothing of ours and
+ends with its parent, whatever it is computing. Reads and writes frames of msgpack (`Frames`), never pickle. Three
+threads: one reads, one compiles and gives first masks, the main one computes the other masks, so that a slow
+compilation delays no running request. llguidance holds no lock of Python's while it works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import resource
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import llguidance
+import msgspec
+
+# What a matcher may use up before llguidance gives up on it: the library's own limits where they are left out.
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_MAX_MEMORY_BYTES = 8 << 30
+# Compiled grammars that are kept for the next request with the same one.
+_MAX_CACHED = 16
+_MAX_REASON = 500
+_LENGTH = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """The first message. tokenizer: a tokenizer.json; num_words: of a mask, a bit for each token, i32 little-endian."""
+
+    tokenizer: str
+    vocab_size: int
+    num_words: int
+    eos_token_ids: list[int]
+
+
+class Open(msgspec.Struct, tag=True, array_like=True):
+    """Compile a grammar, take `tokens`, and give the mask of the next one. kind and text as `compile_grammar`."""
+
+    key: int
+    kind: str
+    text: str
+    options: dict[str, Any]
+    tokens: list[int]
+
+
+class Advance(msgspec.Struct, tag=True, array_like=True):
+    """Take more tokens and give the mask of the next one."""
+
+    key: int
+    tokens: list[int]
+
+
+class Close(msgspec.Struct, tag=True, array_like=True):
+    """Forget a sequence. The only message without an answer."""
+
+    key: int
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The tokenizer is there."""
+
+
+class Mask(msgspec.Struct, tag=True, array_like=True):
+    """The tokens allowed after `num_tokens`; none are and words is empty when the grammar can only end there.
+
+    opened: the answer to an Open. seconds: what it took.
+    """
+
+    key: int
+    opened: bool
+    num_tokens: int
+    words: bytes
+    seconds: float
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The grammar cannot be used, or not any longer; the sequence is forgotten."""
+
+    key: int
+    opened: bool
+    reason: str
+
+
+Order = Start | Open | Advance | Close
+Answer = Ready | Mask | Failed
+
+
+class Frames:
+    """Bytes that arrive, cut into the messages of one of the two unions above."""
+
+    def __init__(self, kind: Any):
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that `data` completes."""
+        self._bytes += data
+        first = 0
+        while len(self._bytes) - first >= _LENGTH.size:
+            start = first + _LENGTH.size
+            end = start + _LENGTH.unpack_from(self._bytes, first)[0]
+            if len(self._bytes) < end:
+                break
+            yield self._decoder.decode(bytes(self._bytes[start:end]))
+            first = end
+        del self._bytes[:first]
+
+
+def frame(message: Order | Answer) -> bytes:
+    """A message as `Frames` reads it."""
+    data = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used, and why."""
+
+
+def compile_grammar(kind: str, text: str, options: dict[str, Any]) -> str:
+    """A constraint of StructuredOutputsParams in llguidance's notation; whether it is sound shows in its matcher.
+
+    kind "json": text is a schema; "regex"; "choice": a JSON list of strings; "grammar": Lark or GBNF.
+    """
+    if kind == "json":
+        schema = json.loads(text)
+        if options.get("disable_additional_properties"):
+            _close_objects(schema)
+        chosen: Any = {}
+        if options.get("disable_any_whitespace"):
+            chosen["whitespace_flexible"] = False
+        if options.get("whitespace_pattern"):
+            chosen["whitespace_pattern"] = options["whitespace_pattern"]
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=chosen)
+    if kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(text)
+    if kind == "choice":
+        return llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, json.loads(text))))
+    return llguidance.grammar_from("grammar", text)
+
+
+def _close_objects(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if ("properties" in schema or "patternProperties" in schema) and "additionalProperties" not in schema:
+            schema["additionalProperties"] = False
+        for value in schema.values():
+            _close_objects(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            _close_objects(value)
+
+
+class Matchers:
+    """The sequences, by key. `open` belongs to one thread, `advance` to another; `expect` and `close` to any."""
+
+    def __init__(self, start: Start):
+        try:
+            self._tokenizer = llguidance.LLTokenizer(
+                start.tokenizer, n_vocab=start.vocab_size, eos_token=start.eos_token_ids
+            )
+        except ValueError:  # a tokenizer that knows more tokens than the model
+            self._tokenizer = llguidance.LLTokenizer(start.tokenizer, eos_token=start.eos_token_ids)
+        self._num_bytes = 4 * start.num_words
+        self._inside = (1 << start.vocab_size) - 1
+        self._ends = sum(1 << token_id for token_id in start.eos_token_ids)
+        self._cached: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._expected: set[int] = set()
+        self._matchers: dict[int, tuple[llguidance.LLMatcher, int]] = {}
+        self._lock = threading.Lock()
+
+    def expect(self, key: int) -> None:
+        """A sequence will be opened, unless it is closed before."""
+        with self._lock:
+            self._expected.add(key)
+
+    def close(self, key: int) -> None:
+        """Forgets a sequence."""
+        with self._lock:
+            self._expected.discard(key)
+            self._matchers.pop(key, None)
+
+    def open(self, message: Open) -> Mask | Failed:
+        """Compiles its grammar, unless a recent one was the same, and computes the first mask."""
+        start = time.perf_counter()
+        try:
+            with self._lock:
+                if message.key not in self._expected:
+                    raise GrammarError("closed")
+            matcher = self._compile(message).deep_copy()
+            words = self._next(matcher, message.tokens)
+        except (ValueError, RecursionError) as error:
+            return self._fail(message.key, True, error)
+        with self._lock:
+            if message.key in self._expected:
+                self._matchers[message.key] = matcher, len(message.tokens)
+        return Mask(message.key, True, len(message.tokens), words, time.perf_counter() - start)
+
+    def advance(self, message: Advance) -> Mask | Failed:
+        """Takes tokens and computes the next mask."""
+        start = time.perf_counter()
+        try:
+            with self._lock:
+                if message.key not in self._matchers:
+                    raise GrammarError("closed")
+                matcher, num_tokens = self._matchers[message.key]
+                num_tokens += len(message.tokens)
+                self._matchers[message.key] = matcher, num_tokens
+            words = self._next(matcher, message.tokens)
+        except ValueError as error:
+            return self._fail(message.key, False, error)
+        return Mask(message.key, False, num_tokens, words, time.perf_counter() - start)
+
+    def _fail(self, key: int, opened: bool, error: Exception) -> Failed:
+        self.close(key)
+        return Failed(key, opened, (str(error) or type(error).__name__)[:_MAX_REASON])
+
+    def _compile(self, message: Open) -> llguidance.LLMatcher:
+        name = repr((message.kind, message.text, message.options))
+        matcher = self._cached.pop(name, None)
+        if matcher is None:
+            grammar = compile_grammar(message.kind, message.text, message.options)
+            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+            self._next(matcher, [])  # what the first mask builds is shared by all copies
+        self._cached[name] = matcher
+        if len(self._cached) > _MAX_CACHED:
+            self._cached.popitem(last=False)
+        return matcher
+
+    def _next(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> bytes:
+        """The mask after `tokens`, empty where the text can only end."""
+        if tokens:
+            matcher.consume_tokens(tokens)
+        if not matcher.is_error() and matcher.is_stopped():
+            return b""
+        allowed = 0 if matcher.is_error() else int.from_bytes(matcher.compute_bitmask(), "little") & self._inside
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        if not allowed:
+            raise GrammarError("no token of the vocabulary continues the text")
+        return allowed.to_bytes(self._num_bytes, "little") if allowed & ~self._ends else b""
+
+
+def main() -> None:
+    """Serves one parent."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = socket.socket(fileno=sys.stdin.fileno())
+    frames, sending = Frames(Order), threading.Lock()
+    compilations: queue.SimpleQueue[Open] = queue.SimpleQueue()
+    masks: queue.SimpleQueue[Advance] = queue.SimpleQueue()
+
+    def send(answer: Answer) -> None:
+        with sending:
+            connection.sendall(frame(answer))
+
+    def receive() -> Iterator[Any]:
+        while data := connection.recv(1 << 20):
+            yield from frames.feed(data)
+        os._exit(0)  # the parent has gone, or wants no more
+
+    messages = receive()
+    try:
+        matchers = Matchers(next(messages))
+    except Exception as error:
+        send(Failed(-1, True, str(error)[:_MAX_REASON]))
+        return
+    send(Ready())
+
+    def read() -> None:
+        try:
+            for message in messages:
+                if isinstance(message, Open):
+                    matchers.expect(message.key)
+                    compilations.put(message)
+                elif isinstance(message, Advance):
+                    masks.put(message)
+                else:
+                    matchers.close(message.key)
+        finally:
+            os._exit(1)
+
+    def compile_all() -> None:
+        try:
+            while True:
+                send(matchers.open(compilations.get()))
+        finally:
+            os._exit(1)
+
+    for target in (read, compile_all):
+        threading.Thread(target=target, daemon=True).start()
+    while True:
+        send(matchers.advance(masks.get()))
+
+
+if __name__ == "__main__":
+    main()
