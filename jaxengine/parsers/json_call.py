@@ -1,0 +1,135 @@
+"""Reads one JSON object {"name": ..., "arguments": {...}}, as most models write a tool call, while it comes.
+
+Once the name is known and the arguments have begun it is a call, and every character of the arguments goes out as it
+is. Until then it may still turn out to be something else, and its text is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import Enum, auto
+
+from jaxengine.parsers.events import Collector
+from jaxengine.parsers.json_scan import JsonScanner
+
+
+class Progress(Enum):
+    MORE = auto()
+    DONE = auto()  # a call, and its object is closed
+    CUT = auto()  # a call whose arguments are whole; its object goes wrong behind them
+    BROKEN = auto()  # a call that goes wrong inside its arguments
+    REJECTED = auto()  # no call; `held` is its text
+
+
+class JsonCall:
+    """One object, from its opening brace on.
+
+    Args:
+      names: keys that may hold the arguments.
+      bare: an object with a name and no arguments is a call without any.
+    """
+
+    def __init__(self, out: Collector, names: tuple[str, ...], bare: bool = False):
+        self._out = out
+        self._names = names
+        self._bare = bare
+        self._scanner = JsonScanner()
+        self._text: list[str] = []
+        self._literal: list[str] = []
+        self._key: str | None = None
+        self._name: str | None = None
+        self._arguments: list[str] = []
+        self._in_arguments = False
+        self._has_arguments = False
+        self._started = False
+
+    @property
+    def held(self) -> str:
+        """The text read so far of what is no call, or not yet."""
+        return "" if self._started else "".join(self._text)
+
+    def read(self, text: str, at: int) -> tuple[int, Progress]:
+        """Reads `text` from `at`: where to go on, and how it stands. What goes wrong is not read."""
+        begin = at
+        progress = Progress.MORE
+        while at < len(text) and progress is Progress.MORE:
+            if self._in_arguments and (end := self._scanner.skip(text, at)) > at:
+                self._arguments.append(text[at:end])
+                at = end
+                continue
+            progress = self._read(text[at])
+            at += progress in (Progress.MORE, Progress.DONE)
+        if not self._started:
+            self._text.append(text[begin:at])
+        self._send()
+        return at, progress
+
+    def _read(self, char: str) -> Progress:
+        scanner = self._scanner
+        depth, in_string, in_key, begins_value = (
+            scanner.depth,
+            scanner.in_string,
+            scanner.in_key,
+            scanner.expects_value,
+        )
+        if not scanner.read(char):
+            return self._wrong()
+        if self._in_arguments:
+            self._arguments.append(char)
+            if scanner.depth == 1:
+                self._in_arguments, self._has_arguments = False, True
+        elif depth == 1:
+            if in_string or scanner.in_string:
+                self._literal.append(char)
+                if not scanner.in_string and not self._end_string(in_key):
+                    return Progress.REJECTED
+            elif begins_value and not char.isspace() and not self._begin_value(char):
+                return Progress.REJECTED
+        if not scanner.done:
+            return Progress.MORE
+        if self._bare and self._name is not None and not self._has_arguments:
+            self._arguments, self._has_arguments = ["{}"], True
+        return Progress.DONE if self._is_call else Progress.REJECTED
+
+    @property
+    def _is_call(self) -> bool:
+        return self._name is not None and (self._in_arguments or self._has_arguments)
+
+    def _wrong(self) -> Progress:
+        if not self._is_call:
+            return Progress.REJECTED
+        return Progress.BROKEN if self._in_arguments else Progress.CUT
+
+    def _end_string(self, is_key: bool) -> bool:
+        """Takes in a string of the object itself; False when the object cannot be a call with it."""
+        try:
+            value = json.loads("".join(self._literal), strict=False)
+        except ValueError:
+            return False
+        self._literal = []
+        if is_key:
+            self._key = value
+        elif self._key == "name" and self._name is None:
+            self._name = value
+            return bool(value) and value.isprintable()  # which half a surrogate pair is not
+        elif self._key in self._names:
+            return self._has_arguments
+        return True
+
+    def _begin_value(self, char: str) -> bool:
+        """A value of the object that is no string: False when the object cannot be a call with it."""
+        if self._key in self._names and not self._has_arguments:
+            self._in_arguments = char == "{"
+            self._arguments.append(char)
+            return self._in_arguments
+        return self._key != "name"
+
+    def _send(self) -> None:
+        if not self._is_call:
+            return
+        if not self._started:
+            assert self._name is not None
+            self._out.start(self._name)
+            self._started, self._text = True, []
+        self._out.arguments("".join(self._arguments))
+        self._arguments = []

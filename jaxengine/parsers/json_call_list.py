@@ -1,0 +1,69 @@
+"""Reads a JSON list of tool calls, [{"name": ..., "arguments": {...}}, ...], while it comes."""
+
+from __future__ import annotations
+
+from jaxengine.parsers.events import Collector
+from jaxengine.parsers.json_call import JsonCall, Progress
+from jaxengine.parsers.markers import Opening
+
+
+class JsonCallList:
+    """One list, from its opening bracket on. names: keys that may hold a call's arguments.
+
+    Brackets and commas around calls are no content; before the first call they may be.
+    """
+
+    def __init__(self, out: Collector, names: tuple[str, ...]):
+        self._out = out
+        self._names = names
+        self._before: list[str] = []
+        self._opening = Opening("[")
+        self._call: JsonCall | None = None
+        self._state = self._open_list
+
+    @property
+    def held(self) -> str:
+        """The text read so far of what is no call, or not yet."""
+        return "".join(self._before) + (self._opening.held if self._call is None else self._call.held)
+
+    def read(self, text: str, at: int) -> tuple[int, Progress]:
+        """Reads `text` from `at`: where to go on, and how it stands. What goes wrong is not read."""
+        progress = Progress.MORE
+        while at < len(text) and progress is Progress.MORE:
+            at, progress = self._state(text, at)
+        return at, progress
+
+    def _open_list(self, text: str, at: int) -> tuple[int, Progress]:
+        at, found = self._opening.read(text, at)
+        if found:
+            self._before = [self._opening.held]
+            self._opening, self._state = Opening("{"), self._open_object
+        return at, Progress.REJECTED if found is False else Progress.MORE
+
+    def _open_object(self, text: str, at: int) -> tuple[int, Progress]:
+        at, found = self._opening.read(text, at)
+        if found:
+            self._before.append(self._opening.held[:-1])
+            self._call = JsonCall(self._out, self._names, bare=True)
+            self._call.read("{", 0)
+            self._state = self._object
+        return at, Progress.REJECTED if found is False else Progress.MORE
+
+    def _object(self, text: str, at: int) -> tuple[int, Progress]:
+        assert self._call is not None
+        at, progress = self._call.read(text, at)
+        if not self._call.held:
+            self._before = []
+        if progress in (Progress.DONE, Progress.CUT):
+            self._state, progress = self._between, Progress.MORE
+        return at, progress
+
+    def _between(self, text: str, at: int) -> tuple[int, Progress]:
+        char = text[at]
+        if char == "]":
+            return at + 1, Progress.DONE
+        if char == ",":
+            self._opening, self._call, self._state = Opening("{"), None, self._open_object
+        elif not char.isspace():
+            return at, Progress.REJECTED
+        return at + 1, Progress.MORE

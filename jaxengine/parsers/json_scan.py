@@ -1,0 +1,138 @@
+"""Follows the structure of one JSON value (RFC 8259) character by character, without building it.
+
+Control characters inside strings are let pass: models write line breaks there. Knows nothing of tool calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum, auto
+
+_SPACE = " \t\r\n"
+_CLOSING = {"{": "}", "[": "]"}
+_ESCAPED = '"\\/bfnrtu'
+_PLAIN = re.compile(r'[^"\\]+')
+_HEX = "0123456789abcdefABCDEF"
+
+
+class _State(Enum):
+    VALUE = auto()
+    FIRST_ITEM = auto()  # a value or the end of the array
+    FIRST_KEY = auto()  # a key or the end of the object
+    KEY = auto()
+    COLON = auto()
+    NEXT = auto()  # a comma or the end of what is open
+    STRING = auto()
+    ESCAPE = auto()
+    HEX = auto()
+    SCALAR = auto()
+    END = auto()
+
+
+class JsonScanner:
+    """One value.
+
+    Attributes:
+      depth: arrays and objects that are open.
+      in_string, in_key: inside a string, its quotes included but the last; whether it is a key.
+      expects_value: the next character that is no white space begins a value.
+      done: the value is complete. A number or literal outside of everything never is: its end is not visible.
+    """
+
+    def __init__(self) -> None:
+        self._state = _State.VALUE
+        self._open: list[str] = []
+        self._hex_left = 0
+        self._scalar: list[str] = []
+        self.in_key = False
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
+
+    @property
+    def in_string(self) -> bool:
+        return self._state in (_State.STRING, _State.ESCAPE, _State.HEX)
+
+    @property
+    def expects_value(self) -> bool:
+        return self._state is _State.VALUE
+
+    @property
+    def done(self) -> bool:
+        return self._state is _State.END
+
+    def skip(self, text: str, at: int) -> int:
+        """Takes what is inside a string and cannot end it; where to go on."""
+        if self._state is not _State.STRING:
+            return at
+        plain = _PLAIN.match(text, at)
+        return at if plain is None else plain.end()
+
+    def read(self, char: str) -> bool:
+        """Takes the next character; False when no JSON value goes on like this."""
+        state = self._state
+        if state is _State.STRING:
+            if char == '"':
+                self._state = _State.COLON if self.in_key else self._after_value()
+                self.in_key = False
+            elif char == "\\":
+                self._state = _State.ESCAPE
+            return True
+        if state is _State.ESCAPE:
+            self._state, self._hex_left = (_State.HEX, 4) if char == "u" else (_State.STRING, 0)
+            return char in _ESCAPED
+        if state is _State.HEX:
+            self._hex_left -= 1
+            if not self._hex_left:
+                self._state = _State.STRING
+            return char in _HEX
+        if state is _State.SCALAR:
+            if char not in ",]}" and char not in _SPACE:
+                self._scalar.append(char)
+                return True
+            if not _is_scalar("".join(self._scalar)):
+                return False
+            state = self._state = self._after_value()
+        return char in _SPACE or self._structure(state, char)
+
+    def _structure(self, state: _State, char: str) -> bool:
+        closes = bool(self._open) and char == _CLOSING[self._open[-1]]
+        if state in (_State.KEY, _State.FIRST_KEY) and char == '"':
+            self._state, self.in_key = _State.STRING, True
+        elif state is _State.COLON and char == ":":
+            self._state = _State.VALUE
+        elif state is _State.NEXT and char == ",":
+            self._state = _State.KEY if self._open[-1] == "{" else _State.VALUE
+        elif closes and state in (_State.NEXT, _State.FIRST_KEY, _State.FIRST_ITEM):
+            self._open.pop()
+            self._state = self._after_value()
+        elif state in (_State.VALUE, _State.FIRST_ITEM):
+            return self._begin_value(char)
+        else:
+            return False
+        return True
+
+    def _begin_value(self, char: str) -> bool:
+        if char in _CLOSING:
+            self._open.append(char)
+            self._state = _State.FIRST_KEY if char == "{" else _State.FIRST_ITEM
+        elif char == '"':
+            self._state = _State.STRING
+        elif char in "-0123456789tfn":
+            self._state, self._scalar = _State.SCALAR, [char]
+        else:
+            return False
+        return True
+
+    def _after_value(self) -> _State:
+        return _State.NEXT if self._open else _State.END
+
+
+def _is_scalar(text: str) -> bool:
+    try:
+        json.loads(text, parse_int=len, parse_float=len, parse_constant=int)  # of Infinity, int() makes a ValueError
+    except ValueError:
+        return False
+    return True

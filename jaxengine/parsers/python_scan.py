@@ -1,0 +1,174 @@
+"""One Python literal, character by character, into JSON: strings, numbers, True, False, None, lists, dicts.
+
+Line breaks inside strings are let pass, and JSON's own true, false and null are taken. Nothing is evaluated. Knows
+nothing of tool calls.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from enum import Enum, auto
+
+_CLOSING = {"{": "}", "[": "]"}
+_NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "a": "\\u0007", "v": "\\u000b"}
+_ESCAPES |= {"\\": "\\\\", '"': '\\"', "'": "'", "\n": ""}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+class Reading(Enum):
+    MORE = auto()
+    DONE = auto()  # the value is complete with this character
+    BEFORE = auto()  # it was complete before this character, which belongs to what follows
+    WRONG = auto()
+
+
+class _State(Enum):
+    VALUE = auto()
+    FIRST = auto()  # an item, a key, or the end of what was opened
+    LATER = auto()  # the same behind a comma
+    COLON = auto()
+    NEXT = auto()
+    STRING = auto()
+    ESCAPE = auto()
+    NUMBER = auto()  # digits of an escape
+    SCALAR = auto()
+
+
+class PythonScanner:
+    """One value.
+
+    Attributes:
+      json: pieces of the same value in JSON.
+    """
+
+    def __init__(self) -> None:
+        self.json: list[str] = []
+        self._state = _State.VALUE
+        self._open: list[str] = []
+        self._is_key = False
+        self._quote = ""
+        self._escape = ""
+        self._scalar: list[str] = []
+
+    def read(self, char: str) -> Reading:
+        """Takes the next character."""
+        match self._state:
+            case _State.STRING:
+                return self._string(char)
+            case _State.ESCAPE:
+                return self._begin_escape(char)
+            case _State.NUMBER:
+                return self._number(char)
+            case _State.SCALAR:
+                if char.isalnum() or char in "_.+-":
+                    self._scalar.append(char)
+                    return Reading.MORE
+                value = _scalar_json("".join(self._scalar))
+                if value is None:
+                    return Reading.WRONG
+                self.json.append(value)
+                if self._end_value() is Reading.DONE:
+                    return Reading.BEFORE
+        return Reading.MORE if char.isspace() else self._structure(char)
+
+    def _structure(self, char: str) -> Reading:
+        state = self._state
+        in_dict = bool(self._open) and self._open[-1] == "{"
+        if state in (_State.FIRST, _State.LATER, _State.NEXT) and char == _CLOSING[self._open[-1]]:
+            self._open.pop()
+            self.json.append(char)
+            return self._end_value()
+        if state is _State.NEXT and char == ",":
+            self._state = _State.LATER
+        elif state is _State.COLON and char == ":":
+            self.json.append(": ")
+            self._state = _State.VALUE
+        elif state in (_State.FIRST, _State.LATER, _State.VALUE):
+            if state is _State.LATER:
+                self.json.append(", ")
+            self._is_key = in_dict and state is not _State.VALUE
+            return self._begin_value(char)
+        else:
+            return Reading.WRONG
+        return Reading.MORE
+
+    def _begin_value(self, char: str) -> Reading:
+        if char in "\"'":
+            self._state, self._quote = _State.STRING, char
+            self.json.append('"')
+        elif self._is_key:
+            return Reading.WRONG
+        elif char in _CLOSING:
+            self._open.append(char)
+            self._state = _State.FIRST
+            self.json.append(char)
+        else:
+            self._state, self._scalar = _State.SCALAR, [char]
+        return Reading.MORE
+
+    def _end_value(self) -> Reading:
+        self._state = _State.COLON if self._is_key else _State.NEXT
+        self._is_key = False
+        return Reading.MORE if self._open else Reading.DONE
+
+    def _string(self, char: str) -> Reading:
+        if char == self._quote:
+            self.json.append('"')
+            return self._end_value()
+        if char == "\\":
+            self._state = _State.ESCAPE
+        else:
+            self.json.append(json.dumps(char, ensure_ascii=False)[1:-1] if char < " " or char == '"' else char)
+        return Reading.MORE
+
+    def _begin_escape(self, char: str) -> Reading:
+        self._state = _State.STRING
+        if char in _HEX_DIGITS or char in "01234567":
+            self._state, self._escape = _State.NUMBER, char
+        else:
+            self.json.append(
+                _ESCAPES[char] if char in _ESCAPES else "\\\\" + json.dumps(char, ensure_ascii=False)[1:-1]
+            )
+        return Reading.MORE
+
+    def _number(self, char: str) -> Reading:
+        kind, digits = self._escape[0], self._escape[1:]
+        if kind not in _HEX_DIGITS:
+            if char in "01234567" and len(self._escape) < 3:
+                self._escape += char
+                return Reading.MORE
+            self.json.append(_character(int(self._escape, 8)))
+            self._state = _State.STRING
+            return self._string(char)
+        if char not in "0123456789abcdefABCDEF":
+            return Reading.WRONG
+        self._escape += char
+        if len(digits) + 1 == _HEX_DIGITS[kind]:
+            code = int(self._escape[1:], 16)
+            if code > 0x10FFFF:
+                return Reading.WRONG
+            self.json.append(_character(code))
+            self._state = _State.STRING
+        return Reading.MORE
+
+
+def _character(code: int) -> str:
+    """As it stands in a JSON string; half a surrogate pair has no other form than an escape."""
+    return json.dumps(chr(code), ensure_ascii=0xD800 <= code <= 0xDFFF)[1:-1]
+
+
+def _scalar_json(text: str) -> str | None:
+    """JSON of a name or number, None for what is neither."""
+    if text in _NAMES:
+        return _NAMES[text]
+    try:
+        return str(int(text, 0))
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return json.dumps(number) if math.isfinite(number) else None

@@ -1,0 +1,49 @@
+"""Tool calls of outputs that a grammar has forced into shape, whatever the model's own way of writing them.
+
+tool_choice "required": a JSON list of {"name": ..., "parameters": {...}}. A named function: its arguments alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.json_call import Progress
+from jaxengine.parsers.json_call_list import JsonCallList
+
+
+class RequiredToolParser:
+    def __init__(self, new_id: Iterable[str]):
+        self._out = Collector(new_id)
+        self._calls = JsonCallList(self._out, ("parameters",))
+        self._progress = Progress.MORE
+
+    def feed(self, text: str) -> list[Event]:
+        at = 0
+        if self._progress is Progress.MORE:
+            at, self._progress = self._calls.read(text, 0)
+            if self._progress is Progress.REJECTED:
+                self._out.content(self._calls.held)
+        if self._progress is Progress.BROKEN:
+            self._out.arguments(text[at:])
+        else:
+            self._out.content(text[at:])
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        if self._progress is Progress.MORE:
+            self._out.content(self._calls.held)
+        return self._out.finish()
+
+
+class NamedToolParser:
+    def __init__(self, new_id: Iterable[str], name: str):
+        self._out = Collector(new_id)
+        self._out.start(name)
+
+    def feed(self, text: str) -> list[Event]:
+        self._out.arguments(text)
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        return self._out.finish()

@@ -1,0 +1,96 @@
+"""Tool calls of Hermes 2 Pro, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+
+The closing word may be missing, and text may stand before, between and behind calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.json_call import JsonCall, Progress
+from jaxengine.parsers.markers import Marker, Opening
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+
+
+class HermesToolParser:
+    def __init__(self, new_id: Iterable[str]):
+        self._out = Collector(new_id)
+        self._begin, self._end = Marker(_BEGIN), Marker(_END)
+        self._state = self._content
+        self._opening = Opening("{")
+        self._closing = Opening(_END)
+        self._call = self._new_call()
+
+    def feed(self, text: str) -> list[Event]:
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        if self._state == self._content:
+            self._out.content(self._begin.take())
+        elif self._state == self._before_object:
+            self._out.content(_BEGIN + self._opening.held)
+        elif self._state == self._object:
+            self._reject()
+        elif self._state == self._after_object:
+            self._out.content(self._closing.held)
+        else:
+            self._out.arguments(self._end.take())
+        return self._out.finish()
+
+    def _content(self, text: str, at: int) -> int:
+        plain, at, found = self._begin.read(text, at)
+        self._out.content(plain)
+        if found:
+            self._opening, self._call = Opening("{"), self._new_call()
+            self._state = self._before_object
+        return at
+
+    def _before_object(self, text: str, at: int) -> int:
+        at, found = self._opening.read(text, at)
+        if found:
+            self._call.read("{", 0)
+            self._state = self._object
+        elif found is False:
+            self._out.content(_BEGIN + self._opening.held)
+            self._state = self._content
+        return at
+
+    def _object(self, text: str, at: int) -> int:
+        at, progress = self._call.read(text, at)
+        if progress is Progress.REJECTED:
+            self._reject()
+            self._state = self._content
+        elif progress is Progress.BROKEN:
+            self._state = self._broken
+        elif progress is not Progress.MORE:
+            self._closing = Opening(_END)
+            self._state = self._after_object
+        return at
+
+    def _broken(self, text: str, at: int) -> int:
+        """The arguments are no JSON any more: they go on until the closing word."""
+        plain, at, found = self._end.read(text, at)
+        self._out.arguments(plain)
+        if found:
+            self._state = self._content
+        return at
+
+    def _after_object(self, text: str, at: int) -> int:
+        at, found = self._closing.read(text, at)
+        if found is not None:
+            self._state = self._content
+        if found is False:
+            self._content(self._closing.held, 0)  # the beginning of the one word is that of the other
+        return at
+
+    def _reject(self) -> None:
+        if self._call.held:
+            self._out.content(_BEGIN + self._opening.held[:-1] + self._call.held)
+
+    def _new_call(self) -> JsonCall:
+        return JsonCall(self._out, ("arguments",), bare=True)

@@ -1,0 +1,111 @@
+"""Tool calls of Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name{...} (from v11 on).
+
+The newer form may have [ARGS] behind the name, and every call has a marker of its own. Markers are special tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.json_call import Progress
+from jaxengine.parsers.json_call_list import JsonCallList
+from jaxengine.parsers.json_scan import JsonScanner
+from jaxengine.parsers.markers import Marker
+
+_BEGIN, _ARGS = "[TOOL_CALLS]", "[ARGS]"
+_MAX_NAME = 256
+
+
+class MistralToolParser:
+    def __init__(self, new_id: Iterable[str]):
+        self._out = Collector(new_id)
+        self._begin = Marker(_BEGIN)
+        self._word: list[str] = []
+        self._calls = JsonCallList(self._out, ("arguments",))
+        self._scanner = JsonScanner()
+        self._state = self._content
+
+    def feed(self, text: str) -> list[Event]:
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        if self._state == self._content:
+            self._out.content(self._begin.take())
+        elif self._state in (self._after_marker, self._name):
+            self._out.content(_BEGIN + "".join(self._word))
+        elif self._state == self._list:
+            self._release_list()
+        elif self._state == self._broken:
+            self._out.arguments(self._begin.take())
+        return self._out.finish()
+
+    def _content(self, text: str, at: int) -> int:
+        plain, at, found = self._begin.read(text, at)
+        self._out.content(plain)
+        if found:
+            self._word, self._state = [], self._after_marker
+        return at
+
+    def _after_marker(self, text: str, at: int) -> int:
+        if text[at].isspace():
+            self._word.append(text[at])
+            return at + 1
+        self._calls = JsonCallList(self._out, ("arguments",))
+        self._state = self._list if text[at] == "[" else self._name
+        return at
+
+    def _name(self, text: str, at: int) -> int:
+        """The name of a call in the newer form, up to the brace that opens its arguments."""
+        char = text[at]
+        name = "".join(self._word).strip().removesuffix(_ARGS).strip() if char == "{" else ""
+        if name and name.isprintable() and " " not in name:
+            self._out.start(name)
+            self._scanner, self._state = JsonScanner(), self._arguments
+            return at
+        if char in "{\n" or len(self._word) > _MAX_NAME:
+            self._out.content(_BEGIN + "".join(self._word))
+            self._state = self._content
+            return at
+        self._word.append(char)
+        return at + 1
+
+    def _arguments(self, text: str, at: int) -> int:
+        begin = at
+        while at < len(text) and not self._scanner.done:
+            if (end := self._scanner.skip(text, at)) > at:
+                at = end
+            elif not self._scanner.read(text[at]):
+                self._state = self._broken
+                break
+            else:
+                at += 1
+        self._out.arguments(text[begin:at])
+        if self._scanner.done:
+            self._state = self._content
+        return at
+
+    def _list(self, text: str, at: int) -> int:
+        at, progress = self._calls.read(text, at)
+        if progress is Progress.BROKEN:
+            self._state = self._broken
+        elif progress is not Progress.MORE:
+            if progress is Progress.REJECTED:
+                self._release_list()
+            self._state = self._content
+        return at
+
+    def _broken(self, text: str, at: int) -> int:
+        """The arguments are no JSON any more: they go on until the next marker."""
+        plain, at, found = self._begin.read(text, at)
+        self._out.arguments(plain)
+        if found:
+            self._word, self._state = [], self._after_marker
+        return at
+
+    def _release_list(self) -> None:
+        if self._calls.held:
+            self._out.content(_BEGIN + "".join(self._word) + self._calls.held)

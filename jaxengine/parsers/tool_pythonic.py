@@ -1,0 +1,127 @@
+"""Tool calls as a Python list, [get_weather(city="Paris"), now()], as Llama 3.2, Llama 4 and ToolACE write them.
+
+The list is the answer's beginning. A call goes out when it is closed. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.python_scan import PythonScanner, Reading
+
+
+class _State(Enum):
+    LIST = auto()
+    CALL = auto()  # a call, or the end of the list behind a comma
+    NAME = auto()
+    AFTER_NAME = auto()
+    PARAMETER = auto()  # a parameter, or the end of the call
+    PARAMETER_NAME = auto()
+    EQUALS = auto()
+    VALUE = auto()
+    AFTER_VALUE = auto()
+    AFTER_CALL = auto()
+    CONTENT = auto()
+
+
+class PythonicToolParser:
+    def __init__(self, new_id: Iterable[str]):
+        self._out = Collector(new_id)
+        self._state = _State.LIST
+        self._held: list[str] = []
+        self._word: list[str] = []
+        self._name = ""
+        self._json: list[str] = []
+        self._value = PythonScanner()
+
+    def feed(self, text: str) -> list[Event]:
+        for at, char in enumerate(text):
+            if self._state is _State.CONTENT:
+                self._out.content(text[at:])
+                break
+            self._held.append(char)
+            if not self._read(char):
+                self._release()
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        if self._state is not _State.AFTER_CALL:
+            self._release()
+        return self._out.finish()
+
+    def _read(self, char: str) -> bool:
+        """Takes the next character; False when this is no list of calls."""
+        match self._state:
+            case _State.NAME | _State.PARAMETER_NAME:
+                return self._read_word(char)
+            case _State.VALUE:
+                return self._read_value(char)
+            case _ if char.isspace():
+                return True
+            case _State.LIST:
+                self._state = _State.CALL
+                return char == "["
+            case _State.CALL | _State.PARAMETER if char.isidentifier():
+                self._word = [char]
+                self._state = _State.NAME if self._state is _State.CALL else _State.PARAMETER_NAME
+                return True
+            case _State.AFTER_NAME:
+                return self._open_call(char)
+            case _State.EQUALS:
+                return self._open_value(char)
+            case _State.PARAMETER | _State.AFTER_VALUE if char == ")":
+                self._end_call()
+                return True
+            case _State.AFTER_VALUE:
+                self._state = _State.PARAMETER
+                return char == ","
+            case _State.AFTER_CALL if char == ",":
+                self._state = _State.CALL
+                return True
+            case _State.CALL | _State.AFTER_CALL:
+                # Behind the last call; "[]" alone calls nothing.
+                self._state = _State.CONTENT
+                closed = char == "]" and bool(self._name)
+                self._held = [] if closed else self._held
+                return closed
+        return False
+
+    def _read_word(self, char: str) -> bool:
+        if char.isidentifier() or char.isdigit() or (char == "." and self._state is _State.NAME):
+            self._word.append(char)
+            return True
+        name = "".join(self._word)
+        if self._state is _State.NAME:
+            self._name, self._state = name, _State.AFTER_NAME
+        else:
+            self._json += [", " if len(self._json) > 1 else "", json.dumps(name, ensure_ascii=False), ": "]
+            self._state = _State.EQUALS
+        return self._read(char)
+
+    def _open_call(self, char: str) -> bool:
+        self._json, self._state = ["{"], _State.PARAMETER
+        return char == "("
+
+    def _open_value(self, char: str) -> bool:
+        self._value, self._state = PythonScanner(), _State.VALUE
+        return char == "="
+
+    def _read_value(self, char: str) -> bool:
+        reading = self._value.read(char)
+        if reading in (Reading.MORE, Reading.WRONG):
+            return reading is Reading.MORE
+        self._json += self._value.json
+        self._state = _State.AFTER_VALUE
+        return reading is Reading.DONE or self._read(char)
+
+    def _end_call(self) -> None:
+        self._out.start(self._name)
+        self._out.arguments("".join(self._json) + "}")
+        self._held, self._state = [], _State.AFTER_CALL
+
+    def _release(self) -> None:
+        self._out.content("".join(self._held))
+        self._held, self._state = [], _State.CONTENT
