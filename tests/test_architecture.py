@@ -18,7 +18,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jaxengine", "pallas_kernels", "sharding", "scheduler", "models")
 MAX_LINES = 400
 # Distributions whose module has another name.
-MODULES = {"orbax_checkpoint": "orbax"}
+MODULES = {
+    "orbax_checkpoint": "orbax",
+    "pyzmq": "zmq",
+    "protobuf": "google",
+    "grpcio": "grpc",
+    "grpcio_health_checking": "grpc_health",
+    "grpcio_reflection": "grpc_reflection",
+    "grpcio_status": "grpc_status",
+    "opentelemetry_api": "opentelemetry",
+}
 
 # package -> prefixes of our own modules it may import, itself aside.
 ARROWS = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxengine.config import ConfigError
+from jaxengine.parsers.registry import reasoning_format, tool_format
 
 MIB = 1 << 20
 
@@ -49,7 +50,8 @@ class ServerConfig:
       enable_force_include_usage: usage in every stream, asked for or not.
       disable_access_log: no line for each request.
       enable_reflection: gRPC reflection; None: on loopback only.
-      otlp_traces_endpoint: where OpenTelemetry spans of requests are sent; None: nowhere.
+      otlp_traces_endpoint: where OpenTelemetry spans of requests are sent, http://host:4318/v1/traces or
+        grpc://host:4317; None: nowhere.
     """
 
     host: str = "127.0.0.1"
@@ -123,6 +125,8 @@ class ServerConfig:
         ):
             if getattr(self, name) and not getattr(self, other):
                 raise ConfigError(name, getattr(self, name), f"only together with {other}")
+        tool_format(self.tool_call_parser)
+        reasoning_format(self.reasoning_parser)
 
     def api_keys(self) -> tuple[str, ...]:
         """Every key that a client may present. Raises ConfigError when the file cannot be used."""

@@ -68,3 +68,34 @@ def chat_engine(chat_options):
     engine = AsyncLLM(**chat_options)
     yield engine
     engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def make_server(chat_options):
+    """`jaxengine serve` processes by options of EngineConfig and ServerConfig; all are ended with the session.
+
+    The same options give the same server, unless it has ended. `fresh=True` gives one that nobody else has.
+    """
+    from tests.server.server_process import start_server
+
+    made, started = {}, []
+
+    def make(*, fresh: bool = False, **changes):
+        key = repr(sorted(changes.items()))
+        if not fresh and key in made and made[key].process.poll() is None:
+            return made[key]
+        running = start_server({**chat_options, "grpc_port": 0}, **changes)
+        started.append(running)
+        if not fresh:
+            made[key] = running
+        return running
+
+    yield make
+    for running in started:
+        running.remove()
+
+
+@pytest.fixture(scope="session")
+def server(make_server):
+    """A server with one API process, HTTP and gRPC: base_url, grpc_address, pid, engine_pid, api_pids."""
+    return make_server()

@@ -1,0 +1,163 @@
+"""Draws an engine's timeline as Chrome Trace Event JSON, which ui.perfetto.dev and chrome://tracing open.
+
+Tracks: the scheduler and what goes to the device, on the engine's host thread; the device, as the host sees it; text,
+in the process that makes it; and one for each request, with arrows to the steps that computed its prompt and its end.
+There is no track for the sampler: it is part of the compiled step, and the host cannot tell it from the model. Knows
+what `Timeline.last` returns, and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Event = dict[str, Any]
+
+ENGINE, REQUESTS, TEXT = 1, 2, 3
+SCHEDULER, TRANSFER, DEVICE = 1, 2, 3
+_NAMES = {
+    (ENGINE, SCHEDULER): "scheduler",
+    (ENGINE, TRANSFER): "host to device",
+    (ENGINE, DEVICE): "device",
+    (TEXT, 1): "detokeniser",
+}
+
+
+def chrome_trace(timeline: Mapping[str, Any], text: Sequence[tuple[float, float, int]], model: str) -> dict[str, Any]:
+    """A trace of what `Timeline.last` returned; text: (start, end, outputs) of what made text meanwhile, seconds."""
+    steps = timeline["steps"]
+    spans = _device_spans(steps)
+    events = [_named("process_name", number, 0, name) for number, name in _processes(model)]
+    events += [_named("thread_name", *track, name) for track, name in _NAMES.items()]
+    for step, span in zip(steps, spans, strict=True):
+        events += _step_events(step, span)
+    for start, end, count in text:
+        events.append(_slice(TEXT, 1, "text", start, end, {"outputs": count}))
+    taken = _by_request(steps, spans)
+    for track, life in enumerate(sorted(timeline["requests"], key=lambda life: life["arrival"]), 1):
+        events += _request_events(track, life, taken.get(life["id"], []), timeline["now"])
+    # Small numbers: a double holds microseconds since the machine's start to a few nanoseconds only.
+    first = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - first, 3)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "model": model,
+            "seconds": timeline["now"] - timeline["since"],
+            "device": "from dispatch, or the end of the step before, to when the host knew that the step was done",
+            "sampler": "part of the compiled step: not to be told from the model",
+        },
+    }
+
+
+def _processes(model: str) -> Iterable[tuple[int, str]]:
+    return (ENGINE, f"engine: {model}"), (REQUESTS, "requests"), (TEXT, "API process")
+
+
+def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """When the device was at each step. One ends no later than the host knew the device to be idle."""
+    spans, before = [], 0.0
+    for index, step in enumerate(steps):
+        following = steps[index + 1]["idle_since"] if index + 1 < len(steps) else None
+        end = step["arrived"] if following is None else min(step["arrived"], following)
+        start = min(max(step["dispatched"], before), end)
+        spans.append((start, end))
+        before = end
+    return spans
+
+
+def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable[Event]:
+    about = {
+        name: step[name] for name in ("number", "bucket", "num_tokens", "num_padded", "num_rows", "num_new_tokens")
+    }
+    number = {"step": step["number"]}
+    yield _slice(ENGINE, SCHEDULER, "schedule", step["start"], step["scheduled"], number)
+    yield _slice(ENGINE, TRANSFER, "rows and message", step["scheduled"], step["prepared"], number)
+    dispatch = {**number, "bytes": step["num_bytes"]}
+    yield _slice(ENGINE, TRANSFER, "dispatch", step["prepared"], step["dispatched"], dispatch)
+    yield _slice(ENGINE, SCHEDULER, "wait for tokens", step["waiting"], step["arrived"], number)
+    yield _slice(ENGINE, SCHEDULER, "update", step["arrived"], step["updated"], number)
+    idle = 0.0 if step["idle_since"] is None else step["dispatched"] - step["idle_since"]
+    yield _slice(ENGINE, DEVICE, step["bucket"], *span, {**about, "idle_before_us": _us(idle)})
+    for name, series, value in (
+        ("batch_real", "tokens", step["num_tokens"]),
+        ("batch_padded", "tokens", step["num_padded"]),
+        ("kv_used", "pages", step["pages_used"]),
+        ("tokens", "new", step["num_new_tokens"]),
+        ("running", "requests", step["num_running"]),
+        ("waiting", "requests", step["num_waiting"]),
+    ):
+        yield {"ph": "C", "name": name, "pid": ENGINE, "tid": 0, "ts": _us(span[0]), "args": {series: value}}
+
+
+def _by_request(
+    steps: Sequence[Mapping[str, Any]], spans: Sequence[tuple[float, float]]
+) -> dict[str, list[tuple[str, float, float, int]]]:
+    """By request id, (what, start, end, step) of what steps did with it, in order."""
+    taken: dict[str, list[tuple[str, float, float, int]]] = {}
+    for step, (start, end) in zip(steps, spans, strict=True):
+        number = step["number"]
+        for request_id in step["preempted"]:
+            taken.setdefault(request_id, []).append(("preempted", step["start"], step["start"], number))
+        for request_id in step["admitted"]:
+            taken.setdefault(request_id, []).append(("admitted", step["start"], step["start"], number))
+        for request_id, count in step["chunks"]:
+            taken.setdefault(request_id, []).append((f"{count} tokens", start, end, number))
+        for request_id in step["finished"]:
+            taken.setdefault(request_id, []).append(("last token", start, end, number))
+    return taken
+
+
+def _request_events(
+    track: int, life: Mapping[str, Any], taken: Sequence[tuple[str, float, float, int]], now: float
+) -> Iterable[Event]:
+    """A request's track: queued, prefill, decode, and within them its chunks and the times it was preempted."""
+    end = now if life["finished"] is None else life["finished"]
+    began = end if life["first_scheduled"] is None else life["first_scheduled"]
+    first = end if life["first_token"] is None else life["first_token"]
+    about = {name: life[name] for name in ("num_prompt", "num_cached", "num_preemptions", "reason")}
+    yield _named("thread_name", REQUESTS, track, f"request {life['id']}")
+    for name, start, stop in (("queued", life["arrival"], began), ("prefill", began, first), ("decode", first, end)):
+        if stop > start:
+            yield _slice(REQUESTS, track, name, start, stop, about)
+    for index, (name, start, stop, step) in enumerate(_inside(taken, life["arrival"], end)):
+        yield _slice(REQUESTS, track, name, start, stop, {"step": step})
+        if name != "preempted":
+            flow = {"cat": "step", "name": "step", "id": track << 20 | index, "ts": _us(start)}
+            yield {"ph": "s", "pid": REQUESTS, "tid": track, **flow}
+            yield {"ph": "f", "bp": "e", "pid": ENGINE, "tid": DEVICE, **flow}
+    if life["finished"] is not None:
+        name = f"ended: {life['reason']}"
+        yield {"ph": "i", "s": "t", "name": name, "pid": REQUESTS, "tid": track, "ts": _us(life["finished"])}
+
+
+def _inside(
+    taken: Sequence[tuple[str, float, float, int]], first: float, last: float
+) -> Iterable[tuple[str, float, float, int]]:
+    """Slices that do not overlap, within the request's life; preempted until it is admitted again."""
+    end_before = first
+    for index, (name, start, stop, step) in enumerate(taken):
+        if name == "preempted":
+            stop = next((each[1] for each in taken[index + 1 :] if each[0] == "admitted"), last)
+        start, stop = max(start, end_before), min(stop, last)
+        if name != "admitted" and stop > start:
+            yield name, start, stop, step
+            end_before = stop
+
+
+def _slice(process: int, track: int, name: str, start: float, end: float, arguments: Mapping[str, Any]) -> Event:
+    begin = _us(start)
+    duration = round(_us(end) - begin, 3)
+    return {"ph": "X", "name": name, "pid": process, "tid": track, "ts": begin, "dur": duration, "args": arguments}
+
+
+def _named(what: str, process: int, track: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, to the nanosecond."""
+    return round(seconds * 1e6, 3)

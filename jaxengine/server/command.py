@@ -1,0 +1,51 @@
+"""`jaxengine serve`: the command line of the server. Everything heavy is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+from jaxengine.cli_options import add_options, given_options
+from jaxengine.config import ConfigError, EngineConfig
+from jaxengine.server.options import ServerConfig
+
+_NEEDED = ("fastapi", "uvicorn", "zmq", "msgspec", "grpc")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+    parser.add_argument(
+        f"{EngineConfig.__name__}.model",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help="a GGUF file, a Hugging Face folder, or a hub id to download; the embedded SmolLM2-135M-Instruct if none",
+    )
+    add_options(parser, "server options", ServerConfig)
+    add_options(parser, "engine options", EngineConfig, names)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Raises ConfigError for what is wrong with the options."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"jaxengine: error: serving needs {', '.join(missing)}: pip install 'jaxengine[serve]'", file=sys.stderr)
+        return 2
+    from jaxengine.server.spans import check_endpoint
+    from jaxengine.server.supervisor import Supervisor
+
+    server = ServerConfig(**given_options(args, ServerConfig))
+    engine = EngineConfig(**given_options(args, EngineConfig))
+    # Files that cannot be read are better known now than after the model was loaded.
+    server.api_keys()
+    server.admin_keys()
+    check_endpoint(server.otlp_traces_endpoint)
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        path = getattr(server, name)
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(name, path, "a file")
+    return Supervisor(server, engine).run()

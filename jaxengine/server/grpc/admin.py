@@ -1,0 +1,78 @@
+"""The Admin service: what an operator may see and change. Whoever gets here has an operator's key."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from jaxengine import __version__
+from jaxengine.engine_client import EngineClient
+from jaxengine.server.grpc import admin_pb2 as pb
+from jaxengine.server.grpc.service import OpenCalls
+from scheduler.errors import RequestError
+
+API_VERSION = "jaxengine.v1"
+MAX_IDS = 1024
+
+Context = grpc.aio.ServicerContext
+
+
+class AdminService:
+    """Methods are named as in admin.proto and raise what status.status_of knows."""
+
+    def __init__(self, engine: EngineClient, model_names: tuple[str, ...], calls: OpenCalls):
+        self._engine = engine
+        self._model_names = model_names
+        self._calls = calls
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
+        config = self._engine.inputs.config
+        status = await self._engine.utility("status")
+        return pb.ServerInfo(
+            engine_version=__version__,
+            api_version=API_VERSION,
+            parallelism=pb.ParallelismInfo(
+                tensor_parallel_size=config.tensor_parallel_size,
+                pipeline_parallel_size=config.pipeline_parallel_size,
+                data_parallel_size=config.data_parallel_size,
+            ),
+            max_model_len=config.max_model_len,
+            kv_block_size=config.block_size,
+            total_kv_blocks=status["pages"]["num_pages"],
+            max_running_requests=config.max_num_seqs,
+            max_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
+        inputs = self._engine.inputs
+        name, *aliases = self._model_names
+        tokenizer = inputs.tokenizer
+        ends = () if tokenizer is None else tokenizer.eos_token_ids
+        return pb.ModelInfo(
+            model_id=inputs.config.model or name,
+            served_model_name=name,
+            served_model_aliases=aliases,
+            vocab_size=inputs.model_config.vocab_size,
+            eos_token_ids=list(dict.fromkeys((*ends, *inputs.model_config.eos_token_ids))),
+            supports_text_input=tokenizer is not None,
+            supports_token_ids_input=True,
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.Load:
+        status = await self._engine.utility("status")
+        return pb.Load(
+            num_requests_running=status["num_running"],
+            num_requests_waiting=status["num_waiting"],
+            kv_cache_usage=status["kv_usage"],
+            num_open_calls=len(self._calls),
+        )
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        count = len(request.request_ids)
+        if not 1 <= count <= MAX_IDS:
+            raise RequestError(f"request_ids holds {count} ids; allowed are 1 to {MAX_IDS}", param="request_ids")
+        for request_id in request.request_ids:
+            await self._engine.abort(request_id)
+        return pb.AbortResponse()
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
+        return pb.FlushCacheResponse(success=bool(await self._engine.utility("reset_prefix_cache")))

@@ -1,0 +1,151 @@
+"""A client for the Inference service.
+
+    with Client("127.0.0.1:8001", key="...") as client:
+        answer = client.generate("The capital of France is", max_new_tokens=8, temperature=0)
+        print(answer.outputs[0].text)
+
+Answers are the messages of inference.proto. Errors are grpc.RpcError; `bad_fields` tells which fields were wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from jaxengine.server.grpc import inference_pb2 as pb
+from jaxengine.server.grpc.inference_pb2_grpc import InferenceStub
+
+# A text, token ids, or the messages of a conversation, each with "role" and "content".
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class Client:
+    """Calls one server; safe to use from several threads.
+
+    Args:
+      target: "host:port".
+      key: what the server asks for, if it does.
+      root_certificates: PEM of the authorities that the server's certificate is checked against; with any of the three
+        the connection is TLS, without it is not encrypted.
+      certificate_chain, private_key: PEM of the client's own, for a server that wants one.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        key: str | None = None,
+        root_certificates: bytes | None = None,
+        certificate_chain: bytes | None = None,
+        private_key: bytes | None = None,
+    ):
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        if root_certificates is None and certificate_chain is None and private_key is None:
+            self._channel = grpc.insecure_channel(target, options)
+        else:
+            credentials = grpc.ssl_channel_credentials(root_certificates, private_key, certificate_chain)
+            self._channel = grpc.secure_channel(target, credentials, options)
+        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+        self._stub = InferenceStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection and the calls under way."""
+        self._channel.close()
+
+    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> pb.GenerateResponse:
+        """The whole answer.
+
+        Args:
+          timeout: seconds until the server gives up and the call ends with DEADLINE_EXCEEDED.
+          options: fields of GenerateRequest and of its groups, by their own names: temperature, top_p, num_sequences,
+            max_new_tokens, stop_strings, output_token_ids, cache_salt, ... TypeError for others.
+        """
+        request = generate_request(prompt, **options)
+        return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
+
+    def generate_stream(
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Any
+    ) -> Iterator[pb.GenerateChunk]:
+        """The answer as it comes, arguments as for `generate`. What is returned also has cancel()."""
+        request = generate_request(prompt, **options)
+        return self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
+
+    def tokenize(self, prompt: str | Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+        """Token ids of a text or conversation; options: other fields of TokenizeRequest."""
+        request = pb.TokenizeRequest(**options)
+        _set_prompt(request, prompt)
+        return list(self._stub.Tokenize(request, metadata=self._metadata).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], **options: Any) -> str:
+        """The text; options: other fields of DetokenizeRequest."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, **options)
+        return self._stub.Detokenize(request, metadata=self._metadata).text
+
+    def score(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> pb.ScoreResponse:
+        """Log-probabilities of the prompt's tokens; options: other fields of ScoreRequest."""
+        request = pb.ScoreRequest(**options)
+        _set_prompt(request, prompt)
+        return self._stub.Score(request, timeout=timeout, metadata=self._metadata)
+
+
+def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
+    """The message for `Client.generate`'s arguments. TypeError for an option that there is not."""
+    request = pb.GenerateRequest()
+    _set_prompt(request, prompt)
+    for name, value in options.items():
+        group = _GROUP_OF.get(name)
+        if group is None:
+            raise TypeError(f"there is no option {name!r}; allowed: {', '.join(sorted(_GROUP_OF))}")
+        part = getattr(request, group) if group else request
+        part.MergeFrom(type(part)(**{name: value}))
+    return request
+
+
+def bad_fields(error: grpc.RpcError) -> list[str]:
+    """The fields that a call was refused for, in the proto's spelling."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    found = []
+    for detail in () if status is None else status.details:
+        bad = error_details_pb2.BadRequest()
+        if detail.Unpack(bad):
+            found.extend(violation.field for violation in bad.field_violations)
+    return found
+
+
+def _set_prompt(request: pb.GenerateRequest | pb.ScoreRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        request.messages.messages.extend(pb.ChatMessage(**message) for message in prompt)  # type: ignore[arg-type]
+    elif isinstance(request, pb.TokenizeRequest):
+        raise TypeError("prompt must be a text or messages")
+    else:
+        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+
+
+def _group_of() -> dict[str, str]:
+    """Option -> the group it is in; "" for the request itself."""
+    groups: dict[str, str] = {}
+    for field in pb.GenerateRequest.DESCRIPTOR.fields:
+        if field.containing_oneof is not None and field.containing_oneof.name == "prompt":
+            continue
+        if field.message_type is None:
+            groups[field.name] = ""
+        else:
+            groups.update((inner.name, field.name) for inner in field.message_type.fields)
+    return groups
+
+
+_GROUP_OF = _group_of()

@@ -1,0 +1,311 @@
+"""What a request of inference.proto asks an engine for: its prompt, its sampling parameters, what to report.
+
+Every field that is set either acts here or is refused. Knows nothing of calls and channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxengine.inputs import InputProcessor
+from jaxengine.server.grpc import inference_pb2 as pb
+from jaxengine.server.http.prompts import PromptEncoder
+from jaxengine.server.http.protocol import REQUEST_ID
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import RequestError
+from scheduler.sampling_params import RequestOutputKind, SamplingParams
+
+# Field of GenerateRequest -> field of SamplingParams that it becomes, as it is.
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "sampling.num_sequences": "n",
+    "sampling.top_k": "top_k",
+    "sampling.top_p": "top_p",
+    "sampling.min_p": "min_p",
+    "sampling.seed": "seed",
+    "decoding.presence_penalty": "presence_penalty",
+    "decoding.frequency_penalty": "frequency_penalty",
+    "decoding.repetition_penalty": "repetition_penalty",
+    "decoding.logit_bias": "logit_bias",
+    "decoding.allowed_token_ids": "allowed_token_ids",
+    "decoding.bad_words": "bad_words",
+    "stopping.max_new_tokens": "max_tokens",
+    "stopping.min_new_tokens": "min_tokens",
+    "stopping.stop_token_ids": "stop_token_ids",
+    "stopping.stop_strings": "stop",
+    "stopping.include_stop_strings": "include_stop_str_in_output",
+    "stopping.ignore_eos": "ignore_eos",
+    "response.skip_special_tokens": "skip_special_tokens",
+    "response.spaces_between_special_tokens": "spaces_between_special_tokens",
+}
+GROUPS = ("sampling", "decoding", "stopping", "response")
+# Where an error about a parameter that has no field of its own points to.
+_OTHER_FIELDS = {
+    "cache_salt": "kv.cache_salt",
+    "prompt_token_ids": "token_ids",
+    "chat_template_kwargs": "messages.chat_template_kwargs",
+    "add_generation_prompt": "messages.add_generation_prompt",
+    "continue_final_message": "messages.continue_final_message",
+}
+MAX_CHAT_MESSAGES = 10_000
+MAX_TEMPLATE_VARIABLES_BYTES = 64 << 10
+_MAX_UNKNOWN_BYTES = 4096
+_PARAM_FIELDS = {param: field for field, param in SAMPLING_FIELDS.items()}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of an output the caller wants to see."""
+
+    text: bool = False
+    token_ids: bool = False
+    logprobs: bool = False
+    candidates: bool = False
+    prompt_token_ids: bool = False
+    prompt_logprobs: bool = False
+    prompt_candidates: bool = False
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A request in the engine's terms."""
+
+    request_id: str
+    prompt: dict[str, Any]
+    params: SamplingParams
+    priority: int
+    wanted: Wanted
+
+
+class RequestReader:
+    """Reads requests for one engine. Everything it raises about a request is a RequestError."""
+
+    def __init__(self, inputs: InputProcessor, config: ServerConfig):
+        self._inputs = inputs
+        self._config = config
+        self._encoder = PromptEncoder(inputs)
+
+    async def generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
+        """stream: in pieces, or once it is finished."""
+        request_id = read_request_id(request)
+        wanted = _wanted(request.response)
+        params = self._sampling_params(request, wanted, stream)
+        return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
+
+    async def score(self, request: pb.ScoreRequest) -> Generation:
+        """A generation of one token that nobody looks at: the prompt's log-probabilities are the answer."""
+        request_id = read_request_id(request)
+        asked = request.HasField("candidates")
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=_num_candidates(request.candidates, "candidates") if asked else 0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        wanted = Wanted(prompt_token_ids=True, prompt_logprobs=True, prompt_candidates=asked)
+        return Generation(request_id, await self._prompt(request), params, request.priority, wanted)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        if not text:
+            raise RequestError("text is empty; at least one character is needed", param="text", value=text)
+        return (await self._encoder.encode([text], add_special_tokens=add_special_tokens, param="text"))[0]
+
+    async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
+        """Token ids of a conversation. A template is a program, so it runs off the event loop."""
+        variables = None
+        if len(chat.messages) > MAX_CHAT_MESSAGES:
+            count = len(chat.messages)
+            raise RequestError(f"there are {count} messages; allowed are {MAX_CHAT_MESSAGES}", param="messages")
+        if chat.HasField("chat_template_kwargs"):
+            if chat.chat_template_kwargs.ByteSize() > MAX_TEMPLATE_VARIABLES_BYTES:
+                allowed = f"allowed are {MAX_TEMPLATE_VARIABLES_BYTES} bytes"
+                raise RequestError(f"template variables are too long; {allowed}", param="chat_template_kwargs")
+            if not self._config.chat_template_kwargs_allowed:
+                raise RequestError("this server takes no template variables", param="chat_template_kwargs")
+            try:
+                variables = json_format.MessageToDict(chat.chat_template_kwargs)
+            except ValueError:
+                raise RequestError("template variables must be finite numbers", param="chat_template_kwargs") from None
+        given = chat.HasField("add_generation_prompt")
+        prompt = await asyncio.to_thread(
+            self._inputs.chat_prompt,
+            [{"role": message.role, "content": message.content} for message in chat.messages],
+            add_generation_prompt=chat.add_generation_prompt if given else not chat.continue_final_message,
+            continue_final_message=chat.continue_final_message,
+            chat_template_kwargs=variables,
+        )
+        return prompt["prompt_token_ids"]
+
+    async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
+        """The prompt as token ids, with its cache salt."""
+        kind, keep = request.WhichOneof("prompt"), request.truncate_prompt_tokens
+        if kind is None:
+            raise RequestError("a prompt is needed: text, token_ids or messages", param="prompt")
+        if kind == "token_ids":
+            token_ids = request.token_ids.ids
+        elif kind == "text":
+            token_ids = await self.encode(request.text)
+        else:
+            token_ids = await self.encode_messages(request.messages)
+        count = min(len(token_ids), keep) if keep else len(token_ids)
+        longest = self._inputs.config.max_model_len - 1
+        if not 1 <= count <= longest:
+            raise RequestError(
+                f"the prompt has {count} tokens; allowed are 1 to {longest} (max_model_len - 1)",
+                param="prompt",
+                value=count,
+            )
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids[-count:]}
+        if request.kv.bypass_prefix_cache:
+            if request.kv.cache_salt:
+                raise RequestError(
+                    "kv.bypass_prefix_cache reads no cached pages, so kv.cache_salt must be empty", param="cache_salt"
+                )
+            # Pages are found by their salt, and nobody has used this one.
+            prompt["cache_salt"] = secrets.token_hex(16)
+        elif request.kv.cache_salt:
+            prompt["cache_salt"] = request.kv.cache_salt
+        return prompt
+
+    def _sampling_params(self, request: pb.GenerateRequest, wanted: Wanted, stream: bool) -> SamplingParams:
+        values: dict[str, Any] = {}
+        if request.WhichOneof("prompt") == "messages":
+            values["max_tokens"] = None
+        values.update(self._inputs.generation_defaults)
+        vocab_size, max_n = self._inputs.model_config.vocab_size, self._config.max_n
+        for field, value in _fields_set(request):
+            if field in SAMPLING_FIELDS:
+                param = SAMPLING_FIELDS[field]
+                values[param] = _plain(field, value, param, vocab_size)
+        if values.get("n", 1) > max_n:
+            raise RequestError(f"n is {values['n']}; allowed are 1 to {max_n}", param="n", value=values["n"])
+        response = request.response
+        if wanted.logprobs or wanted.candidates:
+            values["logprobs"] = _num_candidates(
+                response.output_candidates, "response.output_candidates", wanted.candidates
+            )
+        if wanted.prompt_logprobs or wanted.prompt_candidates:
+            values["prompt_logprobs"] = _num_candidates(
+                response.prompt_candidates, "response.prompt_candidates", wanted.prompt_candidates
+            )
+        kind = request.decoding.WhichOneof("structured_output")
+        if kind is not None:
+            value = getattr(request.decoding, kind)
+            if kind == "choice":
+                value = _plain("decoding.choice", value.choices, "structured_outputs", vocab_size)
+            values["structured_outputs"] = {kind: value}
+        # Stop strings are looked for in the text, wanted or not.
+        values["detokenize"] = wanted.text or bool(values.get("stop"))
+        values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**values)
+
+
+def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:
+    """The caller's, or a new one."""
+    if not request.request_id:
+        return f"grpc-{uuid.uuid4().hex}"
+    if not REQUEST_ID.fullmatch(request.request_id):
+        raise RequestError(
+            f"request_id is {request.request_id[:40]!r}; allowed are 1 to 128 letters, digits, '-' and '_'",
+            param="request_id",
+            value=request.request_id,
+        )
+    return request.request_id
+
+
+def field_of(request: Message, param: str | None) -> str | None:
+    """The proto field that a RequestError's param is about."""
+    names = request.DESCRIPTOR.fields_by_name
+    if param is None or param in names:
+        return param
+    if param == "prompt" and "prompt" in request.DESCRIPTOR.oneofs_by_name:
+        return request.WhichOneof("prompt") or "prompt"
+    if param in ("logprobs", "prompt_logprobs") and "response" in names:
+        return f"response.{'output' if param == 'logprobs' else 'prompt'}_candidates"
+    if param == "prompt_logprobs":
+        return "candidates"
+    if param == "structured_outputs" and isinstance(request, pb.GenerateRequest):
+        return f"decoding.{request.decoding.WhichOneof('structured_output')}"
+    return _PARAM_FIELDS.get(param) or _OTHER_FIELDS.get(param) or param
+
+
+def refuse_unknown_fields(message: Message) -> None:
+    """Raises RequestError for a field that this server does not know, or that came as another type."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    size = message.ByteSize() - known.ByteSize()
+    if size == 0:
+        return
+    # Looking for the name takes time and memory in proportion.
+    if size <= _MAX_UNKNOWN_BYTES:
+        _name_unknown_field(message, "")
+    raise RequestError(f"the {message.DESCRIPTOR.full_name} has fields that are not supported")
+
+
+def _name_unknown_field(message: Message, path: str) -> None:
+    for unknown in UnknownFieldSet(message):
+        field = message.DESCRIPTOR.fields_by_number.get(unknown.field_number)
+        if field is not None:
+            name = path + field.name
+            raise RequestError(f"{name} has the wrong type on the wire", param=name)
+        name = f"{path}{unknown.field_number}"
+        raise RequestError(f"field {name} of {message.DESCRIPTOR.full_name} is not supported", param=name)
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for part in [value] if isinstance(value, Message) else islice(value, MAX_CHAT_MESSAGES):
+            _name_unknown_field(part, f"{path}{field.name}.")
+
+
+def _fields_set(request: pb.GenerateRequest) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the fields that the caller has set, those of groups as "group.field"."""
+    for field, value in request.ListFields():
+        if field.name in GROUPS:
+            yield from ((f"{field.name}.{inner.name}", part) for inner, part in value.ListFields())
+        else:
+            yield field.name, value
+
+
+def _plain(field: str, value: Any, param: str, vocab_size: int) -> Any:
+    if isinstance(value, bool | int | float | str):
+        return value
+    if len(value) > vocab_size:
+        raise RequestError(f"{field} has {len(value)} entries; allowed are {vocab_size}", param=param, value=len(value))
+    return dict(value) if isinstance(value, Mapping) else list(value)
+
+
+def _wanted(response: pb.ResponseOptions) -> Wanted:
+    return Wanted(
+        text=response.output_text if response.HasField("output_text") else True,
+        token_ids=response.output_token_ids,
+        logprobs=response.output_logprobs,
+        candidates=response.HasField("output_candidates"),
+        prompt_token_ids=response.prompt_token_ids,
+        prompt_logprobs=response.prompt_logprobs,
+        prompt_candidates=response.HasField("prompt_candidates"),
+    )
+
+
+def _num_candidates(candidates: pb.CandidateTokens, field: str, asked: bool = True) -> int:
+    """How many likeliest tokens to report: -1 for all; 0, the chosen one only, unless asked for more."""
+    if not asked:
+        return 0
+    chosen = candidates.WhichOneof("select")
+    if chosen == "top_n":
+        return candidates.top_n
+    if chosen == "all" and candidates.all:
+        return -1
+    raise RequestError(f"{field} must say top_n or all = true", param=field)

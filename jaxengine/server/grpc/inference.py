@@ -1,0 +1,170 @@
+"""The Inference service: requests to an engine, its outputs back to the caller, in time or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import grpc
+import grpc.aio
+
+from jaxengine.engine_client import EngineClient
+from jaxengine.outputs import RequestOutput
+from jaxengine.server.grpc import inference_pb2 as pb
+from jaxengine.server.grpc.answers import AnswerWriter
+from jaxengine.server.grpc.convert import Generation, RequestReader
+from jaxengine.server.grpc.status import CallError
+from jaxengine.server.http.prompts import check_token_ids
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import RequestError
+
+MAX_DETOKENIZE = 1 << 20
+
+Context = grpc.aio.ServicerContext
+
+
+class InferenceService:
+    """Methods are named as in inference.proto and raise what status.status_of knows."""
+
+    def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...]):
+        self._engine = engine
+        self._reader = RequestReader(engine.inputs, config)
+        self._config = config
+        self._model_names = model_names
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        arrival = time.monotonic()
+        model = self._model(request.model)
+        generation = await self._reader.generation(request, stream=False)
+        output = await self._finish(generation, context, arrival)
+        return AnswerWriter(generation.request_id, model, generation.wanted).response(output)
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
+        arrival = time.monotonic()
+        model = self._model(request.model)
+        generation = await self._reader.generation(request, stream=True)
+        writer = AnswerWriter(generation.request_id, model, generation.wanted)
+        begun = False
+        async with aclosing(self._run(generation, context, arrival)) as outputs:
+            async for output in outputs:
+                if not begun:
+                    await context.send_initial_metadata((("x-request-id", generation.request_id),))
+                    begun = True
+                for chunk in writer.chunks(output):
+                    await self._write(context, chunk)
+                _refuse_expired(output)
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        arrival = time.monotonic()
+        model = self._model(request.model)
+        generation = await self._reader.score(request)
+        output = await self._finish(generation, context, arrival)
+        writer = AnswerWriter(generation.request_id, model, generation.wanted)
+        return pb.ScoreResponse(
+            prompt_info=writer.prompt_info(output),
+            usage=writer.usage(output),
+            request_id=generation.request_id,
+            model=model,
+        )
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        self._model(request.model)
+        inputs = self._engine.inputs
+        tokenizer, kind = inputs.require_tokenizer(), request.WhichOneof("prompt")
+        special = request.HasField("add_special_tokens")
+        if kind == "text":
+            token_ids = await self._reader.encode(request.text, request.add_special_tokens if special else True)
+        elif kind is None:
+            raise RequestError("a prompt is needed: text or messages", param="prompt")
+        elif special:
+            raise RequestError(
+                "add_special_tokens goes with text: the template has written them", param="add_special_tokens"
+            )
+        else:
+            token_ids = await self._reader.encode_messages(request.messages)
+        names = tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else ()
+        return pb.TokenizeResponse(
+            token_ids=token_ids,
+            count=len(token_ids),
+            max_model_len=inputs.config.max_model_len,
+            token_strs=[name or "" for name in names],
+        )
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        self._model(request.model)
+        inputs = self._engine.inputs
+        tokenizer, vocab_size = inputs.require_tokenizer(), inputs.model_config.vocab_size
+        if len(request.token_ids) > MAX_DETOKENIZE:
+            count = len(request.token_ids)
+            raise RequestError(f"token_ids holds {count} ids; allowed are {MAX_DETOKENIZE}", param="token_ids")
+        token_ids = list(request.token_ids)
+        check_token_ids("token_ids", token_ids, vocab_size)
+        text = await asyncio.to_thread(tokenizer.decode, token_ids, request.skip_special_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    async def _finish(self, generation: Generation, context: Context, arrival: float) -> RequestOutput:
+        """The last output of a request, which is all there is of kind FINAL_ONLY."""
+        async with aclosing(self._run(generation, context, arrival)) as outputs:
+            async for output in outputs:
+                _refuse_expired(output)
+                if output.finished:
+                    return output
+        raise RuntimeError("the engine ended a request without its last output")
+
+    async def _run(
+        self, generation: Generation, context: Context, arrival: float
+    ) -> AsyncGenerator[RequestOutput, None]:
+        outputs = self._engine.generate(
+            generation.prompt,
+            generation.params,
+            generation.request_id,
+            priority=generation.priority,
+            timeout=self._time_left(context, arrival),
+        )
+        try:
+            async for output in outputs:
+                yield output
+        except RequestError as error:
+            # Its form was checked before, so another request has it.
+            if error.param == "request_id":
+                raise CallError(grpc.StatusCode.ALREADY_EXISTS, str(error)) from None
+            raise
+        finally:
+            # Left early, it aborts the request, and only now rather than when it is collected.
+            if isinstance(outputs, AsyncGenerator):
+                await outputs.aclose()
+
+    def _time_left(self, context: Context, arrival: float) -> float | None:
+        """Seconds until the caller's deadline or the server's limit, counted from arrival."""
+        limits = [context.time_remaining()]
+        if self._config.request_timeout is not None:
+            limits.append(arrival + self._config.request_timeout - time.monotonic())
+        left = min((limit for limit in limits if limit is not None), default=None)
+        if left is not None and left <= 0:
+            raise _expired()
+        return left
+
+    async def _write(self, context: Context, chunk: pb.GenerateChunk) -> None:
+        """Hands a chunk to the transport, which takes it once the reader has room; meanwhile outputs are joined."""
+        limit = self._config.stream_write_timeout
+        try:
+            async with asyncio.timeout(limit):
+                await context.write(chunk)
+        except TimeoutError:
+            raise CallError(grpc.StatusCode.ABORTED, f"the stream was left unread for {limit:g} s") from None
+
+    def _model(self, name: str) -> str:
+        if name and name not in self._model_names:
+            raise CallError(grpc.StatusCode.NOT_FOUND, f"there is no model {name[:200]!r} here")
+        return name or self._model_names[0]
+
+
+def _refuse_expired(output: RequestOutput) -> None:
+    if any(each.finish_reason == "abort" and each.stop_reason == "timeout" for each in output.outputs):
+        raise _expired()
+
+
+def _expired() -> CallError:
+    return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the time for this request is over")

@@ -1,0 +1,196 @@
+"""The gRPC server: which services it has, how it listens, what it reports of its health, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from jaxengine.config import ConfigError
+from jaxengine.engine_client import EngineClient, EngineDeadError
+from jaxengine.server.grpc import admin_pb2, inference_pb2
+from jaxengine.server.grpc.admin import AdminService
+from jaxengine.server.grpc.auth import KeyInterceptor
+from jaxengine.server.grpc.inference import InferenceService
+from jaxengine.server.grpc.service import OpenCalls, handlers
+from jaxengine.server.http.models import served_names
+from jaxengine.server.options import MIB, ServerConfig
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+MAX_SEND_BYTES = 64 * MIB
+# Seconds between two looks at the engine's health.
+HEALTH_INTERVAL = 0.25
+# Calls beyond those that an engine runs and queues: the ones about to be refused, health checks, tokenising.
+SPARE_CALLS = 256
+
+
+class GrpcServer:
+    """A running server.
+
+    Attributes:
+      port: where it listens.
+    """
+
+    def __init__(self, server: grpc.aio.Server, port: int, engine: EngineClient, calls: OpenCalls, health: Health):
+        self.port = port
+        self._server = server
+        self._calls = calls
+        self._health = health
+        self._watch = asyncio.create_task(health.follow(engine))
+
+    async def stop(self, grace: float) -> None:
+        """Reports NOT_SERVING, refuses new calls as UNAVAILABLE, and ends those left after `grace` seconds."""
+        self._watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._watch
+        await self._health.enter_graceful_shutdown()
+        # Watchers of our health may hear of it until the end, but need not be waited for.
+        await self._calls.drain(grace)
+        await self._server.stop(None)
+
+
+class Health(HealthServicer):
+    """grpc.health.v1 for the server as a whole ("") and each of its services."""
+
+    def __init__(self, services: tuple[str, ...]):
+        super().__init__()
+        self._names = ("", *services)
+
+    async def follow(self, engine: EngineClient) -> None:
+        """Reports what the engine says of itself, until cancelled."""
+        known = None
+        while True:
+            try:
+                await engine.check_health()
+                status = health_pb2.HealthCheckResponse.SERVING
+            except EngineDeadError:
+                status = health_pb2.HealthCheckResponse.NOT_SERVING
+            if status != known:
+                for name in self._names:
+                    await self.set(name, status)
+                known = status
+            await asyncio.sleep(HEALTH_INTERVAL)
+
+
+async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
+    """Serves `engine` on config.grpc_port, on the running event loop.
+
+    Raises ConfigError, naming the option, for a port that is taken and for keys or certificates that cannot be used.
+    """
+    names = served_names(engine, config)
+    calls = OpenCalls(log=not config.disable_access_log)
+    server = grpc.aio.server(
+        interceptors=[KeyInterceptor(config.api_keys(), config.admin_keys())],
+        options=_options(config),
+        maximum_concurrent_rpcs=_max_calls(engine, config),
+    )
+    services = [INFERENCE.full_name]
+    server.add_generic_rpc_handlers((handlers(InferenceService(engine, config, names), INFERENCE, calls),))
+    if config.enable_admin:
+        services.append(ADMIN.full_name)
+        server.add_generic_rpc_handlers((handlers(AdminService(engine, names, calls), ADMIN, calls),))
+    reported = Health(tuple(services))
+    health_pb2_grpc.add_HealthServicer_to_server(reported, server)
+    if config.enable_reflection if config.enable_reflection is not None else is_loopback(config.host):
+        reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = _listen(server, config)
+    await server.start()
+    return GrpcServer(server, port, engine, calls, reported)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _max_calls(engine: EngineClient, config: ServerConfig) -> int:
+    engine_config = engine.inputs.config
+    max_num_seqs = engine_config.max_num_seqs * engine_config.data_parallel_size
+    queued = 4 * max_num_seqs if config.max_num_queued_reqs is None else config.max_num_queued_reqs
+    return max_num_seqs + queued + SPARE_CALLS
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_request_bytes),
+        ("grpc.max_send_message_length", MAX_SEND_BYTES),
+        ("grpc.max_metadata_size", config.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", config.max_header_bytes),
+        # A message is measured before it is unpacked, so packed ones (bit 0 is "as it is") would get around its limit.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        # The processes of one server share its port, which their supervisor has made sure is nobody else's.
+        ("grpc.so_reuseport", 1),
+        # Clients may ask whether we live during a long silent answer, without GOAWAY too_many_pings.
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # And we find out about clients that went without a word.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+
+
+def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
+    if config.grpc_port is None:
+        raise ConfigError("grpc_port", None, "0 to 65535")
+    address = f"[{config.host}]:{config.grpc_port}" if ":" in config.host else f"{config.host}:{config.grpc_port}"
+    credentials = None if config.ssl_certfile is None else Certificates(config).credentials()
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise ConfigError("grpc_port", address, "a free address, and a certificate that fits its key") from None
+
+
+class Certificates:
+    """The files of a server's certificate, read again when they change, so that renewing one needs no restart."""
+
+    def __init__(self, config: ServerConfig):
+        assert config.ssl_certfile is not None and config.ssl_keyfile is not None
+        self._files = {"ssl_certfile": Path(config.ssl_certfile), "ssl_keyfile": Path(config.ssl_keyfile)}
+        if config.ssl_ca_certs is not None:
+            self._files["ssl_ca_certs"] = Path(config.ssl_ca_certs)
+        self._changed = self._times()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For a port. With ssl_ca_certs, clients must present a certificate too."""
+        return grpc.dynamic_ssl_server_credentials(self._read(), self._renewed, "ssl_ca_certs" in self._files)
+
+    def _renewed(self) -> Any:
+        """Asked for at each handshake: a ServerCertificateConfiguration, or None for the one in use."""
+        try:
+            times = self._times()
+            if times == self._changed:
+                return None
+            configuration = self._read()
+        except ConfigError:  # in the middle of being replaced
+            return None
+        self._changed = times
+        return configuration
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        contents = {name: self._open(name, Path.read_bytes) for name in self._files}
+        pair = contents["ssl_keyfile"], contents["ssl_certfile"]
+        return grpc.ssl_server_certificate_configuration([pair], contents.get("ssl_ca_certs"))
+
+    def _times(self) -> list[int]:
+        return [self._open(name, Path.stat).st_mtime_ns for name in self._files]
+
+    def _open(self, name, read):
+        try:
+            return read(self._files[name])
+        except OSError as error:
+            raise ConfigError(name, str(self._files[name]), f"a file that can be read: {error}") from None

@@ -1,0 +1,108 @@
+"""From bytes to a servicer's method and back: parsing, errors to statuses, and which calls are under way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import message_factory
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from jaxengine.engine_client import EngineDrainingError
+from jaxengine.server.grpc.convert import field_of, refuse_unknown_fields
+from jaxengine.server.grpc.status import status_of
+from jaxengine.server.spans import caller_trace
+from scheduler.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+
+
+class OpenCalls:
+    """The calls under way; once draining, no more are let in."""
+
+    def __init__(self, *, log: bool):
+        self._log = log
+        self._count = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def enter(self, name: str, context: Any) -> None:
+        """Counts a call until its status is sent. Raises EngineDrainingError when draining."""
+        started = time.monotonic()
+
+        def leave(_: Any) -> None:
+            self._count -= 1
+            if not self._count:
+                self._idle.set()
+            if self._log:
+                code = context.code() or grpc.StatusCode.OK
+                logger.info("%s %s %s %.1f ms", context.peer(), name, code.name, 1000 * (time.monotonic() - started))
+
+        self._count += 1
+        self._idle.clear()
+        context.add_done_callback(leave)
+        if self._draining:
+            raise EngineDrainingError("the server is shutting down")
+
+    async def drain(self, grace: float) -> None:
+        """Lets no more calls in and waits until those under way have ended, `grace` seconds at most."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.info("%d gRPC calls are ended after %g s of grace", self._count, grace)
+
+
+def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grpc.GenericRpcHandler:
+    """Serves each method of the service by the servicer's method of the same name."""
+    made = {}
+    for method in service.methods:
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        request_type, response_type = map(message_factory.GetMessageClass, (method.input_type, method.output_type))
+        guarded = _guarded(method.name, getattr(servicer, method.name), request_type, calls)
+        made[method.name] = make(guarded, response_serializer=response_type.SerializeToString)
+    return grpc.method_handlers_generic_handler(service.full_name, made)
+
+
+def _guarded(name: str, method: Method, request_type: type[Message], calls: OpenCalls) -> Any:
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+        request = request_type()
+        try:
+            calls.enter(name, context)
+            _parse(request, data)
+            with caller_trace(_text_metadata(context)):
+                return await method(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            field = field_of(request, error.param) if isinstance(error, RequestError) else None
+            code, details, metadata = status_of(error, field)
+        await context.abort(code, details, metadata)
+
+    return call
+
+
+def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def _parse(request: Message, data: bytes) -> None:
+    try:
+        request.ParseFromString(data)
+    except DecodeError:
+        name = request.DESCRIPTOR.full_name
+        raise RequestError(f"the message is not a {name}, or holds text that is not UTF-8") from None
+    refuse_unknown_fields(request)

@@ -1,0 +1,67 @@
+"""Which gRPC status an error becomes, and what a caller is told of it.
+
+A bad request names its field in a google.rpc.BadRequest; a refused one says in `retry-after-ms` when to try again.
+What went wrong inside the server stays there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import grpc
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from jaxengine.engine_client import EngineDeadError, EngineDrainingError
+from jaxengine.server.http.errors import scrub
+from scheduler.errors import OverloadedError, RequestError
+
+logger = logging.getLogger(__name__)
+
+# A status travels in headers, three times over and encoded; clients take 8 KiB of them.
+MAX_MESSAGE = 800
+
+Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
+
+
+class CallError(Exception):
+    """A call that ends with this status."""
+
+    def __init__(self, code: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+def status_of(error: Exception, field: str | None) -> Status:
+    """(code, message, trailing metadata); field: the one that a RequestError is about, as the proto spells it."""
+    if isinstance(error, CallError):
+        return error.code, public(str(error)), ()
+    if isinstance(error, OverloadedError):
+        milliseconds = math.ceil(1000 * error.retry_after)
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, public(str(error)), (("retry-after-ms", str(milliseconds)),)
+    if isinstance(error, RequestError):
+        return _bad_request(public(str(error)), field)
+    if isinstance(error, EngineDrainingError):
+        return grpc.StatusCode.UNAVAILABLE, "the server is shutting down", ()
+    if isinstance(error, EngineDeadError):
+        return grpc.StatusCode.UNAVAILABLE, "the engine has failed or is being restarted", ()
+    logger.error("a call has failed", exc_info=error)
+    return grpc.StatusCode.INTERNAL, "internal error", ()
+
+
+def public(text: str) -> str:
+    """What of a message may leave the server."""
+    text = scrub(text).encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
+
+
+def _bad_request(message: str, field: str | None) -> Status:
+    if field is not None and not message.startswith(field):
+        message = f"{field}: {message}"
+    status = status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message=message)
+    if field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    converted = rpc_status.to_status(status)
+    return converted.code, converted.details, tuple(converted.trailing_metadata)

@@ -1,0 +1,152 @@
+"""The HTTP application: every router, and what stands in front of all of them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Callable
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxengine import __version__
+from jaxengine.engine_client import EngineClient
+from jaxengine.server import prometheus, status
+from jaxengine.server.http import chat, completions, errors, models, operations, responses, tokenize
+from jaxengine.server.http.auth import AuthMiddleware
+from jaxengine.server.http.errors import ApiError, as_api_error, error_response
+from jaxengine.server.http.limits import JsonRoute, LimitsMiddleware
+from jaxengine.server.http.protocol import REQUEST_ID
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.spans import CallerTraceMiddleware
+
+logger = logging.getLogger(__name__)
+
+# Each gives the routes of one part; a new part is a new line.
+ROUTERS: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
+    chat.router,
+    completions.router,
+    responses.router,
+    models.router,
+    tokenize.router,
+    operations.router,
+    operations.admin_router,
+    prometheus.router,
+    status.router,
+)
+
+
+def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
+    """The application over `engine`. `app.state.traffic` is its TrafficState.
+
+    Raises ConfigError for key files that cannot be used.
+    """
+    traffic = TrafficState()
+    middleware = [
+        Middleware(TrafficMiddleware, traffic, config.root_path.rstrip("/")),
+        Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes),
+        Middleware(AuthMiddleware, config.api_keys(), config.admin_keys()),
+    ]
+    if config.otlp_traces_endpoint is not None:
+        middleware.append(Middleware(CallerTraceMiddleware))
+    if config.allowed_origins:
+        # Outermost: a browser asks before it sends the key.
+        origins = list(config.allowed_origins)
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        middleware.insert(0, cors)
+    # The pages that show the document would load scripts from elsewhere.
+    app = FastAPI(
+        title="jaxengine",
+        version=__version__,
+        middleware=middleware,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.traffic = traffic
+    errors.install(app)
+    for router in ROUTERS:
+        routes = router(engine, config)
+        _check(routes)
+        app.include_router(routes)
+    return app
+
+
+def _check(routes: APIRouter) -> None:
+    """Raises TypeError for a route whose bodies would be read by other rules than JsonRoute's."""
+    for route in routes.routes:
+        if not isinstance(route, APIRoute):
+            raise TypeError(f"{route} is no route of its own; give a router a line in ROUTERS")
+        if route.body_field is not None and not isinstance(route, JsonRoute):
+            raise TypeError(f"{route.path} reads a body but its router has not route_class=JsonRoute")
+
+
+class TrafficState:
+    """What is going on.
+
+    Attributes:
+      num_running: requests that are being answered, those for the server's own state not counted.
+    """
+
+    def __init__(self):
+        self.num_running = 0
+
+
+class TrafficMiddleware:
+    """Gives every request its id, counts those that run and answers what fails.
+
+    A client's X-Request-Id is kept when it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
+    in the answer. `state["unique_id"]` is good for naming the request in the engine.
+    """
+
+    def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):
+        self._app = app
+        self._traffic = traffic
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # A proxy may take it away from the path or leave it there.
+        scope["root_path"] = self._root_path
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        # Proxies send one id with several calls, so it alone is not enough to tell requests apart.
+        state["unique_id"] = f"{given}-{secrets.token_hex(4)}" if request_id == given else request_id
+        started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if state.get("unknown_fields"):
+                    headers.append((b"x-unknown-fields", _header_text(state["unknown_fields"])))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        counts = scope["method"] == "POST"
+        self._traffic.num_running += counts
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logger.exception("request %s failed", request_id)
+            if started:
+                raise
+            await error_response(as_api_error(error))(scope, receive, send_named)
+        finally:
+            self._traffic.num_running -= counts
+
+
+def _header_text(names: list[str]) -> bytes:
+    """Names of fields that a client made up, as a header may carry them: at most 20, nothing but plain characters."""
+    plain = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names]
+    logger.warning("a request has fields that are not known: %s", ", ".join(plain[:20]))
+    return ", ".join(plain[:20]).encode()

@@ -1,0 +1,182 @@
+"""What a request for a chat completion may hold: OpenAI's fields and vLLM's, and the rules between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from jaxengine.server.http.protocol import REFUSED, RequestModel, TextRequest
+from scheduler.errors import RequestError
+
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 128
+MAX_NAME_CHARS = 256
+
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class Function(RequestModel):
+    """A function that the model may call. Other keys reach the chat template as they are.
+
+    Attributes:
+      parameters: JSON schema of the arguments.
+      strict: asks for arguments that keep to it. They do where the call is forced (tool_choice "required" or a name);
+        where the model chooses, it writes them as it likes.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestModel):
+    """Other keys reach the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(RequestModel):
+    name: str
+
+
+class NamedTool(RequestModel):
+    """A choice of the one function that is to be called."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class ChatRequest(TextRequest):
+    """The fields of TextRequest and these; None stands for the default.
+
+    Attributes:
+      messages: dicts with role and content; content is a text, or a list of text parts. Other keys reach the template.
+      logprobs: whether to report log-probabilities; top_logprobs: of how many of the best tokens as well.
+      max_completion_tokens: None: max_tokens, which it goes before; neither: the rest of the context.
+      tools: what the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without.
+      parallel_tool_calls: False: at most one call.
+      reasoning_effort: the template's variable of that name, and enable_thinking: whether it is not "none".
+      include_reasoning: False: reasoning is left out of the answer.
+      echo: the answer begins with the last message, where that is of the answer's role.
+      add_generation_prompt: the template begins an answer; default: unless continue_final_message.
+      continue_final_message: the model goes on with the last message.
+      documents: the template's variable of that name.
+      chat_template: used instead of the model's, where the server allows it.
+      chat_template_kwargs: further variables of the template, where the server allows it.
+      return_prompt_text: also return the rendered conversation.
+    """
+
+    refused = {
+        **REFUSED,
+        "audio": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "media_io_kwargs": ({},),
+        "metadata": ({},),
+        "mm_processor_kwargs": ({},),
+        "modalities": (["text"],),
+        "prediction": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, str]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_prompt_text: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if not 1 <= len(self.messages) <= MAX_MESSAGES:
+            raise RequestError(
+                f"messages holds {len(self.messages)} messages; allowed are 1 to {MAX_MESSAGES}", param="messages"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
+        if self.top_logprobs is not None and self.top_logprobs < -1:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}; allowed are -1 and integers from 0", param="top_logprobs"
+            )
+        for name in ("max_completion_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError(f"{name} is {value}; allowed are integers from 1", param=name, value=value)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message cannot be combined with add_generation_prompt", param="continue_final_message"
+            )
+        self._check_tools()
+        return self
+
+    def _check_tools(self) -> None:
+        if self.tools is not None and not 1 <= len(self.tools) <= MAX_TOOLS:
+            raise RequestError(
+                f"tools holds {len(self.tools)} tools; allowed are 1 to {MAX_TOOLS}, or to leave it out", param="tools"
+            )
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise RequestError("tools holds two functions of one name", param="tools")
+        if self.choice == "none":
+            return
+        if not names:
+            raise RequestError("tool_choice is only allowed with tools", param="tool_choice")
+        if isinstance(self.choice, NamedTool) and self.choice.function.name not in names:
+            raise RequestError("tool_choice names a function that is not among tools", param="tool_choice")
+        if self.structured_outputs is not None or (self.response_format and self.response_format.type != "text"):
+            given = "response_format" if self.structured_outputs is None else "structured_outputs"
+            raise RequestError(f"{given} is only allowed without tools, or with tool_choice 'none'", param=given)
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
+        """tool_choice with its default."""
+        return self.tool_choice or ("auto" if self.tools else "none")
+
+    @property
+    def continues(self) -> bool:
+        """The model goes on with the last message."""
+        return bool(self.continue_final_message)
+
+    @property
+    def most_tokens(self) -> tuple[str, int | None]:
+        """(name of the field that says it, how many tokens the answer may have)"""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, a text or a list of text parts; empty for anything else."""
+    if isinstance(content, str):
+        return content
+    listed = content if isinstance(content, list) else ()
+    parts = [part.get("text") if isinstance(part, dict) else part for part in listed]
+    return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def renamed(error: RequestError, name: str) -> RequestError:
+    """The error about the field as the caller calls it."""
+    message = str(error)
+    if error.param and message.startswith(error.param):
+        message = name + message[len(error.param) :]
+    return RequestError(message, param=name, value=error.value)

@@ -1,0 +1,176 @@
+"""POST /v1/completions: OpenAI's older endpoint, with vLLM's fields; what evaluations score prompts with.
+
+A request is its prompts, each of which the engine answers n times. Knows nothing of chat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Annotated, Any, Self
+
+from fastapi import APIRouter, Request, Response
+from pydantic import SkipValidation, model_validator
+
+from jaxengine.engine_client import EngineClient
+from jaxengine.outputs import CompletionOutput, RequestOutput
+from jaxengine.server.http.completion_output import ChoiceWriter
+from jaxengine.server.http.interleave import interleave
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.models import check_model, served_names
+from jaxengine.server.http.prompts import PromptEncoder, read_prompts
+from jaxengine.server.http.protocol import REFUSED, TextRequest, usage
+from jaxengine.server.http.sse import answer, event, json_response, stream_events
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import RequestError
+from scheduler.sampling_params import SamplingParams
+
+
+class CompletionRequest(TextRequest):
+    """The fields of TextRequest and these.
+
+    Attributes:
+      prompt: a text, a list of token ids, or a list of texts or of lists of token ids.
+      max_tokens: None: as many as the context leaves; 0 only with echo, to have the prompt scored.
+      echo: the prompt before the output, and with logprobs its logprobs too.
+      best_of: other than n it is not supported.
+    """
+
+    refused = {**REFUSED, "prompt_embeds": (), "suffix": ("",)}
+
+    # Checked by read_prompts: a union of lists would be tried, and fail, item by item.
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of}, but it is not supported; allowed: to leave it out or n", param="best_of"
+            )
+        return self
+
+
+class _Completion:
+    """One request under way."""
+
+    def __init__(self, engine: EngineClient, config: ServerConfig, body: CompletionRequest, name: str, model: str):
+        self.body = body
+        self.id = name
+        self._engine = engine
+        self._config = config
+        self._arrival = time.monotonic()
+        self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+        self.params = self._sampling_params()
+        self._prompts: list[dict[str, Any]] = []
+        self._num_prompt_tokens = 0
+        self._num_completion_tokens = 0
+        self._num_cached_tokens: dict[int, int] = {}
+
+    def _sampling_params(self) -> SamplingParams:
+        """Raises RequestError."""
+        body = self.body
+        changes: dict[str, Any] = {"max_tokens": body.max_tokens}
+        if body.echo and body.max_tokens == 0:
+            changes["max_tokens"] = 1  # the engine always samples one; it is left out of the answer
+        if body.echo and body.prompt_logprobs is None:
+            changes["prompt_logprobs"] = body.logprobs
+        return body.sampling_params(self._engine.inputs, self._config, **changes)
+
+    async def read_prompts(self, encoder: PromptEncoder) -> None:
+        """Raises RequestError for a prompt that cannot be served, before any of them runs."""
+        body, inputs = self.body, self._engine.inputs
+        given = read_prompts(body.prompt, self._config.max_prompts, inputs.model_config.vocab_size)
+        special = body.add_special_tokens is not False
+        texts = [each for each in given if isinstance(each, str)]
+        encoded = iter(await encoder.encode(texts, add_special_tokens=special) if texts else ())
+        for each in given:
+            whole = next(encoded) if isinstance(each, str) else each
+            ids = encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.max_tokens)
+            prompt: dict[str, Any] = {"prompt_token_ids": ids, "cache_salt": body.cache_salt}
+            if isinstance(each, str) and len(ids) == len(whole):
+                prompt["prompt"] = each
+            self._prompts.append(prompt)
+            self._num_prompt_tokens += len(ids)
+        if len(self._prompts) > 1:
+            for prompt in self._prompts:
+                inputs.prepare(prompt, self.params, priority=body.priority or 0)
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(index of the prompt, what is new of it). Not more run at once than the engine has places for."""
+        async with contextlib.aclosing(interleave(self._generate, len(self._prompts), self._places())) as outputs:
+            async for index, output in outputs:
+                if self.body.max_tokens == 0:
+                    output.outputs = [_without_output(each) for each in output.outputs]
+                self._num_completion_tokens += sum(len(each.token_ids) for each in output.outputs)
+                self._num_cached_tokens[index] = output.num_cached_tokens or 0
+                yield index, output
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        choices = []
+        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer)
+        async with contextlib.aclosing(self.outputs()) as outputs:
+            async for prompt, output in outputs:
+                choices += [writer.choice(prompt, output, each) for each in output.outputs]
+        choices.sort(key=lambda choice: choice["index"])
+        return json_response({**self._head, "choices": choices, "usage": self._usage()})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events."""
+        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer)
+        last, always = self.body.usage_in_stream(self._config)
+        async with contextlib.aclosing(self.outputs()) as outputs:
+            async for prompt, output in outputs:
+                choices = [writer.choice(prompt, output, each) for each in output.outputs]
+                counts = {"usage": self._usage()} if always else {}
+                shown = [choice for choice in choices if always or ChoiceWriter.says_something(choice)]
+                yield b"".join(event({**self._head, "choices": [choice], **counts}) for choice in shown)
+        if last:
+            yield event({**self._head, "choices": [], "usage": self._usage()})
+
+    def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
+        prompt, body = self._prompts[index], self.body
+        timeout = body.timeout or self._config.request_timeout
+        return self._engine.generate(
+            prompt,
+            self.params,
+            self.id if len(self._prompts) == 1 else f"{self.id}-{index}",
+            priority=body.priority or 0,
+            timeout=None if timeout is None else max(1e-3, self._arrival + timeout - time.monotonic()),
+        )
+
+    def _places(self) -> int:
+        return max(1, self._engine.inputs.config.max_num_seqs // self.params.n)
+
+    def _usage(self) -> dict[str, Any]:
+        cached = sum(self._num_cached_tokens.values())
+        return usage(self._num_prompt_tokens, self._num_completion_tokens, cached)
+
+
+def _without_output(output: CompletionOutput) -> CompletionOutput:
+    """An answer to max_tokens=0, whatever the token was that the engine sampled."""
+    reason = "length" if output.finish_reason == "stop" else output.finish_reason
+    logprobs = None if output.logprobs is None else []
+    return dataclasses.replace(output, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["completions"], route_class=JsonRoute)
+    encoder = PromptEncoder(engine.inputs)
+    names = served_names(engine, config)
+
+    @routes.post("/v1/completions", response_class=Response)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        model = check_model(body.model, names)
+        completion = _Completion(engine, config, body, body.register("cmpl", request), model)
+        await completion.read_prompts(encoder)
+        if body.stream:
+            return await stream_events(request, completion.events(), config.stream_write_timeout)
+        return await answer(request, completion.whole())
+
+    return routes

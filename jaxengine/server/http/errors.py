@@ -1,0 +1,135 @@
+"""How an error looks to a client: one JSON shape, one status for each kind, no inside of the server in its words.
+
+Every answer that is no success is made here. Knows nothing of endpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxengine.engine_client import EngineDeadError, EngineDrainingError
+from scheduler.errors import OverloadedError, RequestError, show_value
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 2000
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+# What an exception's words may carry: where files lie, where objects lie (CVE-2026-22778), how the code looks.
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\).*|File \"[^\"]*\", line \d+.*", re.DOTALL)
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_PATH = re.compile(r"(?<![\w:/.])(?:[A-Za-z]:\\|/)(?:[\w.+@~\-]+[/\\])+[\w.+@~\-]*")
+_BRANCHES = {"str", "int", "float", "bool", "none"}
+
+
+class ApiError(HTTPException):
+    """An answer other than success.
+
+    Attributes:
+      status_code: HTTP's.
+      detail: what is wrong, for the caller's eyes.
+      param: the field at fault, as the caller spells it.
+    """
+
+    def __init__(
+        self, status_code: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None
+    ):
+        super().__init__(status_code, message, headers)
+        self.param = param
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about `error`. One that nobody foresaw tells nothing; the log has it."""
+    match error:
+        case ApiError():
+            return error
+        case OverloadedError():
+            retry_after = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(429, str(error), param=error.param, headers=retry_after)
+        case RequestError():
+            return ApiError(400, str(error), param=error.param)
+        case RequestValidationError():
+            return _invalid(error)
+        case EngineDrainingError():
+            return ApiError(503, str(error), headers={"Retry-After": "5", "Connection": "close"})
+        case EngineDeadError():
+            return ApiError(503, "the engine cannot answer at the moment", headers={"Retry-After": "5"})
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    return ApiError(500, "internal error of the server")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """OpenAI's shape, with vLLM's words for `type` and the HTTP status as `code`."""
+    fallback = "BadRequestError" if error.status_code < 500 else "InternalServerError"
+    body = {
+        "message": scrub(error.detail),
+        "type": _TYPES.get(error.status_code, fallback),
+        "param": error.param,
+        "code": error.status_code,
+    }
+    return {"error": body}
+
+
+def error_response(error: ApiError) -> Response:
+    """The whole answer."""
+    # ASCII only: a message may quote half a surrogate pair, which has no UTF-8 form.
+    body = json.dumps(error_body(error)).encode()
+    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
+
+
+def scrub(message: str) -> str:
+    """The message without tracebacks, paths of files and addresses of objects, and of bounded length."""
+    message = _PATH.sub("<path>", _ADDRESS.sub("<address>", _TRACEBACK.sub("<traceback>", message[:100_000])))
+    return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
+
+
+def install(app: FastAPI) -> None:
+    """Has every exception of `app` that is foreseen answered from here; others are the outermost layer's."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error))
+
+    for kind in (HTTPException, RequestValidationError, RequestError, EngineDeadError):
+        app.add_exception_handler(kind, answer)
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first field that is wrong, with all that would have been right there."""
+    problems = error.errors()
+    raised = problems[0].get("ctx", {}).get("error")
+    if isinstance(raised, RequestError):
+        return as_api_error(raised)
+    place = problems[0]["loc"][1:]
+    if not place or not isinstance(place[0], str):
+        return ApiError(400, f"the body of the request is not what was expected: {problems[0]['msg']}")
+    name = place[0]
+    about = [problem for problem in problems if problem["loc"][1:2] == (name,)]
+    wants = " or ".join(dict.fromkeys(_want(problem) for problem in about))
+    if problems[0]["type"] == "missing":
+        return ApiError(400, f"{name} is missing", param=name)
+    return ApiError(400, f"{name} is not valid: {wants}, got {show_value(problems[0].get('input'))}", param=name)
+
+
+def _want(problem: dict[str, Any]) -> str:
+    # Pydantic names the branch of a union as if it were a key; only keys and positions help.
+    inside = [str(step) for step in problem["loc"][2:] if step not in _BRANCHES and not str(step).endswith("]")]
+    where = f"{'.'.join(inside)[:100]}: " if inside else ""
+    return where + problem["msg"][:1].lower() + problem["msg"][1:]

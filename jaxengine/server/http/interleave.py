@@ -1,0 +1,58 @@
+"""Several streams of outputs read as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+
+async def interleave(
+    start: Callable[[int], AsyncIterator[T]], number: int, at_once: int
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Yields (index, item) of the streams `start(0)` to `start(number - 1)`, of which `at_once` run together.
+
+    Not more than one item of each waits for the reader, so that a slow one holds the streams back. Ends with the first
+    error of any; all streams are closed in every case.
+    """
+    if number == 1:
+        async with _closing(start(0)) as stream:
+            async for item in stream:
+                yield 0, item
+        return
+    waiting: asyncio.Queue[Any] = asyncio.Queue(1)
+    indices = iter(range(number))
+
+    async def work() -> None:
+        try:
+            for index in indices:
+                async with _closing(start(index)) as stream:
+                    async for item in stream:
+                        await waiting.put((index, item))
+        except Exception as error:
+            await waiting.put(error)
+        else:
+            await waiting.put(None)
+
+    workers = [asyncio.create_task(work()) for _ in range(min(number, at_once))]
+    running = len(workers)
+    try:
+        while running:
+            item = await waiting.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _closing(stream: AsyncIterator[T]) -> contextlib.aclosing[AsyncGenerator[T, None]]:
+    return contextlib.aclosing(cast("AsyncGenerator[T, None]", stream))

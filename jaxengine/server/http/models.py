@@ -1,0 +1,54 @@
+"""Which models this server answers for: one, under the names its operator gives it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+
+from jaxengine.engine_client import EngineClient
+from jaxengine.server.http.errors import ApiError
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import show_value
+
+
+def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
+    """Names by which requests may call the model; answers carry the first."""
+    return config.served_model_name or (engine.inputs.config.model or "SmolLM2-135M-Instruct",)
+
+
+def check_model(name: str | None, served: tuple[str, ...]) -> str:
+    """The name for the answer. Raises ApiError for a model that is not served."""
+    if name is not None and name not in served:
+        raise ApiError(
+            404, f"the model {show_value(name)} does not exist; this server has {', '.join(served)}", param="model"
+        )
+    return name or served[0]
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["models"])
+    names = served_names(engine, config)
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "jaxengine",
+            "root": names[0],
+            "parent": None,
+            "max_model_len": engine.inputs.config.max_model_len,
+        }
+
+    @routes.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in names]}
+
+    @routes.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> dict[str, Any]:
+        return card(check_model(model, names))
+
+    return routes

@@ -1,0 +1,71 @@
+"""Whether the server lives and how busy it is, and, for operators, what changes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field
+
+from jaxengine import __version__
+from jaxengine.engine_client import EngineClient
+from jaxengine.server.http.auth import require_admin
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.protocol import RequestModel, Texts
+from jaxengine.server.options import ServerConfig
+
+
+class AbortRequest(RequestModel):
+    """request_ids: as answers carry them in `id`."""
+
+    request_ids: Annotated[Texts, Field(max_length=1024)]
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["operations"])
+
+    @routes.get("/health")
+    @routes.get("/ping", operation_id="ping")
+    @routes.post("/ping", operation_id="post_ping")
+    async def health() -> Response:
+        await engine.check_health()
+        return Response()
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @routes.get("/load")
+    async def load(request: Request) -> dict[str, int]:
+        """Requests for text that this API process is busy with."""
+        return {"server_load": request.app.state.traffic.num_running}
+
+    return routes
+
+
+def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["admin"], dependencies=[Depends(require_admin)], route_class=JsonRoute)
+    if not config.enable_admin:
+        return routes
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, bool]:
+        """Forgets which pages hold which prefixes."""
+        return {"success": bool(await engine.utility("reset_prefix_cache"))}
+
+    @routes.post("/abort_requests")
+    async def abort_requests(body: AbortRequest) -> dict[str, int]:
+        """Ends requests; their answers say finish_reason "abort"."""
+        for request_id in body.request_ids:
+            await engine.abort(request_id)
+        return {"num_requests": len(body.request_ids)}
+
+    @routes.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """The settings in force; no keys."""
+        hidden = {"api_key"}
+        server = {name: value for name, value in dataclasses.asdict(config).items() if name not in hidden}
+        return {"engine": dataclasses.asdict(engine.inputs.config), "server": server}
+
+    return routes

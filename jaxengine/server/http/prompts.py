@@ -1,0 +1,85 @@
+"""From the prompts of a request to token ids, beside the event loop where that takes long.
+
+Owns the forms a prompt may have and how it is cut short. Knows nothing of sampling or of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from jaxengine.inputs import InputProcessor
+from scheduler.errors import RequestError, show_value
+
+_LONG_TEXT = 10_000  # characters; a few milliseconds of work
+FORMS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
+
+
+def read_prompts(prompt: Any, max_prompts: int, vocab_size: int) -> list[str | list[int]]:
+    """The prompts of a request's `prompt`. Raises RequestError."""
+    prompts = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+    if not 1 <= len(prompts) <= max_prompts:
+        raise RequestError(f"prompt holds {len(prompts)} prompts; allowed are 1 to {max_prompts}", param="prompt")
+    texts = all(isinstance(each, str) for each in prompts)
+    if not texts and not all(isinstance(each, list) and _is_ids(each) for each in prompts):
+        raise RequestError(f"prompt must be {FORMS}, got {show_value(prompt)}", param="prompt")
+    for each in prompts:
+        if not each:
+            raise RequestError("prompt is empty; at least one token is needed", param="prompt")
+        if not isinstance(each, str):
+            check_token_ids("prompt", each, vocab_size)
+    return prompts
+
+
+def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
+    """Raises RequestError for an id outside the vocabulary."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+        raise RequestError(
+            f"{param} holds the token id {show_value(wrong)}; allowed are 0 to {vocab_size - 1}",
+            param=param,
+            value=wrong,
+        )
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return set(map(type, value)) == {int}
+
+
+class PromptEncoder:
+    """Turns prompts into token ids for an engine."""
+
+    def __init__(self, inputs: InputProcessor):
+        self._inputs = inputs
+        self._longest_token: int | None = None
+
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[list[int]]:
+        """Token ids of each text. Raises RequestError for one that cannot fit, before any work is done on it."""
+        tokenizer = self._inputs.require_tokenizer()
+        most = self._inputs.config.max_model_len * self._token_chars()
+        longest = max(map(len, texts))
+        if longest > most:
+            raise RequestError(
+                f"{param} has {longest} characters; no more than {most} can fit into max_model_len", param=param
+            )
+        if sum(map(len, texts)) <= _LONG_TEXT:
+            return tokenizer.encode_batch(texts, add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
+
+    def cut(self, token_ids: list[int], keep: int | None, side: str | None, max_tokens: int | None) -> list[int]:
+        """The token ids that `truncate_prompt_tokens` and `truncation_side` leave."""
+        if keep is None:
+            return token_ids
+        if keep == -1:
+            keep = max(1, self._inputs.config.max_model_len - max(1, max_tokens or 1))
+        return token_ids[:keep] if side == "right" else token_ids[-keep:]
+
+    def _token_chars(self) -> int:
+        """Characters of the longest token."""
+        if self._longest_token is None:
+            vocabulary = self._inputs.require_tokenizer().backend.get_vocab(with_added_tokens=True)
+            self._longest_token = max(map(len, vocabulary), default=1)
+        return self._longest_token

@@ -1,0 +1,254 @@
+"""What requests for text have in common: the fields, which of them are refused, and how they become SamplingParams.
+
+Types are checked here, strictly: true is no integer, nor is 1.0 or "1". Ranges are SamplingParams' affair. A field is
+either declared, and acts, or stands in `REFUSED` with the values that ask for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jaxengine.inputs import InputProcessor
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import RequestError, show_value
+from scheduler.sampling_params import RequestOutputKind, SamplingParams
+
+# Lists end at their first fault: a body has room for millions of them.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+MIN_LOGPROB = -9999.0
+
+# Fields of vLLM and OpenAI that ask for what is not built, and the values by which they do not ask.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "ec_transfer_params": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0, 1),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
+    "return_mm_kwargs": (True,),
+    "return_token_offsets": (False,),
+    "return_weight_versions": (False,),
+    "routed_experts_prompt_start": (0,),
+    "session_id": (),
+    "stream_interval": (1,),
+    "thinking_token_budget": (-1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    # Earlier names of structured_outputs: to ignore them would be to answer without the structure.
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+}
+
+logger = logging.getLogger(__name__)
+
+_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+
+
+class RequestModel(BaseModel):
+    """A JSON object of a request. `refused`: fields that it turns down when they ask for something."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def known_fields(cls) -> frozenset[str]:
+        """Names that mean something here."""
+        return frozenset((*cls.model_fields, *cls.refused))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        for name in cls.refused.keys() & data.keys() if isinstance(data, dict) else ():
+            value = data[name]
+            if value is not None and not any(type(value) is type(one) and value == one for one in cls.refused[name]):
+                allowed = " or ".join(("to leave it out", *map(repr, cls.refused[name])))
+                raise RequestError(
+                    f"{name} is {show_value(value)}, but it is not supported; allowed: {allowed}",
+                    param=name,
+                    value=value,
+                )
+        return data
+
+
+class ClosedModel(RequestModel):
+    """One that takes no other fields than its own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(ClosedModel):
+    """include_usage: a last chunk with the counts of tokens. continuous_usage_stats: such counts in every chunk."""
+
+    refused = {"include_obfuscation": (False,)}
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(RequestModel):
+    """OpenAI's wrapping of a schema. name, description and strict: a schema is always kept to here."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """The same in vLLM's words. Raises RequestError."""
+        if self.type == "json_object":
+            return {"json_object": True}
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise RequestError("response_format has no json_schema.schema", param="response_format")
+        return {"json": self.json_schema.schema_}
+
+
+class TextRequest(RequestModel):
+    """Fields of every request that has text generated; None stands for the default of the model or of vLLM.
+
+    Attributes:
+      user: the caller's own name for who asks; it goes to the log and to traces.
+      timeout: seconds from arrival until the request is ended.
+      request_id: what the request is called, in the answer and to `abort`.
+      truncate_prompt_tokens: how many tokens of the prompt are kept, from its end ("right": its beginning) as
+        truncation_side says; -1: as many as leave room for max_tokens.
+    """
+
+    refused = REFUSED
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+        if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
+            raise RequestError(
+                f"request_id is {show_value(self.request_id)}; allowed are 1 to 128 letters, digits, '-' and '_'",
+                param="request_id",
+            )
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1 and keep < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens is {keep}; allowed are -1 and integers from 1", param="truncate_prompt_tokens"
+            )
+        if self.timeout is not None and self.timeout <= 0:
+            raise RequestError(f"timeout is {self.timeout}; allowed are numbers above 0", param="timeout")
+        if self.cache_salt == "":
+            raise RequestError("cache_salt is empty; allowed are 1 to 1024 characters", param="cache_salt")
+        return self
+
+    def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
+        """The fields as SamplingParams, over what the model suggests and under `changes`. Raises RequestError."""
+        if self.n is not None and self.n > config.max_n:
+            raise RequestError(f"n is {show_value(self.n)}; allowed are 1 to {config.max_n}", param="n", value=self.n)
+        given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
+        given["logit_bias"] = self._logit_bias()
+        given["structured_outputs"] = self._structure()
+        given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        given = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
+
+    def register(self, prefix: str, request: Request) -> str:
+        """Notes who asks in the request's state; returns what answer and engine call it, which `abort` knows it by."""
+        request.state.user = self.user
+        name = f"{prefix}-{self.request_id or request.state.unique_id}"
+        logger.debug("%s is asked for by user %r", name, self.user)
+        return name
+
+    def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
+        """Whether a stream ends with the counts of tokens, and whether every chunk has them."""
+        options = self.stream_options or StreamOptions()
+        last = bool(options.include_usage) or config.enable_force_include_usage
+        return last, last and bool(options.continuous_usage_stats)
+
+    def _logit_bias(self) -> dict[int, Any] | None:
+        if self.logit_bias is None:
+            return None
+        try:
+            return {int(key): value for key, value in self.logit_bias.items()}
+        except ValueError:
+            raise RequestError("logit_bias must have token ids as keys", param="logit_bias") from None
+
+    def _structure(self) -> dict[str, Any] | None:
+        asked = None if self.response_format is None else self.response_format.structured_outputs()
+        if asked is None or self.structured_outputs is None:
+            return asked or self.structured_outputs
+        raise RequestError(
+            "response_format and structured_outputs both ask for a structure; give one", param="structured_outputs"
+        )
+
+
+def json_logprob(logprob: float) -> float:
+    """A log-probability as JSON can say it: -9999.0 for what cannot be."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's counts of tokens."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "completion_tokens": num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }

@@ -1,0 +1,86 @@
+"""From the items of /v1/responses to chat messages. Every item acts or is refused by its type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.errors import RequestError, show_value
+
+ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a request's `input`. Raises RequestError."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        _add(messages, item, f"input[{number}]")
+    # Reasoning in front of nothing has no message to belong to.
+    return [{"content": "", **message} if "tool_calls" not in message else message for message in messages]
+
+
+def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if role not in ROLES:
+            raise _refused(f"{where}.role is {show_value(role)}; allowed: {', '.join(ROLES)}")
+        content = _text(item.get("content"), f"{where}.content")
+        open_turn = _open_turn(messages) if role == "assistant" else None
+        if open_turn is not None and "content" not in open_turn:
+            open_turn["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "function_call":
+        for key in ("call_id", "name", "arguments"):
+            if not isinstance(item.get(key), str):
+                raise _refused(f"{where}.{key} is missing or no text")
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call: dict[str, Any] = {"id": item["call_id"], "type": "function", "function": function}
+        if _open_turn(messages) is None:
+            messages.append({"role": "assistant"})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        if not isinstance(item.get("call_id"), str):
+            raise _refused(f"{where}.call_id is missing or no text")
+        content = _text(item.get("output"), f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list):
+            raise _refused(f"{where}.content is no list")
+        text = "\n".join(_part(part, where, ("reasoning_text", "summary_text")) for part in parts)
+        messages.append({"role": "assistant", "reasoning": text})
+    else:
+        raise _refused(
+            f"{where}.type is {show_value(kind)}; allowed: message, function_call, function_call_output, reasoning"
+        )
+
+
+def _open_turn(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The answer that the last items belong to: its reasoning, text and calls come as items of their own."""
+    return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _refused(f"{where} must be a text or a list of text parts")
+    return "\n".join(_part(part, where, _TEXT_PARTS) for part in content)
+
+
+def _part(part: Any, where: str, kinds: Sequence[str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in kinds:
+        raise _refused(f"{where} holds a part of type {show_value(kind)}; allowed: {', '.join(kinds)}")
+    if not isinstance(part.get("text"), str):
+        raise _refused(f"{where} holds a part whose text is no text")
+    return part["text"]
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="input")

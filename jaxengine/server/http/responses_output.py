@@ -1,0 +1,141 @@
+"""A response as it grows: output items, and the events that tell of them.
+
+An answer's parts are items one behind the other: reasoning, a message, function calls. Knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart
+
+Said = dict[str, Any]
+
+
+class ResponseWriter:
+    """Writes one response.
+
+    Args:
+      response: all of it but status, output and usage.
+
+    Attributes:
+      response: as far as it has come.
+      parts: every event of the answer so far.
+    """
+
+    def __init__(self, response: dict[str, Any]):
+        self.response = {**response, "status": "in_progress", "output": [], "usage": None}
+        self.parts: list[Event] = []
+        self._number = -1
+        self._item: dict[str, Any] | None = None
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def open(self) -> list[Said]:
+        """The events that a stream begins with."""
+        return [self._say(f"response.{kind}", response=dict(self.response)) for kind in ("created", "in_progress")]
+
+    def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] | None) -> list[Said]:
+        """Takes in what is new; logprobs: of the tokens behind it."""
+        self.parts += events
+        said: list[Said] = []
+        left = list(logprobs or ())
+        for event in events:
+            match event:
+                case ContentDelta(text):
+                    said += self._turn_to("message")
+                    said.append(self._say_delta("response.output_text.delta", text, logprobs=left))
+                    self._logprobs += left
+                    left = []
+                case ReasoningDelta(text):
+                    said += self._turn_to("reasoning")
+                    said.append(self._say_delta("response.reasoning_text.delta", text))
+                case ToolCallStart():
+                    said += self._close("completed")
+                    said += self._open("function_call", call_id=event.id, name=event.name, arguments="")
+                case ArgumentsDelta(_, text):
+                    self._texts.append(text)
+                    said.append(self._say_at("response.function_call_arguments.delta", delta=text))
+        if self._item is not None and self._item["type"] == "message":
+            self._logprobs += left
+        return said
+
+    def close(
+        self, status: str, usage: dict[str, Any], error: dict[str, Any] | None = None, reason: str | None = None
+    ) -> list[Said]:
+        """The last events. status: completed, incomplete (for `reason`), failed (with `error`) or cancelled."""
+        if self._item is None and not self.response["output"] and status == "completed":
+            said = self._turn_to("message")  # an empty answer is one
+        else:
+            said = []
+        said += self._close("completed" if status == "completed" else "incomplete")
+        self.response |= {"status": status, "usage": usage, "error": error}
+        if reason is not None:
+            self.response["incomplete_details"] = {"reason": reason}
+        # There is no event of its own for a response that was cancelled.
+        last = "failed" if status == "cancelled" else status
+        return [*said, self._say(f"response.{last}", response=dict(self.response))]
+
+    def _turn_to(self, kind: str) -> list[Said]:
+        """Opens an item of this kind, unless the current one is."""
+        if self._item is not None and self._item["type"] == kind:
+            return []
+        said = self._close("completed")
+        if kind == "message":
+            said += self._open(kind, role="assistant", content=[])
+        else:
+            said += self._open(kind, summary=[], content=[])
+        return [*said, self._say_at("response.content_part.added", content_index=0, part=self._part(""))]
+
+    def _open(self, kind: str, **fields: Any) -> list[Said]:
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        self._item = {"id": f"{prefix}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **fields}
+        self._texts, self._logprobs = [], []
+        return [self._say("response.output_item.added", output_index=self._index, item=dict(self._item))]
+
+    def _close(self, status: str) -> list[Said]:
+        if self._item is None:
+            return []
+        text = "".join(self._texts)
+        said = []
+        if self._item["type"] == "function_call":
+            self._item["arguments"] = text
+            said.append(self._say_at("response.function_call_arguments.done", arguments=text, name=self._item["name"]))
+        else:
+            part = self._part(text)
+            self._item["content"] = [part]
+            if self._item["type"] == "message":
+                done = {"logprobs": self._logprobs}
+                said.append(self._say_at("response.output_text.done", content_index=0, text=text, **done))
+            else:
+                said.append(self._say_at("response.reasoning_text.done", content_index=0, text=text))
+            said.append(self._say_at("response.content_part.done", content_index=0, part=part))
+        self._item["status"] = status
+        said.append(self._say("response.output_item.done", output_index=self._index, item=self._item))
+        self.response["output"] = [*self.response["output"], self._item]
+        self._item = None
+        return said
+
+    def _part(self, text: str) -> dict[str, Any]:
+        assert self._item is not None
+        if self._item["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+
+    def _say_delta(self, kind: str, text: str, **fields: Any) -> Said:
+        self._texts.append(text)
+        return self._say_at(kind, content_index=0, delta=text, **fields)
+
+    def _say_at(self, kind: str, **fields: Any) -> Said:
+        assert self._item is not None
+        return self._say(kind, item_id=self._item["id"], output_index=self._index, **fields)
+
+    def _say(self, kind: str, **fields: Any) -> Said:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"])

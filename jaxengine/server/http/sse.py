@@ -1,0 +1,137 @@
+"""Answers that outlive their request's reading: streams of server-sent events, and work that ends with its client.
+
+A client that leaves, or does not read, has its work cancelled, which frees its pages. Knows nothing of what is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxengine.server.http.errors import as_api_error, error_body
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class ClientLeft(Exception):
+    """Nobody is there for the answer any more, or nobody who reads it."""
+
+
+def event(value: Any) -> bytes:
+    """One event with a JSON value."""
+    return b"data: %b\n\n" % encode_json(value)
+
+
+def json_response(value: Any) -> Response:
+    """A whole answer. Numbers must be finite."""
+    return Response(encode_json(value), media_type="application/json")
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves first; the request's body must have been read.
+
+    Raises ClientLeft.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The whole answer, unless the client leaves before."""
+    try:
+        return await while_connected(request.receive, work)
+    except ClientLeft:
+        return Response(status_code=499)  # as nginx calls it; nobody reads it
+
+
+async def stream_events(
+    request: Request, events: AsyncGenerator[bytes, None], write_timeout: float, done: bytes = DONE
+) -> Response:
+    """Streams `events`, each one or more server-sent events, then `done`.
+
+    The first of them is waited for before anything is sent, so that what is raised until then is answered with a status
+    of its own: a generator should ask the engine before it yields. What is raised later ends the stream as an event in
+    the shape of an error. `events` is closed in every case.
+    """
+    try:
+        first = await while_connected(request.receive, anext(events, b""))
+    except ClientLeft:
+        await events.aclose()
+        return Response(status_code=499)
+    except BaseException:
+        await events.aclose()
+        raise
+    return _EventStream(first, events, write_timeout, done)
+
+
+class _EventStream(Response):
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], write_timeout: float, done: bytes):
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        # The length of an empty body is no length of a stream; a proxy that buffers makes no stream.
+        del self.headers["content-length"]
+        self.headers["X-Accel-Buffering"] = "no"
+        self._first = first
+        self._events = events
+        self._write_timeout = write_timeout
+        self._done = done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send(send))
+        except ClientLeft as error:
+            # A stream without its end leaves a connection that cannot be used again: the server closes it.
+            logger.info("a stream was ended: %s", str(error) or "its client left")
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._events):
+            await self._write(send, self._first)
+            try:
+                async for chunk in self._events:
+                    await self._write(send, chunk)
+            except ClientLeft:
+                raise
+            except Exception as error:
+                told = as_api_error(error)
+                if told.status_code == 500:
+                    logger.exception("a stream failed")
+                await self._write(send, event(error_body(told)))
+            await self._write(send, self._done)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        if not body:
+            return
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            raise ClientLeft(f"its client did not read for {self._write_timeout:g} s") from None
+        except OSError:
+            raise ClientLeft from None

@@ -1,0 +1,104 @@
+"""POST /tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Self
+
+from fastapi import APIRouter
+from pydantic import model_validator
+
+from jaxengine.engine_client import EngineClient
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.models import check_model, served_names
+from jaxengine.server.http.prompts import PromptEncoder, check_token_ids
+from jaxengine.server.http.protocol import RequestModel, TokenIds
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import RequestError
+
+
+class TokenizeRequest(RequestModel):
+    """Either `prompt`, or `messages` with what the chat template takes.
+
+    Attributes:
+      add_special_tokens: the model's begin and end; None: to a prompt, not to a rendered conversation.
+      return_token_strs: also the vocabulary's own spelling of the tokens.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if self.messages is None:
+            for name in (
+                "add_generation_prompt",
+                "continue_final_message",
+                "tools",
+                "chat_template",
+                "chat_template_kwargs",
+            ):
+                if getattr(self, name) is not None:
+                    raise RequestError(f"{name} is only allowed with messages", param=name)
+        return self
+
+
+class DetokenizeRequest(RequestModel):
+    """tokens: ids of the vocabulary."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["tokenize"], route_class=JsonRoute)
+    inputs = engine.inputs
+    encoder = PromptEncoder(inputs)
+    names = served_names(engine, config)
+
+    def render(body: TokenizeRequest) -> list[int]:
+        """Raises RequestError."""
+        if body.chat_template is not None and not config.trust_request_chat_template:
+            raise RequestError("chat_template is not allowed in requests here", param="chat_template")
+        if body.chat_template_kwargs and not config.chat_template_kwargs_allowed:
+            raise RequestError("chat_template_kwargs is not allowed here", param="chat_template_kwargs")
+        prompt = inputs.chat_prompt(
+            body.messages or [],
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
+            tools=body.tools,
+            chat_template=body.chat_template,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        if body.add_special_tokens:
+            return inputs.require_tokenizer().encode(prompt["prompt"])
+        return prompt["prompt_token_ids"]
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        check_model(body.model, names)
+        if body.prompt is None:
+            ids = await asyncio.to_thread(render, body)
+        else:
+            (ids,) = await encoder.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False)
+        strings = inputs.require_tokenizer().convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": inputs.config.max_model_len, "tokens": ids, "token_strs": strings}
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        check_model(body.model, names)
+        tokenizer = inputs.require_tokenizer()
+        check_token_ids("tokens", body.tokens, tokenizer.vocab_size)
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
+
+    return routes

@@ -1,0 +1,356 @@
+"""What the engine's process and those that speak with clients tell each other: MessagePack, arrays as raw bytes.
+
+An API process knows a request by a handle, a number of its own. Arrays are little-endian int32 or float32. Knows how a
+step's tokens are written and read, nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxengine.engine_output import EmittedTokens, EngineOutput, PromptScores, TokenScores
+from jaxengine.inputs import PreparedRequest
+from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.sampling_params import SamplingParams
+
+# Sampling parameters that concern text, or that a request has as fields of its own.
+_NOT_FOR_ENGINE = (
+    *("n", "seed", "stop", "output_kind", "detokenize", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "include_stop_str_in_output"),
+)
+_ENGINE_FIELDS = [field for field in dataclasses.fields(SamplingParams) if field.name not in _NOT_FOR_ENGINE]
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """How busy the engine is; retry_after: seconds after which a refused request may have better luck."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    retry_after: float = 1.0
+
+
+class Hello(msgspec.Struct, array_like=True, tag="hello"):
+    """An API process is there. index: which one."""
+
+    index: int
+
+
+class Member(msgspec.Struct, array_like=True):
+    """One of a request's n."""
+
+    handle: int
+    request_id: str
+    seed: int
+
+
+class Submit(msgspec.Struct, array_like=True, tag="submit"):
+    """A checked request. number: counts an API process's, from 1; params: those that differ from their defaults."""
+
+    number: int
+    members: list[Member]
+    prompt_token_ids: bytes
+    params: dict[str, Any]
+    max_tokens: int
+    eos_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    priority: int
+    arrival_time: float
+    deadline: float
+    cache_salt: str | None
+    per_step: bool
+    bad_words: list[list[int]]
+
+
+class Finish(msgspec.Struct, array_like=True, tag="finish"):
+    """Requests are over: "stop" after a stop string was found, or "abort", which is answered like any other end."""
+
+    handles: list[int]
+    reason: str
+
+
+class Call(msgspec.Struct, array_like=True, tag="call"):
+    """A function of `EngineCore.utilities`."""
+
+    number: int
+    name: str
+    arguments: tuple[Any, ...]
+
+
+class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
+    """The answer to Hello. config: fields of ResolvedConfig; model: file or folder; num_slots: of all ranks."""
+
+    config: dict[str, Any]
+    model: str
+    num_slots: int
+    load: Load
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """Why a Submit or a Call came to nothing. kind: "request", "overloaded" or "internal"."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after: float = 1.0
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """What came of the Submit or Call of that number."""
+
+    number: int
+    failure: Failure | None = None
+    result: Any = None
+
+
+class Started(msgspec.Struct, array_like=True):
+    """A request's first token came."""
+
+    handle: int
+    num_cached_tokens: int
+    first_scheduled_time: float | None
+    first_token_time: float | None
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """A request ended. output_token_ids: of those that do not follow every step."""
+
+    handle: int
+    reason: str
+    stop_reason: int | str | None
+    num_preemptions: int
+    num_cached_tokens: int
+    first_scheduled_time: float | None
+    finished_time: float | None
+    output_token_ids: bytes | None
+
+
+class Refused(msgspec.Struct, array_like=True):
+    """A request turned out not to be servable after its Submit was read; it has no tokens and no end."""
+
+    handle: int
+    failure: Failure
+
+
+class Scores(msgspec.Struct, array_like=True):
+    """TokenScores of n tokens as bytes; num_top entries each."""
+
+    num_top: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
+class PromptPart(msgspec.Struct, array_like=True):
+    """PromptScores."""
+
+    handle: int
+    first: int
+    scores: Scores
+
+
+class Update(msgspec.Struct, array_like=True, tag="update"):
+    """What a step brought to one API process.
+
+    Attributes:
+      number: counts the updates of this connection from 1, so that a lost one is noticed.
+      received: the number of the last Submit that was read.
+      handles, token_ids: i32[n] each, a token of each of these requests.
+      tokens_scored: i32[m], the indexes of those with scores.
+    """
+
+    number: int
+    received: int
+    load: Load
+    handles: bytes = b""
+    token_ids: bytes = b""
+    tokens_scored: bytes = b""
+    scores: Scores | None = None
+    prompts: list[PromptPart] = []
+    started: list[Started] = []
+    ended: list[Ended] = []
+    unservable: list[Refused] = []
+    refused: list[Reply] = []
+    replies: list[Reply] = []
+
+
+ToEngine = Hello | Submit | Finish | Call
+FromEngine = Welcome | Update
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine: Callable[[Any], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[Any], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def submit(number: int, prepared: PreparedRequest, handles: Sequence[int]) -> Submit:
+    """A prepared request as the engine needs it."""
+    first = prepared.requests[0]
+    changed = ((field.name, getattr(first.params, field.name), field.default) for field in _ENGINE_FIELDS)
+    return Submit(
+        number=number,
+        members=[
+            Member(handle, request.request_id, request.seed)
+            for handle, request in zip(handles, prepared.requests, strict=True)
+        ],
+        prompt_token_ids=_bytes(first.prompt_token_ids, np.int32),
+        params={name: value for name, value, default in changed if value != default},
+        max_tokens=first.max_tokens,
+        eos_token_ids=first.eos_token_ids,
+        stop_token_ids=first.stop_token_ids,
+        priority=first.priority,
+        arrival_time=first.arrival_time,
+        deadline=first.deadline,
+        cache_salt=first.cache_salt,
+        per_step=first.per_step,
+        bad_words=prepared.bad_words,
+    )
+
+
+def requests_of(message: Submit, client: int) -> list[Request]:
+    """The scheduler's requests of a Submit. Raises RequestError for parameters that SamplingParams refuses."""
+    params, prompt = SamplingParams(**message.params), np.frombuffer(message.prompt_token_ids, "<i4")
+    names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
+    shared = {name: getattr(message, name) for name in (*names, "per_step")}
+    return [
+        Request(each.request_id, prompt, params, seed=each.seed, tag=client << 32 | each.handle, **shared)
+        for each in message.members
+    ]
+
+
+def owner_of(request: Request) -> tuple[int, int]:
+    """(number of the API process, handle): a request's tag says whose it is and what that process calls it."""
+    return divmod(request.tag, 1 << 32)
+
+
+def updates_of(output: EngineOutput) -> dict[int, Update]:
+    """What each API process is to learn of a step, by its number; number, received and load are left to the sender."""
+    updates = _token_updates(output.emitted) if output.emitted else {}
+
+    def update_of(request: Request) -> tuple[Update, int]:
+        client, handle = owner_of(request)
+        if client not in updates:
+            updates[client] = Update(0, 0, Load())
+        return updates[client], handle
+
+    for part in output.prompt_scores:
+        update, handle = update_of(part.request)
+        update.prompts.append(PromptPart(handle, part.first, _scores(part.scores)))
+    for request in output.first_tokens:
+        update, handle = update_of(request)
+        times = request.first_scheduled_time, request.first_token_time
+        update.started.append(Started(handle, request.num_cached_tokens, *times))
+    for request in output.finished:
+        update, handle = update_of(request)
+        update.ended.append(_ended(request, handle))
+    for request, error in output.refused:
+        update, handle = update_of(request)
+        update.unservable.append(Refused(handle, Failure("request", str(error), error.param)))
+    return updates
+
+
+def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
+    """What an update says, with the API process's own requests; `follow` finds them by handle."""
+    output = EngineOutput()
+    for each in update.started:
+        request = follow(each.handle)
+        request.num_cached_tokens = each.num_cached_tokens
+        request.first_scheduled_time, request.first_token_time = each.first_scheduled_time, each.first_token_time
+        output.first_tokens.append(request)
+    for each in update.ended:
+        output.finished.append(_end(follow(each.handle), each))
+    output.prompt_scores = [
+        PromptScores(follow(each.handle), each.first, _read(each.scores)) for each in update.prompts
+    ]
+    if update.handles:
+        requests = [follow(handle) for handle in np.frombuffer(update.handles, "<i4").tolist()]
+        token_ids, scored = np.frombuffer(update.token_ids, "<i4"), np.frombuffer(update.tokens_scored, "<i4")
+        scores = None if update.scores is None else _read(update.scores)
+        output.emitted.append(EmittedTokens(requests, token_ids, scored=scored, scores=scores))
+    return output
+
+
+def _token_updates(emitted: Sequence[EmittedTokens]) -> dict[int, Update]:
+    """Vectorised: it runs in every step, over all requests that stream."""
+    owners = _joined([each.tags for each in emitted])
+    token_ids = _joined([each.token_ids for each in emitted])
+    scored, scores = _join_scores(emitted)
+    clients, handles = owners >> 32, owners.astype(np.int32)
+    present = [int(clients[0])] if (clients == clients[0]).all() else np.unique(clients).tolist()
+    updates = {}
+    for client in present:
+        update = updates[client] = Update(0, 0, Load())
+        own = slice(None) if len(present) == 1 else clients == client
+        update.handles, update.token_ids = handles[own].tobytes(), _bytes(token_ids[own], np.int32)
+        if scores is not None:
+            chosen = slice(None) if len(present) == 1 else clients[scored] == client
+            # Where a row of all stands among the client's own.
+            places = scored if len(present) == 1 else np.cumsum(clients == client)[scored[chosen]] - 1
+            update.tokens_scored = _bytes(places, np.int32)
+            update.scores = _scores(TokenScores(*(array[chosen] for array in scores)))
+    return updates
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _join_scores(emitted: Sequence[EmittedTokens]) -> tuple[np.ndarray, TokenScores | None]:
+    """The indexes of scored tokens among those of all ranks, and their scores."""
+    parts, indexes, start = [], [], 0
+    for each in emitted:
+        if each.scores is not None:
+            parts.append(each.scores)
+            indexes.append(each.scored + start)
+        start += len(each.requests)
+    if not parts:
+        return np.empty(0, np.int64), None
+    return _joined(indexes), TokenScores(*(_joined(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def _ended(request: Request, handle: int) -> Ended:
+    assert request.finish_reason is not None
+    return Ended(
+        handle,
+        request.finish_reason.value,
+        request.stop_reason,
+        request.num_preemptions,
+        request.num_cached_tokens,
+        request.first_scheduled_time,
+        request.finished_time,
+        None if request.per_step else _bytes(request.output_token_ids, np.int32),
+    )
+
+
+def _end(request: Request, ended: Ended) -> Request:
+    request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason(ended.reason)
+    for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "first_scheduled_time", "finished_time"):
+        setattr(request, name, getattr(ended, name))
+    if ended.output_token_ids is not None:
+        request.output_token_ids = np.frombuffer(ended.output_token_ids, "<i4")
+    return request
+
+
+def _scores(scores: TokenScores) -> Scores:
+    ranks, top_ids = _bytes(scores.ranks, np.int32), _bytes(scores.top_ids, np.int32)
+    logprobs, top_logprobs = _bytes(scores.logprobs, np.float32), _bytes(scores.top_logprobs, np.float32)
+    return Scores(scores.top_ids.shape[1], logprobs, ranks, top_ids, top_logprobs)
+
+
+def _read(scores: Scores) -> TokenScores:
+    shape = len(scores.logprobs) // 4, scores.num_top
+    return TokenScores(
+        np.frombuffer(scores.logprobs, "<f4"),
+        np.frombuffer(scores.ranks, "<i4"),
+        np.frombuffer(scores.top_ids, "<i4").reshape(shape),
+        np.frombuffer(scores.top_logprobs, "<f4").reshape(shape),
+    )
+
+
+def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    return array.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()

@@ -1,0 +1,53 @@
+"""Writes the Python stubs of jaxengine/server/grpc/*.proto beside them: `python scripts/generate_stubs.py`.
+
+They are committed and shipped; tests/server/test_grpc_stubs.py holds them to the protos.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import grpc_tools
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = Path("jaxengine/server/grpc")
+# The tools stamp their own version into the stubs, and older runtimes then refuse them. These stubs use nothing that is
+# younger than protobuf 6 and grpcio 1.70, which pyproject.toml asks for.
+STAMPS = (
+    r"# Protobuf Python Version: .*\n",
+    r"from google\.protobuf import runtime_version as _runtime_version\n",
+    r"_runtime_version\.ValidateProtobufRuntimeVersion\((?:.|\n)*?\n\)\n",
+    r"import warnings\n",
+    r"GRPC_GENERATED_VERSION = (?:.|\n)*?\n    \)\n",
+)
+
+
+def generate() -> dict[Path, str]:
+    """Path in the repository -> contents, of every stub."""
+    protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDER).glob("*.proto"))
+    includes = Path(grpc_tools.__file__).parent / "_proto"
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
+        if protoc.main(["protoc", f"-I{ROOT}", f"-I{includes}", *outputs, *(str(ROOT / name) for name in protos)]):
+            raise SystemExit("protoc has failed")
+        return {
+            path.relative_to(folder): without_stamps(path.read_text())
+            for path in sorted((Path(folder) / FOLDER).iterdir())
+        }
+
+
+def without_stamps(source: str) -> str:
+    """The stub without what the tools say of their own version."""
+    for stamp in STAMPS:
+        source = re.sub(stamp, "", source)
+    return source
+
+
+if __name__ == "__main__":
+    for path, source in generate().items():
+        (ROOT / path).write_text(source)
+        print(path, file=sys.stderr)
