@@ -1,0 +1,220 @@
+"""`jaxengine bench serve`: an open-loop load on any server with OpenAI's completions or chat route, and what it did.
+
+Requests leave at random times of a given rate whether or not the server keeps up, as clients do. Options and figures
+have the names of vLLM's `bench serve`. Knows the server by its URL only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.cli_options import positive_int
+
+if TYPE_CHECKING:
+    from jaxengine.bench.serve_load import Load, Traffic
+
+LENGTHS = ("fixed", "uniform", "lognormal")
+SLO_METRICS = ("ttft", "tpot", "e2el")
+
+
+class BenchError(OSError):
+    """A server that cannot be measured, and why."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", required=True, help="base URL of the server, such as http://127.0.0.1:8000/v1")
+    parser.add_argument("--route", choices=("completions", "chat/completions"), default="completions")
+    parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--api-key-file", metavar="FILE", help="its first line is the key to present")
+    parser.add_argument("--ca-file", metavar="FILE", help="certificates to trust instead of the system's, PEM")
+    parser.add_argument("--num-prompts", type=positive_int, default=200, help="requests of each rate")
+    rates = parser.add_mutually_exclusive_group()
+    rates.add_argument("--request-rate", type=_rate, default=math.inf, help="requests a second; inf: all at once")
+    rates.add_argument("--sweep", type=_rate, nargs="+", metavar="RATE", help="one run for each of these rates")
+    parser.add_argument(
+        "--burstiness", type=_positive, default=1.0, help="shape of the gamma-distributed gaps; 1 is Poisson"
+    )
+    parser.add_argument("--max-concurrency", type=positive_int, help="requests open at once; others wait")
+    parser.add_argument("--input-len", type=positive_int, default=256, help="prompt tokens after the prefix")
+    parser.add_argument("--output-len", type=positive_int, default=128, help="new tokens of each request")
+    parser.add_argument(
+        "--lengths",
+        choices=LENGTHS,
+        default="fixed",
+        help="uniform: within --range-ratio around the lengths; lognormal: with them as medians, as chats have them",
+    )
+    parser.add_argument("--range-ratio", type=_share, default=0.5, help="of uniform lengths, 0 to 1")
+    parser.add_argument("--max-model-len", type=positive_int, help="no request is longer (default: the server's)")
+    parser.add_argument("--num-prefixes", type=positive_int, default=0, help="prompts share one of so many prefixes")
+    parser.add_argument("--prefix-len", type=positive_int, default=0, help="tokens of each prefix")
+    parser.add_argument("--vocab-size", type=positive_int, default=10_000, help="token ids of prompts are below it")
+    parser.add_argument(
+        "--prompts", choices=("auto", "ids", "text"), default="auto", help="auto: ids where the server takes them"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help="more fields of each request")
+    parser.add_argument(
+        "--goodput", type=_limit, nargs="+", default=[], metavar="METRIC:MS", help="limits, such as ttft:500 tpot:50"
+    )
+    parser.add_argument("--timeout", type=_positive, default=600.0, help="seconds that a request may take")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    parser.add_argument("--svg", metavar="FILE", help="draw the result there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from jaxengine.bench.report import write_json
+    from jaxengine.bench.serve_report import picture, sweep_table, text
+
+    if bool(args.num_prefixes) != bool(args.prefix_len):
+        given = f"--num-prefixes {args.num_prefixes} and --prefix-len {args.prefix_len}"
+        raise BenchError(f"{given}: give both or neither")
+    results, curves, settings = asyncio.run(_measure(args))
+    for result in results:
+        print(text(result) + "\n")
+    if len(results) > 1:
+        print(sweep_table(results))
+    # JSON has no infinity.
+    plain = [{**result, "request_rate": _plain(result["request_rate"])} for result in results]
+    write_json(args.json, {**settings, "results": plain})
+    if args.svg:
+        title = f"{settings['model']}: {args.num_prompts} requests, {args.input_len} + {args.output_len} tokens"
+        Path(args.svg).write_text(picture(title, results, curves))
+    return 0 if all(result["successful_requests"] for result in results) else 1
+
+
+async def _measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, Any]]:
+    """The figures of each rate, the values behind those of the last, and what was asked for."""
+    from jaxengine.bench.serve_load import arrivals, plan, send
+    from jaxengine.bench.serve_report import series, summary
+
+    traffic, load = await prepare(args)
+    slo, results, curves = dict(args.goodput), [], {}
+    for number, rate in enumerate(args.sweep or [args.request_rate]):
+        # Other prompts for every rate, or the server's prefix cache would answer the later ones.
+        one = replace(load, seed=load.seed + number)
+        times = arrivals(load.num_prompts, rate, args.burstiness, one.seed)
+        done = await send(traffic, plan(one), times, args.max_concurrency)
+        results.append({"request_rate": rate, **summary(done, slo)})
+        curves = series(done.samples)
+    settings = {
+        "url": args.url,
+        "route": args.route,
+        "model": traffic.model,
+        "load": asdict(load),
+        "fields": traffic.fields,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        "goodput_ms": slo,
+    }
+    return results, curves, settings
+
+
+async def prepare(args: argparse.Namespace) -> tuple[Traffic, Load]:
+    """Asks the server what it serves and whether it takes token ids. Raises BenchError."""
+    from jaxengine.bench.serve_client import BadUrlError, Server, get_json
+    from jaxengine.bench.serve_load import Load, Traffic
+
+    try:
+        server = Server.at(args.url, _key(args.api_key_file), args.ca_file)
+    except BadUrlError as error:
+        raise BenchError(str(error)) from None
+    model, longest = args.model, args.max_model_len
+    if model is None or longest is None:
+        try:
+            listed = (await get_json(server, "/models"))["data"]
+            entry = next((one for one in listed if model in (None, one["id"])), {})
+            model, longest = model or entry["id"], longest or entry.get("max_model_len")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if model is None:
+                raise BenchError(f"{args.url} lists no models ({error}); name one with --model") from None
+    fields = {"temperature": args.temperature, **({"ignore_eos": True} if args.ignore_eos else {}), **args.extra_body}
+    assert model is not None
+    traffic = Traffic(server, args.route, model, fields, args.timeout)
+    load = Load(
+        num_prompts=args.num_prompts,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        lengths=args.lengths,
+        range_ratio=args.range_ratio,
+        max_model_len=longest,
+        num_prefixes=args.num_prefixes,
+        prefix_len=args.prefix_len,
+        vocab_size=args.vocab_size,
+        text=args.prompts == "text" or args.route == "chat/completions",
+        seed=args.seed,
+    )
+    return traffic, await _probed(traffic, load, args.prompts)
+
+
+async def _probed(traffic: Traffic, load: Load, prompts: str) -> Load:
+    """Sends one request; with text where token ids are refused and need not be."""
+    from jaxengine.bench.serve_load import plan, send
+
+    done = await send(traffic, plan(replace(load, num_prompts=1, seed=load.seed - 1 & 0xFFFFFFFF)), [0.0])
+    sample = done.samples[0]
+    if sample.error is None:
+        return load
+    if prompts == "auto" and not load.text and sample.error in ("http 400", "http 422", "http 500"):
+        return await _probed(traffic, replace(load, text=True), prompts)
+    raise BenchError(f"a first request failed ({sample.error}): {sample.message}")
+
+
+def _key(path: str | None) -> str | None:
+    if path is None:
+        return None
+    lines = Path(path).read_text().split()
+    if not lines:
+        raise BenchError(f"--api-key-file is {path!r}; there is no key in it")
+    return lines[0]
+
+
+def _plain(rate: float) -> float | str:
+    return rate if math.isfinite(rate) else "inf"
+
+
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else _positive(text)
+
+
+def _positive(text: str) -> float:
+    return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def _number(text: str, allowed: Any, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not allowed(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return found
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, milliseconds = text.partition(":")
+    if name not in SLO_METRICS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no limit; allowed: {', '.join(SLO_METRICS)}, as in ttft:500")
+    return name, _positive(milliseconds)

@@ -1,0 +1,317 @@
+"""HTTP/1.1 from the client's side, as plain as a load generator needs it: one request at a time on a connection, the
+body as it comes, and what a streamed completion looked like from outside.
+
+Every byte that arrives has its time; nothing is shared between requests but idle connections. Knows OpenAI's completion
+and chat endpoints, nothing of how many requests there are or when they are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+
+READ_BYTES = 1 << 16
+# A server's text about an error; more of it is not read.
+ERROR_BYTES = 4096
+
+
+class BadUrlError(ValueError):
+    """A URL that names no HTTP server."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where requests go.
+
+    Attributes:
+      path: what the routes follow, such as /v1.
+      headers: sent with every request.
+    """
+
+    host: str
+    port: int
+    path: str
+    tls: ssl.SSLContext | None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def at(cls, url: str, api_key: str | None = None, ca_file: str | None = None) -> Server:
+        """The server of a base URL such as http://127.0.0.1:8000/v1. Raises BadUrlError.
+
+        ca_file: certificates to trust instead of the system's, PEM.
+        """
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise BadUrlError(f"url is {url!r}: {error}") from None
+        if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+            raise BadUrlError(f"url is {url!r}; allowed is http://HOST:PORT/PATH or https://HOST:PORT/PATH")
+        tls = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
+        netloc = parts.netloc.rpartition("@")[2]
+        headers = [("Host", netloc), ("User-Agent", "jaxengine-bench"), ("Accept-Encoding", "identity")]
+        if api_key:
+            headers.append(("Authorization", f"Bearer {api_key}"))
+        return cls(host, port or (443 if tls else 80), parts.path.rstrip("/"), tls, tuple(headers))
+
+
+class Connection:
+    """One socket. `send`, then `body` to its end; then the next, if `reusable`."""
+
+    def __init__(self, server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._server, self._reader, self._writer = server, reader, writer
+        self._http = h11.Connection(h11.CLIENT)
+        self.used = False
+
+    @classmethod
+    async def open(cls, server: Server) -> Connection:
+        """Raises OSError."""
+        return cls(server, *await asyncio.open_connection(server.host, server.port, ssl=server.tls))
+
+    async def send(self, method: str, path: str, body: bytes = b"") -> h11.Response:
+        """Sends a request; returns the answer's status and headers. Raises OSError, h11.RemoteProtocolError."""
+        self.post(method, path, body)
+        while True:
+            event = await self._next()
+            if isinstance(event, h11.Response):
+                return event
+
+    def post(self, method: str, path: str, body: bytes = b"") -> None:
+        """Sends a request and waits for nothing."""
+        headers = [*self._server.headers, ("Content-Length", str(len(body)))]
+        if body:
+            headers.append(("Content-Type", "application/json"))
+        request = h11.Request(method=method, target=self._server.path + path, headers=headers)
+        parts = [self._http.send(request), self._http.send(h11.Data(body)) if body else b""]
+        parts.append(self._http.send(h11.EndOfMessage()))
+        self._writer.write(b"".join(part for part in parts if part))
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """The pieces of the answer's body, each when it comes. Raises OSError, h11.RemoteProtocolError."""
+        while not isinstance(event := await self._next(), h11.EndOfMessage):
+            if isinstance(event, h11.Data):
+                yield bytes(event.data)
+
+    @property
+    def reusable(self) -> bool:
+        return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+
+    def restart(self) -> None:
+        """Makes ready for the next request."""
+        self._http.start_next_cycle()
+        self.used = True
+
+    def close(self) -> None:
+        """Closes the socket at once, whatever is still to come."""
+        self._writer.transport.abort()
+
+    async def _next(self) -> Any:
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._reader.read(READ_BYTES))
+        return event
+
+
+class Connections:
+    """Connections to one server, used again when they can be."""
+
+    def __init__(self, server: Server):
+        self.server = server
+        self._idle: deque[Connection] = deque()
+
+    async def take(self) -> Connection:
+        return self._idle.pop() if self._idle else await Connection.open(self.server)
+
+    async def fresh(self) -> Connection:
+        return await Connection.open(self.server)
+
+    def give_back(self, connection: Connection) -> None:
+        if connection.reusable:
+            connection.restart()
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+@dataclass
+class Sample:
+    """What one request looked like from outside; times are seconds of `time.perf_counter`.
+
+    Attributes:
+      sent: when its bytes were handed to the socket.
+      chunk_times: when each piece of output arrived.
+      prompt_tokens, output_tokens: as the server counts them; outputs are counted as pieces where it does not say.
+      finish_reason: the last one given.
+      error: what kind of failure it was; None for none.
+      message: what the server or the system said of it.
+      retry_after: the header of that name in a refusal.
+    """
+
+    sent: float = 0.0
+    ended: float = 0.0
+    chunk_times: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    counted: bool = False
+    finish_reason: str | None = None
+    error: str | None = None
+    message: str = ""
+    retry_after: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.sent
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.chunk_times[0] - self.sent
+
+    @property
+    def per_token_seconds(self) -> float | None:
+        """Mean time of a token after the first; None with fewer than two."""
+        if self.output_tokens < 2:
+            return None
+        return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between pieces of output."""
+        return [late - early for early, late in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+
+
+async def stream(connections: Connections, path: str, body: dict[str, Any], timeout: float | None) -> Sample:
+    """Sends a request for a stream and follows it to its end; whatever goes wrong is in the sample.
+
+    timeout: seconds after which it is given up.
+    """
+    sample, payload = Sample(), json.dumps(body, separators=(",", ":")).encode()
+    connection = None
+    try:
+        async with asyncio.timeout(timeout):
+            connection = await _stream(connections, path, payload, sample)
+    except TimeoutError as error:
+        sample.error, sample.message = "timeout", str(error) or f"no end after {timeout} s"
+    except OSError as error:
+        sample.error, sample.message = "connection", str(error)
+    except (h11.RemoteProtocolError, ValueError, KeyError, TypeError) as error:
+        sample.error, sample.message = "protocol", str(error)
+    sample.ended = time.perf_counter()
+    if connection is not None:
+        connections.give_back(connection)
+    return sample
+
+
+async def _stream(connections: Connections, path: str, payload: bytes, sample: Sample) -> Connection:
+    while True:
+        sample.sent = time.perf_counter()
+        connection = await connections.take()
+        try:
+            response = await connection.send("POST", path, payload)
+            break
+        except (OSError, h11.RemoteProtocolError):
+            connection.close()
+            # A server may close an idle connection at any time; that says nothing about this request.
+            if not connection.used:
+                raise
+        except BaseException:
+            connection.close()
+            raise
+    try:
+        if response.status_code != 200:
+            sample.error = f"http {response.status_code}"
+            sample.retry_after = next(
+                (value.decode() for name, value in response.headers if name == b"retry-after"), None
+            )
+            sample.message = await _read_text(connection)
+        else:
+            await _follow(connection, sample)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+async def _follow(connection: Connection, sample: Sample) -> None:
+    """Reads server-sent events into `sample`."""
+    rest, done = b"", False
+    async for piece in connection.body():
+        now = time.perf_counter()
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                done = True
+            else:
+                _take(json.loads(data), sample, now)
+    if not sample.counted:
+        sample.output_tokens = len(sample.chunk_times)
+    if sample.error is None:
+        if not done:
+            sample.error, sample.message = "cut", "the stream ended without [DONE]"
+        elif not sample.chunk_times:
+            sample.error, sample.message = "empty", "the stream had no output"
+
+
+def _take(chunk: dict[str, Any], sample: Sample, now: float) -> None:
+    if "error" in chunk:
+        sample.error, sample.message = "stream error", json.dumps(chunk["error"])[:ERROR_BYTES]
+        return
+    if usage := chunk.get("usage"):
+        sample.prompt_tokens, sample.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        sample.counted = True
+    choices = chunk.get("choices") or ()
+    for choice in choices:
+        sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
+    # Several outputs in one event arrived at one time.
+    if any(map(_brings_output, choices)):
+        sample.chunk_times.append(now)
+
+
+def _brings_output(choice: dict[str, Any]) -> bool:
+    """Whether a choice of a chunk stands for tokens: text, or none yet because a character is not complete.
+
+    What opens a chat (the role) and what closes an output (the reason alone) does not.
+    """
+    delta = choice.get("delta")
+    if delta is None:
+        return bool(choice.get("text")) or choice.get("finish_reason") is None
+    if any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls")):
+        return True
+    return "role" not in delta and choice.get("finish_reason") is None
+
+
+async def get_json(server: Server, path: str) -> Any:
+    """The JSON of a route. Raises OSError; ValueError for what is no JSON or another status than 200."""
+    connection = await Connection.open(server)
+    try:
+        response = await connection.send("GET", path)
+        text = await _read_text(connection, limit=READ_BYTES * 16)
+    except h11.RemoteProtocolError as error:
+        raise OSError(f"{server.host}:{server.port} does not speak HTTP: {error}") from None
+    finally:
+        connection.close()
+    if response.status_code != 200:
+        raise ValueError(f"GET {server.path}{path} gave status {response.status_code}: {text[:ERROR_BYTES]}")
+    return json.loads(text)
+
+
+async def _read_text(connection: Connection, limit: int = ERROR_BYTES) -> str:
+    text = b""
+    async for piece in connection.body():
+        if len(text) < limit:
+            text += piece
+    return text[:limit].decode(errors="replace")
