@@ -1,0 +1,88 @@
+"""The example manifests are what Kubernetes accepts, and call `jaxengine` with options that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from jaxengine.cli import build_parser
+
+FOLDER = Path(__file__).parents[1] / "docs" / "kubernetes"
+KUBERNETES = "1.30"
+# The part of the LeaderWorkerSet API (leaderworkerset.x-k8s.io/v1) around the pod templates.
+LEADER_WORKER_SET = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
+        "spec": {
+            "type": "object",
+            "required": ["leaderWorkerTemplate"],
+            "additionalProperties": False,
+            "properties": {
+                "replicas": {"type": "integer", "minimum": 0},
+                "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+                "leaderWorkerTemplate": {
+                    "type": "object",
+                    "required": ["workerTemplate"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "size": {"type": "integer", "minimum": 1},
+                        "restartPolicy": {"enum": ["Default", "RecreateGroupOnPodRestart", "None"]},
+                        "leaderTemplate": {"type": "object", "required": ["spec"]},
+                        "workerTemplate": {"type": "object", "required": ["spec"]},
+                    },
+                },
+            },
+        },
+    },
+}
+# What LeaderWorkerSet sets in each pod.
+POD_VARIABLES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.example"}
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict:
+    return {each["kind"]: each for each in yaml.safe_load_all((FOLDER / "jaxengine.yaml").read_text())}
+
+
+def pod_templates(objects) -> list[dict]:
+    template = objects["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    return [template["leaderTemplate"], template["workerTemplate"]]
+
+
+def test_kubernetes_takes_the_objects(objects):
+    jsonschema.validate(objects["LeaderWorkerSet"], LEADER_WORKER_SET)
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod", **each["metadata"]}, "spec": each["spec"]}
+        for each in pod_templates(objects)
+    ]
+    for each in (objects["Service"], objects["HorizontalPodAutoscaler"], *pods):
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+
+
+def test_the_parts_name_each_other(objects):
+    leader, _ = pod_templates(objects)
+    assert objects["Service"]["spec"]["selector"].items() <= leader["metadata"]["labels"].items()
+    target = objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    found = objects["LeaderWorkerSet"]
+    assert target == {"apiVersion": found["apiVersion"], "kind": found["kind"], "name": found["metadata"]["name"]}
+    rule = yaml.safe_load((FOLDER / "prometheus-adapter.yaml").read_text())["rules"]["custom"][0]
+    metric = objects["HorizontalPodAutoscaler"]["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    assert rule["name"]["as"] == metric
+    assert re.match(rule["name"]["matches"], "vllm:num_requests_waiting")
+
+
+def test_the_commands_have_options_that_exist(objects):
+    for template in pod_templates(objects):
+        for container in template["spec"]["containers"]:
+            words = [*container["command"], *container["args"]]
+            for name, value in POD_VARIABLES.items():
+                words = [word.replace(f"$({name})", value) for word in words]
+            assert words[0] == "jaxengine" and not any("$(" in word for word in words)
+            build_parser().parse_args(words[1:])
