@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
     plain = [{**result, "request_rate": _plain(result["request_rate"])} for result in results]
     write_json(args.json, {**settings, "results": plain})
     if args.svg:
-        title = f"{settings['model']}: {args.num_prompts} requests, {args.input_len} + {args.output_len} tokens"
+        title = (
+            f"{Path(settings['model']).name}: {args.num_prompts} requests, {args.input_len} + {args.output_len} tokens"
+        )
         Path(args.svg).write_text(picture(title, results, curves))
     return 0 if all(result["successful_requests"] for result in results) else 1
 

@@ -209,16 +209,15 @@ def _panel(place: int, title: str, x_name: str, y_name: str, lines: Mapping[str,
         parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<text x="{left + width}" y="{bottom + 34}" text-anchor="end">{escape(x_name)}</text>')
     parts.append(f'<text x="{left - 6}" y="{TOP - 10}" text-anchor="end">{escape(y_name)}</text>')
-    legend = left + width
+    legend = []
     for number, (name, line) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
         path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         if len(line) <= 20:
             parts += [f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="3" fill="{colour}"/>' for x, y in line]
-        parts.append(
-            f'<text x="{legend}" y="{bottom - 8 - 16 * number}" text-anchor="end" fill="{colour}">{escape(name)}</text>'
-        )
+        legend.append(f'<tspan fill="{colour}" dx="10">{escape(name)}</tspan>')
+    parts.append(f'<text x="{left + width}" y="{TOP - 10}" text-anchor="end">{"".join(legend)}</text>')
     return "".join(parts)
 
 

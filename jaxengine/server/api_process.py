@@ -20,6 +20,7 @@ from jaxengine.server.grpc.server import start_grpc
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.remote_engine import RemoteEngine
+from jaxengine.server.sockets import cut_unread
 from jaxengine.server.spans import traced
 
 # After the last output of every stream, for what is still on its way to the client.
@@ -47,7 +48,9 @@ async def serve(child: Child) -> None:
     engine = await RemoteEngine.connect(child.job["engine_address"], config, child.job["index"])
     client = traced(engine, config)
     http = _HttpServer(http_options(create_app(client, config), config))
-    serving = asyncio.create_task(http.serve(sockets=[socket.socket(fileno=child.job["listen_fd"])]))
+    listener = socket.socket(fileno=child.job["listen_fd"])
+    cut_unread(listener, config.stream_write_timeout)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
     grpc = None if config.grpc_port is None else await start_grpc(client, config)
     while not http.started:
         await asyncio.wait([serving], timeout=0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import socket
 
 from jaxengine.config import ConfigError
@@ -27,6 +28,16 @@ def reserve_port(host: str, port: int) -> socket.socket:
     with contextlib.closing(_bind("grpc_port", host, port)) as alone:
         port = alone.getsockname()[1]
     return _bind("grpc_port", host, port, reuse=True)
+
+
+def cut_unread(listener: socket.socket, seconds: float) -> None:
+    """Has the system cut connections of `listener` whose clients take nothing of what was sent for so long.
+
+    A server can only close such a connection, and closing waits for the client too. Nothing where the system has no
+    such option (others than Linux).
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
 
 
 def is_loopback(address: str) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 
 from jaxengine.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.sockets import cut_unread, listen
 from scheduler.errors import OverloadedError
 from scheduler.sampling_params import SamplingParams
 from tests.server.asgi_client import Connection, Recorder, http_client, idle, post
@@ -148,6 +150,25 @@ async def test_a_client_that_does_not_read_is_ended(chat_engine):
     connection.reads.clear()
     await connection.ended()
     await idle(chat_engine)
+
+
+async def test_a_connection_that_nobody_reads_is_cut():
+    """What is left of a stream whose client does not read: a connection that cannot be closed in order."""
+    listener = listen("127.0.0.1", 0)
+    cut_unread(listener, 0.2)
+    cut = asyncio.get_running_loop().create_future()
+
+    async def serve(_, writer):
+        writer.write(bytes(16 << 20))
+        writer.close()
+        try:
+            await writer.wait_closed()
+        except OSError as error:
+            cut.set_result(error)
+
+    async with await asyncio.start_server(serve, sock=listener):
+        with socket.create_connection(listener.getsockname()):
+            assert isinstance(await asyncio.wait_for(cut, 10), TimeoutError)
 
 
 async def test_a_slow_reader_gets_everything_in_fewer_pieces(app, chat_engine):

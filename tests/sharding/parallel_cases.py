@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tokenizers
 
 from jaxengine import LLM, SamplingParams
 
@@ -80,7 +81,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 # Small enough that requests are preempted all the time, in every rank.
 OPTIONS = {
     "load_format": "dummy",
-    "skip_tokenizer_init": True,
     "dtype": "float32",
     "max_model_len": 64,
     "max_num_seqs": 8,
@@ -97,11 +97,13 @@ def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
     rng = np.random.default_rng(3)
     prefix = rng.integers(0, 300, 20).tolist()
     prompts, params = [], []
-    for index in range(16):
+    for index in range(20):
         own = rng.integers(0, 300, int(rng.integers(1, 30))).tolist()
         prompts.append({"prompt_token_ids": prefix + own if index % 3 == 0 else own})
         chosen: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "detokenize": False}
-        if index % 4 == 0:
+        if index >= 16:
+            chosen |= {"seed": index, "structured_outputs": {"regex": "[a-z]{2,20}( [0-9]+)+"}, "max_tokens": 20}
+        elif index % 4 == 0:
             chosen |= {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2 if index % 8 else None}
         elif index % 4 == 1:
             chosen |= {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": index}
@@ -119,11 +121,24 @@ def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
     return prompts, params
 
 
+def write_tokenizer(path: Path) -> None:
+    """A token for each byte, and an end; the model knows some more."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {char: index for index, char in enumerate([*alphabet, "<end>"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+
+
 def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[str, Any]:
     """One engine's tokens and logprobs for `requests`, and what it did."""
     path = Path(folder, model)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[model]))
+    write_tokenizer(path)
     options = dict(options)
     first = options.pop("first", None)
     devices = None if first is None else jax.devices()[first:]
