@@ -335,7 +335,7 @@ def test_no_request_that_fits_the_document_or_nearly_does_is_the_servers_fault(c
     statuses = defaultdict(set)
     for operation in operations:
         # Bodies have many fields; the rest has next to none.
-        count = 20 if operation.method == "post" and operation.body else 2
+        count = 8 if operation.method == "post" and operation.body else 2
 
         @settings(
             max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
