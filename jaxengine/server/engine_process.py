@@ -96,22 +96,22 @@ class EngineServer:
 
     def _receive(self) -> bool:
         """Takes in all that has come, waiting for it if there is nothing to run; False to stop."""
-        timeout = 0 if self.core.has_unfinished else None
-        ready = dict(self._poller.poll(timeout))
-        if self._awake in ready:
+        if not self.core.has_unfinished:
+            self._poller.poll()
+        while not self._orders.empty():
             os.read(self._awake, 1)
             order = self._orders.get()
             if order["order"] == "stop":
                 return False
             self._drop_index(order["index"])
-        if self._socket in ready:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
-                    try:
-                        self._handle(identity, messages.decode_to_engine(payload))
-                    except msgspec.MsgspecError as error:
-                        logger.error("a message of an API process cannot be read: %s", error)
+        # Not polled for while there are steps to run: that costs more than finding nothing.
+        with contextlib.suppress(zmq.Again):
+            while True:
+                identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+                try:
+                    self._handle(identity, messages.decode_to_engine(payload))
+                except msgspec.MsgspecError as error:
+                    logger.error("a message of an API process cannot be read: %s", error)
         return True
 
     def _handle(self, identity: bytes, message: messages.ToEngine) -> None:
@@ -173,10 +173,11 @@ class EngineServer:
 
     def _send(self, output: EngineOutput) -> None:
         updates = messages.updates_of(output)
-        self._retry.ended(len(output.finished))
-        if output.finished and self._served is not None:
-            self._served()
-            self._served = None
+        if output.finished:
+            self._retry.ended(len(output.finished))
+            if self._served is not None:
+                self._served()
+                self._served = None
         for request in [*output.finished, *(request for request, _ in output.refused)]:
             self._forget(request)
         load = self._current_load()

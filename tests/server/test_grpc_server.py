@@ -77,7 +77,7 @@ async def test_every_method_asks_for_a_key(chat_engine, admin):
         listed = [f"/{service.full_name}/{name}" for service in (INFERENCE, ADMIN) for name in service.methods_by_name]
         paths = [*listed, f"/{REFLECTION}/ServerReflectionInfo", "/jaxengine.v1.Inference/No", "/no.Service/No"]
         assert len(paths) == 13
-        wrong = ["", "firs", "first2", "FIRST", "x" * 5000]
+        wrong = ["", "firs", "first2", "FIRST", "x" * 500]
         strangers = [None, (("authorization", "first"),), (("authorization", "Basic first"),), *map(bearer, wrong)]
         strangers.append(bearer("first") + bearer("second"))
         for path in paths:

@@ -81,9 +81,8 @@ def slices(trace) -> dict[tuple[int, int], list]:
 
 def track_names(trace) -> dict[str, tuple[int, int]]:
     events = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
-    names = {event["args"]["name"]: (event["pid"], event["tid"]) for event in events}
-    assert len(names) == len(events)
-    return names
+    assert len({(event["pid"], event["tid"]) for event in events}) == len(events)
+    return {event["args"]["name"]: (event["pid"], event["tid"]) for event in events}
 
 
 def test_it_is_the_trace_event_format(traced):

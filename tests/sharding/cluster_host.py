@@ -19,7 +19,7 @@ from typing import Any
 from jaxengine import LLM, SamplingParams
 from jaxengine.channel import ClusterError
 from jaxengine.config import ConfigError
-from tests.sharding.parallel_cases import MODELS, OPTIONS, differences, run
+from tests.sharding.parallel_cases import MODELS, OPTIONS, differences, run, write_tokenizer
 
 
 def say(**content: Any) -> None:
@@ -36,6 +36,7 @@ def serve(folder: str, cache: str, model: str, options: dict[str, Any]) -> None:
     path = Path(folder, model)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[model]))
+    write_tokenizer(path)
     llm = LLM(str(path), compile_cache_dir=cache, **OPTIONS, **options)
     params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
     while True:
