@@ -165,7 +165,7 @@ async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
 async def test_what_is_no_json_is_refused(app, body):
     start = time.perf_counter()
     assert (await send(app, body)).error["code"] == 400
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 5
 
 
 def test_brackets_in_strings_do_not_count():
@@ -252,7 +252,7 @@ async def test_a_value_out_of_bounds_is_named(app, fields, param):
     answer = await post(app, PATH, **{"prompt": "a", **fields})
     assert (answer.status, answer.error["param"], answer.error["type"]) == (400, param, "BadRequestError")
     assert param in answer.error["message"] and len(answer.body) < 3000
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 5
 
 
 async def test_ids_that_clients_choose_stay_harmless(app, caplog):
