@@ -277,9 +277,18 @@ def test_a_server_that_ends_lets_requests_finish(make_server):
                 while (await engine.utility("status"))["num_running"] < 6:
                     await asyncio.sleep(0.002)
             server.process.send_signal(signal.SIGTERM)
-            refused = await client.post("/v1/completions", json=body)
-            while refused.status_code != 503:  # the signal was not seen yet
-                refused = await client.post("/v1/completions", json={**body, "max_tokens": 1})
+            # One after another, for those that come before the signal is seen are answered, in their turn.
+            late = []
+
+            def turned_away():
+                done = [each.result() for each in late if each.done() and not each.exception()]
+                return any(each.status_code == 503 for each in done)
+
+            while not turned_away() and len(late) < 80:
+                late.append(asyncio.create_task(client.post("/v1/completions", json={**body, "max_tokens": 1})))
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*late, return_exceptions=True)
+            assert turned_away()
             for response in await asyncio.gather(*running):
                 assert response.json()["choices"][0]["finish_reason"] == "length"
         assert await asyncio.to_thread(server.process.wait, 10) == 0
