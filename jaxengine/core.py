@@ -9,8 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 from tqdm import tqdm
@@ -28,12 +27,11 @@ from jaxengine.model_source import ModelSource, open_model
 from jaxengine.output_processor import OutputProcessor
 from jaxengine.outputs import RequestOutput
 from jaxengine.platforms import PLATFORMS, Platform
+from jaxengine.structured.grammar_worker import GrammarWorker
+from jaxengine.structured.request_masks import RequestMasks
 from models.kv_cache import platform_of
 from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request
-
-if TYPE_CHECKING:
-    from jaxengine.structured.request_masks import RequestMasks
 
 logger = logging.getLogger(__name__)
 
@@ -166,12 +164,11 @@ class EngineCore:
                 self.engine.finish(sibling, FinishReason.ABORT)
             if request_id is not None:
                 self._refused.append((request_id, error))
-        outputs = self._processor.process(
+        return self._processor.process(
             result,
             time.monotonic(),
             lambda request, text: self.engine.finish(request, FinishReason.STOP, text),
         )
-        return outputs
 
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
@@ -181,12 +178,9 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
 
 
 def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks | None:
-    """None without a tokenizer, or without the packages that only a server must have."""
-    if inputs.tokenizer is None or not (find_spec("llguidance") and find_spec("msgspec")):
+    """None without a tokenizer."""
+    if inputs.tokenizer is None:
         return None
-    from jaxengine.structured.grammar_worker import GrammarWorker
-    from jaxengine.structured.request_masks import RequestMasks
-
     text, vocab_size = inputs.tokenizer.backend.to_str(), inputs.model_config.vocab_size
     return RequestMasks(GrammarWorker(text, vocab_size, runner.num_mask_words, inputs.eos_token_ids()))
 

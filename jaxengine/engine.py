@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,16 +16,13 @@ from jaxengine.engine_output import EmittedTokens, EngineOutput, PromptScores, T
 from jaxengine.model_runner import ModelRunner, PendingStep
 from jaxengine.sampler import param_columns
 from jaxengine.stats import BucketUse, RequestStats, StepStats
+from jaxengine.structured.request_masks import RequestMasks
 from jaxengine.timeline import StepRecord, Timeline
 from jaxengine.token_bias import TokenBias
 from scheduler.batch import BIAS, LOGPROBS, MASK, PENALTIES, PROMPT_LOGPROBS, Emitted, ScheduledStep, features_of
 from scheduler.buckets import Bucket
-from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from jaxengine.structured.request_masks import RequestMasks
 
 # How long a step waits for masks where there is nothing else to do: new requests wait so long too.
 _MASK_WAIT_SECONDS = 0.005
@@ -53,7 +50,7 @@ class Engine:
     """
 
     def __init__(self, runner: ModelRunner, masks: RequestMasks | None = None):
-        """masks: of requests with structured outputs; None where they cannot be computed."""
+        """masks: of requests with structured outputs; None without a tokenizer."""
         self.runner = runner
         self.masks = masks
         self.scheduler = Scheduler(runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks))
@@ -79,16 +76,13 @@ class Engine:
         bad_words: token sequences the request must not complete.
         """
         bad_words = bad_words or []
-        request.wait_for_token = any(len(word) > 1 for word in bad_words)
-        masked = bool(features_of(request.params) & MASK)
-        if masked and self.masks is None:
-            needs = "a tokenizer and the package llguidance (pip install 'jaxengine[serve]')"
-            raise RequestError(f"structured_outputs needs {needs}", param="structured_outputs")
+        request.held = bool(features_of(request.params) & MASK)
+        request.wait_for_token = request.held or any(len(word) > 1 for word in bad_words)
         if not self.has_unfinished:
             self._idle_since = time.monotonic()
-        request.held, request.wait_for_token = masked, request.wait_for_token or masked
         self.scheduler.add_request(request)
-        if masked and self.masks is not None:
+        if request.held:
+            assert self.masks is not None  # SamplingParams.verify_against saw that there is a tokenizer
             self.masks.add(request)
         if bad_words:
             self._bad_words[request] = bad_words

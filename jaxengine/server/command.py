@@ -12,7 +12,7 @@ from jaxengine.cli_options import add_options, given_options
 from jaxengine.config import ConfigError, EngineConfig
 from jaxengine.server.options import ServerConfig
 
-_NEEDED = ("fastapi", "uvicorn", "zmq", "msgspec", "grpc")
+_NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -69,16 +69,20 @@ def keys():
     return iter(range(10**6))
 
 
+# What came for a sequence while a test waited for another.
+ARRIVED = {}
+
+
 def next_of(worker, *keys, seconds=20.0):
     """What comes of these sequences, one thing each."""
-    found, end = {}, time.monotonic() + seconds
-    while set(keys) - found.keys():
+    end = time.monotonic() + seconds
+    while set(keys) - ARRIVED.keys():
         assert time.monotonic() < end, "nothing came"
         worker.wait(0.05)
         for each in worker.take():
-            assert each.key not in found, "a sequence that nobody asked for"
-            found[each.key] = each
-    return [found[key] for key in keys]
+            assert each.key not in ARRIVED, "a second answer, and nobody has taken the first"
+            ARRIVED[each.key] = each
+    return [ARRIVED.pop(key) for key in keys]
 
 
 def matcher_of(grammar):
