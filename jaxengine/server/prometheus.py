@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from jaxengine.engine_client import EngineClient
 from jaxengine.metrics import HELP
-from jaxengine.server.http.models import served_names
+from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 
 # Names that boards made for earlier versions of vLLM ask for.

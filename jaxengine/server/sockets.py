@@ -40,9 +40,12 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach an address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address; names other than localhost may be anybody's."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:

@@ -20,7 +20,7 @@ from fastapi.responses import HTMLResponse
 from jaxengine import __version__
 from jaxengine.engine_client import EngineClient
 from jaxengine.server.chrome_trace import chrome_trace
-from jaxengine.server.http.models import served_names
+from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 
 MAX_TRACE_SECONDS = 600.0

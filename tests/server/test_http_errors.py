@@ -19,10 +19,10 @@ from schemathesis import GenerationMode
 from starlette.routing import Route
 
 from jaxengine.server.http.app import ROUTERS, create_app
-from jaxengine.server.http.errors import scrub
 from jaxengine.server.http.limits import read_json
 from jaxengine.server.http.tokenize import DetokenizeRequest
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.scrub import scrub
 from tests.server.asgi_client import Answer, Connection, http_client, idle, post
 
 PATH = "/v1/completions"

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from jaxengine.server.keys import Keys, bearer_key
+
 HEALTH = "/grpc.health.v1.Health/"
 ADMIN = "/jaxengine.v1.Admin/"
-SCHEME = "bearer"
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls without a right key before their message is read; methods that do not exist, too.
 
-    Args:
-      keys: of clients; none: whoever reaches the server may use it.
-      admin_keys: of operators, good for all that clients' are good for; the Admin service takes no others.
+    The Admin service takes operators' keys only.
     """
 
-    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str]):
-        self._keys = tuple(map(_digest, keys))
-        self._admin_keys = tuple(map(_digest, admin_keys))
+    def __init__(self, keys: Keys):
+        self._keys = keys
 
     async def intercept_service(
         self,
@@ -39,34 +35,17 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     def _refusal(self, method: str, metadata: Any) -> tuple[grpc.StatusCode, str] | None:
         if method.startswith(HEALTH):
             return None
-        presented = _presented(metadata)
-        is_admin, is_client = _known(presented, self._admin_keys), _known(presented, self._keys)
-        if is_admin or (not method.startswith(ADMIN) and (is_client or not self._keys)):
+        key = _key(metadata)
+        if self._keys.is_admin(key) or (not method.startswith(ADMIN) and self._keys.admits(key)):
             return None
-        if is_client:
+        if self._keys.is_client(key):
             return grpc.StatusCode.PERMISSION_DENIED, "this service needs an operator's key"
         return grpc.StatusCode.UNAUTHENTICATED, "a valid key is needed: metadata 'authorization: Bearer KEY'"
 
 
-def _presented(metadata: Any) -> bytes:
-    """Digest of the key in a call's metadata, that of "" when there is none, or more than one."""
+def _key(metadata: Any) -> bytes:
     values = [value for name, value in metadata or () if name.lower() == "authorization"]
-    value = values[0] if len(values) == 1 else ""
-    scheme, _, key = (value.decode("latin-1") if isinstance(value, bytes) else value).partition(" ")
-    return _digest(key.strip() if scheme.lower() == SCHEME else "")
-
-
-def _digest(key: str) -> bytes:
-    # Keys of one length: a comparison then takes as long for one that is too short.
-    return hashlib.sha256(key.encode()).digest()
-
-
-def _known(presented: bytes, digests: Sequence[bytes]) -> bool:
-    """Compares with every key, each in constant time, so that time tells nothing about any."""
-    found = False
-    for digest in digests:
-        found |= hmac.compare_digest(presented, digest)
-    return found
+    return bearer_key([value if isinstance(value, bytes) else value.encode() for value in values])
 
 
 def _refusing(code: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler:

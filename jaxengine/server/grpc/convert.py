@@ -19,9 +19,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxengine.inputs import InputProcessor
 from jaxengine.server.grpc import inference_pb2 as pb
-from jaxengine.server.http.prompts import PromptEncoder
-from jaxengine.server.http.protocol import REQUEST_ID
+from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.prompts import PromptEncoder
 from scheduler.errors import RequestError
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 

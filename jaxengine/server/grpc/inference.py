@@ -16,8 +16,8 @@ from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
 from jaxengine.server.grpc.convert import Generation, RequestReader
 from jaxengine.server.grpc.status import CallError
-from jaxengine.server.http.prompts import check_token_ids
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.prompts import check_token_ids
 from scheduler.errors import RequestError
 
 MAX_DETOKENIZE = 1 << 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ from jaxengine.server.grpc.admin import AdminService
 from jaxengine.server.grpc.auth import KeyInterceptor
 from jaxengine.server.grpc.inference import InferenceService
 from jaxengine.server.grpc.service import OpenCalls, handlers
-from jaxengine.server.http.models import served_names
+from jaxengine.server.keys import Keys
+from jaxengine.server.names import served_names
 from jaxengine.server.options import MIB, ServerConfig
+from jaxengine.server.sockets import is_loopback
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
@@ -89,7 +90,7 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
     names = served_names(engine, config)
     calls = OpenCalls(log=not config.disable_access_log)
     server = grpc.aio.server(
-        interceptors=[KeyInterceptor(config.api_keys(), config.admin_keys())],
+        interceptors=[KeyInterceptor(Keys(config.api_keys(), config.admin_keys()))],
         options=_options(config),
         maximum_concurrent_rpcs=_max_calls(engine, config),
     )
@@ -105,14 +106,6 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
     port = _listen(server, config)
     await server.start()
     return GrpcServer(server, port, engine, calls, reported)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _max_calls(engine: EngineClient, config: ServerConfig) -> int:

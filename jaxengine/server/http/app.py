@@ -20,7 +20,8 @@ from jaxengine.server.http import chat, completions, errors, models, operations,
 from jaxengine.server.http.auth import AuthMiddleware
 from jaxengine.server.http.errors import ApiError, as_api_error, error_response
 from jaxengine.server.http.limits import JsonRoute, LimitsMiddleware
-from jaxengine.server.http.protocol import REQUEST_ID
+from jaxengine.server.keys import Keys
+from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.spans import CallerTraceMiddleware
 
@@ -49,7 +50,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     middleware = [
         Middleware(TrafficMiddleware, traffic, config.root_path.rstrip("/")),
         Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes),
-        Middleware(AuthMiddleware, config.api_keys(), config.admin_keys()),
+        Middleware(AuthMiddleware, Keys(config.api_keys(), config.admin_keys())),
     ]
     if config.otlp_traces_endpoint is not None:
         middleware.append(Middleware(CallerTraceMiddleware))

@@ -5,44 +5,22 @@ Stands in front of the routes, so that a new one cannot forget it. Knows nothing
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Iterable
-
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxengine.server.http.errors import ApiError, error_response
+from jaxengine.server.keys import Keys, bearer_key
 
 # "/" is the status page, which holds no figures and asks for a key itself: a browser sends none with an address.
 OPEN_PATHS = frozenset({"/health", "/ping", "/"})
 
 
-def _digest(key: bytes) -> bytes:
-    # Keys of one length: a comparison then takes as long for one that is too short.
-    return hashlib.sha256(key).digest()
-
-
-def known(given: bytes, digests: Iterable[bytes]) -> bool:
-    """Whether `given` is one of the keys, in a time that does not depend on which or how nearly."""
-    offered, found = _digest(given), False
-    for digest in digests:
-        found |= hmac.compare_digest(offered, digest)
-    return found
-
-
 class AuthMiddleware:
-    """Lets nothing through without one of the keys, once there are any.
+    """Lets nothing through without one of the keys, once there are any; `require_admin` asks for an operator's."""
 
-    Args:
-      api_keys: of clients; none: whoever reaches the server may use it.
-      admin_keys: of operators, good for all that clients' are good for; `require_admin` asks for one of them.
-    """
-
-    def __init__(self, app: ASGIApp, api_keys: Iterable[str], admin_keys: Iterable[str]):
+    def __init__(self, app: ASGIApp, keys: Keys):
         self._app = app
-        self._clients = [_digest(key.encode()) for key in api_keys]
-        self._admins = [_digest(key.encode()) for key in admin_keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -51,11 +29,9 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        key = _bearer(scope)
-        is_admin = known(key, self._admins)
-        is_client = known(key, self._clients) or is_admin
-        scope.setdefault("state", {})["is_admin"] = is_admin
-        if self._clients and not is_client and scope["path"].removeprefix(scope["root_path"]) not in OPEN_PATHS:
+        key = _key(scope)
+        scope.setdefault("state", {})["is_admin"] = self._keys.is_admin(key)
+        if not self._keys.admits(key) and scope["path"].removeprefix(scope["root_path"]) not in OPEN_PATHS:
             await error_response(_unauthorized())(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -65,7 +41,7 @@ def require_admin(request: Request) -> None:
     """A dependency of routes that change the server. Raises ApiError without an operator's key."""
     if request.scope["state"]["is_admin"]:
         return
-    if _bearer(request.scope):
+    if _key(request.scope):
         raise ApiError(403, "this route needs an admin key")
     raise _unauthorized()
 
@@ -74,8 +50,5 @@ def _unauthorized() -> ApiError:
     return ApiError(401, "a valid key is needed: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _bearer(scope: Scope) -> bytes:
-    """The key that a request brings; b"" for none."""
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
+def _key(scope: Scope) -> bytes:
+    return bearer_key([value for name, value in scope["headers"] if name == b"authorization"])

@@ -18,9 +18,10 @@ from jaxengine.server.http.chat_output import ChatChoiceWriter
 from jaxengine.server.http.chat_protocol import ChatRequest, text_of
 from jaxengine.server.http.chat_run import ChatRun, ChatServer
 from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.models import check_model, served_names
+from jaxengine.server.http.models import check_model
 from jaxengine.server.http.protocol import usage
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
+from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 
 

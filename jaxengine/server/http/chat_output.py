@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxengine.outputs import CompletionOutput, Logprob, PositionLogprobs
 from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
-from jaxengine.server.http.protocol import json_logprob
+from jaxengine.server.http.protocol import json_logprob, json_position
 from jaxengine.tokenizer import Tokenizer
 
 
@@ -76,7 +76,7 @@ class ChatChoiceWriter:
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
         """As vLLM has them: for each token of the prompt, by token id."""
-        return [None if position is None else _position(position) for position in positions]
+        return [json_position(position) for position in positions]
 
     def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
         reason = output.finish_reason
@@ -137,14 +137,3 @@ def _call(event: ToolCallStart | ArgumentsDelta) -> dict[str, Any]:
 def _reasoning(text: str) -> dict[str, str]:
     """vLLM's name for it, and the one that it had before."""
     return {"reasoning": text, "reasoning_content": text}
-
-
-def _position(position: PositionLogprobs) -> dict[str, Any]:
-    return {
-        str(token_id): {
-            "logprob": json_logprob(entry.logprob),
-            "rank": entry.rank,
-            "decoded_token": entry.decoded_token,
-        }
-        for token_id, entry in position.items()
-    }

@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxengine.engine_client import EngineClient
 from jaxengine.server.http.chat_protocol import ChatRequest
-from jaxengine.server.http.prompts import PromptEncoder
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.prompts import PromptEncoder
 from scheduler.errors import RequestError
 
 

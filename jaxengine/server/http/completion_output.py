@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from jaxengine.server.http.protocol import json_logprob
+from jaxengine.server.http.protocol import json_logprob, json_position
 from jaxengine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ChoiceWriter:
         }
         self._text_lengths.setdefault(index, 0)
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = [self._position(each) for each in output.prompt_logprobs or ()]
+            choice["prompt_logprobs"] = [json_position(each) for each in output.prompt_logprobs or ()]
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             if begins:
@@ -88,16 +88,3 @@ class ChoiceWriter:
             text = None if position is None else position[token_id].decoded_token
             return self._tokenizer.decode([token_id], skip_special_tokens=False) if text is None else text
         return f"token_id:{token_id}"
-
-    @staticmethod
-    def _position(position: PositionLogprobs | None) -> dict[str, Any] | None:
-        if position is None:
-            return None
-        return {
-            str(token_id): {
-                "logprob": json_logprob(entry.logprob),
-                "rank": entry.rank,
-                "decoded_token": entry.decoded_token,
-            }
-            for token_id, entry in position.items()
-        }

@@ -19,11 +19,12 @@ from jaxengine.outputs import CompletionOutput, RequestOutput
 from jaxengine.server.http.completion_output import ChoiceWriter
 from jaxengine.server.http.interleave import interleave
 from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.models import check_model, served_names
-from jaxengine.server.http.prompts import PromptEncoder, read_prompts
+from jaxengine.server.http.models import check_model
 from jaxengine.server.http.protocol import REFUSED, TextRequest, usage
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
+from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.prompts import PromptEncoder, read_prompts
 from scheduler.errors import RequestError
 from scheduler.sampling_params import SamplingParams
 

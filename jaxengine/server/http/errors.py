@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxengine.engine_client import EngineDeadError, EngineDrainingError
+from jaxengine.server.scrub import scrub
 from scheduler.errors import OverloadedError, RequestError, show_value
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_CHARS = 2000
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -32,10 +31,6 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-# What an exception's words may carry: where files lie, where objects lie (CVE-2026-22778), how the code looks.
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\).*|File \"[^\"]*\", line \d+.*", re.DOTALL)
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-_PATH = re.compile(r"(?<![\w:/.])(?:[A-Za-z]:\\|/)(?:[\w.+@~\-]+[/\\])+[\w.+@~\-]*")
 _BRANCHES = {"str", "int", "float", "bool", "none"}
 
 
@@ -93,12 +88,6 @@ def error_response(error: ApiError) -> Response:
     # ASCII only: a message may quote half a surrogate pair, which has no UTF-8 form.
     body = json.dumps(error_body(error)).encode()
     return Response(body, error.status_code, dict(error.headers or {}), "application/json")
-
-
-def scrub(message: str) -> str:
-    """The message without tracebacks, paths of files and addresses of objects, and of bounded length."""
-    message = _PATH.sub("<path>", _ADDRESS.sub("<address>", _TRACEBACK.sub("<traceback>", message[:100_000])))
-    return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
 
 
 def install(app: FastAPI) -> None:

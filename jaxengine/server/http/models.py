@@ -9,13 +9,9 @@ from fastapi import APIRouter
 
 from jaxengine.engine_client import EngineClient
 from jaxengine.server.http.errors import ApiError
+from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import show_value
-
-
-def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
-    """Names by which requests may call the model; answers carry the first."""
-    return config.served_model_name or (engine.inputs.config.model or "SmolLM2-135M-Instruct",)
 
 
 def check_model(name: str | None, served: tuple[str, ...]) -> str:

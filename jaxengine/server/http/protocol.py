@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -16,6 +15,8 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxengine.inputs import InputProcessor
+from jaxengine.outputs import PositionLogprobs
+from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError, show_value
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
@@ -24,7 +25,6 @@ from scheduler.sampling_params import RequestOutputKind, SamplingParams
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
-REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 MIN_LOGPROB = -9999.0
 
 # Fields of vLLM and OpenAI that ask for what is not built, and the values by which they do not ask.
@@ -126,21 +126,16 @@ class ResponseFormat(RequestModel):
         return {"json": self.json_schema.schema_}
 
 
-class TextRequest(RequestModel):
+class GenerationRequest(RequestModel):
     """Fields of every request that has text generated; None stands for the default of the model or of vLLM.
 
     Attributes:
       user: the caller's own name for who asks; it goes to the log and to traces.
       timeout: seconds from arrival until the request is ended.
       request_id: what the request is called, in the answer and to `abort`.
-      truncate_prompt_tokens: how many tokens of the prompt are kept, from its end ("right": its beginning) as
-        truncation_side says; -1: as many as leave room for max_tokens.
     """
 
-    refused = REFUSED
-
     model: str | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -150,26 +145,12 @@ class TextRequest(RequestModel):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | Texts | None = None
-    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, Any] | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Texts | None = None
-    prompt_logprobs: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    echo: bool | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
     priority: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -177,16 +158,47 @@ class TextRequest(RequestModel):
     user: str | None = None
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
-        if self.stream and self.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+    def _check_request_id(self) -> Self:
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 f"request_id is {show_value(self.request_id)}; allowed are 1 to 128 letters, digits, '-' and '_'",
                 param="request_id",
             )
+        return self
+
+
+class TextRequest(GenerationRequest):
+    """What completions and chat completions have in common.
+
+    Attributes:
+      truncate_prompt_tokens: how many tokens of the prompt are kept, from its end ("right": its beginning) as
+        truncation_side says; -1: as many as leave room for max_tokens.
+    """
+
+    refused = REFUSED
+
+    n: int | None = None
+    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
+    prompt_logprobs: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
         keep = self.truncate_prompt_tokens
         if keep is not None and keep != -1 and keep < 1:
             raise RequestError(
@@ -242,6 +254,16 @@ class TextRequest(RequestModel):
 def json_logprob(logprob: float) -> float:
     """A log-probability as JSON can say it: -9999.0 for what cannot be."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
+
+
+def json_position(position: PositionLogprobs | None) -> dict[str, Any] | None:
+    """An entry of vLLM's prompt_logprobs: candidates by their ids; None where nothing precedes."""
+    if position is None:
+        return None
+    return {
+        str(token_id): {"logprob": json_logprob(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+        for token_id, one in position.items()
+    }
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:

@@ -22,12 +22,13 @@ from jaxengine.server.http.chat_output import token_logprobs
 from jaxengine.server.http.chat_run import ChatRun, ChatServer
 from jaxengine.server.http.errors import as_api_error, error_body
 from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.models import check_model, served_names
+from jaxengine.server.http.models import check_model
 from jaxengine.server.http.response_store import ResponseStore, StoredResponse
 from jaxengine.server.http.responses_input import read_input
 from jaxengine.server.http.responses_output import ResponseWriter, Said
 from jaxengine.server.http.responses_protocol import ResponsesRequest, as_response_error
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
+from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError, show_value
 from scheduler.sampling_params import SamplingParams

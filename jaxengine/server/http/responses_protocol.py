@@ -8,32 +8,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from jaxengine.server.http.chat_protocol import MAX_NAME_CHARS, ChatRequest, Messages, renamed
-from jaxengine.server.http.protocol import REFUSED, REQUEST_ID, ClosedModel, RequestModel, Texts
+from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel
 from scheduler.errors import RequestError
 
 # Fields that a chat request has by the same name.
-_SAME = (
-    "cache_salt",
-    "chat_template_kwargs",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "min_p",
-    "parallel_tool_calls",
-    "presence_penalty",
-    "priority",
-    "repetition_penalty",
-    "seed",
-    "skip_special_tokens",
-    "stop",
-    "stream",
-    "structured_outputs",
-    "temperature",
-    "timeout",
-    "top_k",
-    "top_p",
-)
+_SAME = {*GenerationRequest.model_fields, "chat_template_kwargs", "parallel_tool_calls"} - {"model", "request_id"}
 # What a field of the chat request is called here.
 _NAMES = {
     "logprobs": "top_logprobs",
@@ -86,7 +65,7 @@ class Reasoning(ClosedModel):
     generate_summary: None = None
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(GenerationRequest):
     """OpenAI's fields, and vLLM's by which sampling is told more; None stands for the default.
 
     Attributes:
@@ -117,12 +96,10 @@ class ResponsesRequest(RequestModel):
     }
 
     input: str | Messages
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = None
@@ -133,31 +110,10 @@ class ResponsesRequest(RequestModel):
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
-    user: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Texts | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
-            raise RequestError("request_id must be 1 to 128 letters, digits, '-' and '_'", param="request_id")
         if self.background and self.stream:
             raise RequestError("background cannot be combined with stream", param="background")
         if self.background and self.store is False:

@@ -10,10 +10,11 @@ from pydantic import model_validator
 
 from jaxengine.engine_client import EngineClient
 from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.models import check_model, served_names
-from jaxengine.server.http.prompts import PromptEncoder, check_token_ids
+from jaxengine.server.http.models import check_model
 from jaxengine.server.http.protocol import RequestModel, TokenIds
+from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.prompts import PromptEncoder, check_token_ids
 from scheduler.errors import RequestError
 
 

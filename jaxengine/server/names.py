@@ -1,0 +1,16 @@
+"""How requests and the model may be called."""
+
+from __future__ import annotations
+
+import re
+
+from jaxengine.engine_client import EngineClient
+from jaxengine.server.options import ServerConfig
+
+# What a client may name its request; the name goes into headers and logs.
+REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
+    """Names by which requests may call the model; answers carry the first."""
+    return config.served_model_name or (engine.inputs.config.model or "SmolLM2-135M-Instruct",)
