@@ -118,7 +118,7 @@ class ExecutableCache:
     def _path(self, name: str, arguments: Sequence[Any], donate: tuple[int, ...], description: str) -> Path | None:
         if self._directory is None:
             return None
-        shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in jax.tree.leaves(arguments)]
+        shapes = [(leaf.shape, str(leaf.dtype), str(leaf.format)) for leaf in jax.tree.leaves(arguments)]
         devices = [device.id for device in self._devices]
         environment = _environment(self._devices[0])
         key = repr((environment, devices, name, donate, shapes, str(jax.tree.structure(arguments)), description))

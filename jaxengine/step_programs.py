@@ -91,10 +91,10 @@ class StepPrograms:
         return self._on_devices(step, arguments, results)
 
     def arguments(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> tuple[Any, ...]:
-        """Its arguments: params (the model's leaves, arrays or shapes) as shapes that keep their shardings."""
+        """Its arguments: params (the model's leaves, arrays or shapes) as shapes with their shardings and layouts."""
         ranks, config = self.model.mesh.num_ranks, self.model.config
         message = self._shape((ranks, self.packer.layouts[bucket].size), np.int32, _RANKS)
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in params]
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format) for leaf in params]
         hidden = self._shape((ranks * bucket.num_tokens, config.hidden_size), params[0].dtype, _RANKS)
         return shapes, kv, self.state_shapes, message, *([] if self.model.stage.is_first else [hidden])
 

@@ -53,6 +53,8 @@ class ParamDecl:
     Attributes:
       axes: logical axes of the weight, sharding.rules' words.
       init_std: scale of dummy weights; None means ones.
+      row_major: rows are read one by one, so each is stored in one piece. A TPU would else choose columns where that
+        saves padding, and then turn the whole weight around in every step.
     """
 
     axes: tuple[str | None, ...]
@@ -60,6 +62,7 @@ class ParamDecl:
     transposed: bool = False
     init_std: float | None = None
     num_experts: int | None = None
+    row_major: bool = False
 
     @property
     def joined_axis(self) -> int:

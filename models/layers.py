@@ -45,7 +45,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, source: str, dtype: Any, mesh: MeshLayout = ONE_DEVICE):
         rows = vocab_source(f"{source}.weight", vocab_size, mesh)
-        decl = ParamDecl(("vocab", "embed"), (rows,), init_std=hidden_size**-0.5)
+        decl = ParamDecl(("vocab", "embed"), (rows,), init_std=hidden_size**-0.5, row_major=True)
         self.weight = declare((rows.num_contributed, hidden_size), dtype, decl)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:

@@ -29,6 +29,7 @@ from models.causal_lm import CausalLM
 from models.config import ModelConfig
 from models.declare import declared_params
 from models.llama import attention_schedule, kv_update_schedule
+from models.loading.parts import format_of
 from scheduler.buckets import Bucket
 from sharding.mesh import make_mesh
 from sharding.rules import named_sharding, part_bytes, part_shape
@@ -101,10 +102,10 @@ class StagePrograms:
         self._place = place
         self._steps = StepPrograms(model, config, platform, mesh)
         self._layout = platform.name
-        self._params = [
-            jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=named_sharding(mesh, param.decl.axes))
-            for param in declared_params(self.model)
-        ]
+        self._params = []
+        for param in declared_params(self.model):
+            place = format_of(param.decl, named_sharding(mesh, param.decl.axes))
+            self._params.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=place))
         self.weight_bytes = sum(part_bytes(leaf) for leaf in self._params)
         self.state_bytes = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
         self.page_bytes = self._steps.page_bytes

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from models.causal_lm import CausalLM
 from models.declare import DeclaredParam, ParamDecl, declared_params
 from models.loading.params import Progress
-from models.loading.parts import column_axis, num_parts, source_row, tensor_name
+from models.loading.parts import column_axis, format_of, num_parts, source_row, tensor_name
 from sharding.layout import RULES
 from sharding.rules import named_sharding
 
@@ -64,7 +64,7 @@ def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[in
         return jax.jit(fill)
     sharding = named_sharding(mesh, decl.axes)
     mapped = jax.shard_map(fill, mesh=mesh, in_specs=PartitionSpec(), out_specs=sharding.spec, check_vma=False)
-    return jax.jit(mapped, out_shardings=sharding)
+    return jax.jit(mapped, out_shardings=format_of(decl, sharding))
 
 
 def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...]) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from models.causal_lm import CausalLM
 from models.declare import DeclaredParam, declared_params
 from models.loading.errors import ModelFileError
-from models.loading.parts import num_parts, sharding_of
+from models.loading.parts import format_of, num_parts, sharding_of
 
 LAYOUT_FILE = "layout.json"
 WEIGHTS_FOLDER = "weights"
@@ -100,7 +100,11 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
             arrays = checkpointer.restore(folder.absolute() / WEIGHTS_FOLDER, args=restore)
     except (OSError, ValueError, KeyError) as error:
         raise ModelFileError(folder / WEIGHTS_FOLDER, f"cannot be read: {error}") from error
-    filled = [(p.path, p.variable.replace(arrays[name])) for name, p in zip(names, declared, strict=True)]
+    filled = []
+    for name, param in zip(names, declared, strict=True):
+        array = arrays.pop(name)
+        array = jax.device_put(array, format_of(param.decl, array.sharding))
+        filled.append((param.path, param.variable.replace(array)))
     return nnx.from_flat_state(filled)
 
 

@@ -15,12 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from models.causal_lm import CausalLM
 from models.declare import DeclaredParam, declared_params
 from models.loading.errors import ModelFileError
-from models.loading.parts import Block, column_axis, local_blocks, num_parts, sharding_of, source_row, tensor_name
+from models.loading.parts import (
+    Block,
+    column_axis,
+    format_of,
+    local_blocks,
+    num_parts,
+    sharding_of,
+    source_row,
+    tensor_name,
+)
 from models.loading.source import WHOLE, WeightSource
 from models.registry import build_model
 
@@ -86,7 +95,8 @@ class _Loader:
             if param.decl.transposed:
                 host = host.swapaxes(-1, -2)
             for device, columns in block.devices:
-                arrays.append(jax.device_put(_columns(param, host, columns), device))
+                place = None if device is None else format_of(param.decl, SingleDeviceSharding(device))
+                arrays.append(jax.device_put(_columns(param, host, columns), place))
             # Transfers are asynchronous: waiting here keeps at most one block's host copy alive.
             jax.block_until_ready(arrays)
             del host

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh, NamedSharding
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from models.declare import DeclaredParam, ParamDecl, Source
 from sharding.layout import RULES
@@ -57,6 +58,11 @@ def num_parts(param: DeclaredParam, mesh: Mesh | None) -> tuple[int, ...]:
 def sharding_of(param: DeclaredParam, mesh: Mesh | None) -> NamedSharding | None:
     """Where a weight lives; None (no mesh) is the default device."""
     return None if mesh is None else named_sharding(mesh, param.decl.axes)
+
+
+def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
+    """Where a weight lives and, unless that is the compiler's affair, in which order of its axes."""
+    return Format(Layout(tuple(range(len(decl.axes)))), sharding) if decl.row_major else sharding
 
 
 def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:

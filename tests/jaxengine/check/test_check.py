@@ -72,6 +72,16 @@ def compiler(model, tmp_path):
     return make
 
 
+def test_a_step_takes_the_token_table_as_it_is_stored(compiler):
+    """Row by row; the other weights as the compiler likes them."""
+    compiler = compiler()
+    (stage,) = compiler.stages
+    arguments = stage.step(DECODE, 100).arguments[0]
+    orders = [leaf.format.layout and leaf.format.layout.major_to_minor for leaf in arguments]
+    names = [param.name for param in declared_params(stage.model)]
+    assert dict(zip(names, orders, strict=True)) == {name: (0, 1) if name == "embed.weight" else None for name in names}
+
+
 def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     """Everything compiles and nothing is copied."""
     base, bundle = str(tmp_path / "base.json"), tmp_path / "bundle"
