@@ -1,4 +1,5 @@
-"""What a server does when it is hurt: its engine killed, told to end under load, sent ten times what it can do.
+"""What a server does when it is hurt: its engine killed, told to end under load, sent ten times what it can do, sent
+grammars that take long to compile.
 
     python -m benchmarks.reliability [--kills 10] [--streams 100] [--overload-seconds 15] [--json FILE]
 
@@ -10,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import signal
+import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -277,12 +281,51 @@ def overload(findings: Findings, seconds: float) -> None:
     findings.add("overload: exit status afterwards", running.stop(), 0)
 
 
+async def beside_grammars(traffic: Traffic, num_tokens: int, grammars: Iterator[str]) -> tuple[list[float], int]:
+    """Seconds between the tokens of a stream, while each of `grammars` is asked for after the one before; how many."""
+    connections, answered = Connections(traffic.server), 0
+
+    async def ask() -> None:
+        nonlocal answered
+        for grammar in grammars:
+            body = traffic.body(plan(Load(1, 16, 1, seed=answered))[0]) | {"structured_outputs": {"regex": grammar}}
+            sample = await stream(connections, "/completions", body, 60.0)
+            assert sample.error in (None, "http 400"), sample.error
+            answered += 1
+
+    asking = asyncio.create_task(ask())
+    sample = await stream(connections, "/completions", traffic.body(plan(Load(1, 16, num_tokens))[0]), 120.0)
+    asking.cancel()
+    connections.close()
+    assert sample.error is None, sample.error
+    return [late - early for early, late in itertools.pairwise(sample.chunk_times)], answered
+
+
+def grammars(findings: Findings, num_tokens: int) -> None:
+    """A stream alone and beside somebody whose grammars take a second each, in turns."""
+    running = start_server(OPTIONS)
+    _, traffic = served(running)
+    hostile = (f"((((a{{{count}}}){{100}}){{100}}){{100}})" for count in itertools.count(90))
+    alone, beside, compiled = [], [], 0
+    for _ in range(3):
+        alone += asyncio.run(beside_grammars(traffic, num_tokens, iter(())))[0]
+        gaps, answered = asyncio.run(beside_grammars(traffic, num_tokens, hostile))
+        beside, compiled = beside + gaps, compiled + answered
+    of = f"{compiled} grammars in {sum(beside):.0f} s"
+    for name, figure in (("mean", statistics.fmean), ("median", statistics.median)):
+        moved = 100 * (figure(beside) / figure(alone) - 1)
+        findings.add(f"hostile grammars: percent that the {name} ITL of a stream moves", moved, 20, of=of)
+    findings.add("hostile grammars: p99 of the ITL beside them, ms", 1e3 * percentile(beside, 0.99))
+    findings.add("hostile grammars: p99 of the ITL alone, ms", 1e3 * percentile(alone, 0.99))
+    running.stop()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--overload-seconds", type=float, default=15.0)
-    parser.add_argument("--only", choices=("kills", "ends", "overload"), help="one part")
+    parser.add_argument("--only", choices=("kills", "ends", "overload", "grammars"), help="one part")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     findings = Findings()
@@ -292,6 +335,8 @@ def main() -> int:
         ends(findings, args.streams)
     if args.only in (None, "overload"):
         overload(findings, args.overload_seconds)
+    if args.only in (None, "grammars"):
+        grammars(findings, 400)
     print("\n" + table(findings.rows))
     write_json(args.json, {"streams": args.streams, "kills": args.kills, "rows": findings.rows})
     return 0 if all(row["kept"] == "yes" for row in findings.rows) else 1
