@@ -31,7 +31,7 @@ _MAX_MEMORY_BYTES = 8 << 30
 # Compiled grammars that are kept for the next request with the same one.
 _MAX_CACHED = 16
 _MAX_REASON = 500
-# Priority of the thread that compiles, so that where the model runs on the same cores a hostile grammar does not slow it.
+# Priority of the thread that compiles: a hostile grammar must not slow a model that runs on the same cores.
 _COMPILE_NICE = 10
 _LENGTH = struct.Struct("<I")
 
