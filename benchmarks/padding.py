@@ -1,21 +1,25 @@
 """What the compiled shapes cost: padding by grid on a chat-like mix of lengths, against the time to compile the grid.
 
-    python -m benchmarks.padding [--steps 3000] [--seconds-per-program 15] [--json FILE]
+    python -m benchmarks.padding [--steps 3000] [--checks FILE FILE] [--json FILE]
 
 Requests arrive at random at three loads and run through the real scheduler with a model that costs nothing; lengths are
 log-normal around the averages of the ShareGPT trace (Kwon et al. 2023, section 6.1: 161 prompt and 338 output tokens).
 The scheduler does not know the grid, so one run serves all of them. `lost` is time and not tokens: what an 8B-shaped
 step takes with its padding above what it takes without, by a roofline of the platform (weights read once a step, a
 product for every token, a pass over the logits of every row). Empty rows of a decode step that waits for the weights
-anyway cost next to nothing, padding of a full prefill step its whole share.
+anyway cost next to nothing, padding of a full prefill step its whole share. What a grid takes to compile follows from
+the mean times in which `jaxengine check` compiled the steps of an 8B model (`--checks`, for a GPU and a TPU).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +54,8 @@ class Roofline:
         return np.maximum(self.weight_bytes / self.bytes_per_s, products) + LOGIT_BYTES * num_seqs / self.bytes_per_s
 
 
+RESULTS = Path(__file__).parent / "results"
+CHECKS = [str(RESULTS / f"check_llama-3.1-8b_{target}.json") for target in ("sm_90", "v6e")]
 # H200 and v6e by their data sheets, at 80 % of the bandwidth and 65 % of the products.
 ROOFLINES = {"gpu": Roofline(0.8 * 4.8e12, 0.65 * 989e12), "tpu": Roofline(0.8 * 1.64e12, 0.65 * 918e12)}
 
@@ -57,17 +63,15 @@ ROOFLINES = {"gpu": Roofline(0.8 * 4.8e12, 0.65 * 989e12), "tpu": Roofline(0.8 *
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000, help="measured steps at each load")
-    parser.add_argument("--seconds-per-program", type=float, default=15.0, help="to compile one step")
+    parser.add_argument("--checks", nargs=2, metavar="FILE", default=CHECKS, help="tables of a GPU and of a TPU")
     parser.add_argument("--tolerance", type=float, default=1.0, help="percent of time a smaller grid may lose")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     args = parser.parse_args()
-    result: dict[str, Any] = {"steps": args.steps, "seconds_per_program": args.seconds_per_program}
-    for name, roofline in ROOFLINES.items():
-        platform = PLATFORMS[name]
+    result: dict[str, Any] = {"steps": args.steps, "checks": [Path(check).name for check in args.checks]}
+    for (name, roofline), check in zip(ROOFLINES.items(), args.checks, strict=True):
+        platform, compile_s = PLATFORMS[name], compile_seconds(check)
         steps = [simulate(platform, load, args.steps) for load in LOADS]
-        rows = [
-            evaluate(platform, *grid, steps, roofline, args.seconds_per_program) for grid in grids(platform).values()
-        ]
+        rows = [evaluate(platform, *grid, steps, roofline, compile_s) for grid in grids(platform).values()]
         rows = [{"grid": grid, **row} for grid, row in zip(grids(platform), rows, strict=True)]
         best = recommend(rows, args.tolerance)
         print(
@@ -76,8 +80,22 @@ def main() -> None:
         print(table(rows))
         decode, mixed = grids(platform)[best["grid"]]
         print(f"recommended: {best['grid']}, decode {decode}, mixed {mixed}")
-        result[name] = {"rows": rows, "recommended": best["grid"], "decode_sizes": decode, "mixed_sizes": mixed}
+        result[name] = {
+            "compile_seconds": dict(zip(("decode", "mixed"), compile_s, strict=True)),
+            "rows": rows,
+            "recommended": best["grid"],
+            "decode_sizes": decode,
+            "mixed_sizes": mixed,
+        }
     write_json(args.json, result)
+
+
+def compile_seconds(check: str) -> tuple[float, float]:
+    """The mean seconds of a decode and of a mixed step in a table that `jaxengine check --json` wrote."""
+    rows = [row for row in json.loads(Path(check).read_text())["rows"] if row["step"]]
+    kinds = ([row["compile_s"] for row in rows if row["program"].startswith(kind)] for kind in ("decode", "mixed"))
+    decode, mixed = (round(statistics.fmean(seconds), 1) for seconds in kinds)
+    return decode, mixed
 
 
 def grids(platform: Platform) -> dict[str, tuple[list[int], list[int]]]:
@@ -169,7 +187,7 @@ def evaluate(
     mixed: Sequence[int],
     loads: list[np.ndarray],
     roofline: Roofline,
-    seconds_per_program: float,
+    compile_s: tuple[float, float],
 ) -> dict[str, Any]:
     """Padding of the steps in percent of their tokens, time lost to it by load, and what the grid costs to compile."""
     buckets = Buckets(platform.max_num_seqs, platform.max_num_batched_tokens, decode, mixed)
@@ -182,10 +200,11 @@ def evaluate(
             padded[kind] += sizes[rows, 0].sum()
         ideal, real = (roofline.step_s(*array.T).sum() for array in (steps, sizes))
         lost.append(100 * (real / ideal - 1))
+    seconds = sum(compile_s[0 if bucket.decode_only else 1] for bucket in buckets)
     waste = 100 * (padded - needed) / np.maximum(needed, 1)
     return {
         "programs": len(buckets),
-        "minutes": round(len(buckets) * seconds_per_program / 60, 1),
+        "minutes": round(seconds / 60, 1),
         "decode_padding": round(float(waste[0]), 1),
         "mixed_padding": round(float(waste[1]), 1),
         **{f"lost_{name}": round(float(value), 2) for name, value in zip(("low", "middle", "full"), lost, strict=True)},
