@@ -15,7 +15,7 @@ from jaxengine.platforms import Platform
 from scheduler.buckets import Buckets
 from scheduler.config import SchedulerConfig
 from scheduler.waiting import POLICIES
-from sharding.layout import MeshLayout
+from sharding.layout import GATHER, RAGGED, MeshLayout
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -121,6 +121,9 @@ class EngineConfig:
       replicate_kv_heads: split the heads over all of tensor_parallel_size, storing kv heads more than once.
       data_parallel_size: times that weights are stored (but for experts), each with sequences and pages of its own.
       enable_expert_parallel: whole experts on devices of tensor_parallel_size * data_parallel_size, not slices of all.
+      all2all_backend: how tokens reach whole experts: "allgather_reducescatter", every token to every device, or
+        "ragged_all_to_all", to those that hold its experts. The latter is for TPUs; a CPU, which has no such exchange,
+        plays it slowly, for tests.
       pipeline_parallel_size: groups of devices that each have a run of the layers.
       pipeline_layers: numbers of layers of these groups; None splits by the bytes of the weights.
       nnodes: processes of the engine, this one included; the others are started as `jaxengine worker`.
@@ -163,6 +166,7 @@ class EngineConfig:
     replicate_kv_heads: bool = False
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    all2all_backend: str = GATHER
     pipeline_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] | None = None
     nnodes: int = 1
@@ -194,6 +198,7 @@ class EngineConfig:
             ("scheduling_policy", POLICIES),
             ("logprobs_mode", LOGPROBS_MODES),
             ("generation_config", ("auto", "vllm")),
+            ("all2all_backend", (GATHER, RAGGED)),
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(name, getattr(self, name), ", ".join(choices))
@@ -222,6 +227,8 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
+        if self.all2all_backend != GATHER and not self.enable_expert_parallel:
+            raise ConfigError("all2all_backend", self.all2all_backend, f"{GATHER} without enable_expert_parallel")
         layers = self.pipeline_layers
         if layers is not None:
             listed = isinstance(layers, (list, tuple)) and all(type(count) is int and count > 0 for count in layers)
@@ -276,6 +283,9 @@ class EngineConfig:
             )
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
+        if self.all2all_backend == RAGGED and platform.name not in ("tpu", "cpu"):
+            allowed = f"{GATHER} on CUDA devices; nobody has tried XLA's ragged all-to-all there"
+            raise ConfigError("all2all_backend", RAGGED, allowed)
         if self.pipeline_layers is not None and sum(self.pipeline_layers) != model.num_layers:
             raise ConfigError("pipeline_layers", self.pipeline_layers, f"numbers that add up to {model.num_layers}")
         mesh = self.mesh_layout(model)
@@ -305,6 +315,7 @@ class EngineConfig:
             data=self.data_parallel_size,
             replicate=self.replicate_kv_heads,
             expert_parallel=self.enable_expert_parallel,
+            all2all_backend=self.all2all_backend,
         )
 
     def _check_type(self, name: str, annotation: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from sharding.layout import RULES
@@ -62,16 +63,95 @@ def exchange_tokens(x: jax.Array, axis: str) -> jax.Array:
     return lax.all_to_all(x, over, split_axis=0, concat_axis=1, tiled=True) if over else x
 
 
-def sum_parts(x: jax.Array, axis: str) -> jax.Array:
-    """The sum of x over the parts of `axis`."""
+def share_tokens(x: jax.Array, axis: str, *, fill: Any = 0) -> jax.Array:
+    """This device's share of x [T, ...] among the n that hold parts of `axis` and the same tokens, [ceil(T / n), ...].
+
+    The last shares are filled up with `fill`.
+    """
+    over = _same_tokens(axis)
+    if not over:
+        return x
+    share = -(-x.shape[0] // lax.axis_size(over))
+    missing = share * lax.axis_size(over) - x.shape[0]
+    x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(over) * share, share)
+
+
+def join_tokens(x: jax.Array, axis: str, num_tokens: int) -> jax.Array:
+    """The shares of all those devices, [num_tokens, ...]. The counterpart of `share_tokens`."""
+    over = _same_tokens(axis)
+    return lax.all_gather(x, over, axis=0, tiled=True)[:num_tokens] if over else x
+
+
+def exchange_rows(x: jax.Array, out: jax.Array, sizes: jax.Array, axis: str, *, back: bool = False) -> jax.Array:
+    """Rows to the devices that hold their groups, or back to where they came from: a ragged all-to-all.
+
+    The parts of `axis`, on n > 1 devices, are G / n groups each, in order. A sender's rows are sorted by group; those
+    that a device gets are sorted by group, and within a group by sender.
+
+    Args:
+      x: [N, ...], a sender's rows or, with `back`, those that it got; what follows them goes nowhere.
+      out: [M, ...], what there is where no row lands. A device may get at most M rows.
+      sizes: i32[n, G], rows that each device has for each group; the same on all devices.
+
+    Returns [M, ...].
+
+    XLA:CPU has no such exchange; there devices exchange as many rows as there could be, all equally many.
+    """
     over = split_over(axis)
-    return lax.psum(x, over) if over else x
+    devices, groups = sizes.shape
+    me, own = lax.axis_index(over), groups // devices
+    # Where a device's rows of a group begin: with itself, and with the group's device.
+    sent = jnp.cumsum(sizes, axis=1) - sizes
+    by_group = sizes.T.reshape(devices, own * devices)
+    got = (jnp.cumsum(by_group, axis=1) - by_group).reshape(groups, devices).T
+
+    def of_me(table: jax.Array) -> jax.Array:
+        return table[me]
+
+    def for_me(table: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(table, me * own, own, axis=1).ravel()
+
+    # Both have a slice for each device and each of the groups of the one that gets it.
+    mine, theirs = (for_me, of_me) if back else (of_me, for_me)
+    first, then = (got, sent) if back else (sent, got)
+
+    def ragged(x: jax.Array, out: jax.Array) -> jax.Array:
+        return lax.ragged_all_to_all(x, out, mine(first), mine(sizes), mine(then), theirs(sizes), axis_name=over)
+
+    def padded(x: jax.Array, out: jax.Array) -> jax.Array:
+        most = min(x.shape[0], out.shape[0])  # rows that a device can have for another one
+
+        def packed(sizes: jax.Array) -> jax.Array:
+            """Where slices begin when those for each device are put together, `most` rows for each."""
+            sizes = sizes.reshape(devices, own)
+            part = jnp.arange(devices, dtype=jnp.int32)[:, None] * most
+            return (part + jnp.cumsum(sizes, axis=1) - sizes).ravel()
+
+        with jax.named_scope("ragged_all_to_all"):
+            parts = jnp.zeros((devices * most, *x.shape[1:]), x.dtype)
+            parts = _copy_slices(x, parts, mine(first), mine(sizes), packed(mine(sizes)))
+            parts = lax.all_to_all(parts, over, split_axis=0, concat_axis=0, tiled=True)
+            return _copy_slices(parts, out, packed(theirs(sizes)), theirs(sizes), theirs(then))
+
+    return lax.platform_dependent(x, out, cpu=padded, tpu=ragged)
+
+
+def stack_parts(x: jax.Array, axis: str) -> jax.Array:
+    """x of every device that holds a part of `axis`, [parts, ...]."""
+    over = split_over(axis)
+    return lax.all_gather(x, over, axis=0) if over else x[None]
 
 
 def stack_ranks(x: jax.Array) -> jax.Array:
     """x of every rank, [ranks, ...], on all devices."""
-    over = split_over("batch")
-    return lax.all_gather(x, over, axis=0) if over else x[None]
+    return stack_parts(x, "batch")
+
+
+def sum_parts(x: jax.Array, axis: str) -> jax.Array:
+    """The sum of x over the parts of `axis`."""
+    over = split_over(axis)
+    return lax.psum(x, over) if over else x
 
 
 def any_device(predicate: jax.Array) -> jax.Array:
@@ -82,3 +162,16 @@ def any_device(predicate: jax.Array) -> jax.Array:
 
 def _other_tokens(axis: str) -> tuple[str, ...]:
     return tuple(name for name in split_over(axis) if name in RULES["batch"])
+
+
+def _copy_slices(x: jax.Array, out: jax.Array, first: jax.Array, sizes: jax.Array, then: jax.Array) -> jax.Array:
+    """out [M, ...] with slices of x [N, ...]: of each, sizes[i] rows from first[i] on, at then[i]."""
+    place = jnp.arange(out.shape[0], dtype=jnp.int32)[:, None]
+    covers = (place >= then) & (place < then + sizes)
+    source = jnp.sum(jnp.where(covers, first + place - then, 0), axis=1)
+    covered = jnp.any(covers, axis=1).reshape(-1, *(1,) * (out.ndim - 1))
+    return jnp.where(covered, x[source], out)
+
+
+def _same_tokens(axis: str) -> tuple[str, ...]:
+    return tuple(name for name in split_over(axis) if name not in RULES["batch"])

@@ -27,6 +27,9 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+# How tokens reach whole experts on other devices and come back; names of vLLM and of XLA.
+GATHER, RAGGED = "allgather_reducescatter", "ragged_all_to_all"
+
 # Tokens that the sampler adds up before devices exchange anything.
 VOCAB_BLOCK = 128
 
@@ -40,22 +43,33 @@ class MeshLayout:
     Attributes:
       data, attn, model: see MESH_AXES.
       expert_parallel: whole experts on devices, not a slice of each expert on every device.
+      all2all_backend: GATHER or RAGGED, how tokens reach such experts.
     """
 
     data: int = 1
     attn: int = 1
     model: int = 1
     expert_parallel: bool = False
+    all2all_backend: str = GATHER
 
     def __post_init__(self):
         for name in MESH_AXES:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"mesh axis {name} must be an integer >= 1, got {size!r}")
+        if self.all2all_backend not in (GATHER, RAGGED):
+            raise ValueError(f"all2all_backend must be {GATHER} or {RAGGED}, got {self.all2all_backend!r}")
 
     @classmethod
     def for_heads(
-        cls, num_kv_heads: int, *, tensor: int, data: int = 1, replicate: bool = False, expert_parallel: bool = False
+        cls,
+        num_kv_heads: int,
+        *,
+        tensor: int,
+        data: int = 1,
+        replicate: bool = False,
+        expert_parallel: bool = False,
+        all2all_backend: str = GATHER,
     ) -> MeshLayout:
         """The layout of `tensor`-way tensor parallelism in each of `data` replicas of the batch.
 
@@ -64,7 +78,12 @@ class MeshLayout:
         store kv heads more than once instead.
         """
         model = tensor if replicate else math.gcd(num_kv_heads, tensor)
-        return cls(data, tensor // model, model, expert_parallel)
+        return cls(data, tensor // model, model, expert_parallel, all2all_backend)
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether devices send each other rows of single experts."""
+        return self.expert_parallel and self.all2all_backend == RAGGED and self.size > 1
 
     @property
     def size(self) -> int:

@@ -29,6 +29,7 @@ ENGINE_OPTIONS = (
     "tensor_parallel_size",
     "data_parallel_size",
     "enable_expert_parallel",
+    "all2all_backend",
     "replicate_kv_heads",
     "pipeline_parallel_size",
     "pipeline_layers",

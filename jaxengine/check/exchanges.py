@@ -30,6 +30,7 @@ _WRITTEN = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
+_RAGGED = "ragged_all_to_all"  # a scope of its own where XLA has no such instruction
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _LAYER = re.compile(r"layer_(\d+)$")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
@@ -40,7 +41,8 @@ class Exchange:
     """One instruction that exchanges data with other devices; an asynchronous pair is one.
 
     Attributes:
-      kind: of KINDS, as it was written: XLA:TPU makes small all-gathers and reduce-scatters all-reduces.
+      kind: of KINDS, as it was written: XLA:TPU makes small all-gathers and reduce-scatters all-reduces, and
+        on the CPU an all-to-all plays a ragged-all-to-all.
       opcode: of KINDS, as it was compiled.
       place: "layer 3", a scope of AROUND_LAYERS, or "" where nobody wrote it.
       count: exchanges that the compiler combined in it.
@@ -108,7 +110,8 @@ def _is_only_sliced(instruction: Instruction, body: Sequence[Instruction], modul
 
 def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scope: str, count: int) -> Exchange:
     opcode, place = instruction.opcode.removesuffix("-start"), _place(scope)
-    kind = _WRITTEN.get(scope.rpartition("/")[2], opcode) if place else opcode
+    written = "ragged-all-to-all" if _RAGGED in scope.split("/") else _WRITTEN.get(scope.rpartition("/")[2], opcode)
+    kind = written if place else opcode
     operands = [by_name[name] for name in instruction.operands if name in by_name]
     results = arrays_of(instruction.type_text)
     # An asynchronous start lists its operands beside its results; XLA:CPU and GPU cut an all-to-all into pieces.
@@ -147,7 +150,8 @@ class Expected:
 
     Attributes:
       layers: of each layer, by kind, exactly.
-      most_elements: of any operand or result: the activations of all ranks, or a device's part of their logits.
+      most_elements: of any operand or result: the activations of all ranks, once for each expert of a token where
+        devices send rows to experts, or a device's part of their logits.
     """
 
     layers: tuple[Mapping[str, int], ...]
@@ -163,14 +167,21 @@ def expected(model: Any, bucket: Bucket) -> Expected:
     )
     rows = max(bucket.num_seqs, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
     logits = rows * mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
-    return Expected(layers, max(mesh.num_ranks * bucket.num_tokens * config.hidden_size, logits))
+    activations = mesh.num_ranks * bucket.num_tokens
+    if config.experts is not None and mesh.sends_rows:
+        activations = mesh.size * -(-bucket.num_tokens // mesh.model) * config.experts.num_per_token
+    return Expected(layers, max(activations * config.hidden_size, logits))
 
 
 def layer_exchanges(mesh: MeshLayout, *, experts: bool) -> dict[str, int]:
     """Of one layer by kind: attention adds up its output over the heads' devices, the feed-forward part gathers the
     tokens of all ranks that share its weights, adds up over all devices that do and leaves each rank its tokens. With
-    experts the routing, weights and ids, is gathered too.
+    experts the routing, weights and ids, is gathered too. Where devices send rows to experts they gather how many rows,
+    and the devices of a rank gather what became of each one's share of the tokens.
     """
+    if experts and mesh.sends_rows:
+        own = {"all-reduce": int(mesh.model > 1), "all-gather": 1 + (mesh.model > 1), "ragged-all-to-all": 2}
+        return {kind: count for kind, count in own.items() if count}
     ranks = mesh.ranks_sharing("experts" if experts and mesh.expert_parallel else "ffn")
     found: Counter[str] = Counter()
     found["all-reduce"] = 2 * (mesh.model > 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from jaxengine.config import ConfigError, EngineConfig
 from jaxengine.devices import build_split, choose_devices, choose_stages
 from jaxengine.platforms import PLATFORMS
 from models.config import ExpertsConfig, ModelConfig
-from sharding.layout import MESH_AXES, MeshLayout
+from sharding.layout import MESH_AXES, RAGGED, MeshLayout
 from sharding.mesh import make_mesh
 from sharding.stages import Stage
 
@@ -92,6 +94,8 @@ def test_sizes_that_do_not_divide_the_model(options, message):
         ({"pipeline_parallel_size": 2, "pipeline_layers": (4,)}, "2 integers of at least 1"),
         ({"pipeline_layers": (4.0,)}, "1 integers of at least 1"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel is True; allowed: False: .* has no experts"),
+        ({"all2all_backend": "pplx"}, "all2all_backend is 'pplx'; allowed: allgather_reducescatter, ragged_all_to_all"),
+        ({"all2all_backend": RAGGED}, f"'{RAGGED}'; allowed: allgather_reducescatter without enable_expert_parallel"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; allowed: 1 to"),
         ({"data_parallel_size": True}, "data_parallel_size is True; allowed: a value of type int"),
     ],
@@ -121,13 +125,27 @@ def test_ranks_that_split_a_batch_share_its_limits():
     assert (replicas.max_num_seqs, replicas.max_num_batched_tokens) == (16, 128)
 
 
+MIXTURE = replace(MODEL, architecture="Qwen3MoeForCausalLM", experts=ExpertsConfig(6, 2, 32))
+
+
 def test_experts_need_devices_that_divide_them():
-    experts = ExpertsConfig(num_experts=6, num_per_token=2, intermediate_size=32)
-    model = ModelConfig(
-        **{**{name: getattr(MODEL, name) for name in MODEL.__dataclass_fields__}, "experts": experts}
-        | {"architecture": "Qwen3MoeForCausalLM"}
-    )
     options = EngineConfig.from_options(tensor_parallel_size=4, enable_expert_parallel=True)
-    resolved = options.resolved(model, PLATFORMS["cpu"])
+    resolved = options.resolved(MIXTURE, PLATFORMS["cpu"])
     with pytest.raises(ConfigError, match="tensor_parallel_size is 4; allowed: 1, 2, 3, 6 for this model"):
-        build_split(model, resolved, resolved.mesh_layout(model), Stage(0, 4))
+        build_split(MIXTURE, resolved, resolved.mesh_layout(MIXTURE), Stage(0, 4))
+
+
+def test_how_tokens_reach_whole_experts():
+    options = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    for platform in PLATFORMS.values():
+        default = EngineConfig.from_options(**options).resolved(MIXTURE, platform)
+        assert not default.mesh_layout(MIXTURE).sends_rows
+    ragged = EngineConfig.from_options(**options, all2all_backend=RAGGED)
+    for name in ("cpu", "tpu"):
+        assert ragged.resolved(MIXTURE, PLATFORMS[name]).mesh_layout(MIXTURE).sends_rows
+    for name in ("gpu", "gpu_xla"):
+        with pytest.raises(ConfigError, match="allowed: allgather_reducescatter on CUDA devices") as error:
+            ragged.resolved(MIXTURE, PLATFORMS[name])
+        assert error.value.param == "all2all_backend"
+    alone = replace(ragged, data_parallel_size=1).resolved(MIXTURE, PLATFORMS["cpu"])
+    assert not alone.mesh_layout(MIXTURE).sends_rows

@@ -52,6 +52,7 @@ MODELS = {
     "kv3": DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3},
     "moe": MOE,
 }
+RAGGED = {"all2all_backend": "ragged_all_to_all"}
 # model, engine options; `first` is the first of the eight devices to take from
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("dense", {"tensor_parallel_size": 2}),
@@ -77,6 +78,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
     ),
     "moe tp4 ep": ("moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+    "moe tp2 dp2 ep ragged": (
+        "moe",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} | RAGGED,
+    ),
+    "moe tp4 ep ragged": ("moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True} | RAGGED),
 }
 # Small enough that requests are preempted all the time, in every rank.
 OPTIONS = {

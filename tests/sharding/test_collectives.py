@@ -20,11 +20,12 @@ from typing import Any
 
 import pytest
 
-from jaxengine.check.exchanges import by_place, exchanges, wrong
+from jaxengine.check.exchanges import by_place, counts, exchanges, wrong
 
 ROOT = Path(__file__).parents[2]
 DENSE, EXPERTS = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
 TENSOR, DATA, EXPERT = "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"
+RAGGED = {"all2all_backend": "ragged_all_to_all"}
 TWO_SUMS = {"all-reduce": 2}
 # Name -> architecture, engine options, what a layer exchanges. The model has two kv heads.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
@@ -39,6 +40,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         {TENSOR: 2, DATA: 2, EXPERT: True},
         TWO_SUMS | {"all-gather": 3, "reduce-scatter": 1},
     ),
+    "experts, tp 2, dp 2, ep, ragged": (
+        EXPERTS,
+        {TENSOR: 2, DATA: 2, EXPERT: True} | RAGGED,
+        {"all-reduce": 1, "all-gather": 2, "ragged-all-to-all": 2},
+    ),
+    "experts, dp 4, ep, ragged": (EXPERTS, {DATA: 4, EXPERT: True} | RAGGED, {"all-gather": 1, "ragged-all-to-all": 2}),
 }
 # Compiled with sampling too, which takes most of the time; the others as a first pipeline stage.
 WHOLE = "tp 4"
@@ -86,7 +93,7 @@ def compile_cases(backend: str) -> None:
         text = compiled.as_text()
         assert text is not None and program.expected is not None
         found = exchanges(parse(text))
-        return {"places": by_place(found), "wrong": wrong(found, program.expected)}
+        return {"places": by_place(found), "compiled": counts(found), "wrong": wrong(found, program.expected)}
 
     for name in CASES:
         row = {"case": name, "one": step(name, 1, 1), "two": step(name, 2, 1)}
@@ -130,6 +137,9 @@ def test_a_layer_exchanges_what_it_should_and_nothing_else_does(backend, report)
         added = total(two)
         added.subtract(total(one))
         assert {kind: count for kind, count in added.items() if count} == CASES[name][2], name
+        if "ragged" in name:  # which XLA:CPU does not have
+            ragged = [step["compiled"].get("ragged-all-to-all", 0) for step in (one, two)]
+            assert ragged == ([2, 4] if backend == "tpu" else [0, 0]), (name, ragged)
         around = {place: kinds for place, kinds in whole["places"].items() if place != "layer 0"}
         number = {place: sum(kinds.values()) for place, kinds in around.items()}
         assert all(count <= AROUND[place] for place, count in number.items()), (name, around)

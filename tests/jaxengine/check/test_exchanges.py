@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jaxengine.check.exchanges import Expected, by_place, counts, exchanges, wrong
+from jaxengine.check.exchanges import Expected, by_place, counts, exchanges, layer_exchanges, wrong
 from jaxengine.check.hlo import parse
+from sharding.layout import RAGGED, MeshLayout
 
 MLP = "jit(step)/shard_map/layer_1/jit(_run_layer)/mlp/down"
 
@@ -54,6 +55,27 @@ def test_an_exchange_counts_as_what_was_written():
     """XLA:TPU sums zeros and a part instead of gathering small parts."""
     summed = found(f"%a = f32[8]{{0}} all-reduce(%x), to_apply=%sum, {at(f'{MLP}/all_gather')}")
     assert counts(summed) == {"all-reduce": 1} and by_place(summed) == {"layer 1": {"all-gather": 1}}
+
+
+def test_a_ragged_exchange_where_there_is_one_and_where_there_is_none():
+    rows = "%r = f32[16]{0} ragged-all-to-all(%x, %o, %a, %b, %c, /*index=5*/%d), "
+    real = found(rows + at(f"{MLP}/cond/branch_1_fun/ragged_all_to_all"))
+    assert by_place(real) == {"layer 1": {"ragged-all-to-all": 1}} and real[0].elements == 16
+    played = found(f"%p = f32[8]{{0}} all-to-all(%x), {at(f'{MLP}/cond/branch_0_fun/ragged_all_to_all/all_to_all')}")
+    assert counts(played) == {"all-to-all": 1} and by_place(played) == {"layer 1": {"ragged-all-to-all": 1}}
+
+
+def test_what_layers_with_experts_exchange():
+    """A layer without experts is as ever."""
+    ragged = {"expert_parallel": True, "all2all_backend": RAGGED}
+    assert layer_exchanges(MeshLayout(model=4, **ragged), experts=True) == {
+        "all-reduce": 1,
+        "all-gather": 2,
+        "ragged-all-to-all": 2,
+    }
+    assert layer_exchanges(MeshLayout(data=4, **ragged), experts=True) == {"all-gather": 1, "ragged-all-to-all": 2}
+    assert layer_exchanges(MeshLayout(model=4, **ragged), experts=False) == {"all-reduce": 2}
+    assert layer_exchanges(MeshLayout(**ragged), experts=True) == {}
 
 
 def test_the_operand_of_a_reduce_scatter_is_the_larger_one():
