@@ -25,6 +25,7 @@ from pallas_kernels.paged_attention_tpu_tiles import (
     SUBLANES,
     VMEM_LIMIT_BYTES,
     Window,
+    buffer_lanes,
     check_dtypes,
     check_page_size,
     choose_blocks,
@@ -93,7 +94,7 @@ def _attend(
     blocks = choose_blocks(
         rows=padded_group * block_q,
         num_kv_heads=num_kv_heads,
-        row_bytes=kv.data.shape[2] * kv.data.dtype.itemsize,
+        row_bytes=buffer_lanes(kv.data.shape[2]) * kv.data.dtype.itemsize,
         page_size=kv.page_size,
         max_pages=batch.page_table.shape[1],
         num_tiles=num_tiles,
@@ -235,7 +236,7 @@ def _call_kernel(
             ],
             out_specs=[per_token(v_head_dim), blocked((blocks.tiles, num_kv_heads, lse_width))],
             scratch_shapes=[
-                pltpu.VMEM((blocks.buffers, blocks.pages, *pool.shape[1:]), pool.dtype),
+                pltpu.VMEM((blocks.buffers, blocks.pages, plan.page_size, buffer_lanes(pool.shape[2])), pool.dtype),
                 pltpu.SemaphoreType.DMA((blocks.buffers,)),
                 statistics,
                 statistics,

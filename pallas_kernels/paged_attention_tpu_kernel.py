@@ -140,36 +140,43 @@ def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[
 
 
 def _fold_block(refs: Refs, plan: Plan, segment: Segment, first_key, slot, sub, *, masked: bool) -> None:
-    """Scores of several heads, then their softmax, then their values.
+    """Scores of some heads, then softmax and values of the heads before them.
 
-    The phases of one head depend on each other and leave the matrix unit idle in turn; those of many heads do not.
+    The steps of one head depend on each other and leave the matrix unit idle in turn; those of several heads do not.
     """
     visible = member = None
     if masked:
         visible, member = _visible(refs, plan, segment, first_key, sub)
     num_heads, phase = len(plan.keys), plan.blocks.heads
-    for first in range(0, num_heads, phase):
+    scores, waiting = {}, range(0)
+    for first in range(0, num_heads + phase, phase):
         heads = range(first, min(first + phase, num_heads))
-        scores = {head: _scores(refs, plan, slot, sub, head, visible) for head in heads}
-        largest = {head: jnp.maximum(refs.largest[head], _row_max(scores[head])) for head in heads}
-        weights, decay = {}, {}
-        for head in heads:
-            weight = jnp.exp2(scores[head] - _across(largest[head], plan.block_kv))
-            decay[head] = jnp.exp2(refs.largest[head] - largest[head])
-            lanes = (weight[:, lane : lane + LANES] for lane in range(0, plan.block_kv, LANES))
-            refs.total[head] = decay[head] * refs.total[head] + sum(lanes)
-            refs.largest[head] = largest[head]
-            weights[head] = weight.astype(plan.operand_dtype)
-        for head in heads:
-            window = plan.values[head]
-            values = _operand(refs, plan, slot, window)
-            product = lax.dot(weights[head], values, precision=_precision(plan), preferred_element_type=jnp.float32)
-            if member is not None and plan.block_q > 1:
-                # A value that is not finite stays with the sequence it belongs to: 0 * inf is NaN.
-                product = _where_token(member, product, 0.0)
-            refs.acc[head, :, : window.size] = (
-                _across(decay[head], window.size) * refs.acc[head, :, : window.size] + product
-            )
+        scores |= {head: _scores(refs, plan, slot, sub, head, visible) for head in heads}
+        _fold_scores(refs, plan, slot, {head: scores.pop(head) for head in waiting}, member)
+        waiting = heads
+
+
+def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[int, jax.Array], member) -> None:
+    """Fold the scores [rows, block_kv] of some heads and their values into the running softmax."""
+    largest = {head: jnp.maximum(refs.largest[head], _row_max(score)) for head, score in scores.items()}
+    weights, decay = {}, {}
+    for head, score in scores.items():
+        weight = jnp.exp2(score - _across(largest[head], plan.block_kv))
+        decay[head] = jnp.exp2(refs.largest[head] - largest[head])
+        lanes = (weight[:, lane : lane + LANES] for lane in range(0, plan.block_kv, LANES))
+        refs.total[head] = decay[head] * refs.total[head] + sum(lanes)
+        refs.largest[head] = largest[head]
+        weights[head] = weight.astype(plan.operand_dtype)
+    for head, weight in weights.items():
+        window = plan.values[head]
+        values = _operand(refs, plan, slot, window)
+        product = lax.dot(weight, values, precision=_precision(plan), preferred_element_type=jnp.float32)
+        if member is not None and plan.block_q > 1:
+            # A value that is not finite stays with the sequence it belongs to: 0 * inf is NaN.
+            product = _where_token(member, product, 0.0)
+        refs.acc[head, :, : window.size] = (
+            _across(decay[head], window.size) * refs.acc[head, :, : window.size] + product
+        )
 
 
 def _scores(refs: Refs, plan: Plan, slot, sub, head: int, visible) -> jax.Array:

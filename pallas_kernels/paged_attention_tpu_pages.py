@@ -68,7 +68,7 @@ class Refs(NamedTuple):
     pool: Any  # HBM [P, page_size, K * (H + Hv)]
     o: Any  # as q, last axis Hv
     lse: Any  # f32 [tiles, K, rows rounded up to whole lane tiles]
-    buffer: Any  # [buffers, pages, page_size, K * (H + Hv)]
+    buffer: Any  # [buffers, pages, page_size, buffer_lanes(K * (H + Hv))]
     arrived: Any  # DMA semaphore per buffer
     largest: Any  # f32 [K, rows, LANES] all lanes equal
     total: Any  # f32 [K, rows, LANES] sums of every LANES-th key; lanes are added up once per tile
@@ -163,7 +163,7 @@ def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
                 page = refs.table_rows[refs.cursor[TABLE_ROW], 0, first + index]
             else:
                 page = refs.page_table[segment.seq, first + index]
-            pltpu.make_async_copy(refs.pool.at[page], refs.buffer.at[slot, index], refs.arrived.at[slot]).start()
+            _page_copy(refs, page, slot, index).start()
 
         _for_pages(plan, segment, item, start)
 
@@ -175,9 +175,14 @@ def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None
 
     def wait(index):
         # A wait counts bytes: any page of the pool describes them.
-        pltpu.make_async_copy(refs.pool.at[0], refs.buffer.at[slot, index], refs.arrived.at[slot]).wait()
+        _page_copy(refs, 0, slot, index).wait()
 
     _for_pages(plan, segment, item, wait)
+
+
+def _page_copy(refs: Refs, page, slot, index) -> Any:
+    place = refs.buffer.at[slot, index, :, : refs.pool.shape[2]]
+    return pltpu.make_async_copy(refs.pool.at[page], place, refs.arrived.at[slot])
 
 
 def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:

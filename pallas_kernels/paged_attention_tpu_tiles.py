@@ -18,7 +18,7 @@ SUBLANES = 8
 # v5p and tpu7x have 64 MiB of VMEM a core, v5e and v6e twice that. The rest is left to XLA's own fusions.
 VMEM_LIMIT_BYTES = 56 << 20
 BUFFER_BYTES = 24 << 20  # for all blocks in flight together
-SCORE_BYTES = 12 << 20  # for scores and weights of the heads worked on together
+SCORE_BYTES = 3 << 20  # for scores and weights of the heads worked on together; twice that is alive
 # A block in flight hides the latency of the next: about 2 us at the 3 TB/s of the fastest chip.
 IN_FLIGHT_BYTES = 6 << 20
 MAX_BUFFERS = 8
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
     pages: int  # pages of one sequence per block of keys
     buffers: int  # blocks in VMEM: one being worked, the others on their way
     tiles: int  # tiles per grid step
-    heads: int  # kv heads whose scores are alive at the same time
+    heads: int  # kv heads worked on together: these have their softmax while the next ones have their scores
 
 
 def key_windows(num_kv_heads: int, head_dim: int, v_head_dim: int) -> tuple[Window, ...]:
@@ -59,6 +59,15 @@ def value_windows(num_kv_heads: int, head_dim: int, v_head_dim: int) -> tuple[Wi
 def _window(column: int, size: int) -> Window:
     start = column // LANES * LANES
     return Window(start, _round_up(column + size, LANES) - start, column - start)
+
+
+def buffer_lanes(row_lanes: int) -> int:
+    """Lanes that a row of `row_lanes` takes in VMEM.
+
+    Tiles of one head lie a row apart. Where that is a multiple of four tiles they share a bank of VMEM, which gives one
+    a cycle; an unused tile at the end of each row spreads them.
+    """
+    return row_lanes + (LANES if row_lanes % (4 * LANES) == 0 else 0)
 
 
 def choose_blocks(

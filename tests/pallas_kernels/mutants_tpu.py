@@ -31,7 +31,7 @@ MUTANTS = [
         "",
         _on("mixed") + _eager("mixed"),
     ),
-    Mutant("start dropped", _TPU, "refs.arrived.at[slot]).start()", "refs.arrived.at[slot])", _ANY),
+    Mutant("start dropped", _TPU, "_page_copy(refs, page, slot, index).start()", "pass", _ANY),
     Mutant(
         "buffer reused early",
         _TPU,
@@ -95,11 +95,12 @@ MUTANTS = [
         "_operand(refs, plan, slot, plan.keys[0]), contract_last",
         _ANY,
     ),
+    Mutant("last heads not folded", _TPU, "range(0, num_heads + phase, phase)", "range(0, num_heads, phase)", _ANY),
     Mutant(
         "keys read as values",
         _TPU,
-        "            window = plan.values[head]\n            values",
-        "            window = plan.keys[head]\n            values",
+        "        window = plan.values[head]\n        values",
+        "        window = plan.keys[head]\n        values",
         _on("dims (128, 128)"),
     ),
     Mutant("scale dropped", _TPU, "scores *= refs.logit_scale[head]", "scores *= refs.logit_scale[0] * 0 + 1", _ANY),
