@@ -1,13 +1,18 @@
-"""What serving costs the engine's process, beside offline, in one run and with a model that costs nothing.
+"""What serving costs the engine's process, beside offline, under one load and with a model that costs nothing.
 
-    python -m benchmarks.server_host [--num-seqs 1 64 256] [--steps 100] [--rounds 3] [--step-ms 30] [--json FILE]
+    python -m benchmarks.server_host [--num-seqs 1 256] [--step-ms 3 30] [--steps 300] [--json FILE]
 
 The real Engine, EngineServer, RemoteEngine and HTTP application run over a device that answers `step-ms` after each
-dispatch with ids from a random generator. The same engine process measures first itself offline, as `LLM.generate` runs
-it, then with every token made into text and handed on in this process, as AsyncLLM does, and then as
-`num-seqs` streams of real HTTP clients behind an API process. From one dispatch to the next, of steps in which all
-sequences decode: CPU time of the process with all its threads, and time on the clock without waiting for the device; a
-quarter of the steps took less than the figure, for what disturbs a step makes it slower.
+dispatch with ids from a random generator. An engine's process is measured offline, as `LLM.generate` runs it, then with
+every token made into text and handed on in this process, as AsyncLLM does, and then as `num-seqs` streams of real HTTP
+clients behind an API process. It has a core of its own, with all its threads; everybody else shares the other cores.
+The clients stream in the first two as well, from a second engine's process on the other cores, so that the machine is
+equally busy in all three.
+
+From one dispatch to the next, of steps in which all sequences decode, the median in microseconds: `main` is the CPU
+time of the thread that steps, `cpu` that of the process with ZeroMQ's thread, `clock` what passed but for waiting for
+the device. The `more` columns are what a mode takes beyond offline. The longer the device takes, the colder are the
+caches of a processor that others use too, and the more a line of Python costs: hence several `step-ms`.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +36,8 @@ import numpy as np
 import uvicorn
 
 from jaxengine.bench.report import table, write_json
-from jaxengine.bench.serve_client import Server
-from jaxengine.bench.serve_load import Load, Traffic, plan, send
+from jaxengine.bench.serve_client import Server, get_json
+from jaxengine.bench.serve_load import Load, Run, Traffic, plan, send
 from jaxengine.compile_watch import CompileWatch
 from jaxengine.config import EngineConfig
 from jaxengine.core import EngineCore, input_processor, open_resolved
@@ -46,17 +53,16 @@ from scheduler.packing import Packer
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 PROMPT_TOKENS = 16
-MODES = ("offline", "in one process", "served")
+OFFLINE, IN_PROCESS, SERVED = MODES = ("offline", "in one process", "served")
+FIGURES = ("main", "cpu", "clock")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A dispatch: rows that decode, 0 in a step with prompts; seconds of the clock, of CPU time, and asleep so far."""
+    """A dispatch: rows that decode, 0 in a step with prompts; seconds so far, of each of FIGURES."""
 
     rows: int
-    clock: float
-    cpu: float
-    asleep: float
+    seconds: tuple[float, ...]
 
 
 class FreeRunner:
@@ -75,7 +81,8 @@ class FreeRunner:
     def execute(self, step: Any) -> FreeStep:
         rows = int(self.packer.layouts[step.bucket].view(step.buffer[0], "header")[1])
         decoding = rows if step.bucket.decode_only else 0
-        self.marks.append(Mark(decoding, time.perf_counter(), time.process_time(), self._asleep))
+        awake = time.perf_counter() - self._asleep
+        self.marks.append(Mark(decoding, (time.thread_time(), time.process_time(), awake)))
         self._ready_at = max(self._ready_at, time.perf_counter()) + self._step_seconds
         ids = self._ids[len(self.marks) % len(self._ids)]
         return FreeStep(self, self._ready_at, ids[:, : step.bucket.num_seqs])
@@ -92,15 +99,14 @@ class FreeRunner:
     def set_masks(self, rows: Any) -> None: ...
 
     def costs(self, rows: int) -> dict[str, float]:
-        """Of the steps marked since the last call in which `rows` sequences decode, microseconds."""
-        marks, self.marks = self.marks, []
-        pairs = [
-            (early, late) for early, late in zip(marks, marks[1:], strict=False) if early.rows == late.rows == rows
+        """The median of each of FIGURES over the steps in which `rows` sequences decode, microseconds."""
+        steps = [
+            np.subtract(late.seconds, early.seconds)
+            for early, late in zip(self.marks, self.marks[1:], strict=False)
+            if early.rows == late.rows == rows
         ]
-        cpu = [late.cpu - early.cpu for early, late in pairs]
-        clock = [late.clock - early.clock - (late.asleep - early.asleep) for early, late in pairs]
-        figures = {"cpu_us": np.quantile(cpu, 0.25), "clock_us": np.quantile(clock, 0.25)}
-        return {"steps": len(pairs), **{name: round(float(value) * 1e6, 1) for name, value in figures.items()}}
+        medians = (np.median(steps, axis=0) * 1e6).round(1).tolist()
+        return {"steps": len(steps), **dict(zip(FIGURES, medians, strict=True))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,19 +149,24 @@ class FreeCore(EngineCore):
 
 
 def engine(job: dict[str, Any]) -> None:
-    """The engine's process: measures itself twice, then serves until its standard input ends."""
-    num_seqs, steps = job["num_seqs"], job["steps"]
+    """An engine's process: runs in its mode, as a server until its standard input ends, and prints what it cost."""
+    num_seqs, steps, mode = job["num_seqs"], job["steps"], job["mode"]
     core = FreeCore(num_seqs, steps, job["step_seconds"])
-    results = {}
-    for mode, kind in zip(MODES, (RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA), strict=False):
+    if mode == SERVED:
+        _serve_until_input_ends(core, job["address"])
+    else:
+        kind = RequestOutputKind.FINAL_ONLY if mode == OFFLINE else RequestOutputKind.DELTA
         params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=0.0, output_kind=kind)
-        for number in range(num_seqs * job["rounds"]):
+        for number in range(num_seqs):
             ids = [1000 + number] * PROMPT_TOKENS
-            core.add(core.inputs.prepare({"prompt_token_ids": ids}, params, request_id=f"{mode}-{number}"))
+            core.add(core.inputs.prepare({"prompt_token_ids": ids}, params, request_id=str(number)))
         while core.has_unfinished:
             core.step()
-        results[mode] = core.runner.costs(num_seqs)
-    server = EngineServer(core, job["address"], ServerConfig(max_num_queued_reqs=4096), lambda: None)
+    print(json.dumps(core.runner.costs(num_seqs)), flush=True)
+
+
+def _serve_until_input_ends(core: EngineCore, address: str) -> None:
+    server = EngineServer(core, address, ServerConfig(max_num_queued_reqs=4096), lambda event: None)
 
     def stop_with_input() -> None:
         sys.stdin.read()
@@ -164,7 +175,6 @@ def engine(job: dict[str, Any]) -> None:
     threading.Thread(target=stop_with_input).start()
     print("serving", flush=True)
     server.run()
-    print(json.dumps({**results, "served": core.runner.costs(num_seqs)}), flush=True)
 
 
 async def api(job: dict[str, Any]) -> None:
@@ -183,56 +193,93 @@ async def api(job: dict[str, Any]) -> None:
     remote.close()
 
 
-def measure(num_seqs: int, steps: int, step_seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """A row for each way to run."""
+def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) -> list[dict[str, Any]]:
+    """A row for each way to run; the first of `cores` is for what is measured."""
+    own, others = cores[:1], cores[1:]
+    job = {"num_seqs": num_seqs, "steps": steps, "step_seconds": step_seconds}
+    planned = plan(Load(num_seqs, PROMPT_TOKENS, steps, vocab_size=40_000))
+    results: dict[str, dict[str, float]] = {}
+
+    async def send_once(traffic: Traffic) -> None:
+        _check(await send(traffic, planned, [0.0] * num_seqs))
+
+    async def send_beside(traffic: Traffic, mode: str) -> None:
+        """Sends for as long as an engine that serves nobody takes."""
+        with _role("engine", {**job, "mode": mode}, own) as process:
+            result = asyncio.create_task(asyncio.to_thread(_line, process))
+            while not result.done():
+                sending = asyncio.create_task(send(traffic, planned, [0.0] * num_seqs))
+                await asyncio.wait((sending, result), return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    _check(sending.result())
+                sending.cancel()
+                await asyncio.wait((sending,))
+            results[mode] = json.loads(result.result())
+
+    for mode in (OFFLINE, IN_PROCESS):
+        _serve(job, others, others, lambda traffic, mode=mode: send_beside(traffic, mode))
+    results[SERVED] = _serve(job, own, others, send_once)
+    rows = []
+    for mode in MODES:
+        more = {f"{name}_more": round(results[mode][name] - results[OFFLINE][name], 1) for name in FIGURES}
+        rows.append({"step_ms": step_seconds * 1e3, "num_seqs": num_seqs, "mode": mode, **results[mode], **more})
+    return rows
+
+
+def _serve(
+    job: dict[str, Any], cores: Iterable[int], others: Iterable[int], drive: Callable[[Traffic], Awaitable[None]]
+) -> dict[str, float]:
+    """What it costs an engine on `cores` to serve what `drive` sends to an API process; all else is on `others`."""
+    os.sched_setaffinity(0, others)
     with tempfile.TemporaryDirectory() as folder:
-        job = {"num_seqs": num_seqs, "steps": steps, "step_seconds": step_seconds, "rounds": rounds}
-        job["address"] = f"ipc://{Path(folder) / 'engine'}"
-        with _role("engine", job) as engine_process:
-            assert engine_process.stdout is not None and engine_process.stdin is not None
-            assert engine_process.stdout.readline() == "serving\n", "the engine's process ended"
-            with _role("api", job) as api_process:
-                assert api_process.stdout is not None and api_process.stdin is not None
-                port = int(api_process.stdout.readline())
-                server = Server.at(f"http://127.0.0.1:{port}/v1")
-                load = plan(Load(num_seqs, PROMPT_TOKENS, steps, vocab_size=40_000))
-                traffic = Traffic(server, "completions", _model(server), {"temperature": 0.0, "ignore_eos": True})
-                for _ in range(rounds):
-                    done = asyncio.run(send(traffic, load, [0.0] * num_seqs))
-                    failed = [sample for sample in done.samples if sample.error]
-                    assert not failed, failed[0].message
-                api_process.stdin.close()
-            engine_process.stdin.close()
-            results = json.loads(engine_process.stdout.readline())
-    return [
-        {
-            "num_seqs": num_seqs,
-            "mode": mode,
-            **results[mode],
-            "cpu_more_us": round(results[mode]["cpu_us"] - results["offline"]["cpu_us"], 1),
-            "clock_more_us": round(results[mode]["clock_us"] - results["offline"]["clock_us"], 1),
-        }
-        for mode in MODES
-    ]
+        job = {**job, "mode": SERVED, "address": f"ipc://{Path(folder) / 'engine'}"}
+        with _role("engine", job, cores) as engine_process:
+            assert _line(engine_process) == "serving\n", "the engine's process ended"
+            with _role("api", job, others) as api_process:
+                server = Server.at(f"http://127.0.0.1:{int(_line(api_process))}/v1")
+                fields = {"temperature": 0.0, "ignore_eos": True}
+                model = asyncio.run(get_json(server, "/models"))["data"][0]["id"]
+                asyncio.run(_awaited(drive(Traffic(server, "completions", model, fields))))
+                _end_input(api_process)
+            _end_input(engine_process)
+            return json.loads(_line(engine_process))
 
 
-def _model(server: Server) -> str:
-    from jaxengine.bench.serve_client import get_json
-
-    return asyncio.run(get_json(server, "/models"))["data"][0]["id"]
+async def _awaited(awaitable: Awaitable[None]) -> None:
+    await awaitable
 
 
-def _role(name: str, job: dict[str, Any]) -> subprocess.Popen[str]:
+def _check(run: Run) -> None:
+    failed = [sample for sample in run.samples if sample.error]
+    assert not failed, failed[0].message
+
+
+def _role(name: str, job: dict[str, Any], cores: Iterable[int]) -> subprocess.Popen[str]:
+    """A process of this file on some cores, with all threads that its imports start."""
     command = [sys.executable, "-m", "benchmarks.server_host", "--role", name, "--job", json.dumps(job)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def _end_input(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--steps", type=int, default=100, help="tokens of each request")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=30.0, help="what the device takes for a step")
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 256])
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[3.0, 30.0], help="what a step takes the device")
+    parser.add_argument("--steps", type=int, default=300, help="tokens of each request")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--role", choices=("engine", "api"), help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
@@ -242,9 +289,17 @@ def main() -> None:
     elif args.role == "api":
         asyncio.run(api(args.job))
     else:
-        rows = [row for count in args.num_seqs for row in measure(count, args.steps, args.step_ms / 1e3, args.rounds)]
+        cores = sorted(os.sched_getaffinity(0), reverse=True)
+        if len(cores) < 2:
+            parser.error("it needs two cores: what is measured has one of its own")
+        rows = [
+            row
+            for step_ms in args.step_ms
+            for count in args.num_seqs
+            for row in measure(count, args.steps, step_ms / 1e3, cores)
+        ]
         print(table(rows))
-        write_json(args.json, {"step_ms": args.step_ms, "results": rows})
+        write_json(args.json, {"results": rows})
 
 
 if __name__ == "__main__":

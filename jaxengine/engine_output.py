@@ -30,8 +30,10 @@ class TokenScores(NamedTuple):
     top_logprobs: np.ndarray
 
 
-@dataclass(frozen=True)
-class EmittedTokens:
+_NONE = np.empty(0, np.int64)
+
+
+class EmittedTokens(NamedTuple):
     """One token of each of n requests that follow every step.
 
     Attributes:
@@ -43,8 +45,8 @@ class EmittedTokens:
 
     requests: Sequence[Request] | np.ndarray
     token_ids: np.ndarray
-    tags: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    scored: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    tags: np.ndarray = _NONE
+    scored: np.ndarray = _NONE
     scores: TokenScores | None = None
 
 

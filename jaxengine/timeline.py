@@ -113,6 +113,10 @@ class Timeline:
         record.first_tokens = [request.request_id for request in result.first_tokens]
         record.finished = [request.request_id for request in result.finished]
 
+    def in_flight(self) -> list[StepRecord]:
+        """Steps whose tokens have not been taken in, oldest first; any thread may ask while the engine stands still."""
+        return [step for step in self._steps.copy() if not step.updated]
+
     def ended(self, request: Request) -> None:
         self._ended.append(_life(request))
 

@@ -6,6 +6,7 @@ supervisor. What the process has to say goes through a pipe of its own. All of i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -37,6 +38,7 @@ class Child:
             sys.exit(1)
         self.job: dict[str, Any] = json.loads(line)
         os.set_inheritable(self.job["status_fd"], False)
+        os.set_blocking(self.job["status_fd"], False)
         # Only the supervisor's orders end this process; what it starts itself has the default again.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _ignore)
@@ -60,11 +62,12 @@ class Child:
                 handle(order)
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Tells the supervisor."""
-        try:
-            os.write(self.job["status_fd"], json.dumps({"event": event, **fields}).encode() + b"\n")
-        except BrokenPipeError:
-            self._orphaned()
+        """Tells the supervisor. One that is stopped, and has much left to read already, does not hear of it."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                os.write(self.job["status_fd"], json.dumps({"event": event, **fields}).encode() + b"\n")
+            except BrokenPipeError:
+                self._orphaned()
 
     def leave(self, status: int) -> NoReturn:
         """Ends the process at once."""

@@ -5,12 +5,15 @@ Between two steps it reads what they ask for; after a step it sends each of them
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import faulthandler
+import gc
 import logging
+import math
 import os
 import queue
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 # Updates that an API process may leave unread before it counts as lost.
 _MAX_UNREAD = 10_000
+# The supervisor hears from the loop at least this often, and so many times within engine_hang_timeout.
+_ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
+# Of a message's two parts, whom it is for and what it says. Plain numbers: joining flags takes longer than sending.
+_FIRST, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
 
 @dataclass(eq=False)
@@ -56,10 +63,14 @@ class _Client:
 class EngineServer:
     """Serves the API processes until it is told to stop."""
 
-    def __init__(self, core: EngineCore, address: str, config: ServerConfig, served: Callable[[], None]):
-        """address: to listen at; served: called once, when a request has come to its end."""
+    def __init__(self, core: EngineCore, address: str, config: ServerConfig, tell: Callable[[str], None]):
+        """address: to listen at; tell: called with "served" once, when a request has come to its end, and with "alive"
+        time and again by the thread that steps."""
         self.core = core
-        self._served: Callable[[], None] | None = served
+        self._tell = tell
+        self._served = False
+        self._alive_seconds = min(_ALIVE_SECONDS, (config.engine_hang_timeout or math.inf) / _ALIVE_TIMES)
+        self._alive_at = 0.0
         scheduler = core.engine.scheduler
         num_slots = scheduler.config.max_num_seqs * scheduler.config.num_ranks
         self._limits = QueueLimits.of(num_slots, config.max_num_queued_reqs, config.max_num_queued_tokens)
@@ -76,12 +87,16 @@ class EngineServer:
         for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, _MAX_UNREAD), (zmq.RCVHWM, 0), (zmq.LINGER, 0)):
             self._socket.setsockopt(option, value)
         self._socket.bind(address)
+        self._news = [(self._socket, int(zmq.POLLIN))]
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._awake, zmq.POLLIN)
 
     def order(self, order: dict[str, Any]) -> None:
-        """Has the loop carry out an order of the supervisor; called on any thread."""
+        """Has the loop carry out an order of the supervisor, but for "explain"; called on any thread."""
+        if order["order"] == "explain":
+            self._explain()
+            return
         self._orders.put(order)
         os.write(self._wake, b"\0")
 
@@ -95,23 +110,26 @@ class EngineServer:
             self._send(output)
 
     def _receive(self) -> bool:
-        """Takes in all that has come, waiting for it if there is nothing to run; False to stop."""
+        """Takes in all that has come, waiting a while for it if there is nothing to run; False to stop."""
+        now = time.monotonic()
+        if now >= self._alive_at:
+            self._alive_at = now + self._alive_seconds
+            self._tell("alive")
         if not self.core.has_unfinished:
-            self._poller.poll()
+            self._poller.poll(int(self._alive_seconds * 1e3))
         while not self._orders.empty():
             os.read(self._awake, 1)
             order = self._orders.get()
             if order["order"] == "stop":
                 return False
             self._drop_index(order["index"])
-        # Not polled for while there are steps to run: that costs more than finding nothing.
-        with contextlib.suppress(zmq.Again):
-            while True:
-                identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
-                try:
-                    self._handle(identity, messages.decode_to_engine(payload))
-                except msgspec.MsgspecError as error:
-                    logger.error("a message of an API process cannot be read: %s", error)
+        # It runs in every step, and mostly finds nothing: to ask is cheaper than recv's exception.
+        while zmq.zmq_poll(self._news, 0):
+            identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            try:
+                self._handle(identity, messages.decode_to_engine(payload))
+            except msgspec.MsgspecError as error:
+                logger.error("a message of an API process cannot be read: %s", error)
         return True
 
     def _handle(self, identity: bytes, message: messages.ToEngine) -> None:
@@ -172,28 +190,34 @@ class EngineServer:
             return Reply(message.number, Failure("internal", f"{message.name} failed: {error}"))
 
     def _send(self, output: EngineOutput) -> None:
-        updates = messages.updates_of(output)
+        """Tells each API process what a step brought it. It runs in every step: there is little but tokens in most."""
+        updates = messages.updates_of(output, list(self._by_number))
         if output.finished:
             self._retry.ended(len(output.finished))
-            if self._served is not None:
-                self._served()
-                self._served = None
-        for request in [*output.finished, *(request for request, _ in output.refused)]:
+            if not self._served:
+                self._served = True
+                self._tell("served")
+            for request in output.finished:
+                self._forget(request)
+        for request, _ in output.refused:
             self._forget(request)
         load = self._current_load()
         for client in list(self._clients.values()):
-            update = updates.get(client.number)
-            state = client.received, load
-            if update is None and client.told == state and not client.replies:
-                continue
+            state, update = (client.received, load), updates.get(client.number)
+            if update is None:
+                if client.told == state and not client.replies:
+                    continue
+                update = Update(0, 0, load)
             client.told = state
             client.num_updates += 1
-            update = Update(0, 0, load) if update is None else update
             update.number, update.received, update.load = client.num_updates, client.received, load
-            update.refused, client.refused = client.refused, []
-            update.replies, client.replies = client.replies, []
+            if client.refused:
+                update.refused, client.refused = client.refused, []
+            if client.replies:
+                update.replies, client.replies = client.replies, []
             try:
-                self._socket.send_multipart([client.identity, messages.encode(update)], zmq.NOBLOCK)
+                self._socket.send(client.identity, _FIRST)
+                self._socket.send(messages.encode(update), _LAST)
             except zmq.ZMQError as error:
                 logger.error("API process %d is lost: %s", client.index, error)
                 self._drop(client)
@@ -210,6 +234,13 @@ class EngineServer:
         number, handle = messages.owner_of(request)
         if number in self._by_number:
             self._by_number[number].requests.pop(handle, None)
+
+    def _explain(self) -> None:
+        """Logs what the loop, which has not been heard of, is at."""
+        for step in self.core.engine.timeline.in_flight():
+            what, age = f"{step.bucket}, {step.num_rows} rows", time.monotonic() - step.dispatched
+            logger.error("step %d (%s) was dispatched %.1f s ago", step.number, what, age)
+        faulthandler.dump_traceback(all_threads=True)
 
     def _drop_index(self, index: int) -> None:
         for client in [client for client in self._clients.values() if client.index == index]:
@@ -237,10 +268,11 @@ def main(child: Child) -> None:
     except (ConfigError, ModelConfigError, ModelFileError, ClusterError, OSError) as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)
         child.leave(2)
-    server = EngineServer(
-        core, child.job["engine_address"], ServerConfig(**child.job["server"]), lambda: child.tell("served")
-    )
+    server = EngineServer(core, child.job["engine_address"], ServerConfig(**child.job["server"]), child.tell)
     child.follow(server.order)
+    # What is there now stays; to look through it all again would halt the engine for some 80 ms each time.
+    gc.collect()
+    gc.freeze()
     child.tell("ready")
     try:
         server.run()

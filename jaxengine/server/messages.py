@@ -1,7 +1,7 @@
 """What the engine's process and those that speak with clients tell each other: MessagePack, arrays as raw bytes.
 
-An API process knows a request by a handle, a number of its own. Arrays are little-endian int32 or float32. Knows how a
-step's tokens are written and read, nothing of sockets.
+An API process knows a request by a handle, a number of its own. Arrays are int64, int32 or float32 in the byte order of
+the machine, which both ends share. Knows how a step's tokens are written and read, nothing of sockets.
 """
 
 from __future__ import annotations
@@ -161,14 +161,14 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     Attributes:
       number: counts the updates of this connection from 1, so that a lost one is noticed.
       received: the number of the last Submit that was read.
-      handles, token_ids: i32[n] each, a token of each of these requests.
+      tags, token_ids: i64[n], i32[n], a token of each of these requests; the lower half of a tag is the handle.
       tokens_scored: i32[m], the indexes of those with scores.
     """
 
     number: int
     received: int
     load: Load
-    handles: bytes = b""
+    tags: bytes = b""
     token_ids: bytes = b""
     tokens_scored: bytes = b""
     scores: Scores | None = None
@@ -179,6 +179,9 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     refused: list[Reply] = []
     replies: list[Reply] = []
 
+
+_NO_LOAD = Load()
+_HANDLE = (1 << 32) - 1
 
 ToEngine = Hello | Submit | Finish | Call
 FromEngine = Welcome | Update
@@ -214,7 +217,7 @@ def submit(number: int, prepared: PreparedRequest, handles: Sequence[int]) -> Su
 
 def requests_of(message: Submit, client: int) -> list[Request]:
     """The scheduler's requests of a Submit. Raises RequestError for parameters that SamplingParams refuses."""
-    params, prompt = SamplingParams(**message.params), np.frombuffer(message.prompt_token_ids, "<i4")
+    params, prompt = SamplingParams(**message.params), np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
     shared = {name: getattr(message, name) for name in (*names, "per_step")}
     return [
@@ -228,14 +231,17 @@ def owner_of(request: Request) -> tuple[int, int]:
     return divmod(request.tag, 1 << 32)
 
 
-def updates_of(output: EngineOutput) -> dict[int, Update]:
-    """What each API process is to learn of a step, by its number; number, received and load are left to the sender."""
-    updates = _token_updates(output.emitted) if output.emitted else {}
+def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update]:
+    """What each API process is to learn of a step, by its number; number, received and load are left to the sender.
+
+    clients: the numbers of all API processes that have requests.
+    """
+    updates = _token_updates(output.emitted, clients) if output.emitted else {}
 
     def update_of(request: Request) -> tuple[Update, int]:
         client, handle = owner_of(request)
         if client not in updates:
-            updates[client] = Update(0, 0, Load())
+            updates[client] = Update(0, 0, _NO_LOAD)
         return updates[client], handle
 
     for part in output.prompt_scores:
@@ -267,33 +273,39 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
     output.prompt_scores = [
         PromptScores(follow(each.handle), each.first, _read(each.scores)) for each in update.prompts
     ]
-    if update.handles:
-        requests = [follow(handle) for handle in np.frombuffer(update.handles, "<i4").tolist()]
-        token_ids, scored = np.frombuffer(update.token_ids, "<i4"), np.frombuffer(update.tokens_scored, "<i4")
+    if update.tags:
+        handles = np.frombuffer(update.tags, np.int64) & _HANDLE
+        requests = [follow(handle) for handle in handles.tolist()]
+        token_ids, scored = np.frombuffer(update.token_ids, np.int32), np.frombuffer(update.tokens_scored, np.int32)
         scores = None if update.scores is None else _read(update.scores)
         output.emitted.append(EmittedTokens(requests, token_ids, scored=scored, scores=scores))
     return output
 
 
-def _token_updates(emitted: Sequence[EmittedTokens]) -> dict[int, Update]:
+def _token_updates(emitted: Sequence[EmittedTokens], clients: Sequence[int]) -> dict[int, Update]:
     """Vectorised: it runs in every step, over all requests that stream."""
-    owners = _joined([each.tags for each in emitted])
+    tags = _joined([each.tags for each in emitted])
     token_ids = _joined([each.token_ids for each in emitted])
     scored, scores = _join_scores(emitted)
-    clients, handles = owners >> 32, owners.astype(np.int32)
-    present = [int(clients[0])] if (clients == clients[0]).all() else np.unique(clients).tolist()
-    updates = {}
-    for client in present:
-        update = updates[client] = Update(0, 0, Load())
-        own = slice(None) if len(present) == 1 else clients == client
-        update.handles, update.token_ids = handles[own].tobytes(), _bytes(token_ids[own], np.int32)
-        if scores is not None:
-            chosen = slice(None) if len(present) == 1 else clients[scored] == client
+    if len(clients) == 1:
+        return {clients[0]: _token_update(tags, token_ids, scored, scores)}
+    updates, owners = {}, tags >> 32
+    for client in clients:
+        own = owners == client
+        if own.any():
+            chosen = own[scored]
             # Where a row of all stands among the client's own.
-            places = scored if len(present) == 1 else np.cumsum(clients == client)[scored[chosen]] - 1
-            update.tokens_scored = _bytes(places, np.int32)
-            update.scores = _scores(TokenScores(*(array[chosen] for array in scores)))
+            places = np.cumsum(own)[scored[chosen]] - 1
+            parts = None if scores is None else TokenScores(*(array[chosen] for array in scores))
+            updates[client] = _token_update(tags[own], token_ids[own], places, parts)
     return updates
+
+
+def _token_update(tags: np.ndarray, token_ids: np.ndarray, scored: np.ndarray, scores: TokenScores | None) -> Update:
+    update = Update(0, 0, _NO_LOAD, tags.tobytes(), token_ids.tobytes())
+    if scores is not None:
+        update.tokens_scored, update.scores = _bytes(scored, np.int32), _scores(scores)
+    return update
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -332,7 +344,7 @@ def _end(request: Request, ended: Ended) -> Request:
     for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "first_scheduled_time", "finished_time"):
         setattr(request, name, getattr(ended, name))
     if ended.output_token_ids is not None:
-        request.output_token_ids = np.frombuffer(ended.output_token_ids, "<i4")
+        request.output_token_ids = np.frombuffer(ended.output_token_ids, np.int32)
     return request
 
 
@@ -345,12 +357,12 @@ def _scores(scores: TokenScores) -> Scores:
 def _read(scores: Scores) -> TokenScores:
     shape = len(scores.logprobs) // 4, scores.num_top
     return TokenScores(
-        np.frombuffer(scores.logprobs, "<f4"),
-        np.frombuffer(scores.ranks, "<i4"),
-        np.frombuffer(scores.top_ids, "<i4").reshape(shape),
-        np.frombuffer(scores.top_logprobs, "<f4").reshape(shape),
+        np.frombuffer(scores.logprobs, np.float32),
+        np.frombuffer(scores.ranks, np.int32),
+        np.frombuffer(scores.top_ids, np.int32).reshape(shape),
+        np.frombuffer(scores.top_logprobs, np.float32).reshape(shape),
     )
 
 
 def _bytes(array: np.ndarray, dtype: type) -> bytes:
-    return array.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
+    return array.astype(dtype, copy=False).tobytes()

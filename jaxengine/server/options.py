@@ -36,6 +36,8 @@ class ServerConfig:
       max_num_queued_tokens: prompt tokens that they may have together; None: no limit of its own.
       request_timeout: seconds after which a request that names no timeout is ended; None: never.
       shutdown_timeout: seconds that SIGTERM leaves running requests to finish; 0 aborts them.
+      engine_hang_timeout: seconds after which an engine that has not finished a step is killed and started again; 0:
+        never. It must be far above the longest step, which with enforce_eager includes its compilation.
       stream_write_timeout: seconds that a client may leave a stream unread before it is ended.
       max_request_bytes: largest body of a request.
       max_header_bytes: largest headers of a request.
@@ -72,6 +74,7 @@ class ServerConfig:
     max_num_queued_tokens: int | None = None
     request_timeout: float | None = None
     shutdown_timeout: float = 0.0
+    engine_hang_timeout: float = 300.0
     stream_write_timeout: float = 60.0
     max_request_bytes: int = 32 * MIB
     max_header_bytes: int = 64 << 10
@@ -116,6 +119,8 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(name, value, f"{least} to {most}")
+        if self.engine_hang_timeout and not 1 <= self.engine_hang_timeout <= 86400:
+            raise ConfigError("engine_hang_timeout", self.engine_hang_timeout, "0 or 1 to 86400")
         for name, other in (
             ("ssl_certfile", "ssl_keyfile"),
             ("ssl_keyfile", "ssl_certfile"),

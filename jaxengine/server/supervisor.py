@@ -1,8 +1,8 @@
 """`jaxengine serve`: starts the engine's process and those that speak with clients, and looks after them.
 
-A process that ends unasked is started again, unless it does so time and again without having served. SIGTERM or SIGINT
-drains the server, a second one ends it at once. Knows what its children say and what can be ordered from them, nothing
-of requests.
+A process that ends unasked is started again, unless it does so time and again without having served; an engine that
+hangs is killed first. SIGTERM or SIGINT drains the server, a second one ends it at once. Knows what its children say
+and what can be ordered from them, nothing of requests.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ _MAX_DEATHS = 3
 _DEATHS_SECONDS = 60.0
 # Beyond shutdown_timeout, until processes that do not end are killed.
 _END_SECONDS = 10.0
+# An engine that has not been heard of has so long to say what it is at, before it is killed.
+_EXPLAIN_SECONDS = 2.0
+# So often is looked whether the engine was heard of.
+_LOOK_SECONDS = 1.0
 # A socket's path has at most 107 bytes, on some systems 103; a name of ours within the folder comes to 26.
 _LONGEST_FOLDER = 70
 _START = (
@@ -43,7 +47,12 @@ _START = (
 
 @dataclasses.dataclass(eq=False)
 class _Child:
-    """A child process: its place, its life so far, and our ends of its pipes."""
+    """A child process: its place, its life so far, and our ends of its pipes.
+
+    Attributes:
+      said: the beginning of a line of which the rest has not come yet.
+      heard: when it said something last; asked: when it was asked to explain why it does not, None while it does.
+    """
 
     module: str
     index: int
@@ -51,6 +60,10 @@ class _Child:
     events: Any
     ready: bool = False
     served: bool = False
+    said: bytes = b""
+    heard: float = 0.0
+    asked: float | None = None
+    killed: bool = False
 
     @property
     def is_engine(self) -> bool:
@@ -116,13 +129,29 @@ class Supervisor:
             logger.error("processes did not end in time; they are killed")
             self._status = 1
             return
-        for key, _ in self._selector.select(min(left, 3600.0)):
+        for key, _ in self._selector.select(min(left, _LOOK_SECONDS)):
             if key.fileobj is awake:
                 awake.recv(4096)
             else:
                 self._listen_to(key.data)
         while self._signals and self._status is None:
             self._end(self._signals.pop(0))
+        for child in self._children:
+            if child.is_engine and child.ready and self._server.engine_hang_timeout:
+                self._look_at(child)
+
+    def _look_at(self, child: _Child) -> None:
+        """Kills an engine's process that has not been heard of for too long; it is started again when it has ended."""
+        now = time.monotonic()
+        if child.asked is None:
+            if now - child.heard > self._server.engine_hang_timeout:
+                logger.error("the engine has not finished a step for %.1f s", now - child.heard)
+                child.asked = now
+                child.order("explain")
+        elif now - child.asked > _EXPLAIN_SECONDS and not child.killed:
+            logger.error("the engine hangs; its process is killed")
+            child.killed = True
+            child.process.kill()
 
     def _start(self, module: str, index: int) -> None:
         read, write = os.pipe()
@@ -156,7 +185,9 @@ class Supervisor:
         if not said:
             self._ended(child)
             return
-        for line in said.splitlines():
+        child.heard, child.asked = time.monotonic(), None
+        *lines, child.said = (child.said + said).split(b"\n")
+        for line in lines:
             event = json.loads(line)["event"]
             child.ready, child.served = True, child.served or event == "served"
         if not self._announced and all(each.ready for each in self._children):

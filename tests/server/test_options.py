@@ -17,6 +17,8 @@ from jaxengine.server.options import ServerConfig
         ({"api_server_count": 0}, "api_server_count"),
         ({"shutdown_timeout": float("nan")}, "shutdown_timeout"),
         ({"request_timeout": 0}, "request_timeout"),
+        ({"engine_hang_timeout": 0.5}, "engine_hang_timeout"),
+        ({"engine_hang_timeout": -1.0}, "engine_hang_timeout"),
         ({"api_key": ("",)}, "api_key"),
         ({"ssl_certfile": "x.pem"}, "ssl_certfile"),
         ({"ssl_ca_certs": "x.pem"}, "ssl_ca_certs"),
