@@ -104,8 +104,8 @@ class StagePrograms:
         self._layout = platform.name
         self._params = []
         for param in declared_params(self.model):
-            place = format_of(param.decl, named_sharding(mesh, param.decl.axes))
-            self._params.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=place))
+            stored = format_of(param.decl, named_sharding(mesh, param.decl.axes))
+            self._params.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored))
         self.weight_bytes = sum(part_bytes(leaf) for leaf in self._params)
         self.state_bytes = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
         self.page_bytes = self._steps.page_bytes
