@@ -45,6 +45,8 @@ _COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
     "tpu": {
         "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
         "xla_tpu_offload_gather_to_sparsecore": "false",
+        # Else tpu7x brings a head of a gigabyte into another tiling in every step, for the loop over prompt logprobs.
+        "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
     }
 }
 

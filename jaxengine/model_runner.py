@@ -103,7 +103,7 @@ class ModelRunner:
     @property
     def num_mask_words(self) -> int:
         """Words of a slot's mask: a bit for each token, those of padding included."""
-        return self._last.programs.num_mask_words
+        return -(-self._last.programs.vocab_size // 32)
 
     @property
     def num_compiled(self) -> int:
@@ -164,14 +164,16 @@ class ModelRunner:
     def set_masks(self, rows: list[tuple[int, np.ndarray | None]]) -> None:
         """Sets which tokens slots may take: (slot, i32[num_mask_words]), distinct slots; None allows every token."""
         rows = [(slot, row) for slot, row in rows if row is not None or self._has_mask[slot]]
+        programs = self._last.programs
+        parts, own_words = programs.num_vocab_parts, self.num_mask_words // programs.num_vocab_parts
         for first in range(0, len(rows), NUM_MASK_ROWS):
             slots = np.full(NUM_MASK_ROWS, len(self._has_mask), np.int32)
-            masks = np.full((NUM_MASK_ROWS, self.num_mask_words), -1, np.int32)
+            masks = np.full((NUM_MASK_ROWS, parts, programs.num_mask_words // parts), -1, np.int32)
             for index, (slot, row) in enumerate(rows[first : first + NUM_MASK_ROWS]):
                 slots[index], self._has_mask[slot] = slot, row is not None
                 if row is not None:
-                    masks[index] = row
-            self.change_state("mask rows", slots, masks)
+                    masks[index, :, :own_words] = row.reshape(parts, own_words)
+            self.change_state("mask rows", slots, masks.reshape(NUM_MASK_ROWS, -1))
 
     def set_token_counts(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
         """Tells penalties what a slot's prompt and output hold so far."""

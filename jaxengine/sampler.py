@@ -4,9 +4,9 @@ Owns the device-resident sampling parameters (`SamplingState`, one row per slot)
 vLLM's: raw logprobs, mask, additive bias, penalties, temperature, min_p, top_k, top_p, draw. What no row asks for is
 skipped by `lax.cond`, so one executable serves every mix. Knows nothing of requests, of text, or of when a row changes.
 
-The vocabulary may be split over n devices: each has V / n columns of the logits, of the counts, of the biases and of
-the masks (V / n is a multiple of 32 then), all else whole, and finds the same tokens, bit for bit those of one device.
-Padding columns come last and hold -inf.
+The vocabulary may be split over n devices: each has V / n columns of the logits, of the counts and of the biases, and
+the masks of these tokens (V / n is a multiple of 32 then), all else whole, and finds the same tokens, bit for bit those
+of one device. Padding columns come last and hold -inf.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SamplingState(NamedTuple):
     seed: jax.Array  # u32[R, 2], low and high word
     token_counts: jax.Array  # i32[R, V], 2 * (times in the output) + (1 if in the prompt)
     logit_bias: jax.Array  # f32[R, V], added to the logits; -inf forbids the token
-    token_mask: jax.Array  # i32[R, ceil(V / 32)], bit t % 32 of word t / 32 allows token t; all ones: every token
+    token_mask: jax.Array  # i32[R, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token
 
 
 class SamplerFlags(NamedTuple):
@@ -94,8 +94,11 @@ def init_state(max_num_seqs: int, vocab_size: int) -> SamplingState:
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of a row of `SamplingState.token_mask`."""
-    return -(-vocab_size // 32)
+    """Words of a row of `SamplingState.token_mask`, those that fill up its last lane tile included.
+
+    An array whose rows are not whole tiles is stored by columns on a TPU, and turned around where rows are read.
+    """
+    return -(-vocab_size // (32 * 128)) * 128
 
 
 def param_columns(params: SamplingParams, seed: int) -> tuple[np.ndarray, np.ndarray]:

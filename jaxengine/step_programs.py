@@ -44,7 +44,8 @@ class StepPrograms:
       state_shapes: the slot state, abstract.
       vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
       own_vocab_size: those of one device.
-      num_mask_words: words of the mask of one slot, of all devices that share the vocabulary.
+      num_vocab_parts: devices that share the vocabulary.
+      num_mask_words: words of the mask of one slot as they store it, one part after the other.
       description: everything static that the shapes do not tell; part of the key of a stored executable.
     """
 
@@ -62,8 +63,9 @@ class StepPrograms:
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
         self.num_columns = math.ceil(pages / block_pages) * block_pages
         self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
-        self.own_vocab_size = self.vocab_size // model.mesh.num_shards("sampled_vocab")
-        self.num_mask_words = sampler.mask_words(self.vocab_size)  # a device's part, if it is one, is whole words
+        self.num_vocab_parts = model.mesh.num_shards("sampled_vocab")
+        self.own_vocab_size = self.vocab_size // self.num_vocab_parts
+        self.num_mask_words = self.num_vocab_parts * sampler.mask_words(self.own_vocab_size)
         self._num_slots = config.max_num_seqs
         self._experts = _count_experts(model)
         self.state_shapes: SlotState = self._state_shapes()

@@ -41,13 +41,13 @@ _PASSIVE = frozenset(
         "optimization-barrier",
         "async-done",
         "copy-done",
-        "async-start",
-        "async-update",
         "after-all",
         "domain",
         "opt-barrier",
     )
 )
+# Offloaded instructions; they show what goes in and what comes out, ((operands), results, ...).
+_OFFLOADED = frozenset(("async-start", "async-update"))
 # These write into their first operand where the compiler may reuse it; where it may not, it adds a copy in front.
 _IN_PLACE = frozenset(("scatter", "dynamic-update-slice"))
 _TRIVIAL = frozenset(("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota"))
@@ -84,10 +84,11 @@ class Instruction:
 
 @dataclass
 class Module:
-    """The computations of a module by name, those inside fusions apart."""
+    """The computations of a module by name, those inside fusions and those of other cores (SparseCore) apart."""
 
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     fused: set[str] = field(default_factory=set)
+    offloaded: set[str] = field(default_factory=set)
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """What a fusion does; nothing for other instructions."""
@@ -97,21 +98,24 @@ class Module:
     def outside_fusions(self) -> Iterator[tuple[list[Instruction], Instruction]]:
         """(its computation, instruction) of all that is executed as a program of its own."""
         for name, body in self.computations.items():
-            if name not in self.fused:
+            if name not in self.fused and name not in self.offloaded:
                 for instruction in body:
                     yield body, instruction
 
 
 def parse(text: str) -> Module:
     """Reads the text of a module as `Compiled.as_text()` and XLA's dumps give it."""
-    module, body = Module(), []
+    module, body, name = Module(), [], ""
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
-            body = module.computations[match[1]] = []
+            name = match[1]
+            body = module.computations[name] = []
+        elif line.startswith('}, execution_thread="sparsecore"'):
+            module.offloaded.add(name)
         elif match := _INSTRUCTION.match(line):
-            root, name, type_text, opcode, rest = match.groups()
+            root, result, type_text, opcode, rest = match.groups()
             elements, fast = _first_array(type_text)
-            body.append(Instruction(name, opcode, type_text, elements, fast, bool(root), rest))
+            body.append(Instruction(result, opcode, type_text, elements, fast, bool(root), rest))
             if opcode == "fusion" and (called := _FUSED.search(rest)):
                 module.fused.add(called[1])
     return module
@@ -153,13 +157,15 @@ def copies(module: Module, precious: Precious) -> list[str]:
     for body, instruction in module.outside_fusions():
         if instruction.fast or instruction.opcode in _PASSIVE or instruction.opcode in _IN_PLACE:
             continue
+        if instruction.opcode in _OFFLOADED and not _changes_layout(instruction):
+            continue
         name = precious.pools.get(instruction.elements)
         if name is not None:
             if not _keeps_place(module, instruction):
                 found.append(f"{name}: {_brief(instruction)}")
             continue
         name = precious.weights.get(instruction.elements) or precious.states.get(
-            instruction.type_text.partition("{")[0]
+            instruction.type_text.lstrip("(").partition("{")[0]
         )
         if name is not None and _only_moves(module, instruction) and _from_parameter(body, instruction):
             found.append(f"{name}: {_brief(instruction)}")
@@ -201,9 +207,18 @@ def _root_opcode(by_name: Mapping[str, Instruction], instruction: Instruction) -
     return instruction.opcode
 
 
+def _changes_layout(instruction: Instruction) -> bool:
+    """Whether an offloaded instruction gives its operand back in another layout."""
+    shapes = list(_SHAPE.finditer(instruction.type_text))[:2]
+    if len(shapes) < 2:
+        return False
+    before, after = shapes
+    return before.group(1, 2) == after.group(1, 2) and before[3] != after[3]
+
+
 def _only_moves(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode != "fusion":
-        return instruction.opcode in _MOVERS
+        return instruction.opcode in _MOVERS | _OFFLOADED
     opcodes = {inner.opcode for inner in module.inside(instruction)}
     return bool(opcodes & _MOVERS) and opcodes <= _MOVERS | _TRIVIAL
 

@@ -20,9 +20,11 @@ def test_rows_are_replaced():
 
 def test_mask_rows_are_replaced():
     state = sampler.init_state(4, 70)
-    rows = jnp.arange(12).reshape(4, 3)
+    width = sampler.mask_words(70)
+    assert width == 128
+    rows = jnp.arange(4 * width).reshape(4, width)
     changed = sampler.set_mask_rows(state, jnp.array([3, 4, 1, 4]), rows).token_mask
-    np.testing.assert_array_equal(changed, [[-1] * 3, rows[2], [-1] * 3, rows[0]])
+    np.testing.assert_array_equal(changed, [[-1] * width, rows[2], [-1] * width, rows[0]])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])

@@ -129,8 +129,12 @@ def mask_rows(rng: np.random.Generator) -> np.ndarray:
 
 
 def widen_mask(words: jax.Array, layout: MeshLayout) -> np.ndarray:
-    missing = sampler.mask_words(layout.padded_vocab_size(VOCAB_SIZE)) - words.shape[1]
-    return np.pad(np.asarray(words), ((0, 0), (0, missing)))
+    """Each device's words begin at a multiple of what one stores."""
+    parts, vocab_size = layout.num_shards("sampled_vocab"), layout.padded_vocab_size(VOCAB_SIZE)
+    whole = np.pad(np.asarray(words), ((0, 0), (0, -(-vocab_size // 32) - words.shape[1])))
+    whole = whole.reshape(len(whole), parts, -1)
+    stored = sampler.mask_words(vocab_size // parts)
+    return np.pad(whole, ((0, 0), (0, 0), (0, stored - whole.shape[2]))).reshape(len(whole), -1)
 
 
 def widen(array: np.ndarray | jax.Array, layout: MeshLayout, fill: float) -> np.ndarray:

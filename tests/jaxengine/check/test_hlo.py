@@ -28,6 +28,12 @@ FUSED_SELECT = FUSED_SCATTER.replace("ROOT %s", "%s").replace(
 )
 W = "%w = f32[32,16]{1,0} parameter(0)"
 PREFETCH = "%c = (bf16[32,16]{1,0:T(8,128)S(1)}, bf16[32,16]{1,0}, u32[]) copy-start(%w)"
+REFORMAT = "%u = ((f32[32,16]{1,0}), f32[32,16]{0,1}, (s32[4]{0})) async-update(%start, %w)"
+OFFLOADED_COPY = """%called (o: f32[32,16]) -> f32[32,16] {
+  %o = f32[32,16]{1,0} parameter(0)
+  ROOT %c = f32[32,16]{0,1} copy(%o)
+}, execution_thread="sparsecore"
+"""
 FUSION = "%f = f32[64,4,8]{2,1,0} fusion(%p, %q), kind=kLoop, calls=%fused"
 
 
@@ -50,6 +56,10 @@ FUSION = "%f = f32[64,4,8]{2,1,0} fusion(%p, %q), kind=kLoop, calls=%fused"
         ([W, PREFETCH], "", []),
         (["%s = s32[8,16]{1,0} parameter(0)", "%c = s32[8,16]{1,0} copy(%s)"], "", ["counts"]),
         (["%s = f32[8,16]{1,0} parameter(0)", "%c = f32[8,16]{1,0} copy(%s)"], "", []),
+        # Handed to the SparseCore, where a computation of its own copies its parameter, whatever that is.
+        ([W, REFORMAT], OFFLOADED_COPY, ["weight"]),
+        (["%w = f32[32,16]{1,0} dot(%x, %y)", REFORMAT], OFFLOADED_COPY, []),
+        ([W, REFORMAT.replace("{0,1}", "{1,0}")], OFFLOADED_COPY, []),
     ],
 )
 def test_copies(lines, fused, expected):
