@@ -19,8 +19,8 @@ ROOFLINE = padding.Roofline(bytes_per_s=1e30, flops_per_s=16.1e9)
 
 def test_padding_is_counted_by_kind_and_lost_time_by_load():
     steps = np.array([[3, 3], [4, 4], [10, 2]])  # decode of 3 in a bucket of 4, of 4 in 4; mixed 10 in 64
-    row = padding.evaluate(PLATFORM, [4], [], [steps, steps[1:2], steps[2:]], ROOFLINE, 30.0)
-    assert row["programs"] == 3 and row["minutes"] == 1.5
+    row = padding.evaluate(PLATFORM, [4], [], [steps, steps[1:2], steps[2:]], ROOFLINE, (20.0, 50.0))
+    assert row["programs"] == 3 and row["minutes"] == 1.5  # two for decodes, one mixed
     assert row["decode_padding"] == pytest.approx(100 * (12 - 11) / 11, abs=0.1)
     assert row["mixed_padding"] == pytest.approx(100 * (128 - 20) / 20, abs=0.1)
     assert row["lost_low"] == pytest.approx(100 * (72 / 17 - 1), abs=0.02)
@@ -39,6 +39,15 @@ def test_the_simulation_gives_steps_that_every_grid_holds():
     assert (steps[:, 0] >= steps[:, 1]).all() and (steps[:, 0] > steps[:, 1]).any()
     idle = padding.simulate(PLATFORM, 0.03, 200)
     assert idle[:, 1].mean() < steps[:, 1].mean() / 2
+
+
+def test_what_a_grid_takes_to_compile_is_what_check_found(tmp_path):
+    def row(program, seconds):
+        return {"program": program, "step": not program.startswith("kv"), "compile_s": seconds}
+
+    rows = [row("decode S=1", 10.0), row("decode S=8", 20.0), row("mixed T=64 S=8", 40.0), row("kv write", 1000.0)]
+    (tmp_path / "check.json").write_text(json.dumps({"rows": rows}))
+    assert padding.compile_seconds(str(tmp_path / "check.json")) == (15.0, 40.0)
 
 
 def test_the_recommendation_is_the_smallest_grid_that_is_good_at_every_load():
