@@ -35,9 +35,8 @@ from sharding.mesh import make_mesh
 from sharding.rules import named_sharding, part_bytes, part_shape
 from sharding.stages import devices_of_stages
 
-# A state array below this size takes microseconds to copy: structured output's masks, four megabytes with an 8B model,
-# which XLA:TPU may fetch into VMEM and put back.
-_SMALL = 8 << 20
+# A state array below this size costs nothing to copy.
+_SMALL = 1 << 20
 
 
 @dataclass(frozen=True)
