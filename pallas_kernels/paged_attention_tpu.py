@@ -31,6 +31,7 @@ from pallas_kernels.paged_attention_tpu_tiles import (
     choose_blocks,
     fits_smem,
     key_windows,
+    mxu_columns,
     num_cores,
     value_windows,
 )
@@ -115,6 +116,7 @@ def _attend(
         sinks is not None,
         0 if tree_mask is None else tree_mask.shape[1],
         cores,
+        mxu_columns(),
     )
     queries = _arrange_queries(q.astype(plan.operand_dtype), plan, num_kv_heads, padded_tokens)
     o, lse = _call_kernel(

@@ -159,18 +159,23 @@ def _fold_block(refs: Refs, plan: Plan, segment: Segment, first_key, slot, sub, 
 def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[int, jax.Array], member) -> None:
     """Fold the scores [rows, block_kv] of some heads and their values into the running softmax."""
     largest = {head: jnp.maximum(refs.largest[head], _row_max(score)) for head, score in scores.items()}
-    weights, decay = {}, {}
+    weights, sums, decay = {}, {}, {}
     for head, score in scores.items():
         weight = jnp.exp2(score - _across(largest[head], plan.block_kv))
         decay[head] = jnp.exp2(refs.largest[head] - largest[head])
-        lanes = (weight[:, lane : lane + LANES] for lane in range(0, plan.block_kv, LANES))
-        refs.total[head] = decay[head] * refs.total[head] + sum(lanes)
+        if not plan.sums_beside_values(head):
+            sums[head] = sum(weight[:, lane : lane + LANES] for lane in range(0, plan.block_kv, LANES))
         refs.largest[head] = largest[head]
         weights[head] = weight.astype(plan.operand_dtype)
     for head, weight in weights.items():
         window = plan.values[head]
         values = _operand(refs, plan, slot, window)
+        if plan.sums_beside_values(head):
+            values = jnp.concatenate([values, _ones_in_first_lane(values)], axis=1)
         product = lax.dot(weight, values, precision=_precision(plan), preferred_element_type=jnp.float32)
+        if plan.sums_beside_values(head):
+            product, sums[head] = product[:, : window.size], product[:, window.size :]
+        refs.total[head] = decay[head] * refs.total[head] + sums[head]
         if member is not None and plan.block_q > 1:
             # A value that is not finite stays with the sequence it belongs to: 0 * inf is NaN.
             product = _where_token(member, product, 0.0)
@@ -197,6 +202,11 @@ def _operand(refs: Refs, plan: Plan, slot, window: Window) -> jax.Array:
     """Keys or values [block_kv, size] of one head."""
     tile = refs.buffer[slot, :, :, window.start : window.start + window.size]
     return tile.reshape(plan.block_kv, window.size).astype(plan.operand_dtype)
+
+
+def _ones_in_first_lane(values: jax.Array) -> jax.Array:
+    lane = lax.broadcasted_iota(jnp.int32, (values.shape[0], LANES), 1)
+    return jnp.where(lane == 0, 1.0, 0.0).astype(values.dtype)
 
 
 def _precision(plan: Plan) -> lax.Precision:

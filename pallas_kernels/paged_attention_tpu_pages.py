@@ -44,6 +44,16 @@ class Plan:
     has_sinks: bool
     num_tree_words: int  # 0 without a tree mask
     cores: int
+    mxu_columns: int  # of the matrix unit
+
+    def sums_beside_values(self, head: int) -> bool:
+        """Whether the matrix unit has columns to spare that add up a head's weights while it weighs the values.
+
+        The sums are then of the rounded weights, the very ones that values are weighed with. Not for single tokens:
+        their time is that of bringing operands into the matrix unit.
+        """
+        size = self.values[head].size
+        return self.block_q > 1 and -(-size // self.mxu_columns) == -(-(size + LANES) // self.mxu_columns)
 
     @property
     def rows(self) -> int:
@@ -71,7 +81,7 @@ class Refs(NamedTuple):
     buffer: Any  # [buffers, pages, page_size, buffer_lanes(K * (H + Hv))]
     arrived: Any  # DMA semaphore per buffer
     largest: Any  # f32 [K, rows, LANES] all lanes equal
-    total: Any  # f32 [K, rows, LANES] sums of every LANES-th key; lanes are added up once per tile
+    total: Any  # f32 [K, rows, LANES] sums of every LANES-th key, or of all in one; lanes are added up once per tile
     acc: Any  # f32 [K, rows, width of a value window]
     cursor: Any  # SMEM i32 [4] indexed by the names below
     # Of a page table in HBM, else None:

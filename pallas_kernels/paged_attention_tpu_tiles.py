@@ -104,6 +104,11 @@ def num_cores() -> int:
     return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
 
 
+def mxu_columns() -> int:
+    """Columns of a matrix unit of the target of the trace; 128 where there is no TPU."""
+    return pltpu.get_tpu_info().mxu_column_size if pltpu.is_tpu_device() else LANES
+
+
 def check_dtypes(query: np.dtype, pool: np.dtype) -> None:
     """Raises ValueError for element types the kernel cannot read."""
     if query not in (jnp.float32, jnp.bfloat16):

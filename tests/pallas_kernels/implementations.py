@@ -127,12 +127,14 @@ def _small_tpu_blocks() -> None:
 
 
 def _far_page_table_and_two_cores() -> None:
-    """As on a chip of two cores whose scalar memory does not hold the page table; small blocks too."""
+    """As on a chip of two cores with wide matrix units whose scalar memory does not hold the page table; small blocks
+    too."""
     from pallas_kernels import paged_attention_tpu
 
     _small_tpu_blocks()
     paged_attention_tpu.fits_smem = lambda shape: False
     paged_attention_tpu.num_cores = lambda: 2
+    paged_attention_tpu.mxu_columns = lambda: 256
 
 
 CPU = Implementation("cpu", "cpu")

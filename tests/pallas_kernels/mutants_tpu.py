@@ -21,6 +21,7 @@ _ANY = _on("mixed", "q tile straddles a kv block")
 _BLOCKS = _on("block edges", "mixed")
 _WINDOW = _on("window 16")
 _SINKS = _on("sinks and window")
+_SUMS = attention("tpu-far-lazy", "bfloat16", "block edges", "mixed")
 _CODES = _on("fp8 e4m3 keys and values")
 
 MUTANTS = [
@@ -108,6 +109,8 @@ MUTANTS = [
     Mutant("scale of values dropped", _TPU, " * refs.value_scale[head]", "", _CODES),
     Mutant("decay dropped", _TPU, "_across(decay[head], window.size) * refs.acc", "refs.acc", _BLOCKS),
     Mutant("denominator not decayed", _TPU, "= decay[head] * refs.total[head] +", "= refs.total[head] +", _BLOCKS),
+    Mutant("sums counted twice", _TPU, "jnp.where(lane == 0, 1.0, 0.0)", "jnp.where(lane < 2, 1.0, 0.0)", _SUMS),
+    Mutant("sums of the values' columns", _TPU, "product[:, window.size :]", "product[:, :LANES]", _SUMS),
     Mutant("state not reset", _TPU, "        refs.total[...] = jnp.zeros_like(refs.total)\n", "", _ANY),
     Mutant("sink counted twice", _TPU, "+ jnp.exp2(sink - with_sink)", "+ 2 * jnp.exp2(sink - with_sink)", _SINKS),
     Mutant("sinks of the wrong heads", _TPU, "member == index, refs", "member == index + 1, refs", _SINKS),
