@@ -168,7 +168,7 @@ class ModelRunner:
         parts, own_words = programs.num_vocab_parts, self.num_mask_words // programs.num_vocab_parts
         for first in range(0, len(rows), NUM_MASK_ROWS):
             slots = np.full(NUM_MASK_ROWS, len(self._has_mask), np.int32)
-            masks = np.full((NUM_MASK_ROWS, parts, programs.num_mask_words // parts), -1, np.int32)
+            masks = np.full((NUM_MASK_ROWS, parts, programs.stored_mask_words // parts), -1, np.int32)
             for index, (slot, row) in enumerate(rows[first : first + NUM_MASK_ROWS]):
                 slots[index], self._has_mask[slot] = slot, row is not None
                 if row is not None:

@@ -1,8 +1,9 @@
 """From logits to tokens, for a batch in which every row has its own parameters. Traced inside the one jitted step.
 
-Owns the device-resident sampling parameters (`SamplingState`, one row per slot) and the order of operations, which is
-vLLM's: raw logprobs, mask, additive bias, penalties, temperature, min_p, top_k, top_p, draw. What no row asks for is
-skipped by `lax.cond`, so one executable serves every mix. Knows nothing of requests, of text, or of when a row changes.
+Owns the device-resident sampling parameters (`SamplingState`, one row per slot), the counts of tokens, and the order
+of operations, which is vLLM's: raw logprobs, mask, additive bias, penalties, temperature, min_p, top_k, top_p, draw.
+What no row asks for is skipped by `lax.cond`, so one executable serves every mix. Knows nothing of requests, of text,
+or of when a row changes.
 
 The vocabulary may be split over n devices: each has V / n columns of the logits, of the counts and of the biases, and
 the masks of these tokens (V / n is a multiple of 32 then), all else whole, and finds the same tokens, bit for bit those
@@ -29,7 +30,11 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 class SamplingState(NamedTuple):
-    """Sampling parameters and token statistics of every slot, R = max_num_seqs; on the device, donated to each step."""
+    """Sampling parameters of every slot, R = max_num_seqs, on the device.
+
+    Steps only read them: what passes through a program XLA may fetch into faster memory and write back. What steps do
+    change is `token_counts`, i32[R, V]: 2 * (times in the output) + (1 if in the prompt).
+    """
 
     temperature: jax.Array  # f32[R], 0 = greedy
     top_p: jax.Array  # f32[R], 1 = off
@@ -39,7 +44,6 @@ class SamplingState(NamedTuple):
     repetition_penalty: jax.Array  # f32[R], 1 = off
     top_k: jax.Array  # i32[R], 0 = off
     seed: jax.Array  # u32[R, 2], low and high word
-    token_counts: jax.Array  # i32[R, V], 2 * (times in the output) + (1 if in the prompt)
     logit_bias: jax.Array  # f32[R, V], added to the logits; -inf forbids the token
     token_mask: jax.Array  # i32[R, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token
 
@@ -81,13 +85,12 @@ _NEUTRAL = _Rows(0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0)  # pyright: ignore[reportArgum
 
 
 def init_state(max_num_seqs: int, vocab_size: int) -> SamplingState:
-    """Every slot greedy and neutral: R = max_num_seqs rows, 8 * V + V / 8 bytes each."""
+    """Every slot greedy and neutral: R = max_num_seqs rows, 4 * V + V / 8 bytes each."""
     columns = [jnp.full(max_num_seqs, value, jnp.float32) for value in _NEUTRAL[:6]]
     return SamplingState(
         *columns,
         top_k=jnp.zeros(max_num_seqs, jnp.int32),
         seed=jnp.zeros((max_num_seqs, 2), jnp.uint32),
-        token_counts=jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
         logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),
         token_mask=jnp.full((max_num_seqs, mask_words(vocab_size)), -1, jnp.int32),
     )
@@ -133,28 +136,31 @@ def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Ar
     return jnp.where(jnp.any(written, axis=0), chosen, array)
 
 
-def count_tokens(state: SamplingState, slots: jax.Array, token_ids: jax.Array, valid: jax.Array) -> SamplingState:
-    """Notes one output token per row: slots i32[S] distinct, token_ids i32[S], valid bool[S].
+def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array, valid: jax.Array) -> jax.Array:
+    """token_counts with one more output token per row: slots i32[S] distinct, token_ids i32[S], valid bool[S].
 
     Rows that are not valid, whose slot is >= R or whose token is outside the vocabulary change nothing.
     """
-    num_slots, num_columns = state.token_counts.shape
-    columns = token_ids - first_id(state.token_counts)
+    num_slots, num_columns = token_counts.shape
+    columns = token_ids - first_id(token_counts)
     slots = jnp.where(valid & (columns >= 0) & (columns < num_columns), slots, num_slots)
     if slots.shape[0] == 1:  # XLA CPU copies the whole operand of a one-row scatter
         slots = jnp.pad(slots, (0, 1), constant_values=num_slots)
         columns = jnp.pad(columns, (0, 1))
-    return state._replace(token_counts=state.token_counts.at[slots, columns].add(2, mode="drop"))
+    return token_counts.at[slots, columns].add(2, mode="drop")
 
 
-def set_counts_row(state: SamplingState, slot: jax.Array, row: jax.Array) -> SamplingState:
-    """Replaces token_counts[slot] by row i32[V]; nothing happens when slot >= R."""
-    return state._replace(token_counts=_set_row(state.token_counts, slot, row))
+def set_row(array: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+    """array [R, V] with row [V] at slot; unchanged when slot >= R."""
+    # Not a scatter: XLA CPU copies the whole operand of a one-row scatter.
+    current = lax.dynamic_index_in_dim(array, slot, keepdims=False)
+    row = jnp.where(slot < array.shape[0], row, current)
+    return lax.dynamic_update_index_in_dim(array, row, slot, axis=0)
 
 
 def set_bias_row(state: SamplingState, slot: jax.Array, row: jax.Array) -> SamplingState:
     """Replaces logit_bias[slot] by row f32[V]; nothing happens when slot >= R."""
-    return state._replace(logit_bias=_set_row(state.logit_bias, slot, row))
+    return state._replace(logit_bias=set_row(state.logit_bias, slot, row))
 
 
 def set_mask_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
@@ -167,6 +173,7 @@ def set_mask_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> Sa
 def sample(
     logits: jax.Array,
     state: SamplingState,
+    token_counts: jax.Array,
     slots: jax.Array,
     positions: jax.Array,
     flags: SamplerFlags,
@@ -176,10 +183,11 @@ def sample(
 ) -> SampleOutput:
     """Chooses one token per row of logits f32[S, V].
 
-    slots i32[S]: the row of `state` each belongs to; >= R marks a padding row, which reads no state and is greedy.
-    positions i32[S]: position of the token being chosen. A row's token depends on its logits, its slot's parameters and
-    its position, never on its neighbours or on S. logprobs_mode is one of vLLM's (config.LOGPROBS_MODES): the raw ones
-    report the given logits, the processed ones those that were drawn from, temperature and truncation included.
+    slots i32[S]: the row of `state` and of `token_counts` i32[R, V] each belongs to; >= R marks a padding row, which
+    reads no state and is greedy. positions i32[S]: position of the token being chosen. A row's token depends on its
+    logits, its slot's parameters and its position, never on its neighbours or on S. logprobs_mode is one of vLLM's
+    (config.LOGPROBS_MODES): the raw ones report the given logits, the processed ones those that were drawn from,
+    temperature and truncation included.
     """
     rows = _Rows(
         *(
@@ -223,10 +231,13 @@ def sample(
         return jnp.where(rows.temperature[:, 0] > 0, drawn, greedy_ids), kept_from
 
     def choose_any() -> tuple[jax.Array, TokenLogprobs | None]:
-        masked = partial(_masked, logits, state, slots, flags.any_mask)
+        # Not in each branch that wants them: XLA:TPU would bring the table of all slots into VMEM for the branches, and
+        # take it out again where their other operands need the room.
+        masks = _mask_rows(state, slots, flags.any_mask)
+        masked = partial(_masked, logits, masks)
         adjusted = lax.cond(
             flags.any_bias | flags.any_penalties,
-            lambda: _adjust(masked(), state, slots, rows),
+            lambda: _adjust(masked(), state, token_counts, slots, rows),
             lambda: lax.cond(flags.any_mask, masked, lambda: logits),
         )
         return choose(adjusted, lambda *known: lax.cond(flags.any_random, draw_random, draw_none, *known))
@@ -237,29 +248,30 @@ def sample(
     return SampleOutput(token_ids, *(score(lambda: logits, token_ids) if scores is None else scores))
 
 
-def _set_row(array: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
-    # Not a scatter: XLA CPU copies the whole operand of a one-row scatter.
-    current = lax.dynamic_index_in_dim(array, slot, keepdims=False)
-    row = jnp.where(slot < array.shape[0], row, current)
-    return lax.dynamic_update_index_in_dim(array, row, slot, axis=0)
-
-
 def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
     return array.at[slots].get(mode="fill", fill_value=0)
 
 
-def _masked(logits: jax.Array, state: SamplingState, slots: jax.Array, any_mask: jax.Array) -> jax.Array:
-    """-inf for the tokens that a row's mask does not allow; what is not finite stays so, as under a bias of -inf."""
-    words = jnp.where(any_mask, state.token_mask.at[slots].get(mode="fill", fill_value=-1), -1)
-    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
-    return jnp.where(bits.reshape(len(words), -1)[:, : logits.shape[1]] > 0, logits, logits - jnp.inf)
+def _mask_rows(state: SamplingState, slots: jax.Array, any_mask: jax.Array) -> jax.Array:
+    """u32[S, W]: `token_mask` of each row, every token where no row of the batch has one."""
+    masks = state.token_mask.at[slots].get(mode="fill", fill_value=-1)
+    return lax.bitcast_convert_type(jnp.where(any_mask, masks, -1), jnp.uint32)
 
 
-def _adjust(logits: jax.Array, state: SamplingState, slots: jax.Array, rows: _Rows) -> jax.Array:
+def _masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """-inf for the tokens that a row's mask, u32[S, W], does not allow; what is not finite stays so, as under a bias of
+    -inf."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    return jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, logits - jnp.inf)
+
+
+def _adjust(
+    logits: jax.Array, state: SamplingState, token_counts: jax.Array, slots: jax.Array, rows: _Rows
+) -> jax.Array:
     """Bias, then penalties: repetition (Keskar et al. 2019) over prompt and output, OpenAI's two over the output. Rows
     without them keep their logits bit for bit."""
     logits = logits + _state_rows(state.logit_bias, slots)
-    counts = _state_rows(state.token_counts, slots)
+    counts = _state_rows(token_counts, slots)
     times = counts >> 1
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
     logits = jnp.where(counts > 0, repeated, logits)

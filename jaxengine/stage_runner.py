@@ -1,4 +1,4 @@
-"""One pipeline stage on its devices: weights, KV pool, slot state, and one compiled step per bucket.
+"""One pipeline stage on its devices: weights, KV pool, state of the slots, and one compiled step per bucket.
 
 An engine without pipeline parallelism is one stage. Knows rows and messages, nothing of requests.
 """
@@ -109,13 +109,13 @@ class StageRunner:
             str(bucket),
             programs.step(bucket, self._kv_shapes),
             programs.arguments(bucket, self._params, self._kv_shapes),
-            (self._kv_shapes, programs.state_shapes, output),
+            (self._kv_shapes, programs.state_shapes.slots, output),
             donate=(1, 2),
             description=programs.description,
         )
 
     def allocate(self) -> None:
-        """Makes the pool and the slot state."""
+        """Makes the pool and the state of the slots."""
         self._kv = make_kv(self._kv_shapes)
         self._state = self.programs.make_state()
 
@@ -123,10 +123,11 @@ class StageRunner:
         """Dispatches the stage's part of a step: the next stage's hidden states, or the StepOutput of the last one."""
         if bucket not in self._steps:  # enforce_eager: compiled when it first occurs
             self.compile_step(bucket)
-        arguments = (self._params, self._kv, self._state, message)
+        arguments = (self._params, self._kv, *self._state, message)
         if hidden is not None:
             arguments = (*arguments, self._receive(hidden))
-        self._kv, self._state, output = self._steps[bucket](*arguments)
+        self._kv, slots, output = self._steps[bucket](*arguments)
+        self._state = self._state._replace(slots=slots)
         return output
 
     def change_state(self, name: str, *arguments: Any) -> None:
@@ -135,7 +136,7 @@ class StageRunner:
 
     def expert_load(self) -> jax.Array | None:
         """u32[n, layers, E]: summed over n, the tokens that experts were picked for, modulo 2**32."""
-        load = self._state.expert_load
+        load = self._state.slots.expert_load
         return load if load is None or not self._several_processes else self.programs.gather_ranks(load)
 
     def _receive(self, hidden: jax.Array) -> jax.Array:

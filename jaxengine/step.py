@@ -26,13 +26,13 @@ from sharding.collectives import num_shards, shard_index, stack_ranks
 
 
 class SlotState(NamedTuple):
-    """What the device remembers of the R = max_num_seqs slots.
+    """What the device remembers of the R = max_num_seqs slots and steps change.
 
     Attributes:
       page_table: i32[R, W].
       last_token: i32[R], the token sampled last.
       num_computed: i32[R], tokens whose KV is written.
-      sampling: sampling parameters and penalty counts; only where tokens are sampled.
+      token_counts: i32[R, V], what penalties count (jaxengine.sampler); only where tokens are sampled.
       expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
         models with experts.
     """
@@ -40,8 +40,20 @@ class SlotState(NamedTuple):
     page_table: jax.Array
     last_token: jax.Array
     num_computed: jax.Array
-    sampling: sampler.SamplingState | None
+    token_counts: jax.Array | None
     expert_load: jax.Array | None
+
+
+class DeviceState(NamedTuple):
+    """All that is kept between steps beside the KV pool.
+
+    Attributes:
+      slots: donated to each step, which returns it changed.
+      sampling: sampling parameters, which change between steps only; None where no tokens are sampled.
+    """
+
+    slots: SlotState
+    sampling: sampler.SamplingState | None
 
 
 class StepOutput(NamedTuple):
@@ -73,18 +85,19 @@ class StepSpec:
 
 def init_state(
     max_num_seqs: int, max_pages: int, vocab_size: int | None, experts: tuple[int, int] | None = None
-) -> SlotState:
+) -> DeviceState:
     """State of slots that nobody has used yet.
 
     vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer.
     """
-    return SlotState(
+    slots = SlotState(
         page_table=jnp.zeros((max_num_seqs, max_pages), jnp.int32),
         last_token=jnp.zeros(max_num_seqs, jnp.int32),
         num_computed=jnp.zeros(max_num_seqs, jnp.int32),
-        sampling=None if vocab_size is None else sampler.init_state(max_num_seqs, vocab_size),
+        token_counts=None if vocab_size is None else jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
         expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
     )
+    return DeviceState(slots, None if vocab_size is None else sampler.init_state(max_num_seqs, vocab_size))
 
 
 def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
@@ -144,13 +157,16 @@ def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: i
 
 
 def make_step(graph: nnx.GraphDef, params_tree: Any, layout: StepLayout, spec: StepSpec) -> Callable:
-    """The step of one bucket: (params: list of arrays, kv, state, message) -> (kv, state, StepOutput).
+    """The step of one bucket: (params: list of arrays, kv, SlotState, SamplingState, message) -> (kv, SlotState,
+    StepOutput).
 
-    The step of a stage that is not the first takes hidden states as a fifth argument, that of one that is not the last
+    The step of a stage that is not the first takes hidden states as a sixth argument, that of one that is not the last
     gives hidden states instead of the StepOutput.
     """
 
-    def step(params, kv, state: SlotState, message: jax.Array, *hidden: jax.Array):
+    def step(
+        params, kv, state: SlotState, sampling: sampler.SamplingState | None, message: jax.Array, *hidden: jax.Array
+    ):
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("unpack"):
             state, batch, rows, header = unpack(state, message.reshape(-1), layout, spec.page_size)
@@ -160,14 +176,15 @@ def make_step(graph: nnx.GraphDef, params_tree: Any, layout: StepLayout, spec: S
             state = state._replace(expert_load=state.expert_load + load.astype(jnp.uint32))
         if not model.stage.is_last:
             return kv, state, hidden
-        assert state.sampling is not None
+        assert sampling is not None and state.token_counts is not None
         with jax.named_scope("logits"):
             logits = model.logits(hidden[batch.logits_indices])
         flags = sampler.SamplerFlags(*(header[name] > 0 for name in sampler.SamplerFlags._fields))
         with jax.named_scope("sample"):
             own = sampler.sample(
                 logits,
-                state.sampling,
+                sampling,
+                state.token_counts,
                 rows.slot,
                 batch.ragged.kv_lens,
                 flags,
@@ -217,12 +234,12 @@ def _last_tokens(batch: ForwardBatch, rows: Rows) -> jax.Array:
 
 def _remember(state: SlotState, rows: Rows, token_ids: jax.Array, any_penalties: jax.Array) -> SlotState:
     """Keeps each sampling row's token for the next step and counts it where penalties need it."""
-    assert state.sampling is not None
+    assert state.token_counts is not None
     sampled = rows.sample > 0
     num_slots = state.last_token.shape[0]
     target = jnp.where(sampled, rows.slot, num_slots)
     # A poisoned row's -1 would index the embedding; its request ends anyway.
     last_token = sampler.write_slots(state.last_token, target, jnp.maximum(token_ids, 0))
     # Not a conditional around it: its result would be a copy of the counts.
-    counted = sampler.count_tokens(state.sampling, rows.slot, token_ids, sampled & any_penalties)
-    return state._replace(last_token=last_token, sampling=counted)
+    counted = sampler.count_tokens(state.token_counts, rows.slot, token_ids, sampled & any_penalties)
+    return state._replace(last_token=last_token, token_counts=counted)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxengine import sampler
 from jaxengine.config import ResolvedConfig
 from jaxengine.platforms import Platform
-from jaxengine.step import SlotState, StepSpec, init_state, make_step, own_slots, write_page_deltas
+from jaxengine.step import DeviceState, SlotState, StepSpec, init_state, make_step, own_slots, write_page_deltas
 from models.causal_lm import CausalLM
 from models.declare import declared_params
 from models.kv_cache import KVPages, abstract_kv, kv_partition, page_bytes_all_layers
@@ -41,11 +41,11 @@ class StepPrograms:
       mesh: the devices.
       num_columns: columns of the page table.
       paging: page_size, dtype and layout of the KV pool, as models.kv_cache takes them.
-      state_shapes: the slot state, abstract.
+      state_shapes: what is kept between steps, abstract.
       vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
       own_vocab_size: those of one device.
       num_vocab_parts: devices that share the vocabulary.
-      num_mask_words: words of the mask of one slot as they store it, one part after the other.
+      stored_mask_words: of the mask of one slot as they store it, one part after the other.
       description: everything static that the shapes do not tell; part of the key of a stored executable.
     """
 
@@ -65,10 +65,10 @@ class StepPrograms:
         self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
         self.num_vocab_parts = model.mesh.num_shards("sampled_vocab")
         self.own_vocab_size = self.vocab_size // self.num_vocab_parts
-        self.num_mask_words = self.num_vocab_parts * sampler.mask_words(self.own_vocab_size)
+        self.stored_mask_words = self.num_vocab_parts * sampler.mask_words(self.own_vocab_size)
         self._num_slots = config.max_num_seqs
         self._experts = _count_experts(model)
-        self.state_shapes: SlotState = self._state_shapes()
+        self.state_shapes: DeviceState = self._state_shapes()
         self._graph, abstract_params = nnx.split(model)
         self._params_tree = jax.tree.structure(abstract_params)
         self._spec = StepSpec(config.block_size, config.max_logprobs, config.logprobs_mode)
@@ -88,8 +88,9 @@ class StepPrograms:
         step = make_step(self._graph, self._params_tree, self.packer.layouts[bucket], self._spec)
         stage, kv = self.model.stage, kv_partition(kv)
         params = [logical_to_spec(param.decl.axes) for param in declared_params(self.model)]
-        arguments = (params, kv, self._state_partition(), _RANKS, *([] if stage.is_first else [_RANKS]))
-        results = (kv, self._state_partition(), _EVERYWHERE if stage.is_last else _RANKS)
+        state = self._state_partition()
+        arguments = (params, kv, *state, _RANKS, *([] if stage.is_first else [_RANKS]))
+        results = (kv, state.slots, _EVERYWHERE if stage.is_last else _RANKS)
         return self._on_devices(step, arguments, results)
 
     def arguments(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> tuple[Any, ...]:
@@ -98,12 +99,12 @@ class StepPrograms:
         message = self._shape((ranks, self.packer.layouts[bucket].size), np.int32, _RANKS)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format) for leaf in params]
         hidden = self._shape((ranks * bucket.num_tokens, config.hidden_size), params[0].dtype, _RANKS)
-        return shapes, kv, self.state_shapes, message, *([] if self.model.stage.is_first else [hidden])
+        return shapes, kv, *self.state_shapes, message, *([] if self.model.stage.is_first else [hidden])
 
     def state_changes(
         self, num_deltas: int, num_rows: int, num_masks: int
     ) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
-        """The programs that change the slot state between steps, by name: (function, arguments after the state).
+        """The programs that change the state between steps, by name: (function, arguments after the state).
 
         All name slots as numbered over all ranks. num_deltas, num_rows, num_masks: how many entries a call
         brings.
@@ -113,12 +114,12 @@ class StepPrograms:
         if self.model.stage.is_last:
             ints, floats = shape((num_rows, 3), np.int32), shape((num_rows, 6), np.float32)
             slot, vocab = shape((), np.int32), (self.vocab_size,)
-            masks = shape((num_masks, self.num_mask_words), np.int32, _ROWS_VOCAB)
+            masks = shape((num_masks, self.stored_mask_words), np.int32, _ROWS_VOCAB)
             changes |= {
                 "parameters": (_on_sampling(sampler.write_params), [shape((num_rows,), np.int32), ints, floats]),
                 "bias row": (_on_sampling(sampler.set_bias_row), [slot, shape(vocab, np.float32, _VOCAB)]),
                 "mask rows": (_on_sampling(sampler.set_mask_rows), [shape((num_masks,), np.int32), masks]),
-                "counts row": (_on_sampling(sampler.set_counts_row), [slot, shape(vocab, np.int32, _VOCAB)]),
+                "counts row": (_set_counts, [slot, shape(vocab, np.int32, _VOCAB)]),
             }
         partition = self._state_partition()
         return {
@@ -137,21 +138,22 @@ class StepPrograms:
     def _shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYWHERE) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
-    def _state_partition(self) -> SlotState:
+    def _state_partition(self) -> DeviceState:
         """PartitionSpecs in the places of arrays."""
         ranks: Any = _RANKS
+        counts: Any = None
         sampling = None
         if self.model.stage.is_last:
+            counts = _RANKS_VOCAB
             parameters = [ranks] * len(sampler.SamplingState._fields)
-            wide = dict.fromkeys(("token_counts", "logit_bias", "token_mask"), _RANKS_VOCAB)
-            sampling = sampler.SamplingState(*parameters)._replace(**wide)
-        return SlotState(ranks, ranks, ranks, sampling, None if self._experts is None else ranks)
+            sampling = sampler.SamplingState(*parameters)._replace(logit_bias=counts, token_mask=counts)
+        return DeviceState(SlotState(ranks, ranks, ranks, counts, None if self._experts is None else ranks), sampling)
 
-    def _own_state(self) -> SlotState:
+    def _own_state(self) -> DeviceState:
         vocab_size = self.own_vocab_size if self.model.stage.is_last else None
         return init_state(self._num_slots, self.num_columns, vocab_size, self._experts)
 
-    def _state_shapes(self) -> SlotState:
+    def _state_shapes(self) -> DeviceState:
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return self._shape(whole_shape(leaf.shape, NamedSharding(self.mesh, spec)), leaf.dtype, spec)
 
@@ -162,8 +164,8 @@ class StepPrograms:
         gather = self._on_devices(lambda part: stack_ranks(part[0]), (_RANKS,), _EVERYWHERE)
         return jax.jit(gather)(x)
 
-    def make_state(self) -> SlotState:
-        """The slot state before the first request."""
+    def make_state(self) -> DeviceState:
+        """What is kept, before the first request."""
         make = self._on_devices(self._own_state, (), self._state_partition())
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
         return jax.jit(make, out_shardings=shardings)()
@@ -178,15 +180,25 @@ def _count_experts(model: CausalLM) -> tuple[int, int] | None:
     return (num_layers, experts.num_experts) if num_layers else None
 
 
-def _write_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
-    return write_page_deltas(state, deltas.at[0].set(own_slots(deltas[0], state.last_token.shape[0])))
+def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
+    deltas = deltas.at[0].set(_own(state, deltas[0]))
+    return state._replace(slots=write_page_deltas(state.slots, deltas))
+
+
+def _set_counts(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceState:
+    assert state.slots.token_counts is not None
+    counts = sampler.set_row(state.slots.token_counts, _own(state, slot), row)
+    return state._replace(slots=state.slots._replace(token_counts=counts))
 
 
 def _on_sampling(function: Callable) -> Callable:
-    """A change of the sampling parameters of some slots as a change of the slot state."""
+    """A change of the sampling parameters of some slots as a change of all that is kept."""
 
-    def change(state: SlotState, slots: jax.Array, *arguments: jax.Array) -> SlotState:
-        slots = own_slots(slots, state.last_token.shape[0])
-        return state._replace(sampling=function(state.sampling, slots, *arguments))
+    def change(state: DeviceState, slots: jax.Array, *arguments: jax.Array) -> DeviceState:
+        return state._replace(sampling=function(state.sampling, _own(state, slots), *arguments))
 
     return change
+
+
+def _own(state: DeviceState, slots: jax.Array) -> jax.Array:
+    return own_slots(slots, state.slots.last_token.shape[0])

@@ -22,38 +22,38 @@ ALL_OFF = SamplerFlags(*[jnp.array(False)] * 6)
 
 
 @partial(jax.jit, static_argnames=("max_logprobs", "logprobs_mode"))
-def jit_sample(logits, state, slots, positions, flags, max_logprobs=5, logprobs_mode="raw_logprobs") -> SampleOutput:
+def jit_sample(
+    logits, state, counts, slots, positions, flags, max_logprobs=5, logprobs_mode="raw_logprobs"
+) -> SampleOutput:
     return sampler.sample(
-        logits, state, slots, positions, flags, max_logprobs=max_logprobs, logprobs_mode=logprobs_mode
+        logits, state, counts, slots, positions, flags, max_logprobs=max_logprobs, logprobs_mode=logprobs_mode
     )
 
 
-def run(logits, state, slots, positions, flags=ALL_ON, **static) -> SampleOutput:
-    """Samples `logits` as the first rows of a batch of NUM_SLOTS (one shape for all: compiling is what takes time)."""
+def run(logits, state, slots, positions, flags=ALL_ON, *, counts=(), **static) -> SampleOutput:
+    """Samples `logits` as the first rows of a batch of NUM_SLOTS (one shape for all: compiling is what takes time).
+
+    counts: token_counts of the first slots.
+    """
     num_rows, padding = len(logits), (0, max(0, NUM_SLOTS - len(logits)))
     slots, positions = (np.broadcast_to(np.asarray(x, np.int32), num_rows) for x in (slots, positions))
     slots, positions = np.pad(slots, padding, constant_values=NUM_SLOTS), np.pad(positions, padding)
     logits = np.pad(np.asarray(logits, np.float32), (padding, (0, 0)))
-    output = jit_sample(logits, state, slots, positions, flags, **static)
+    token_counts = np.zeros(state.logit_bias.shape, np.int32)
+    token_counts[: len(counts)] = counts if len(counts) else 0
+    output = jit_sample(logits, state, token_counts, slots, positions, flags, **static)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:num_rows], output)
 
 
-def state_of(vocab_size: int, *params: SamplingParams, seeds=None, counts=(), bias=()) -> SamplingState:
-    """A state whose slot i holds params[i], counts[i] and bias[i]."""
+def state_of(vocab_size: int, *params: SamplingParams, seeds=None, bias=()) -> SamplingState:
+    """A state whose slot i holds params[i] and bias[i]."""
     seeds = range(len(params)) if seeds is None else seeds
     columns = [sampler.param_columns(one, seed) for one, seed in zip(params, seeds, strict=True)]
     ints, floats = (np.stack(part) for part in zip(*columns, strict=True))
-    token_counts, logit_bias = (
-        np.zeros((NUM_SLOTS, vocab_size), np.int32),
-        np.zeros((NUM_SLOTS, vocab_size), np.float32),
-    )
-    if len(counts):
-        token_counts[: len(counts)] = counts
+    logit_bias = np.zeros((NUM_SLOTS, vocab_size), np.float32)
     if len(bias):
         logit_bias[: len(bias)] = bias
-    state = sampler.init_state(NUM_SLOTS, vocab_size)._replace(
-        token_counts=jnp.asarray(token_counts), logit_bias=jnp.asarray(logit_bias)
-    )
+    state = sampler.init_state(NUM_SLOTS, vocab_size)._replace(logit_bias=jnp.asarray(logit_bias))
     return sampler.write_params(state, np.arange(len(params)), ints, floats)
 
 
@@ -128,8 +128,8 @@ def test_pipeline_is_the_oracles(mode):
         bias = np.where(rng.random((num_rows, vocab_size)) < 0.1, rng.normal(0, 4, (num_rows, vocab_size)), 0)
         bias = np.where(rng.random((num_rows, vocab_size)) < 0.1, -np.inf, bias).astype(np.float32)
         slots, positions = rng.permutation(num_rows), rng.integers(0, 2**31, num_rows)
-        state = state_of(vocab_size, *params, seeds=seeds, counts=counts, bias=bias)
-        got = run(logits, state, slots, positions, logprobs_mode=mode)
+        state = state_of(vocab_size, *params, seeds=seeds, bias=bias)
+        got = run(logits, state, slots, positions, counts=counts, logprobs_mode=mode)
         for row, slot in enumerate(slots):
             oracle = OracleRow(logits[row], params[slot], counts[slot], bias[slot])
             token, lead = oracle.token(params[slot], seeds[slot], int(positions[row]))
@@ -185,19 +185,20 @@ def test_token_does_not_depend_on_the_crowd(num_rows):
     mine = [SamplingParams(temperature=0.8), SamplingParams(temperature=1.3, top_p=0.8, top_k=100)]
     others = [random_params(rng) for _ in range(NUM_SLOTS - 2)]
     crowd_bias = rng.normal(0, 1, (NUM_SLOTS, vocab_size))
-    crowd_bias[-2:] = 0
+    crowd_counts, no_counts = rng.integers(0, 4, (NUM_SLOTS, vocab_size)), np.zeros((NUM_SLOTS, vocab_size), np.int64)
+    crowd_bias[-2:], crowd_counts[-2:] = 0, 0
     crowd = state_of(vocab_size, *others, *mine, seeds=range(NUM_SLOTS), bias=crowd_bias)
     alone = state_of(vocab_size, *mine, seeds=[NUM_SLOTS - 2, NUM_SLOTS - 1])
     for position in range(40):
         which = position % 2
         logits = rng.normal(0, 2, (num_rows, vocab_size)).astype(np.float32)
         flags = SamplerFlags(*(jnp.array(flag) for flag in (True, which == 1, False, False, False, True)))
-        single = jit_sample(logits[-1:], alone, np.array([which]), np.array([position]), flags)
+        single = jit_sample(logits[-1:], alone, no_counts, np.array([which]), np.array([position]), flags)
         slots = rng.integers(0, NUM_SLOTS - 2, num_rows)
         slots[-1] = NUM_SLOTS - 2 + which
         positions = rng.integers(0, 1000, num_rows)
         positions[-1] = position
-        together = jit_sample(logits, crowd, slots, positions, ALL_ON)
+        together = jit_sample(logits, crowd, crowd_counts, slots, positions, ALL_ON)
         for mine_alone, mine_together in zip(single, together, strict=True):
             np.testing.assert_array_equal(mine_together[-1], mine_alone[0])
 
@@ -223,7 +224,7 @@ def test_every_parameter_acts(change):
     logits = np.tile(rng.normal(0, 1, 300), (NUM_SLOTS, 1))
     params = [SamplingParams(seed=1), SamplingParams(seed=1).clone_with(**change)]
     drawn = [
-        run(logits, state_of(300, one, seeds=[one.seed], counts=counts), 0, np.arange(NUM_SLOTS)).token_ids
+        run(logits, state_of(300, one, seeds=[one.seed]), 0, np.arange(NUM_SLOTS), counts=counts).token_ids
         for one in params
     ]
     assert (drawn[0] != drawn[1]).any()
@@ -234,7 +235,7 @@ def test_prompt_tokens_count_for_repetition_only():
     params = SamplingParams(temperature=0, repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
     logits, counts = np.full((1, 300), -99.0), np.zeros((1, 300))
     logits[0, :5], counts[0, :5] = [4, 4, 4, 1, -4], [1, 2, 5, 0, 1]
-    got = run(logits, state_of(300, params, counts=counts), 0, 0, logprobs_mode="processed_logits")
+    got = run(logits, state_of(300, params), 0, 0, counts=counts, logprobs_mode="processed_logits")
     values = dict(zip(got.top_ids[0].tolist(), got.top_logprobs[0].tolist(), strict=True))
     assert values == {0: 2.0, 1: 2.0 - 0.25 - 0.5, 2: 2.0 - 0.25 - 1.0, 3: 1.0, 4: -8.0}
 
@@ -274,17 +275,18 @@ def test_row_with_everything_forbidden_by_its_bias():
 def test_padding_rows_read_no_state_and_change_nothing():
     rng = np.random.default_rng(7)
     hostile = [SamplingParams(temperature=2.0, repetition_penalty=1e20, top_k=1)] * NUM_SLOTS
-    state = state_of(300, *hostile, bias=np.full((NUM_SLOTS, 300), np.nan), counts=np.full((NUM_SLOTS, 300), 3))
+    state = state_of(300, *hostile, bias=np.full((NUM_SLOTS, 300), np.nan))
     state = sampler.write_params(
         state, jnp.array([0]), *(part[None] for part in sampler.param_columns(SamplingParams(), 3))
     )
     state = sampler.set_bias_row(state, jnp.int32(0), jnp.zeros(300))
     logits = rng.normal(0, 2, (4, 300)).astype(np.float32)
-    got = run(logits, state, [NUM_SLOTS, 0, NUM_SLOTS + 7, NUM_SLOTS], 11, logprobs_mode="processed_logits")
+    settings = {"counts": np.full((NUM_SLOTS, 300), 3), "logprobs_mode": "processed_logits"}
+    got = run(logits, state, [NUM_SLOTS, 0, NUM_SLOTS + 7, NUM_SLOTS], 11, **settings)
     assert got.token_ids[[0, 2, 3]].tolist() == logits.argmax(axis=1)[[0, 2, 3]].tolist()
     np.testing.assert_array_equal(got.logprob[[0, 2, 3]], logits.max(axis=1)[[0, 2, 3]])
     logits[[0, 2, 3]] = np.nan
-    poisoned = run(logits, state, [NUM_SLOTS, 0, NUM_SLOTS + 7, NUM_SLOTS], 11, logprobs_mode="processed_logits")
+    poisoned = run(logits, state, [NUM_SLOTS, 0, NUM_SLOTS + 7, NUM_SLOTS], 11, **settings)
     assert poisoned.token_ids[1] == got.token_ids[1]
     np.testing.assert_array_equal(poisoned.top_logprobs[1], got.top_logprobs[1])
 
@@ -293,7 +295,7 @@ def test_flags_skip_what_nobody_asked_for():
     logits = np.arange(300, dtype=np.float32)[None]
     bias, counts = np.zeros((1, 300)), np.zeros((1, 300))
     bias[0, 299], counts[0, 299] = -np.inf, 9
-    got = run(logits, state_of(300, SamplingParams(temperature=2.0), bias=bias, counts=counts), 0, 0, ALL_OFF)
+    got = run(logits, state_of(300, SamplingParams(temperature=2.0), bias=bias), 0, 0, ALL_OFF, counts=counts)
     assert got.token_ids.tolist() == [299]
     assert got.rank.tolist() == [0] and np.isneginf(got.logprob).all() and np.isneginf(got.top_logprobs).all()
 
@@ -301,10 +303,11 @@ def test_flags_skip_what_nobody_asked_for():
 @pytest.mark.parametrize(("max_logprobs", "width"), [(0, 0), (3, 3), (50, 7)])
 def test_number_of_reported_tokens(max_logprobs, width):
     state = jax.eval_shape(lambda: sampler.init_state(NUM_SLOTS, 7))
+    counts = jax.ShapeDtypeStruct((NUM_SLOTS, 7), jnp.int32)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
     settings = {"max_logprobs": max_logprobs, "logprobs_mode": "raw_logprobs"}
     logits = jax.ShapeDtypeStruct((2, 7), jnp.float32)
-    got = jax.eval_shape(partial(sampler.sample, **settings), logits, state, rows, rows, ALL_ON)
+    got = jax.eval_shape(partial(sampler.sample, **settings), logits, state, counts, rows, rows, ALL_ON)
     assert [(leaf.shape, leaf.dtype.name) for leaf in got] == [
         ((2,), "int32"),
         ((2,), "float32"),
@@ -318,9 +321,10 @@ def test_number_of_reported_tokens(max_logprobs, width):
 def test_vocabulary_is_never_sorted(platform):
     """Neither by a sort nor by a top_k, which is a sort on a GPU: only rows much shorter than the vocabulary are."""
     vocab_size = 32_000
-    shapes = jax.eval_shape(lambda: sampler.init_state(4, vocab_size))
+    state = jax.eval_shape(lambda: sampler.init_state(4, vocab_size))
+    counts = jax.ShapeDtypeStruct((4, vocab_size), jnp.int32)
     rows = jax.ShapeDtypeStruct((4,), jnp.int32)
-    arguments = (jax.ShapeDtypeStruct((4, vocab_size), jnp.float32), shapes, rows, rows, ALL_ON)
+    arguments = (jax.ShapeDtypeStruct((4, vocab_size), jnp.float32), state, counts, rows, rows, ALL_ON)
     lowered = jit_sample.trace(*arguments, max_logprobs=20).lower(lowering_platforms=(platform,))
     ordering = [line for line in lowered.as_text().splitlines() if re.search(r"stablehlo\.sort|top_?k\b", line, re.I)]
     widths = [int(width) for line in ordering for width in re.findall(r"tensor<4x(\d+)xf32>", line)]
@@ -355,21 +359,22 @@ def test_writes_beyond_the_last_slot_are_dropped():
     beyond = jnp.array([NUM_SLOTS, NUM_SLOTS + 3])
     written = sampler.write_params(state, beyond, jnp.stack([ints] * 2), jnp.stack([floats] * 2))
     written = sampler.set_bias_row(written, jnp.int32(NUM_SLOTS), jnp.ones(6))
-    written = sampler.set_counts_row(written, jnp.int32(NUM_SLOTS + 1), jnp.ones(6, jnp.int32))
     for before, after in zip(state, written, strict=True):
         np.testing.assert_array_equal(before, after)
+    counts = jnp.full((NUM_SLOTS, 6), 3)
+    np.testing.assert_array_equal(sampler.set_row(counts, jnp.int32(NUM_SLOTS + 1), jnp.ones(6, jnp.int32)), counts)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_counting_tokens(num_rows):
-    state = state_of(6, *[SamplingParams()] * 3, counts=[[1, 0, 0, 0, 0, 0]] * 3)
+    counts = jnp.zeros((NUM_SLOTS, 6), jnp.int32).at[:3, 0].set(1)
     slots = jnp.array([2, 1, NUM_SLOTS, 0][:num_rows])
     tokens = jnp.array([0, 5, 3, -1][:num_rows])
-    counted = sampler.count_tokens(state, slots, tokens, jnp.ones(num_rows, bool))
-    expected = np.array(state.token_counts)
+    counted = sampler.count_tokens(counts, slots, tokens, jnp.ones(num_rows, bool))
+    expected = np.array(counts)
     expected[2, 0] += 2
     if num_rows > 1:
         expected[1, 5] += 2
-    np.testing.assert_array_equal(counted.token_counts, expected)
-    unchanged = sampler.count_tokens(state, slots, tokens, jnp.zeros(num_rows, bool))
-    np.testing.assert_array_equal(unchanged.token_counts, state.token_counts)
+    np.testing.assert_array_equal(counted, expected)
+    unchanged = sampler.count_tokens(counts, slots, tokens, jnp.zeros(num_rows, bool))
+    np.testing.assert_array_equal(unchanged, counts)
