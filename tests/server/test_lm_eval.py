@@ -1,7 +1,4 @@
-"""What lm_eval 0.4.13 sends as `local-completions` is scored as the engine scores prompts.
-
-Its own class has a turn in test_default_model.py.
-"""
+"""What lm_eval 0.4.13 sends as `local-completions` is scored as the engine scores prompts, and its own class agrees."""
 
 from __future__ import annotations
 
@@ -86,3 +83,28 @@ def test_its_payload_is_scored_as_the_engine_scores_prompts(server, chat_model, 
         assert (logprobs == best) == is_greedy
         largest = max(largest, abs(sum(logprobs) - total))
     report(f"lm_eval's payload: largest difference to prompt_logprobs {largest:.1e}")
+
+
+@pytest.mark.parametrize("num_concurrent", [1, 4])
+def test_its_own_class_gets_the_same(server, chat_model, expected, num_concurrent):
+    completions = pytest.importorskip("lm_eval.models.openai_completions", reason="lm_eval is not installed")
+    from lm_eval.api.instance import Instance
+
+    model = completions.LocalCompletionsAPI(
+        base_url=server.base_url + "/v1/completions",
+        model=chat_model,
+        tokenizer_backend="huggingface",
+        num_concurrent=num_concurrent,
+        batch_size=3,
+        max_length=256,
+        max_retries=1,
+    )
+    requests = [
+        Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=index) for index, pair in enumerate(PAIRS)
+    ]
+    found = model.loglikelihood(requests)
+    for (total, is_greedy), (expected_total, expected_greedy) in zip(found, expected[1], strict=False):
+        assert total == pytest.approx(expected_total, abs=1e-4) and is_greedy == expected_greedy
+    assert len(found) == len(PAIRS)
+    stop = [Instance("generate_until", {}, ("The capital of France is", {"until": ["\n\n"], "max_gen_toks": 8}), 0)]
+    assert isinstance(model.generate_until(stop)[0], str)

@@ -176,6 +176,13 @@ def advanced(worker, keys, text="ab"):
     return key, matcher
 
 
+def stop(process):
+    """Stops all threads of a process; returns when they are: one may go on until another has taken the signal."""
+    os.kill(process.pid, signal.SIGSTOP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+
 def go_on(worker, key, matcher, token="c"):
     matcher.consume_token(ord(token))
     worker.advance(key, ord(token))
@@ -199,7 +206,7 @@ def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
     """The first in line for a mask fails; all others go on where they were, those that wait and those that do not."""
     slow, other, idle = (advanced(worker, keys) for _ in range(3))
     process = worker._process
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process)
     monkeypatch.setattr(grammar_worker, "MASK_SECONDS", 0.2)
     worker.advance(slow[0], ord("x"))
     worker.advance(other[0], ord("y"))
@@ -216,7 +223,7 @@ def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
 def test_a_compilation_that_takes_too_long_is_ended(worker, keys, monkeypatch):
     other, slow, late = advanced(worker, keys), next(keys), next(keys)
     monkeypatch.setattr(grammar_worker, "COMPILE_SECONDS", 0.2)
-    os.kill(worker._process.pid, signal.SIGSTOP)
+    stop(worker._process)
     worker.open(slow, *GRAMMARS["json"])
     worker.open(late, *GRAMMARS["lark"])
     worker.advance(other[0], ord("c"))
@@ -240,7 +247,7 @@ def test_a_killed_process_is_replaced_and_nobody_fails(worker, keys):
 
 def test_who_ends_the_process_twice_fails(worker, keys):
     guilty, other = advanced(worker, keys), advanced(worker, keys)
-    os.kill(worker._process.pid, signal.SIGSTOP)
+    stop(worker._process)
     worker.advance(guilty[0], ord("x"))
     for _ in range(2):
         assert guilty[0] in worker._sequences
