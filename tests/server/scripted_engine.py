@@ -1,4 +1,4 @@
-"""An engine that says what a test has written for it, token by token; the OpenAI client of an application."""
+"""An engine that says what a test has written for it, token by token."""
 
 from __future__ import annotations
 
@@ -6,22 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import httpx2
-import openai
-
 from jaxengine.inputs import InputProcessor
 from jaxengine.outputs import CompletionOutput, Logprob, RequestOutput
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 from tests.server.asgi_client import Recorder
-
-
-def openai_client(app: Any, **options: Any) -> openai.AsyncOpenAI:
-    """The real client, its requests handed to `app` without a socket."""
-    transport = httpx2.ASGITransport(app=app)
-    http_client = openai.DefaultAsyncHttpxClient(transport=transport)
-    return openai.AsyncOpenAI(
-        api_key="none", base_url="http://test/v1", http_client=http_client, max_retries=0, **options
-    )
 
 
 class ScriptedEngine(Recorder):
@@ -38,8 +26,9 @@ class ScriptedEngine(Recorder):
             config = dataclasses.replace(inputs.config, chat_template=chat_template)
             self.inputs = InputProcessor(config, inputs.model_config, inputs.tokenizer, inputs.generation_defaults)
 
-    async def generate(self, prompt, sampling_params=None, request_id=None, *, priority=0, timeout=None):
+    async def generate(self, prompt, sampling_params=None, request_id=None, *, priority=0, timeout=None, client=None):
         self.calls.append((prompt, sampling_params, request_id, priority, timeout))
+        self.clients.append(client)
         assert sampling_params is not None
         texts = [self._texts[min(index, len(self._texts) - 1)] for index in range(sampling_params.n)]
         outputs = [self._completion(index, text, sampling_params) for index, text in enumerate(texts)]

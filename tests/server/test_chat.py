@@ -11,7 +11,7 @@ from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from scheduler.sampling_params import SamplingParams
 from tests.server.asgi_client import Connection, Recorder, idle, post
-from tests.server.scripted_engine import openai_client
+from tests.server.openai_client import openai_client
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from tests.server.asgi_client import post
-from tests.server.scripted_engine import openai_client
+from tests.server.openai_client import openai_client
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -10,7 +10,8 @@ from jaxengine.config import ConfigError
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from tests.server.asgi_client import post
-from tests.server.scripted_engine import ScriptedEngine, openai_client
+from tests.server.openai_client import openai_client
+from tests.server.scripted_engine import ScriptedEngine
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]

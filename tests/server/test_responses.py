@@ -15,7 +15,8 @@ from jaxengine.server.http.response_store import ResponseStore, StoredResponse
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import OverloadedError
 from tests.server.asgi_client import Recorder, idle, post
-from tests.server.scripted_engine import ScriptedEngine, openai_client
+from tests.server.openai_client import openai_client
+from tests.server.scripted_engine import ScriptedEngine
 
 PATH = "/v1/responses"
 ASK = {"model": "tiny", "input": "Hi", "max_output_tokens": 8, "extra_body": {"seed": 5, "ignore_eos": True}}
