@@ -82,10 +82,16 @@ class AsyncLLM:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields outputs of the kind that `sampling_params.output_kind` asks for, until the request is finished.
 
         Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages.
+
+        Args:
+          priority: smaller runs first; needs scheduling_policy="priority".
+          timeout: seconds after which the request is aborted.
+          client: whose request it is; needs scheduling_policy="fair". None for all who have no name.
 
         Raises:
           RequestError: the request cannot be served; no other is disturbed.
@@ -98,7 +104,8 @@ class AsyncLLM:
         aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         stream = OutputStream(aggregate)
         reader = _Reader(asyncio.get_running_loop(), stream)
-        self._run_command(lambda: self._start(reader, prompt, params, request_id, priority, timeout))
+        options = {"priority": priority, "timeout": timeout, "client": client}
+        self._run_command(lambda: self._start(reader, prompt, params, request_id, options))
         finished = False
         try:
             while not finished:
@@ -163,14 +170,13 @@ class AsyncLLM:
             self._commands.append(command)
         self._wake.set()
 
-    def _start(self, reader: _Reader, prompt: Prompt, params: Any, request_id: str, priority: int, timeout) -> None:
+    def _start(self, reader: _Reader, prompt: Prompt, params: Any, request_id: str, options: dict[str, Any]) -> None:
+        """options: further arguments of InputProcessor.prepare."""
         if self._dead is not None:
             reader.put(self._dead)
             return
         try:
-            prepared = self.core.inputs.prepare(
-                prompt, params, request_id=request_id, priority=priority, timeout=timeout
-            )
+            prepared = self.core.inputs.prepare(prompt, params, request_id=request_id, **options)
         except Exception as error:  # it has changed nothing: whatever it was, it is this request's alone
             reader.put(error)
             return

@@ -113,7 +113,9 @@ class EngineConfig:
       enable_prefix_caching: reuse the KV of known prefixes.
       enable_chunked_prefill: let a prompt span several steps.
       long_prefill_token_threshold: longest prefill chunk, 0 for no limit of its own.
-      scheduling_policy: "fcfs" or "priority".
+      scheduling_policy: who is next: "fcfs", the first to come; "priority", of the lowest value; "fair", of the client
+        that was served least, in input tokens and twice its output tokens (a client is who has a key of the server, or
+        a `client` in Python), so that nobody waits behind a crowd of another's requests.
       async_scheduling: dispatch a step before the tokens of the one before are read.
       enforce_eager: no warm-up; a shape is compiled when it first occurs. For debugging.
       tensor_parallel_size: devices that split the weights of a layer. Where the model has fewer kv heads, or a number

@@ -168,10 +168,9 @@ class Engine:
         result = self.scheduler.update(done.step, token_ids, arrived)
         scores = done.pending.logprobs() if result.emitted and done.step.features & LOGPROBS else None
         output.emitted += [_with_scores(emitted, scores) for emitted in result.emitted]
-        for masked in result.masked:
+        for request, token_id in result.masked:
             assert self.masks is not None
-            for request, token_id in zip(masked.requests, masked.token_ids.tolist(), strict=True):
-                self._advance(self.masks, request, token_id)
+            self._advance(self.masks, request, token_id)
         if done.scored_prompts:
             output.prompt_scores += self._prompt_scores(done)
         output.first_tokens += result.first_tokens
@@ -315,11 +314,10 @@ class Engine:
 def _with_scores(emitted: Emitted, scores: Any) -> EmittedTokens:
     """scores: of the step's rows, None when nobody wants any."""
     if scores is None:
-        return EmittedTokens(emitted.requests, emitted.token_ids, emitted.tags)
-    asked = [request.params.logprobs is not None for request in emitted.requests]
-    scored = np.flatnonzero(np.array(asked) & (emitted.token_ids >= 0))
+        return EmittedTokens(emitted.tags, emitted.token_ids)
+    scored = np.flatnonzero((emitted.features & LOGPROBS > 0) & (emitted.token_ids >= 0))
     found = _scores_at(scores, emitted.rank, emitted.rows[scored])
-    return EmittedTokens(emitted.requests, emitted.token_ids, emitted.tags, scored, found)
+    return EmittedTokens(emitted.tags, emitted.token_ids, scored, found)
 
 
 def _scores_at(arrays: Any, rank: int, rows: np.ndarray | slice) -> TokenScores:

@@ -40,11 +40,13 @@ class EngineClient(Protocol):
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields outputs of the kind `sampling_params.output_kind` asks for, until the request is finished.
 
         Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages. A
         request that `timeout` seconds did not suffice for ends with finish_reason "abort" and stop_reason "timeout".
+        client: whose it is, under scheduling_policy="fair"; None for all who have no name.
 
         Raises:
           RequestError: the request cannot be served; no other is disturbed. OverloadedError: not now.

@@ -5,7 +5,6 @@ Also what crosses from the engine's process to those that speak with clients. Kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,15 +36,13 @@ class EmittedTokens(NamedTuple):
     """One token of each of n requests that follow every step.
 
     Attributes:
-      requests: n of them.
+      tags: i32[n] or i64[n], the requests' own.
       token_ids: i32[n]; a negative one is no token, its request ends with an error.
-      tags: i64[n], the requests' own; empty where they are not needed any more.
       scored: i64[m], the indexes of those whose logprobs were asked for; scores are theirs, None without any.
     """
 
-    requests: Sequence[Request] | np.ndarray
+    tags: np.ndarray
     token_ids: np.ndarray
-    tags: np.ndarray = _NONE
     scored: np.ndarray = _NONE
     scores: TokenScores | None = None
 

@@ -24,6 +24,8 @@ from scheduler.sampling_params import SamplingParams, verify_bad_word_tokens
 
 Prompt = str | Mapping[str, Any]
 
+MAX_CLIENT_LENGTH = 256
+
 
 @dataclass(frozen=True)
 class PreparedRequest:
@@ -102,10 +104,12 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
     ) -> PreparedRequest:
         """Checks a request and turns its text into tokens.
 
         Args:
+          client: whose it is, under scheduling_policy="fair"; None for all who have no name.
           timeout: seconds from now after which the request is aborted.
 
         Raises:
@@ -123,6 +127,7 @@ class InputProcessor:
             raise RequestError(
                 f"priority is {priority}; it needs scheduling_policy='priority'", param="priority", value=priority
             )
+        self._check_client(client)
         text, token_ids, salt = self._read_prompt(prompt)
         longest = self.config.max_model_len
         if not 1 <= len(token_ids) < longest:
@@ -149,6 +154,7 @@ class InputProcessor:
                 params if params.n == 1 else params.child(number),
                 fallback_seed=self._draw_seed(index, number),
                 priority=priority,
+                client=client or "",
                 arrival_time=arrival,
                 deadline=float("inf") if timeout is None else arrival + timeout,
                 cache_salt=salt,
@@ -156,6 +162,18 @@ class InputProcessor:
             for number in range(params.n)
         ]
         return PreparedRequest(request_id, text, params, requests, self._tokenize_bad_words(params))
+
+    def _check_client(self, client: Any) -> None:
+        if client is None:
+            return
+        if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
+            raise RequestError(
+                f"client is {client!r}; allowed is a string of 1 to {MAX_CLIENT_LENGTH} printable characters",
+                param="client",
+                value=client,
+            )
+        if self.config.scheduling_policy != "fair":
+            raise RequestError(f"client is {client!r}; it needs scheduling_policy='fair'", param="client", value=client)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, cache salt)"""

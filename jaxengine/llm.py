@@ -65,6 +65,7 @@ class LLM:
         *,
         use_tqdm: bool | ProgressFactory = True,
         priority: Sequence[int] | None = None,
+        client: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; results come in the order of the prompts.
 
@@ -73,6 +74,8 @@ class LLM:
           sampling_params: one for all or one each; None for the model's defaults.
           use_tqdm: a progress bar, or what makes one.
           priority: one each; smaller runs first. Needs scheduling_policy="priority".
+          client: whose they are, one for all or one each, as any strings. Needs scheduling_policy="fair", which serves
+            clients that wait in equal shares.
 
         Raises:
           RequestError: for the first bad prompt or parameter; no request has been started then. For a grammar that
@@ -92,9 +95,16 @@ class LLM:
             raise RequestError(
                 f"priority has {len(priorities)} values for {len(prompts)} prompts", param="priority", value=priority
             )
+        clients: list[Any] = [client] * len(prompts)
+        if isinstance(client, Sequence) and not isinstance(client, str):
+            clients = list(client)
+        if len(clients) != len(prompts):
+            raise RequestError(
+                f"client has {len(clients)} values for {len(prompts)} prompts", param="client", value=client
+            )
         prepared = [
-            self.core.inputs.prepare(prompt, each, priority=rank)
-            for prompt, each, rank in zip(prompts, params, priorities, strict=True)
+            self.core.inputs.prepare(prompt, each, priority=rank, client=who)
+            for prompt, each, rank, who in zip(prompts, params, priorities, clients, strict=True)
         ]
         started = []
         try:

@@ -21,6 +21,9 @@ from scheduler.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from jaxengine.inputs import PreparedRequest
 
+# Numbers for requests: half of an int64 has room for one, beside an API process's number.
+_TAGS = 1 << 31
+
 
 def follows_every_step(params: SamplingParams) -> bool:
     """Whether somebody needs each token of such a request when it comes."""
@@ -102,7 +105,7 @@ class _Group:
 
 
 class OutputProcessor:
-    """Follows the requests in an engine; tokenizer is None when there is no text.
+    """Follows the requests in an engine, by tags that it gives them; tokenizer is None when there is no text.
 
     Attributes:
       spans: (start, end, outputs) of the last calls of `process` that brought outputs, seconds of time.monotonic.
@@ -112,7 +115,8 @@ class OutputProcessor:
         self.spans: deque[tuple[float, float, int]] = deque(maxlen=4096)
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
-        self._sequences: dict[Request, _Sequence] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._last_tag = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -121,7 +125,7 @@ class OutputProcessor:
         return len(self._groups)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Starts to follow the n requests that make up `prepared`."""
+        """Starts to follow the n requests that make up `prepared`. They have their tags from here on."""
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
         group = _Group(request_id, prepared.prompt, prompt_ids, params, metrics, num_running=len(requests))
@@ -130,27 +134,29 @@ class OutputProcessor:
         for index, request in enumerate(requests):
             sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids))
             group.sequences.append(sequence)
-            self._sequences[request] = sequence
+            self._last_tag = (self._last_tag + 1) % _TAGS
+            request.tag = self._last_tag
+            self._sequences[request.tag] = sequence
         self._groups[request_id] = group
 
     def running(self, request_id: str) -> list[Request]:
         """Those of a request's n that have not ended."""
         group = self._groups.get(request_id)
         sequences = group.sequences if group is not None else []
-        return [sequence.request for sequence in sequences if sequence.request in self._sequences]
+        return [sequence.request for sequence in sequences if sequence.request.tag in self._sequences]
 
     def forget(self, request: Request) -> tuple[str | None, list[Request]]:
         """Drops the request as its caller sees it, of which `request` is one of n, without an output.
 
         Returns its id, None when it is not there, and those of the n that have not ended.
         """
-        sequence = self._sequences.get(request)
+        sequence = self._sequences.get(request.tag)
         if sequence is None:
             return None, []
         request_id = sequence.group.request_id
         running = self.running(request_id)
         for each in running:
-            del self._sequences[each]
+            del self._sequences[each.tag]
         del self._groups[request_id]
         return request_id, running
 
@@ -161,15 +167,16 @@ class OutputProcessor:
         """
         changed: dict[_Sequence, None] = {}
         for request in step.first_tokens:
-            if (sequence := self._sequences.get(request)) is not None:
+            if (sequence := self._sequences.get(request.tag)) is not None:
                 metrics = sequence.group.metrics
                 metrics.first_token_time = metrics.first_token_time or now
         for prompt_scores in step.prompt_scores:
             self._score_prompt(prompt_scores)
         for emitted in step.emitted:
             score_rows = dict(zip(emitted.scored.tolist(), range(len(emitted.scored)), strict=True))
-            for index, (request, token_id) in enumerate(zip(emitted.requests, emitted.token_ids.tolist(), strict=True)):
-                sequence = self._sequences.get(request)
+            tokens = zip(emitted.tags.tolist(), emitted.token_ids.tolist(), strict=True)
+            for index, (tag, token_id) in enumerate(tokens):
+                sequence = self._sequences.get(tag)
                 if sequence is None or token_id < 0:
                     continue
                 if index in score_rows:
@@ -177,11 +184,11 @@ class OutputProcessor:
                     self._score(sequence, token_id, emitted.scores, score_rows[index])
                 stop_string = sequence.append(token_id)
                 if stop_string is not None:
-                    stop(request, stop_string)
+                    stop(sequence.request, stop_string)
                     self._end(sequence, FinishReason.STOP, stop_string)
                 changed[sequence] = None
         for request in step.finished:
-            sequence = self._sequences.get(request)
+            sequence = self._sequences.get(request.tag)
             if sequence is not None:
                 assert request.finish_reason is not None
                 self._end(sequence, request.finish_reason, request.stop_reason)
@@ -226,7 +233,7 @@ class OutputProcessor:
         )
 
     def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
-        del self._sequences[sequence.request]
+        del self._sequences[sequence.request.tag]
         sequence.finish(reason, stop_reason)
         sequence.group.num_running -= 1
 
@@ -249,7 +256,7 @@ class OutputProcessor:
         sequence.cumulative_logprob += float(scores.logprobs[row])
 
     def _score_prompt(self, scores: PromptScores) -> None:
-        sequence = self._sequences.get(scores.request)
+        sequence = self._sequences.get(scores.request.tag)
         if sequence is None or sequence.index != 0:
             return
         group = sequence.group

@@ -81,6 +81,7 @@ class Call(msgspec.Struct):
     cache_salt: str | None = None
     priority: int = 0
     timeout: float | None = None
+    client: str | None = None
 
 
 class Answer(msgspec.Struct):
@@ -122,7 +123,7 @@ class Replica:
         prompt = {name: value for name, value in prompt.items() if value is not None}
         try:
             async for output in self._engine.generate(
-                prompt, asked.params, priority=asked.priority, timeout=asked.timeout
+                prompt, asked.params, priority=asked.priority, timeout=asked.timeout, client=asked.client
             ):
                 yield _encode(Answer(output))
         except OverloadedError as error:
@@ -160,15 +161,18 @@ class RayEngine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As EngineClient.generate."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
-        prepared = self.inputs.prepare(prompt, params, request_id=request_id, priority=priority, timeout=timeout)
+        prepared = self.inputs.prepare(
+            prompt, params, request_id=request_id, priority=priority, timeout=timeout, client=client
+        )
         if prepared.request_id in self._running:
             raise RequestError(f"request_id {prepared.request_id!r} is in use", param="request_id")
         salt = prepared.requests[0].cache_salt
         ids = prepared.requests[0].prompt_token_ids.tolist()
-        call = _encode(Call(ids, params, prepared.prompt, salt, priority, timeout))
+        call = _encode(Call(ids, params, prepared.prompt, salt, priority, timeout, client))
         try:
             async for output in self._attempts(prepared.request_id, call):
                 output.request_id = prepared.request_id

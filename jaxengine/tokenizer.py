@@ -141,6 +141,16 @@ class Tokenizer:
             variables={**(chat_template_kwargs or {}), **variables},
         )
 
+    def describe(self) -> dict[str, Any]:
+        """What a tokenizer_config.json says of such a tokenizer, as JSON values; tokens are their texts."""
+        added = self.backend.get_added_tokens_decoder()
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{name: self._role_tokens.get(name) for name in ROLE_TOKENS},
+            "added_tokens_decoder": {str(number): added[number].content for number in sorted(added)},
+            "chat_template": self.chat_template,
+        }
+
     def token_bytes(self, token_id: int) -> bytes:
         """What the id adds to the text, which need not be whole characters; only where `is_byte_level`.
 

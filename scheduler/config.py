@@ -15,7 +15,7 @@ class SchedulerConfig:
       num_pages: pages of each rank's pool; max_num_seqs and max_num_batched_tokens are a rank's as well.
       page_size: tokens a page holds.
       long_prefill_token_threshold: tokens a prefill chunk may have at most, 0 for no limit but the batch's.
-      policy: "fcfs", or "priority" (smaller runs first, then arrival).
+      policy: "fcfs", "priority" (smaller runs first, then arrival), or "fair" (of the client served least, by arrival).
       num_ranks: parts of the batch with sequences, pages and slots of their own, all in one step.
       num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
         may be scheduled while its last token is still being computed.

@@ -191,12 +191,15 @@ class Rank:
         intervals = now - slots_.last_token_time[slots]
         slots_.last_token_time[slots] = now
         result.intervals.append(intervals[~first])
-        masked = slots_.held[slots] = (slots_.features[slots] & MASK) > 0
-        for wanted, emitted in ((slots_.per_step[slots], result.emitted), (masked, result.masked)):
-            if wanted.any():
-                owners = slots[wanted]
-                columns = slots_.requests[owners], slots_.tag[owners], tokens[wanted]
-                emitted.append(Emitted(self.index, rows[wanted], *columns))
+        if batch.features & MASK:
+            masked = slots_.held[slots] = (slots_.features[slots] & MASK) > 0
+            result.masked += zip(slots_.requests[slots[masked]], tokens[masked].tolist(), strict=True)
+        wanted = slots_.per_step[slots]
+        if wanted.any():
+            columns = rows, slots_.tag[slots], tokens, slots_.features[slots]
+            if not wanted.all():
+                columns = (column[wanted] for column in columns)
+            result.emitted.append(Emitted(self.index, *columns))
         for index in np.flatnonzero(ended | first).tolist():
             request, token = slots_.requests[slots[index]], int(tokens[index])
             assert request is not None
@@ -344,12 +347,11 @@ class Rank:
         else:
             result.intervals.append(np.array([now - request.last_token_time]))
         request.last_token_time = now
-        columns = (np.array([each]) for each in (row, request, request.tag, np.int32(token)))
-        emitted = Emitted(self.index, *columns)
         if request.per_step:
-            result.emitted.append(emitted)
+            columns = row, request.tag, np.int32(token), np.uint8(features_of(request.params))
+            result.emitted.append(Emitted(self.index, *(np.array([each]) for each in columns)))
         if request.held:
-            result.masked.append(emitted)
+            result.masked.append((request, token))
         stopped = token in request.stop_token_ids and num_output >= max(1, request.params.min_tokens)
         length = request.num_prompt_tokens + num_output >= self.config.max_model_len
         if stopped or token < 0 or num_output >= request.max_tokens or length:

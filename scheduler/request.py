@@ -38,6 +38,7 @@ class Request:
       eos_token_ids: the model's end-of-sequence ids, empty when the request ignores them.
       seed: 64-bit seed of the request's random stream.
       priority: smaller runs first under the priority policy.
+      client: whose it is, under the fair policy; "" for all who have no name.
       arrival_time: seconds, as the engine's clock.
       deadline: the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only within one salt.
@@ -61,6 +62,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     priority: int = 0
+    client: str = ""
     arrival_time: float = 0.0
     deadline: float = float("inf")
     cache_salt: str | None = None

@@ -15,6 +15,7 @@ import numpy as np
 from scheduler.batch import ScheduledStep, StepResult
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestError
+from scheduler.fair import FairQueue
 from scheduler.rank import Offer, Rank
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.waiting import WaitingQueue
@@ -49,7 +50,8 @@ class Scheduler:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue(config.policy)
+        self._fair = FairQueue(config.num_ranks, config.max_num_seqs) if config.policy == "fair" else None
+        self._waiting = WaitingQueue(config.policy) if self._fair is None else self._fair
         self._held: set[Request] = set()
         self._num_arrived = 0
         self._num_in_flight = 0
@@ -62,6 +64,16 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._held)
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether requests have clients."""
+        return self._fair is not None
+
+    def num_waiting_of(self, client: str) -> int:
+        """Those of `num_waiting` that are a client's; under the fair policy."""
+        assert self._fair is not None
+        return self._fair.num_waiting(client)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -114,6 +126,12 @@ class Scheduler:
                 param="priority",
                 value=request.priority,
             )
+        if request.client and self._fair is None:
+            raise RequestError(
+                f"client is {request.client!r}; it needs scheduling_policy='fair'",
+                param="client",
+                value=request.client,
+            )
         length = request.num_prompt_tokens
         if not 1 <= length < config.max_model_len:
             raise RequestError(
@@ -151,6 +169,8 @@ class Scheduler:
             return
         if request.slot >= 0:
             self.ranks[request.rank].release(request.slot)
+            if self._fair is not None:
+                self._fair.stop(request)
         elif request in self._held:
             self._held.remove(request)
         else:
@@ -175,6 +195,9 @@ class Scheduler:
         if len(self._waiting):
             self._admit(now)
         step = ScheduledStep([rank.commit() for rank in self.ranks], expired)
+        if self._fair is not None:
+            for index, batch in enumerate(step.batches):
+                self._fair.charge_outputs(index, batch.slots[batch.sample])
         self._num_in_flight += step.num_rows > 0
         return step
 
@@ -214,9 +237,10 @@ class Scheduler:
             if place is None:
                 return
             rank, offer = place
-            self._waiting.remove(request)
             rank.admit(request, offer)
-            if request.num_cached_tokens < 0:
+            is_new = request.num_cached_tokens < 0
+            self._waiting.start(request, len(offer.known) - len(offer.hits) * self.config.page_size if is_new else 0)
+            if is_new:
                 request.num_cached_tokens = len(offer.hits) * self.config.page_size
                 request.first_scheduled_time = now
                 if self.config.enable_prefix_caching:
@@ -243,6 +267,8 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """Puts a preempted request back to its old place in the line, and warns now and then."""
         self._enqueue(request)
+        if self._fair is not None:
+            self._fair.stop(request)
         if self.num_preemptions % 50 == 0:
             logger.warning(
                 "Request %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache space. "

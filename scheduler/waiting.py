@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from scheduler.request import Request
 
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "fair")
 
 
 class WaitingQueue:
@@ -48,6 +48,10 @@ class WaitingQueue:
                 return request
             heapq.heappop(self._heap)
         return None
+
+    def start(self, request: Request, num_tokens: int) -> None:
+        """Takes out a request that has got a slot. num_tokens: of its input, for those who charge them."""
+        self.remove(request)
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""

@@ -26,6 +26,16 @@ class Keys:
         """Whether it is one of the clients' keys; operators' are not."""
         return _among(key, self._clients)
 
+    def name_of(self, key: bytes) -> str | None:
+        """What the holder of `key` is called among clients: by its number, which tells nothing of it.
+
+        The same in every process of a server. None for whoever has none of the keys.
+        """
+        for name, digests in (("key", self._clients), ("admin-key", self._admins)):
+            if (number := _index(key, digests)) is not None:
+                return f"{name}-{number}"
+        return None
+
     def admits(self, key: bytes) -> bool:
         """Whether the holder of `key`, b"" for none, may use the server."""
         known = self.is_client(key) | self.is_admin(key)
@@ -44,7 +54,11 @@ def _digest(key: bytes) -> bytes:
 
 
 def _among(key: bytes, digests: Iterable[bytes]) -> bool:
-    offered, found = _digest(key), False
-    for digest in digests:
-        found |= hmac.compare_digest(offered, digest)
-    return found
+    return _index(key, digests) is not None
+
+
+def _index(key: bytes, digests: Iterable[bytes]) -> int | None:
+    """The first that is the key's; all are looked at."""
+    offered = _digest(key)
+    found = [hmac.compare_digest(offered, digest) for digest in digests]
+    return found.index(True) if True in found else None

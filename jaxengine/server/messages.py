@@ -63,6 +63,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     arrival_time: float
     deadline: float
     cache_salt: str | None
+    client: str
     per_step: bool
     bad_words: list[list[int]]
 
@@ -161,14 +162,14 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     Attributes:
       number: counts the updates of this connection from 1, so that a lost one is noticed.
       received: the number of the last Submit that was read.
-      tags, token_ids: i64[n], i32[n], a token of each of these requests; the lower half of a tag is the handle.
+      handles, token_ids: i32[n], a token of each of these requests.
       tokens_scored: i32[m], the indexes of those with scores.
     """
 
     number: int
     received: int
     load: Load
-    tags: bytes = b""
+    handles: bytes = b""
     token_ids: bytes = b""
     tokens_scored: bytes = b""
     scores: Scores | None = None
@@ -181,7 +182,6 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
 
 
 _NO_LOAD = Load()
-_HANDLE = (1 << 32) - 1
 
 ToEngine = Hello | Submit | Finish | Call
 FromEngine = Welcome | Update
@@ -191,16 +191,13 @@ decode_to_engine: Callable[[Any], ToEngine] = msgspec.msgpack.Decoder(ToEngine).
 decode_from_engine: Callable[[Any], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
 
 
-def submit(number: int, prepared: PreparedRequest, handles: Sequence[int]) -> Submit:
-    """A prepared request as the engine needs it."""
+def submit(number: int, prepared: PreparedRequest) -> Submit:
+    """A prepared request as the engine needs it; the handles are its requests' tags."""
     first = prepared.requests[0]
     changed = ((field.name, getattr(first.params, field.name), field.default) for field in _ENGINE_FIELDS)
     return Submit(
         number=number,
-        members=[
-            Member(handle, request.request_id, request.seed)
-            for handle, request in zip(handles, prepared.requests, strict=True)
-        ],
+        members=[Member(request.tag, request.request_id, request.seed) for request in prepared.requests],
         prompt_token_ids=_bytes(first.prompt_token_ids, np.int32),
         params={name: value for name, value, default in changed if value != default},
         max_tokens=first.max_tokens,
@@ -210,6 +207,7 @@ def submit(number: int, prepared: PreparedRequest, handles: Sequence[int]) -> Su
         arrival_time=first.arrival_time,
         deadline=first.deadline,
         cache_salt=first.cache_salt,
+        client=first.client,
         per_step=first.per_step,
         bad_words=prepared.bad_words,
     )
@@ -219,7 +217,7 @@ def requests_of(message: Submit, client: int) -> list[Request]:
     """The scheduler's requests of a Submit. Raises RequestError for parameters that SamplingParams refuses."""
     params, prompt = SamplingParams(**message.params), np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
-    shared = {name: getattr(message, name) for name in (*names, "per_step")}
+    shared = {name: getattr(message, name) for name in (*names, "client", "per_step")}
     return [
         Request(each.request_id, prompt, params, seed=each.seed, tag=client << 32 | each.handle, **shared)
         for each in message.members
@@ -273,20 +271,16 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
     output.prompt_scores = [
         PromptScores(follow(each.handle), each.first, _read(each.scores)) for each in update.prompts
     ]
-    if update.tags:
-        handles = np.frombuffer(update.tags, np.int64) & _HANDLE
-        requests = [follow(handle) for handle in handles.tolist()]
-        token_ids, scored = np.frombuffer(update.token_ids, np.int32), np.frombuffer(update.tokens_scored, np.int32)
+    if update.handles:
+        handles, token_ids = np.frombuffer(update.handles, np.int32), np.frombuffer(update.token_ids, np.int32)
         scores = None if update.scores is None else _read(update.scores)
-        output.emitted.append(EmittedTokens(requests, token_ids, scored=scored, scores=scores))
+        output.emitted.append(EmittedTokens(handles, token_ids, np.frombuffer(update.tokens_scored, np.int32), scores))
     return output
 
 
 def _token_updates(emitted: Sequence[EmittedTokens], clients: Sequence[int]) -> dict[int, Update]:
     """Vectorised: it runs in every step, over all requests that stream."""
-    tags = _joined([each.tags for each in emitted])
-    token_ids = _joined([each.token_ids for each in emitted])
-    scored, scores = _join_scores(emitted)
+    tags, token_ids, scored, scores = emitted[0] if len(emitted) == 1 else _joined(emitted)
     if len(clients) == 1:
         return {clients[0]: _token_update(tags, token_ids, scored, scores)}
     updates, owners = {}, tags >> 32
@@ -302,27 +296,21 @@ def _token_updates(emitted: Sequence[EmittedTokens], clients: Sequence[int]) -> 
 
 
 def _token_update(tags: np.ndarray, token_ids: np.ndarray, scored: np.ndarray, scores: TokenScores | None) -> Update:
-    update = Update(0, 0, _NO_LOAD, tags.tobytes(), token_ids.tobytes())
+    update = Update(0, 0, _NO_LOAD, tags.astype(np.int32).tobytes(), token_ids.tobytes())
     if scores is not None:
         update.tokens_scored, update.scores = _bytes(scored, np.int32), _scores(scores)
     return update
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _join_scores(emitted: Sequence[EmittedTokens]) -> tuple[np.ndarray, TokenScores | None]:
-    """The indexes of scored tokens among those of all ranks, and their scores."""
-    parts, indexes, start = [], [], 0
-    for each in emitted:
-        if each.scores is not None:
-            parts.append(each.scores)
-            indexes.append(each.scored + start)
-        start += len(each.requests)
-    if not parts:
-        return np.empty(0, np.int64), None
-    return _joined(indexes), TokenScores(*(_joined(arrays) for arrays in zip(*parts, strict=True)))
+def _joined(emitted: Sequence[EmittedTokens]) -> EmittedTokens:
+    """The tokens of all ranks as those of one."""
+    tags = np.concatenate([each.tags for each in emitted])
+    token_ids = np.concatenate([each.token_ids for each in emitted])
+    starts = np.cumsum([0, *(len(each.tags) for each in emitted)])[:-1]
+    scored = np.concatenate([each.scored + start for each, start in zip(emitted, starts, strict=True)])
+    parts = [each.scores for each in emitted if each.scores is not None]
+    scores = TokenScores(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))) if parts else None
+    return EmittedTokens(tags, token_ids, scored, scores)
 
 
 def _ended(request: Request, handle: int) -> Ended:

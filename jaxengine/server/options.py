@@ -23,7 +23,8 @@ class ServerConfig:
       grpc_port: of gRPC; None for no gRPC, 0 takes a free one.
       api_server_count: processes that speak with clients, tokenise and detokenise.
       served_model_name: names by which requests may call the model; the first is the one answers carry.
-      api_key: keys that clients may present as "Authorization: Bearer ..."; none: no key is asked for.
+      api_key: keys that clients may present as "Authorization: Bearer ..."; none: no key is asked for. With
+        scheduling_policy "fair" each key is one client, and all are one without keys.
       api_key_file: a file with one key a line, in addition.
       enable_admin: also serve the routes and methods that change the server; they need admin_key_file.
       admin_key_file: a file with the key of those.
@@ -33,6 +34,7 @@ class ServerConfig:
       allowed_origins: origins that browsers may call from (CORS); "*" for all.
       root_path: prefix under which a proxy offers this server.
       max_num_queued_reqs: requests that may wait for a place among the running ones; None: four times max_num_seqs.
+        With scheduling_policy "fair" one client may have half of them.
       max_num_queued_tokens: prompt tokens that they may have together; None: no limit of its own.
       request_timeout: seconds after which a request that names no timeout is ended; None: never.
       shutdown_timeout: seconds that SIGTERM leaves running requests to finish; 0 aborts them.
@@ -49,6 +51,7 @@ class ServerConfig:
       tool_call_parser: how the model writes tool calls.
       reasoning_parser: how the model writes its reasoning.
       response_role: the role of answers.
+      enable_tokenizer_info_endpoint: serve /tokenizer_info, which tells special tokens and the chat template.
       enable_force_include_usage: usage in every stream, asked for or not.
       disable_access_log: no line for each request.
       enable_reflection: gRPC reflection; None: on loopback only.
@@ -86,6 +89,7 @@ class ServerConfig:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     response_role: str = "assistant"
+    enable_tokenizer_info_endpoint: bool = False
     enable_force_include_usage: bool = False
     disable_access_log: bool = False
     enable_reflection: bool | None = None

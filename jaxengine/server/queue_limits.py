@@ -52,6 +52,17 @@ class QueueLimits:
                 retry_after=load.retry_after,
             )
 
+    def check_client(self, load: Load, num_waiting: int, num_requests: int) -> None:
+        """Raises OverloadedError where `num_requests` more of a client that has `num_waiting` in line would leave less
+        than half of the line to others: their fair share begins with a place in it."""
+        places = self.num_slots + self.max_requests // 2 - load.num_running - num_waiting
+        if num_waiting and num_requests > places:
+            raise OverloadedError(
+                f"{num_waiting} requests of this client are waiting already (with scheduling_policy 'fair' one may "
+                f"have half of max_num_queued_reqs, which is {self.max_requests})",
+                retry_after=load.retry_after,
+            )
+
 
 class RetryEstimate:
     """When a queue will have moved, from how fast requests ended lately."""

@@ -39,7 +39,6 @@ from scheduler.sampling_params import RequestOutputKind, SamplingParams
 _LONG_TEXT = 8192
 # Stands for requests that nobody here follows any more.
 _NOBODY = Request("", np.empty(0, np.int32), SamplingParams(), 0)
-_HANDLES = 1 << 31
 _REJECTIONS_SECONDS = 0.2
 
 
@@ -68,11 +67,9 @@ class RemoteEngine:
         self._limits = QueueLimits.of(1, config.max_num_queued_reqs, config.max_num_queued_tokens)
         self._load = Load()
         self._num_updates = self._num_submitted = self._num_calls = self._num_named = 0
-        self._next_handle = 0
         self._num_rejected = 0
         self._pending: collections.deque[_Pending] = collections.deque()
         self._replicas: dict[int, Request] = {}
-        self._handles: dict[Request, int] = {}
         self._stopped: list[int] = []
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -109,6 +106,7 @@ class RemoteEngine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As EngineClient has it; without a timeout, the server's request_timeout holds."""
         self._check()
@@ -122,6 +120,7 @@ class RemoteEngine:
             request_id=request_id,
             priority=priority,
             timeout=self._config.request_timeout if timeout is None else timeout,
+            client=client,
         )
         self._check()
         stream = self._submit(prepared)
@@ -206,17 +205,13 @@ class RemoteEngine:
         except OverloadedError:
             self._count_rejection()
             raise
-        handles = []
-        for request in requests:
-            self._next_handle = (self._next_handle + 1) % _HANDLES
-            handles.append(self._next_handle)
-            self._replicas[self._next_handle], self._handles[request] = request, self._next_handle
         self._num_submitted += 1
         self._pending.append(_Pending(self._num_submitted, request_id, len(requests), num_tokens))
         self._processor.add(prepared)
+        self._replicas.update((request.tag, request) for request in requests)
         aggregate = prepared.params.output_kind is RequestOutputKind.DELTA
         stream = self._streams[request_id] = OutputStream(aggregate)
-        self._link.send(messages.submit(self._num_submitted, prepared, handles))
+        self._link.send(messages.submit(self._num_submitted, prepared))
         return stream
 
     def _count_rejection(self) -> None:
@@ -242,9 +237,8 @@ class RemoteEngine:
         return Load(num_running, num_waiting, num_tokens, load.retry_after)
 
     def _finish(self, requests: list[Request]) -> None:
-        handles = [self._handles[request] for request in requests]
-        if handles and self._dead is None:
-            self._link.send(Finish(handles, "abort"))
+        if requests and self._dead is None:
+            self._link.send(Finish([request.tag for request in requests], "abort"))
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Update):
@@ -290,15 +284,12 @@ class RemoteEngine:
         if request.status is RequestStatus.FINISHED:
             return
         request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, FinishReason.STOP, text
-        handle = self._handles.get(request)
-        if handle is not None:
-            self._stopped.append(handle)
+        if request.tag in self._replicas:
+            self._stopped.append(request.tag)
             self._drop(request)
 
     def _drop(self, request: Request) -> None:
-        handle = self._handles.pop(request, None)
-        if handle is not None:
-            del self._replicas[handle]
+        self._replicas.pop(request.tag, None)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
         stream = self._streams.get(request_id)

@@ -94,11 +94,12 @@ class TracedEngine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        client: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As EngineClient's."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         request = _RequestSpan(self._tracer, self._model, params)
-        stream = self._engine.generate(prompt, params, request_id, priority=priority, timeout=timeout)
+        stream = self._engine.generate(prompt, params, request_id, priority=priority, timeout=timeout, client=client)
         try:
             async for output in stream:
                 request.add(output)

@@ -133,6 +133,7 @@ class Recorder:
 
     Attributes:
       calls: (prompt, params, request_id, priority, timeout) of every `generate`.
+      clients: its client.
       aborted: ids.
       fail_after: outputs after which `generate` raises `failure`; None for never.
     """
@@ -142,13 +143,16 @@ class Recorder:
         self.inputs = engine.inputs
         self.errored = False
         self.calls: list[tuple[Any, Any, str, int, float | None]] = []
+        self.clients: list[str | None] = []
         self.aborted: list[str] = []
         self.fail_after: int | None = None
         self.failure: Exception = RuntimeError("nothing yet")
 
-    async def generate(self, prompt, sampling_params=None, request_id=None, *, priority=0, timeout=None):
+    async def generate(self, prompt, sampling_params=None, request_id=None, *, priority=0, timeout=None, client=None):
         self.calls.append((prompt, sampling_params, request_id, priority, timeout))
-        outputs = self._engine.generate(prompt, sampling_params, request_id, priority=priority, timeout=timeout)
+        self.clients.append(client)
+        options = {"priority": priority, "timeout": timeout, "client": client}
+        outputs = self._engine.generate(prompt, sampling_params, request_id, **options)
         async with contextlib.aclosing(outputs):
             count = 0
             while count != self.fail_after:

@@ -288,10 +288,10 @@ async def test_large_messages_are_refused_without_work(chat_engine):
         for field, request in many.items():
             data = request.SerializeToString()
             for sent in (data, data + unknown):
-                started = time.perf_counter()
+                started = time.process_time()
                 code, _, fields = await refusal(call(sent))
                 assert code is grpc.StatusCode.INVALID_ARGUMENT and fields == [field if sent is data else "999"]
-                assert time.perf_counter() - started < 10, field
+                assert time.process_time() - started < 2, field
         code, details, fields = await refusal(call(unknown * 3_000_000))
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "not supported" in details and not fields
         long = pb.DetokenizeRequest(token_ids=[1] * 2_000_000)

@@ -15,6 +15,7 @@ from jaxengine.server.sockets import cut_unread, listen
 from scheduler.errors import OverloadedError
 from scheduler.sampling_params import SamplingParams
 from tests.server.asgi_client import Connection, Recorder, http_client, idle, post
+from tests.server.scripted_engine import ScriptedEngine
 
 PATH = "/v1/completions"
 IDS = [504, 3575, 282, 260]
@@ -250,6 +251,27 @@ async def test_tokens_and_back(app, chat_engine):
     ):
         assert (await post(app, "/tokenize", **fields)).error["param"] == param
     assert (await post(app, "/detokenize", tokens=[49152])).error["param"] == "tokens"
+
+
+async def test_a_client_may_learn_of_the_tokenizer_where_that_is_wanted(app, chat_engine):
+    tokenizer = chat_engine.inputs.tokenizer
+    told = create_app(chat_engine, ServerConfig(enable_tokenizer_info_endpoint=True))
+    custom = create_app(
+        ScriptedEngine(chat_engine, "x", chat_template="{{ messages }}"),
+        ServerConfig(enable_tokenizer_info_endpoint=True),
+    )
+    answers = []
+    for each in (app, told, custom):
+        async with http_client(each) as client:
+            answers.append(await client.get("/tokenizer_info"))
+    assert [answer.status_code for answer in answers] == [404, 200, 200]
+    about = answers[1].json()
+    for name in ("bos", "eos", "unk", "pad"):
+        number = getattr(tokenizer, f"{name}_token_id")
+        assert about[f"{name}_token"] == (None if number is None else tokenizer.backend.id_to_token(number))
+    assert about["chat_template"] == tokenizer.chat_template and about["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert {int(number) for number in about["added_tokens_decoder"]} == tokenizer.added_token_ids
+    assert answers[2].json() == {**about, "chat_template": "{{ messages }}"}
 
 
 async def test_health_follows_the_engine_and_the_drain(recorder):

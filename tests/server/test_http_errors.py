@@ -39,7 +39,7 @@ def locked_config(tmp_path):
     keys = tmp_path / "admin"
     keys.write_text("root\n")
     options = {"api_key": ("first", "second"), "enable_admin": True, "admin_key_file": str(keys)}
-    return ServerConfig(**options, root_path="/proxy")
+    return ServerConfig(**options, root_path="/proxy", enable_tokenizer_info_endpoint=True)
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ def routes_of(app, engine, config):
 async def test_no_route_answers_without_a_key(locked, locked_config, chat_engine):
     routes = routes_of(locked, chat_engine, locked_config)
     assert {("POST", PATH), ("GET", "/openapi.json"), ("POST", "/abort_requests"), ("GET", "/v1/models/x")} < routes
+    assert ("GET", "/tokenizer_info") in routes
     async with http_client(locked) as client:
         for method, path in [*routes, ("GET", "/nowhere"), ("OPTIONS", PATH), ("GET", "/health/../load")]:
             response = await client.request(method, path)
@@ -163,9 +164,9 @@ async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
     ids=repr,
 )
 async def test_what_is_no_json_is_refused(app, body):
-    start = time.perf_counter()
+    start = time.process_time()
     assert (await send(app, body)).error["code"] == 400
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 1
 
 
 def test_brackets_in_strings_do_not_count():
@@ -248,11 +249,11 @@ async def test_only_json_is_read(app):
     ids=lambda value: repr(value)[:60],
 )
 async def test_a_value_out_of_bounds_is_named(app, fields, param):
-    start = time.perf_counter()
+    start = time.process_time()
     answer = await post(app, PATH, **{"prompt": "a", **fields})
     assert (answer.status, answer.error["param"], answer.error["type"]) == (400, param, "BadRequestError")
     assert param in answer.error["message"] and len(answer.body) < 3000
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 1
 
 
 async def test_ids_that_clients_choose_stay_harmless(app, caplog):

@@ -347,7 +347,7 @@ def test_a_server_that_ends_at_once_aborts_requests(make_server):
                 await asyncio.sleep(0.002)
             start = time.monotonic()
             error = await overloaded(engine)
-            assert time.monotonic() - start < 5 and 1 <= error.retry_after <= 60
+            assert time.monotonic() - start < 1 and 1 <= error.retry_after <= 60
             # One that knows nothing of these asks the engine.
             async with connected(server, INDEX + 1, max_num_queued_reqs=1000) as other:
                 await overloaded(other)
@@ -370,7 +370,7 @@ def test_a_server_that_ends_at_once_aborts_requests(make_server):
             start = time.monotonic()
             for response in await asyncio.gather(*running):
                 assert response.json()["choices"][0]["finish_reason"] == "abort"
-            assert time.monotonic() < start + 5
+            assert time.monotonic() < start + 2
         assert await asyncio.to_thread(server.process.wait, 10) == 0
 
     asyncio.run(run())

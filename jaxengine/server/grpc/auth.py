@@ -35,7 +35,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     def _refusal(self, method: str, metadata: Any) -> tuple[grpc.StatusCode, str] | None:
         if method.startswith(HEALTH):
             return None
-        key = _key(metadata)
+        key = key_of(metadata)
         if self._keys.is_admin(key) or (not method.startswith(ADMIN) and self._keys.admits(key)):
             return None
         if self._keys.is_client(key):
@@ -43,7 +43,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         return grpc.StatusCode.UNAUTHENTICATED, "a valid key is needed: metadata 'authorization: Bearer KEY'"
 
 
-def _key(metadata: Any) -> bytes:
+def key_of(metadata: Any) -> bytes:
+    """The key in a call's metadata, b"" for none."""
     values = [value for name, value in metadata or () if name.lower() == "authorization"]
     return bearer_key([value if isinstance(value, bytes) else value.encode() for value in values])
 

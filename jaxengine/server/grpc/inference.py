@@ -14,8 +14,10 @@ from jaxengine.engine_client import EngineClient
 from jaxengine.outputs import RequestOutput
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
+from jaxengine.server.grpc.auth import key_of
 from jaxengine.server.grpc.convert import Generation, RequestReader
 from jaxengine.server.grpc.status import CallError
+from jaxengine.server.keys import Keys
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import check_token_ids
 from scheduler.errors import RequestError
@@ -28,8 +30,9 @@ Context = grpc.aio.ServicerContext
 class InferenceService:
     """Methods are named as in inference.proto and raise what status.status_of knows."""
 
-    def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...]):
+    def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], keys: Keys):
         self._engine = engine
+        self._keys = keys
         self._reader = RequestReader(engine.inputs, config)
         self._config = config
         self._model_names = model_names
@@ -122,6 +125,7 @@ class InferenceService:
             generation.request_id,
             priority=generation.priority,
             timeout=self._time_left(context, arrival),
+            client=self._client(context),
         )
         try:
             async for output in outputs:
@@ -135,6 +139,12 @@ class InferenceService:
             # Left early, it aborts the request, and only now rather than when it is collected.
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
+
+    def _client(self, context: Context) -> str | None:
+        """Whose call it is, by the key, where the engine tells clients apart."""
+        if self._engine.inputs.config.scheduling_policy != "fair":
+            return None
+        return self._keys.name_of(key_of(context.invocation_metadata()))
 
     def _time_left(self, context: Context, arrival: float) -> float | None:
         """Seconds until the caller's deadline or the server's limit, counted from arrival."""

@@ -89,13 +89,14 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
     """
     names = served_names(engine, config)
     calls = OpenCalls(log=not config.disable_access_log)
+    keys = Keys(config.api_keys(), config.admin_keys())
     server = grpc.aio.server(
-        interceptors=[KeyInterceptor(Keys(config.api_keys(), config.admin_keys()))],
+        interceptors=[KeyInterceptor(keys)],
         options=_options(config),
         maximum_concurrent_rpcs=_max_calls(engine, config),
     )
     services = [INFERENCE.full_name]
-    server.add_generic_rpc_handlers((handlers(InferenceService(engine, config, names), INFERENCE, calls),))
+    server.add_generic_rpc_handlers((handlers(InferenceService(engine, config, names, keys), INFERENCE, calls),))
     if config.enable_admin:
         services.append(ADMIN.full_name)
         server.add_generic_rpc_handlers((handlers(AdminService(engine, names, calls), ADMIN, calls),))

@@ -47,10 +47,11 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     Raises ConfigError for key files that cannot be used.
     """
     traffic = TrafficState()
+    names_clients = engine.inputs.config.scheduling_policy == "fair"
     middleware = [
         Middleware(TrafficMiddleware, traffic, config.root_path.rstrip("/")),
         Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes),
-        Middleware(AuthMiddleware, Keys(config.api_keys(), config.admin_keys())),
+        Middleware(AuthMiddleware, Keys(config.api_keys(), config.admin_keys()), names_clients),
     ]
     if config.otlp_traces_endpoint is not None:
         middleware.append(Middleware(CallerTraceMiddleware))

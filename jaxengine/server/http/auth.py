@@ -16,11 +16,15 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/"})
 
 
 class AuthMiddleware:
-    """Lets nothing through without one of the keys, once there are any; `require_admin` asks for an operator's."""
+    """Lets nothing through without one of the keys, once there are any; `require_admin` asks for an operator's.
 
-    def __init__(self, app: ASGIApp, keys: Keys):
+    `state["client"]` says whose request it is to the engine, by the key; None where that tells no clients apart.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, names_clients: bool):
         self._app = app
         self._keys = keys
+        self._names_clients = names_clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -30,7 +34,9 @@ class AuthMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         key = _key(scope)
-        scope.setdefault("state", {})["is_admin"] = self._keys.is_admin(key)
+        state = scope.setdefault("state", {})
+        state["is_admin"] = self._keys.is_admin(key)
+        state["client"] = self._keys.name_of(key) if self._names_clients else None
         if not self._keys.admits(key) and scope["path"].removeprefix(scope["root_path"]) not in OPEN_PATHS:
             await error_response(_unauthorized())(scope, receive, send)
             return

@@ -28,10 +28,10 @@ from jaxengine.server.options import ServerConfig
 class _ChatCompletion:
     """One request under way."""
 
-    def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str):
+    def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, client: str | None):
         self._body = body
         self._config = server.config
-        self._run = ChatRun(server, body, name)
+        self._run = ChatRun(server, body, name, client)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         last = body.messages[-1]
@@ -108,7 +108,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/chat/completions", response_class=Response)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         model = check_model(body.model, names)
-        completion = _ChatCompletion(server, body, body.register("chatcmpl", request), model)
+        name = body.register("chatcmpl", request)
+        completion = _ChatCompletion(server, body, name, model, request.state.client)
         await completion.prepare()
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)

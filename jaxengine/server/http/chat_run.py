@@ -66,10 +66,11 @@ class ChatRun:
       num_completion_tokens, num_reasoning_tokens, num_cached_tokens: so far.
     """
 
-    def __init__(self, server: ChatServer, body: ChatRequest, name: str):
-        """name: the request's in the engine. Raises RequestError."""
+    def __init__(self, server: ChatServer, body: ChatRequest, name: str, client: str | None):
+        """name: the request's in the engine; client: whose it is there. Raises RequestError."""
         self._server = server
         self._name = name
+        self._client = client
         self._arrival = time.monotonic()
         self.body = body
         self._tools = tool_use(body, server.config.enable_auto_tool_choice, server.tool_format)
@@ -107,6 +108,7 @@ class ChatRun:
             self._name,
             priority=self.body.priority or 0,
             timeout=None if timeout is None else max(1e-3, self._arrival + timeout - time.monotonic()),
+            client=self._client,
         )
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             try:

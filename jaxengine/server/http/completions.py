@@ -57,11 +57,20 @@ class CompletionRequest(TextRequest):
 
 
 class _Completion:
-    """One request under way."""
+    """One request under way. client: whose it is, to the engine."""
 
-    def __init__(self, engine: EngineClient, config: ServerConfig, body: CompletionRequest, name: str, model: str):
+    def __init__(
+        self,
+        engine: EngineClient,
+        config: ServerConfig,
+        body: CompletionRequest,
+        name: str,
+        model: str,
+        client: str | None,
+    ):
         self.body = body
         self.id = name
+        self._client = client
         self._engine = engine
         self._config = config
         self._arrival = time.monotonic()
@@ -143,6 +152,7 @@ class _Completion:
             self.id if len(self._prompts) == 1 else f"{self.id}-{index}",
             priority=body.priority or 0,
             timeout=None if timeout is None else max(1e-3, self._arrival + timeout - time.monotonic()),
+            client=self._client,
         )
 
     def _places(self) -> int:
@@ -168,7 +178,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/completions", response_class=Response)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         model = check_model(body.model, names)
-        completion = _Completion(engine, config, body, body.register("cmpl", request), model)
+        name = body.register("cmpl", request)
+        completion = _Completion(engine, config, body, name, model, request.state.client)
         await completion.read_prompts(encoder)
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)

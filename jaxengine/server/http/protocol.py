@@ -130,7 +130,8 @@ class GenerationRequest(RequestModel):
     """Fields of every request that has text generated; None stands for the default of the model or of vLLM.
 
     Attributes:
-      user: the caller's own name for who asks; it goes to the log and to traces.
+      user: the caller's own name for who asks; it goes to the log and to traces. It is no client of the fair policy:
+        whoever made up names would be served more.
       timeout: seconds from arrival until the request is ended.
       request_id: what the request is called, in the answer and to `abort`.
     """

@@ -53,14 +53,15 @@ class _Making:
         model: str,
         messages: Sequence[dict[str, Any]],
         store: bool,
+        client: str | None,
     ):
-        """Raises RequestError."""
+        """client: whose it is, to the engine. Raises RequestError."""
         self.id = response_id
         self.messages = messages
         self._tokenizer = server.engine.inputs.require_tokenizer()
         self._num_logprobs = (body.top_logprobs or 0) if body.include else None
         try:
-            self._run = ChatRun(server, body.chat_request(messages), response_id)
+            self._run = ChatRun(server, body.chat_request(messages), response_id, client)
         except RequestError as error:
             raise as_response_error(error) from None
         self.writer = ResponseWriter(_head(body, response_id, model, store, self._run.params))
@@ -194,7 +195,7 @@ class _Responses:
         request.state.user = body.user
         stored = can_store and body.store is not False
         messages = [*earlier, *read_input(body.input)]
-        making = _Making(self.server, body, response_id, model, messages, stored)
+        making = _Making(self.server, body, response_id, model, messages, stored, request.state.client)
         await making.prepare()
         if body.background:
             return await self._begin(making, owner, request.app.state.traffic)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info where it is wanted, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -101,5 +101,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         tokenizer = inputs.require_tokenizer()
         check_token_ids("tokens", body.tokens, tokenizer.vocab_size)
         return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
+
+    if config.enable_tokenizer_info_endpoint:
+
+        @routes.get("/tokenizer_info")
+        async def tokenizer_info() -> dict[str, Any]:
+            """Special tokens and chat template, for clients that write prompts themselves."""
+            about = inputs.require_tokenizer().describe()
+            return {**about, "chat_template": inputs.config.chat_template or about["chat_template"]}
 
     return routes
