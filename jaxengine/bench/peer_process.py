@@ -5,6 +5,7 @@ Knows pip and the line protocol of `peer_scripts/peer.py`, nothing of what is me
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -129,7 +130,9 @@ class PeerProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
+        # What a peer that has failed did not read is still in the buffer.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.stdout.close()
 
     def __enter__(self) -> PeerProcess:

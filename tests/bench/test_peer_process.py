@@ -64,6 +64,7 @@ def test_a_peer_that_fails_in_a_run_says_why_and_stays_failed(echo, tmp_path):
         for _ in range(2):
             with pytest.raises(PeerError, match="ValueError: no prompts"):
                 process.run({"prompts": [], "max_tokens": 5})
+            process._process.wait()  # nobody reads what it is sent next
 
 
 def test_an_environment_that_cannot_be_installed_is_a_peer_error(tmp_path, monkeypatch):
