@@ -1,6 +1,6 @@
 """What serving costs the engine's process, beside offline, under one load and with a model that costs nothing.
 
-    python -m benchmarks.server_host [--num-seqs 1 256] [--step-ms 3 30] [--steps 300] [--json FILE]
+    python -m benchmarks.server_host [--num-seqs 1 256] [--step-ms 3 10 30] [--steps 300] [--rounds 5] [--json FILE]
 
 The real Engine, EngineServer, RemoteEngine and HTTP application run over a device that answers `step-ms` after each
 dispatch with ids from a random generator. An engine's process is measured offline, as `LLM.generate` runs it, then with
@@ -11,8 +11,10 @@ equally busy in all three.
 
 From one dispatch to the next, of steps in which all sequences decode, the median in microseconds: `main` is the CPU
 time of the thread that steps, `cpu` that of the process with ZeroMQ's thread, `clock` what passed but for waiting for
-the device. The `more` columns are what a mode takes beyond offline. The longer the device takes, the colder are the
-caches of a processor that others use too, and the more a line of Python costs: hence several `step-ms`.
+the device. The `more` columns are what a mode takes beyond offline. Everything is measured `rounds` times over, mode
+after mode, because a shared processor is twice as fast in one minute as in the next: a row shows the medians of the
+rounds, of `more` those of the differences within a round, and the least and the most that `cpu_more` was. The longer
+the device takes, the colder are the caches, and the more a line of Python costs: hence several `step-ms`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -193,8 +196,8 @@ async def api(job: dict[str, Any]) -> None:
     remote.close()
 
 
-def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) -> list[dict[str, Any]]:
-    """A row for each way to run; the first of `cores` is for what is measured."""
+def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) -> dict[str, dict[str, float]]:
+    """What each mode costs; the first of `cores` is for what is measured."""
     own, others = cores[:1], cores[1:]
     job = {"num_seqs": num_seqs, "steps": steps, "step_seconds": step_seconds}
     planned = plan(Load(num_seqs, PROMPT_TOKENS, steps, vocab_size=40_000))
@@ -216,14 +219,28 @@ def measure(num_seqs: int, steps: int, step_seconds: float, cores: list[int]) ->
                 await asyncio.wait((sending,))
             results[mode] = json.loads(result.result())
 
-    for mode in (OFFLINE, IN_PROCESS):
+    for mode in (IN_PROCESS, OFFLINE):
         _serve(job, others, others, lambda traffic, mode=mode: send_beside(traffic, mode))
     results[SERVED] = _serve(job, own, others, send_once)
+    return results
+
+
+def rows_of(rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
+    """A row for each mode: medians of its rounds."""
     rows = []
     for mode in MODES:
-        more = {f"{name}_more": round(results[mode][name] - results[OFFLINE][name], 1) for name in FIGURES}
-        rows.append({"step_ms": step_seconds * 1e3, "num_seqs": num_seqs, "mode": mode, **results[mode], **more})
+        costs = [results[mode] for results in rounds]
+        more = {name: [results[mode][name] - results[OFFLINE][name] for results in rounds] for name in FIGURES}
+        row: dict[str, Any] = {"mode": mode, "steps": sum(cost["steps"] for cost in costs)}
+        row |= {name: _median([cost[name] for cost in costs]) for name in FIGURES}
+        row |= {f"{name}_more": _median(differences) for name, differences in more.items()}
+        row |= {"least": round(min(more["cpu"]), 1), "most": round(max(more["cpu"]), 1)}
+        rows.append(row)
     return rows
+
+
+def _median(values: list[float]) -> float:
+    return round(float(np.median(values)), 1)
 
 
 def _serve(
@@ -278,8 +295,9 @@ def _end_input(process: subprocess.Popen[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 256])
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[3.0, 30.0], help="what a step takes the device")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[3.0, 10.0, 30.0], help="what a step takes the device")
     parser.add_argument("--steps", type=int, default=300, help="tokens of each request")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--role", choices=("engine", "api"), help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
@@ -292,12 +310,14 @@ def main() -> None:
         cores = sorted(os.sched_getaffinity(0), reverse=True)
         if len(cores) < 2:
             parser.error("it needs two cores: what is measured has one of its own")
-        rows = [
-            row
-            for step_ms in args.step_ms
-            for count in args.num_seqs
-            for row in measure(count, args.steps, step_ms / 1e3, cores)
-        ]
+        rows = []
+        for step_ms, num_seqs in itertools.product(args.step_ms, args.num_seqs):
+            rounds = []
+            for number in range(args.rounds):
+                rounds.append(measure(num_seqs, args.steps, step_ms / 1e3, cores))
+                cpu = ", ".join(f"{mode} {costs['cpu']:.0f}" for mode, costs in rounds[-1].items())
+                print(f"{num_seqs} x {step_ms:g} ms, round {number + 1} of {args.rounds}: cpu {cpu} us", flush=True)
+            rows += [{"step_ms": step_ms, "num_seqs": num_seqs, **row} for row in rows_of(rounds)]
         print(table(rows))
         write_json(args.json, {"results": rows})
 
