@@ -295,7 +295,7 @@ def _end_input(process: subprocess.Popen[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 256])
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[3.0, 10.0, 30.0], help="what a step takes the device")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[3.0, 10.0, 30.0], help="of the device, a step")
     parser.add_argument("--steps", type=int, default=300, help="tokens of each request")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")

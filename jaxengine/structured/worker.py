@@ -1,13 +1,14 @@
 """The process that compiles grammars and computes masks with llguidance; it may be killed at any time.
 
 Started by `grammar_worker` as a script, with one end of a socket pair as standard input: it imports nothing of ours and
-ends with its parent, whatever it is computing. Reads and writes frames of msgpack (`Frames`), never pickle. Three
-threads: one reads, one compiles and gives first masks, the main one computes the other masks, so that a slow
-compilation delays no running request. llguidance holds no lock of Python's while it works.
+ends with its parent, whatever it is computing. Reads and writes frames of msgpack (`Frames`), never pickle. One thread
+reads, one at a time compiles and gives a first mask, the main one computes the other masks, so that a slow compilation
+delays no running request. llguidance holds no lock of Python's while it works.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -31,8 +32,9 @@ _MAX_MEMORY_BYTES = 8 << 30
 # Compiled grammars that are kept for the next request with the same one.
 _MAX_CACHED = 16
 _MAX_REASON = 500
-# Priority of the thread that compiles: a hostile grammar must not slow a model that runs on the same cores.
-_COMPILE_NICE = 10
+# Priorities of a thread that compiles, and after how many seconds it gets the second one: a hostile grammar must not
+# slow a model that runs on the same cores, and a usual one takes milliseconds.
+_NICE, _NICE_IF_LONG, _LONG_SECONDS = 10, 19, 0.1
 _LENGTH = struct.Struct("<I")
 
 
@@ -251,6 +253,12 @@ class Matchers:
         return allowed.to_bytes(self._num_bytes, "little") if allowed & ~self._ends else b""
 
 
+def _be_nice(thread: int, value: int) -> None:
+    if sys.platform == "linux":  # where threads have priorities of their own
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.setpriority(os.PRIO_PROCESS, thread, value)
+
+
 def main() -> None:
     """Serves one parent."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
@@ -290,12 +298,23 @@ def main() -> None:
         finally:
             os._exit(1)
 
+    def compile_one(message: Open) -> None:
+        try:
+            _be_nice(threading.get_native_id(), _NICE)
+            send(matchers.open(message))
+        except BaseException:
+            os._exit(1)
+
     def compile_all() -> None:
-        if sys.platform == "linux":  # where threads have priorities of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _COMPILE_NICE)
         try:
             while True:
-                send(matchers.open(compilations.get()))
+                # Of its own, because a thread cannot have its priority back.
+                thread = threading.Thread(target=compile_one, args=(compilations.get(),), daemon=True)
+                thread.start()
+                thread.join(_LONG_SECONDS)
+                if thread.is_alive() and thread.native_id is not None:
+                    _be_nice(thread.native_id, _NICE_IF_LONG)
+                    thread.join()
         finally:
             os._exit(1)
 

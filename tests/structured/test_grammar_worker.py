@@ -5,10 +5,13 @@ The vocabulary is the bytes, so that a test's tokens are its text.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import llguidance
 import numpy as np
@@ -200,6 +203,35 @@ def test_a_slow_compilation_delays_no_masks(worker, keys):
     compiled = time.monotonic() - start
     assert others < compiled / 2 and compiled < grammar_worker.COMPILE_SECONDS + 1
     assert isinstance(found[0], GrammarFailure) or found[0].words is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_a_long_compilation_gives_way_to_everybody_and_the_next_one_begins_anew(keys, monkeypatch):
+    worker = GrammarWorker("byte", BYTES.vocab_size, NUM_WORDS, [EOS])
+    monkeypatch.setattr(grammar_worker, "COMPILE_SECONDS", 120.0)
+    advanced(worker, keys)
+
+    def priorities():
+        """The niceness of each thread, field 19 of its `stat`."""
+        found = []
+        for path in Path(f"/proc/{worker._process.pid}/task").glob("*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                found.append(int(path.read_text().rpartition(")")[2].split()[16]))
+        return sorted(found)
+
+    seen = []
+    for repeats in range(80, 100):  # mostly the second is enough
+        key = next(keys)
+        worker.open(key, "regex", f"((((a{{{repeats}}}){{100}}){{100}}){{100}})", {})
+        while worker._sequences[key].awaited:
+            seen.append(priorities())
+            worker.wait(0.005)
+        next_of(worker, key)
+        if [0, 0, 0, 19] in seen and [0, 0, 0, 10] in seen[seen.index([0, 0, 0, 19]) :]:
+            break
+    else:
+        pytest.fail(f"seen were {seen}")
+    worker.shutdown()
 
 
 def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
