@@ -33,7 +33,7 @@ OPTIONS = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 256,
     "kv_cache_memory_bytes": 1 << 29,
-    "compilation_config": {"cudagraph_capture_sizes": [8, 32], "prefill_sizes": [256]},
+    "compilation_config": {"cudagraph_capture_sizes": [8, 32], "prefill_sizes": [64, 128, 256]},
     "disable_log_stats": True,
 }
 FIELDS = {"temperature": 0.0, "ignore_eos": True}
