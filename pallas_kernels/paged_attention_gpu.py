@@ -1,4 +1,4 @@
-"""Paged attention on NVIDIA GPUs from Hopper on: the row functions of platform "gpu".
+"""Paged attention on NVIDIA GPUs of compute capability 9.0 (Hopper): the row functions of platform "gpu".
 
 Owns the way from the public operation to the kernels: rows of few new tokens go to the split-KV decode kernels, longer
 runs to the prefill kernel, and what neither takes (`why_not`) to the XLA work list, which reads the same pool.
