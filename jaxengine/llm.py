@@ -74,7 +74,7 @@ class LLM:
           sampling_params: one for all or one each; None for the model's defaults.
           use_tqdm: a progress bar, or what makes one.
           priority: one each; smaller runs first. Needs scheduling_policy="priority".
-          client: whose they are, one for all or one each, as any strings. Needs scheduling_policy="fair", which serves
+          client: whose they are, a name for all or one each. Needs scheduling_policy="fair", which serves
             clients that wait in equal shares.
 
         Raises:

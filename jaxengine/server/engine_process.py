@@ -87,7 +87,7 @@ class EngineServer:
         for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, _MAX_UNREAD), (zmq.RCVHWM, 0), (zmq.LINGER, 0)):
             self._socket.setsockopt(option, value)
         self._socket.bind(address)
-        # Each send takes half as long without what zmq.Socket puts around it.
+        # Without what zmq.Socket puts around it for sends that need none of it.
         self._send_part = super(zmq.Socket, self._socket).send
         self._news = [(self._socket, int(zmq.POLLIN))]
         self._poller = zmq.Poller()
