@@ -128,7 +128,7 @@ def paged(case: AttentionCase, least: int) -> float:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention import AttentionSpec, attention_schedule, ragged_paged_attention
+    from pallas_kernels.attention.op import AttentionSpec, attention_schedule, ragged_paged_attention
 
     num_layers, num_pools = _chain(case, least)
     kv, batch = _random_pool(case, num_pools), _batch(case)
@@ -185,7 +185,7 @@ def kv_write(num_tokens: int, least: int, bytes_per_s: float | None) -> dict[str
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.kv_update import kv_cache_update
+    from pallas_kernels.kv.update import kv_cache_update
 
     case = AttentionCase(1, 1, max(2 * num_tokens, least // 8192))
     kv = _random_pool(case, 1)
@@ -218,7 +218,7 @@ def _random_pool(case: AttentionCase, num_pools: int):
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.kv_pages import KVSpec, alloc, bits, storage_dtype
+    from pallas_kernels.kv.pages import KVSpec, alloc, bits, storage_dtype
     from pallas_kernels.registry import platform_of
 
     num_pages = num_pools * case.num_seqs * -(-case.kv_len // case.page_size)
@@ -237,7 +237,7 @@ def _random_pool(case: AttentionCase, num_pools: int):
 def _batch(case: AttentionCase):
     import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention import RaggedBatch
+    from pallas_kernels.attention.op import RaggedBatch
 
     pages_per_seq = -(-case.kv_len // case.page_size)
     # Pages of a sequence lie anywhere: the tables of a busy server.

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_pages import KVSpec, alloc
-from pallas_kernels.kv_update import kv_cache_update
-from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
+from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
+from pallas_kernels.kv.pages import KVSpec, alloc
+from pallas_kernels.kv.update import kv_cache_update
 
 PAGE_SIZE = 16
 SPEC = AttentionSpec(num_q_heads=9, num_kv_heads=3, head_dim=64, v_head_dim=64, sm_scale=0.125)

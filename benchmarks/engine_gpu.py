@@ -123,7 +123,7 @@ def idle(llm: Any, prompts: tuple[tuple[int, ...], ...], num_steps: int) -> dict
     """Decode steps of all prompts in the engine's loop, and the last of them repeated on the device alone."""
     import jax
 
-    from scheduler.sampling_params import SamplingParams
+    from jaxengine.requests.sampling_params import SamplingParams
 
     core, runner = llm.core, llm.core.runner
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)

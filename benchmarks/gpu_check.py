@@ -63,7 +63,9 @@ def main() -> int:
 def conformance(folder: Path, seconds: float, platform: str | None, tiny: bool) -> dict[str, Any]:
     """The suite's tests of the device's own kernels, stopped when the time is over; what failed is listed."""
     # Without an accelerator the suite's row of compiled kernels is "cpu".
-    selection = ["tests/pallas_kernels/test_paged_attention.py", "-k", "cpu and block"] if tiny else CONFORMANCE
+    selection = (
+        ["tests/pallas_kernels/attention/test_paged_attention.py", "-k", "cpu and block"] if tiny else CONFORMANCE
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=short", *selection]
     log = folder / "gpu_check_conformance.log"
     ended = run(command, log, seconds, platform)

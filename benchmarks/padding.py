@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from jaxengine.bench.report import table, write_json
-from jaxengine.platforms import PLATFORMS, Platform
+from jaxengine.config.platforms import PLATFORMS, Platform
 from scheduler.buckets import Buckets
 from scheduler.config import SchedulerConfig
 from scheduler.request import Request
-from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+from scheduler.token_params import TokenParams
 
 MEAN_PROMPT, MEAN_OUTPUT = 161, 338
 MAX_MODEL_LEN = 4096
@@ -150,7 +150,7 @@ def simulate(platform: Platform, load: float, num_steps: int, seed: int = 0) -> 
             enable_prefix_caching=False,
         )
     )
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_MODEL_LEN)
+    params = TokenParams(temperature=0.0)
     # A request runs about as many steps as it has outputs.
     arrivals = generator.poisson(load * seqs / MEAN_OUTPUT, num_steps + 2 * MEAN_OUTPUT)
     number, seen = itertools.count(), []

@@ -24,8 +24,8 @@ from typing import Any
 from jaxengine.bench.report import percentile, table, write_json
 from jaxengine.bench.serve_client import Connection, Connections, Sample, Server, get_json, stream
 from jaxengine.bench.serve_load import Load, Traffic, arrivals, plan, send
-from jaxengine.default_model import default_model_path
-from tests.server.server_process import ServerProcess, is_alive, start_server
+from jaxengine.checkpoint.default_model import default_model_path
+from tests.jaxengine.server.server_process import ServerProcess, is_alive, start_server
 
 OPTIONS = {
     "model": str(default_model_path()),

@@ -25,8 +25,8 @@ from jaxengine.bench.report import table, write_json
 from jaxengine.bench.serve_client import Server, get_json
 from jaxengine.bench.serve_load import Load, Traffic, plan, send
 from jaxengine.bench.serve_report import summary
-from jaxengine.default_model import default_model_path
-from tests.server.server_process import start_server
+from jaxengine.checkpoint.default_model import default_model_path
+from tests.jaxengine.server.server_process import start_server
 
 LLAMA = PEERS["llama.cpp"]
 CONTEXT = 512

@@ -38,22 +38,24 @@ from typing import Any
 import numpy as np
 import uvicorn
 
+from jaxengine.api.core import EngineCore
 from jaxengine.bench.report import table, write_json
 from jaxengine.bench.serve_client import Server, get_json
 from jaxengine.bench.serve_load import Load, Run, Traffic, plan, send
-from jaxengine.compile_watch import CompileWatch
-from jaxengine.config import EngineConfig
-from jaxengine.core import EngineCore, input_processor, open_resolved
-from jaxengine.engine import Engine
-from jaxengine.metrics import Metrics
-from jaxengine.output_processor import OutputProcessor
-from jaxengine.server.engine_process import EngineServer
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.engine.engine import Engine
+from jaxengine.engine.metrics import Metrics
+from jaxengine.requests.inputs import input_processor
+from jaxengine.requests.output_processor import OutputProcessor
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.runner.compile_watch import CompileWatch
+from jaxengine.runner.open import open_resolved
 from jaxengine.server.http.app import create_app
+from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.remote_engine import RemoteEngine
+from jaxengine.server.processes.engine_process import EngineServer
 from scheduler.buckets import Buckets
 from scheduler.packing import Packer
-from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 PROMPT_TOKENS = 16
 OFFLINE, IN_PROCESS, SERVED = MODES = ("offline", "in one process", "served")

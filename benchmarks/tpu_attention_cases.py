@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as jax_kernel
 
 from benchmarks.tpu_profile import bare_kernel, drop_copies, fix_trips
-from pallas_kernels import paged_attention_tpu as our_call
-from pallas_kernels import paged_attention_tpu_kernel as our_kernel
-from pallas_kernels import paged_attention_tpu_pages as our_pages
-from pallas_kernels.kv_pages import KVSpec, alloc
-from pallas_kernels.paged_attention import AttentionSpec, attention_schedule, ragged_paged_attention
-from pallas_kernels.ragged_batch import RaggedBatch
+from pallas_kernels.attention.op import AttentionSpec, attention_schedule, ragged_paged_attention
+from pallas_kernels.attention.ragged_batch import RaggedBatch
+from pallas_kernels.attention.tpu import attend as our_call
+from pallas_kernels.attention.tpu import kernel as our_kernel
+from pallas_kernels.attention.tpu import pages as our_pages
+from pallas_kernels.kv.pages import KVSpec, alloc
 
 Case = tuple[Callable, Any, dict]  # what `tpu_profile.profile` wants of a builder
 TILES = 8  # of one token, in a grid step of ours

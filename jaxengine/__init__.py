@@ -7,25 +7,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jaxengine import _siblings as _siblings
+from jaxengine.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from jaxengine.async_llm import AsyncLLM
-    from jaxengine.config import CompilationConfig, EngineConfig
-    from jaxengine.llm import LLM
-    from jaxengine.outputs import RequestOutput
-    from scheduler.sampling_params import SamplingParams
-
-__version__ = "0.1.0"
+    from jaxengine.api.async_llm import AsyncLLM
+    from jaxengine.api.llm import LLM
+    from jaxengine.config.engine_config import CompilationConfig, EngineConfig
+    from jaxengine.requests.outputs import RequestOutput
+    from jaxengine.requests.sampling_params import SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "CompilationConfig", "EngineConfig", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
-    "LLM": "jaxengine.llm",
-    "AsyncLLM": "jaxengine.async_llm",
-    "CompilationConfig": "jaxengine.config",
-    "EngineConfig": "jaxengine.config",
-    "RequestOutput": "jaxengine.outputs",
-    "SamplingParams": "scheduler.sampling_params",
+    "LLM": "jaxengine.api.llm",
+    "AsyncLLM": "jaxengine.api.async_llm",
+    "CompilationConfig": "jaxengine.config.engine_config",
+    "EngineConfig": "jaxengine.config.engine_config",
+    "RequestOutput": "jaxengine.requests.outputs",
+    "SamplingParams": "jaxengine.requests.sampling_params",
 }
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from jaxengine.cli import main
+from jaxengine.commands.cli import main
 
 sys.exit(main())

@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
-from models.config import ModelConfig
-from models.config_fields import ConfigFields
+from models.config.fields import ConfigFields
+from models.config.model_config import ModelConfig
 from models.forward_batch import ForwardBatch
-from pallas_kernels.kv_pages import KVPages, KVSpec
+from pallas_kernels.kv.pages import KVPages, KVSpec
 from sharding.layout import ONE_DEVICE, MeshLayout
 from sharding.stages import Stage
 
@@ -17,7 +17,7 @@ from sharding.stages import Stage
 class CausalLM(Protocol):
     """A flax.nnx module that turns a ragged batch and a KV pool into hidden states and the updated pool.
 
-    Its weights are made with models.declare.declare. Shape letters: models/layers.py.
+    Its weights are made with models.weights.declare.declare. Shape letters: models/layers/linear.py.
     """
 
     gguf_architecture: ClassVar[str | None]  # the family's general.architecture; None where another class reads it

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import jax
 
-    from pallas_kernels.paged_attention import RaggedBatch
+    from pallas_kernels.attention.op import RaggedBatch
 
 
 class ForwardBatch(NamedTuple):

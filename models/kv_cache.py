@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from models.causal_lm import CausalLM
-from pallas_kernels.kv_pages import KVPages, alloc, page_bytes, partition_spec
+from pallas_kernels.kv.pages import KVPages, alloc, page_bytes, partition_spec
 from pallas_kernels.registry import platform_of
 from sharding.layout import RULES
 from sharding.rules import logical_to_spec, whole_shape

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import nnx
 
 from models.causal_lm import CausalLM
-from models.config import ModelConfig
-from models.config_fields import ModelConfigError
-from models.declare import declared_params
-from models.llama import LlamaForCausalLM, MistralForCausalLM
-from models.mixtral import MixtralForCausalLM
-from models.qwen2 import Qwen2ForCausalLM
-from models.qwen3 import Qwen3ForCausalLM
-from models.qwen3_moe import Qwen3MoeForCausalLM
+from models.config.fields import ConfigFields, ModelConfigError
+from models.config.gguf import gguf_architecture, gguf_fields, read_gguf_fields
+from models.config.hf import hf_architecture, read_hf_fields
+from models.config.model_config import ModelConfig
+from models.families.llama import LlamaForCausalLM
+from models.families.mistral import MistralForCausalLM
+from models.families.mixtral import MixtralForCausalLM
+from models.families.qwen2 import Qwen2ForCausalLM
+from models.families.qwen3 import Qwen3ForCausalLM
+from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from models.weights.declare import declared_params
 from sharding.layout import ONE_DEVICE, MeshLayout
 from sharding.stages import Stage
 
@@ -41,6 +44,29 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
     if architecture not in by_name:
         raise ModelConfigError(f"general.architecture must be one of {', '.join(by_name)}, got {architecture!r}")
     return by_name[architecture]
+
+
+def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Hugging Face config.json. Raises ModelConfigError."""
+    fields = ConfigFields(raw)
+    model = model_for_hf(hf_architecture(fields))
+    return ModelConfig(**{"architecture": model.__name__, **read_hf_fields(fields), **model.read_hf(fields)})
+
+
+def read_gguf(
+    metadata: Mapping[str, Any],
+    *,
+    tie_word_embeddings: bool = True,
+    rope_factors: tuple[float, ...] = (),
+) -> ModelConfig:
+    """The ModelConfig of GGUF metadata. Raises ModelConfigError.
+
+    Two facts are tensors and not metadata in that format, so the caller passes them: whether the file lacks an output
+    head, and the content of its `rope_freqs.weight`, if any.
+    """
+    model = model_for_gguf(gguf_architecture(metadata))
+    shared = read_gguf_fields(metadata, tie_word_embeddings, rope_factors)
+    return ModelConfig(**{"architecture": model.__name__, **shared, **model.read_gguf(gguf_fields(metadata))})
 
 
 def build_model(

@@ -8,25 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler.request import Request
-from scheduler.sampling_params import SamplingParams
-
-# Features of a request the compiled step may skip when no row of the batch has them.
-RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS = (1 << bit for bit in range(7))
-
-
-def features_of(params: SamplingParams) -> int:
-    """Which optional parts of the step a request with `params` needs."""
-    biased = params.logit_bias or params.allowed_token_ids is not None or params.bad_words or params.min_tokens > 0
-    wanted = (
-        (RANDOM, not params.is_greedy),
-        (TRUNCATION, params.needs_truncation),
-        (PENALTIES, params.needs_penalties),
-        (BIAS, biased),
-        (MASK, params.structured_outputs is not None),
-        (LOGPROBS, params.logprobs is not None),
-        (PROMPT_LOGPROBS, params.prompt_logprobs is not None),
-    )
-    return sum(feature for feature, needed in wanted if needed)
 
 
 class PageDeltas(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.waiting import POLICIES
+from scheduler.policy.waiting import POLICIES
 
 
 @dataclass(frozen=True)

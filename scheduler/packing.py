@@ -9,19 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from models.forward_batch import HEADER, StepLayout
-from scheduler.batch import (
-    BIAS,
-    LOGPROBS,
-    MASK,
-    PENALTIES,
-    PROMPT_LOGPROBS,
-    RANDOM,
-    TRUNCATION,
-    PageDeltas,
-    ScheduledBatch,
-    ScheduledStep,
-)
+from scheduler.batch import PageDeltas, ScheduledBatch, ScheduledStep
 from scheduler.buckets import Bucket, Buckets
+from scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, PROMPT_LOGPROBS, RANDOM, TRUNCATION
 
 _FLAGS = (RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS)
 assert len(_FLAGS) + 2 == len(HEADER)

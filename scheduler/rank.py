@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler.batch import MASK, Emitted, PageDeltas, ScheduledBatch, StepResult, features_of
+from scheduler.batch import Emitted, PageDeltas, ScheduledBatch, StepResult
 from scheduler.config import SchedulerConfig
-from scheduler.page_pool import PagePool
+from scheduler.pages.page_pool import PagePool
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.slots import Slots
+from scheduler.token_params import MASK
 
 
 class Offer(NamedTuple):
@@ -115,7 +116,7 @@ class Rank:
         s, (known, hits, count) = self.slots, offer
         cached = len(hits) * self.config.page_size
         limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
-        slot = s.take(request, known, cached, limit, features_of(request.params))
+        slot = s.take(request, known, cached, limit, request.params.features)
         request.rank, request.status = self.index, RequestStatus.RUNNING
         self.pool.acquire(hits)
         if len(hits):
@@ -348,7 +349,7 @@ class Rank:
             result.intervals.append(np.array([now - request.last_token_time]))
         request.last_token_time = now
         if request.per_step:
-            columns = row, request.tag, np.int32(token), np.uint8(features_of(request.params))
+            columns = row, request.tag, np.int32(token), np.uint8(request.params.features)
             result.emitted.append(Emitted(self.index, *(np.array([each]) for each in columns)))
         if request.held:
             result.masked.append((request, token))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.sampling_params import SamplingParams
+from scheduler.token_params import TokenParams
 
 
 class RequestStatus(enum.Enum):
@@ -56,7 +56,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: np.ndarray
-    params: SamplingParams
+    params: TokenParams
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()

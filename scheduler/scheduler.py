@@ -15,10 +15,10 @@ import numpy as np
 from scheduler.batch import ScheduledStep, StepResult
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestError
-from scheduler.fair import FairQueue
+from scheduler.policy.fair import FairQueue
+from scheduler.policy.waiting import WaitingQueue
 from scheduler.rank import Offer, Rank
 from scheduler.request import FinishReason, Request, RequestStatus
-from scheduler.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 

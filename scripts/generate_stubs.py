@@ -1,6 +1,6 @@
 """Writes the Python stubs of jaxengine/server/grpc/*.proto beside them: `python scripts/generate_stubs.py`.
 
-They are committed and shipped; tests/server/test_grpc_stubs.py holds them to the protos.
+They are committed and shipped; tests/jaxengine/server/grpc/test_grpc_stubs.py holds them to the protos.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a layer does about being split over devices: gather tokens, add partial sums. On one device, nothing.
 
-The whole step runs under one `jax.shard_map` (jaxengine.step_programs): every array in it is the device's own part and
+The whole step runs under one `jax.shard_map` (jaxengine.runner): every array in it is the device's own part and
 every exchange between devices is written down, here, so that what the compiler put in can be counted. The mesh is the
 ambient one; axes are the logical ones of sharding.layout.
 """

@@ -28,7 +28,11 @@ FIGURE = "figure"
 
 # They share the engine of the default model, whose steps take a minute to compile: one process runs them all, at first,
 # so that no process is left with them at the end.
-DEFAULT_MODEL_FILES = ("tests/test_workloads.py", "tests/jaxengine/test_text.py", "tests/server/test_default_model.py")
+DEFAULT_MODEL_FILES = (
+    "tests/test_workloads.py",
+    "tests/jaxengine/requests/test_text.py",
+    "tests/jaxengine/server/test_default_model.py",
+)
 
 
 def pytest_addoption(parser):

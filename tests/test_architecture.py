@@ -49,7 +49,7 @@ UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal
 # File -> why it may read or set the process environment. Options of the engine are fields of EngineConfig.
 ENVIRONMENT_ALLOWED: dict[str, str] = {
     "jaxengine/check/children.py": "the process that compiles gets the compilers' own variables on top of ours",
-    "jaxengine/executables.py": "the flags XLA and libtpu read themselves are part of the key of a saved executable",
+    "jaxengine/runner/executables.py": "flags that XLA and libtpu read are part of a saved executable's key",
 }
 # These run in the peers' interpreters, with the peers' packages, and import nothing of ours.
 PEER_SCRIPTS = ROOT / "jaxengine" / "bench" / "peer_scripts"
@@ -167,7 +167,7 @@ def test_light_packages_import_without_jax(package):
     if package == "scheduler":
         names = [name for name in sources() if name.partition(".")[0] == "scheduler"] + ["models.forward_batch"]
     else:
-        names = ["jaxengine", "jaxengine.cli", "jaxengine.config"]
+        names = ["jaxengine", "jaxengine.commands.cli", "jaxengine.config.engine_config"]
     code = (
         f"import importlib, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         f"for name in {names!r}: importlib.import_module(name)\n"

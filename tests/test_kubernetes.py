@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from jaxengine.cli import build_parser
+from jaxengine.commands.cli import build_parser
 
 FOLDER = Path(__file__).parents[1] / "docs" / "kubernetes"
 KUBERNETES = "1.30"

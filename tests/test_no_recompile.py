@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from scheduler.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 
 NUM_REQUESTS = 300
 

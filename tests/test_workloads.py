@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from jaxengine.bench.workloads import recorded
-from scheduler.sampling_params import SamplingParams
+from jaxengine.requests.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
 
 NAMES = ("CHAT", "W1", "W2", "W3")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxengine.api.llm import LLM
     from jaxengine.bench.workloads import Workload
-    from jaxengine.llm import LLM
-    from jaxengine.outputs import RequestOutput
+    from jaxengine.requests.outputs import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | 
 
     max_tokens: other lengths than the workload's own.
     """
-    from scheduler.sampling_params import SamplingParams
+    from jaxengine.requests.sampling_params import SamplingParams
 
     params = [
         SamplingParams(

@@ -11,7 +11,7 @@ import argparse
 import time
 from typing import Any
 
-from jaxengine.cli_options import positive_int
+from jaxengine.config.command_line import positive_int
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 64
@@ -122,9 +122,9 @@ def _requests(generator, longest: int, turnover: int):
     import numpy as np
 
     from scheduler.request import Request
-    from scheduler.sampling_params import SamplingParams
+    from scheduler.token_params import TokenParams
 
-    params, number = SamplingParams(temperature=0.0, max_tokens=longest), 0
+    params, number = TokenParams(temperature=0.0), 0
     while True:
         length = PROMPT_TOKENS + number % PAGE_SIZE
         yield Request(

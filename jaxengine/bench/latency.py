@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from jaxengine.cli_options import add_options, given_options, positive_int
-from jaxengine.config import EngineConfig
+from jaxengine.config.command_line import add_options, given_options, positive_int
+from jaxengine.config.engine_config import EngineConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxengine.bench.peer_process import OURS, PEERS, Peer, PeerError, PeerProcess, install
 from jaxengine.bench.report import table, write_json
-from jaxengine.cli_options import positive_int
+from jaxengine.config.command_line import positive_int
 
 # Name -> (recorded workload, whether a prefix shared by its prompts may be computed once).
 RUNS = {"W1": ("W1", True), "W2": ("W2", True), "W3": ("W3", True), "W3-no-sharing": ("W3", False)}
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from os import cpu_count
 
-    from jaxengine.default_model import default_model_path
+    from jaxengine.checkpoint.default_model import default_model_path
 
     args.venv_dir.mkdir(parents=True, exist_ok=True)
     threads = args.threads or cpu_count() or 1

@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
     from importlib.metadata import version
     from os import cpu_count
 
-    from jaxengine import __version__
+    from jaxengine.version import __version__
 
     model = ""
     info = Path("/proc/cpuinfo")

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.cli_options import positive_int
+from jaxengine.config.command_line import positive_int
 
 if TYPE_CHECKING:
     from jaxengine.bench.serve_load import Load, Traffic

@@ -10,13 +10,13 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.bench.workloads import NAMES
-from jaxengine.cli_options import add_options, given_options, positive_int
-from jaxengine.config import EngineConfig
+from jaxengine.config.command_line import add_options, given_options, positive_int
+from jaxengine.config.engine_config import EngineConfig
 
 if TYPE_CHECKING:
+    from jaxengine.api.llm import LLM
     from jaxengine.bench.engine_run import Run
     from jaxengine.bench.workloads import Workload
-    from jaxengine.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config import ConfigError
+from jaxengine.config.engine_config import ConfigError
 
 # A figure may grow by this much.
 SLACK = 0.05

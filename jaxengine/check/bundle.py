@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config import ConfigError
+from jaxengine.config.engine_config import ConfigError
 
 MANIFEST = "manifest.json"
 

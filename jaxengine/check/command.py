@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from jaxengine.check.targets import TARGETS, find_target, require_compiler, split_targets
-from jaxengine.cli_options import add_options, given_options
-from jaxengine.config import EngineConfig
-from jaxengine.platforms import PLATFORMS
+from jaxengine.config.command_line import add_options, given_options
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.platforms import PLATFORMS
 
 # Options of the engine that decide what is compiled.
 ENGINE_OPTIONS = (

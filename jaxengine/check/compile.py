@@ -24,10 +24,10 @@ from jaxengine.check.devices import target_devices
 from jaxengine.check.programs import Program, StagePrograms, open_stages
 from jaxengine.check.shapes import model_config
 from jaxengine.check.targets import Target, find_target
-from jaxengine.config import ConfigError, EngineConfig
-from jaxengine.executables import compile_program
-from jaxengine.memory import MemoryPlan, device_memory, plan_memory
-from jaxengine.platforms import PLATFORMS
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.runner.executables import compile_program
+from jaxengine.runner.memory import MemoryPlan, device_memory, plan_memory
 from models.kv_cache import platform_of
 
 Reply = Callable[[dict[str, Any]], None]

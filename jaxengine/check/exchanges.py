@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxengine.check.hlo import Instruction, Module, arrays_of
-from jaxengine.logprobs import PROMPT_BLOCK_ROWS
+from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from scheduler.buckets import Bucket
 from sharding.layout import MeshLayout
 

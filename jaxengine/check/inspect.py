@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.experimental import serialize_executable
 
-from jaxengine.memory import workspace_bytes
+from jaxengine.runner.memory import workspace_bytes
 
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[(.*?)\]')
 _SCOPED_VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')

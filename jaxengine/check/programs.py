@@ -1,7 +1,7 @@
 """What is compiled for one target: the engine's steps over their bucket grid, and one layer's kernels by themselves.
 
 Everything is abstract: shapes with the shardings of a mesh of devices that need not exist. The steps are those of
-jaxengine.step_programs, the memory plan that of jaxengine.memory, so a check sees what the engine would run. What is
+jaxengine/runner/step_programs.py, the memory plan that of memory.py, so a check sees what the engine would run. What is
 compiled for a mesh holds one device's part of every array, and so are sizes counted here.
 """
 
@@ -20,16 +20,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxengine.check.exchanges import Expected, expected
 from jaxengine.check.hlo import Precious
 from jaxengine.check.roofline import DECODE_CONTEXT, Work, attention_work, step_work, update_work
-from jaxengine.config import EngineConfig, ResolvedConfig
-from jaxengine.devices import build_split, choose_stages
-from jaxengine.platforms import Platform
-from jaxengine.step_programs import StepPrograms
-from models.attention import RaggedBatch, attention_spec, kv_cache_update, ragged_paged_attention
+from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
+from jaxengine.config.platforms import Platform
+from jaxengine.runner.devices import build_split, choose_stages
+from jaxengine.runner.step_programs import StepPrograms
 from models.causal_lm import CausalLM
-from models.config import ModelConfig
-from models.declare import declared_params
-from models.llama import attention_schedule, kv_update_schedule
-from models.loading.parts import format_of
+from models.config.model_config import ModelConfig
+from models.families.llama import attention_schedule, kv_update_schedule
+from models.layers.attention import RaggedBatch, attention_spec, kv_cache_update, ragged_paged_attention
+from models.weights.declare import declared_params
+from models.weights.parts import format_of
 from scheduler.buckets import Bucket
 from sharding.mesh import make_mesh
 from sharding.rules import named_sharding, part_bytes, part_shape

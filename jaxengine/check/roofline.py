@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from models.declare import declared_params
+from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 
 DECODE_CONTEXT = 1024

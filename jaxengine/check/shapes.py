@@ -8,9 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config import ConfigError, EngineConfig
-from models.config import ExpertsConfig, ModelConfig, read_config_json
-from models.rope import RopeScaling
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from models.config.experts import ExpertsConfig
+from models.config.hf import read_config_json
+from models.config.model_config import ModelConfig
+from models.config.rope import RopeScaling
+from models.registry import read_hf
 
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 _LLAMA31: dict[str, Any] = {**_LLAMA3, "max_position_embeddings": 131072}
@@ -120,14 +123,14 @@ def model_config(name: str) -> ModelConfig:
         return SHAPES[name.lower()]
     path = Path(name).expanduser()
     if path.is_file():
-        from jaxengine.model_source import open_model
+        from jaxengine.checkpoint.model_source import open_model
 
         return open_model(EngineConfig(model=name, load_format="dummy")).config
     if path.is_dir():
-        return ModelConfig.from_hf(read_config_json(path))
+        return read_hf(read_config_json(path))
     if len(parts := name.split("/")) != 2 or not all(parts) or name.startswith((".", "~")):
         raise ConfigError("model", name, f"{', '.join(SHAPES)}, a GGUF file, a Hugging Face folder, or a hub id")
-    return ModelConfig.from_hf(read_config_json(_download_config(name)))
+    return read_hf(read_config_json(_download_config(name)))
 
 
 def _download_config(name: str) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from jaxengine.config import ConfigError
+from jaxengine.config.engine_config import ConfigError
 
 GIB = 2**30
 

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from jaxengine.config import ConfigError
+from jaxengine.config.engine_config import ConfigError
 from jaxengine.parsers.events import OutputParser
 from jaxengine.parsers.reasoning_think import ThinkParser, begins_inside
 from jaxengine.parsers.tool_hermes import HermesToolParser

@@ -8,8 +8,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from jaxengine.cli_options import add_options, given_options
-from jaxengine.config import ConfigError, EngineConfig
+from jaxengine.config.command_line import add_options, given_options
+from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.server.options import ServerConfig
 
 _NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         print(f"jaxengine: error: serving needs {', '.join(missing)}: pip install 'jaxengine[serve]'", file=sys.stderr)
         return 2
-    from jaxengine.server.spans import check_endpoint
-    from jaxengine.server.supervisor import Supervisor
+    from jaxengine.server.observe.spans import check_endpoint
+    from jaxengine.server.processes.supervisor import Supervisor
 
     server = ServerConfig(**given_options(args, ServerConfig))
     engine = EngineConfig(**given_options(args, EngineConfig))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from jaxengine.engine_client import EngineClient
+from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.options import ServerConfig
 
 # What a client may name its request; the name goes into headers and logs.

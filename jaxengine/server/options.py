@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxengine.config import ConfigError
+from jaxengine.config.engine_config import ConfigError
 from jaxengine.parsers.registry import reasoning_format, tool_format
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from jaxengine.inputs import InputProcessor
+from jaxengine.requests.inputs import InputProcessor
 from scheduler.errors import RequestError, show_value
 
 _LONG_TEXT = 10_000  # characters; a few milliseconds of work

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.config import ModelConfig, read_config_json
+from models.config.hf import read_config_json
 from models.forward_batch import ForwardBatch
-from models.loading.params import load_params
-from models.loading.safetensors import SafetensorsCheckpoint
-from models.registry import build_model
-from pallas_kernels.kv_pages import alloc
-from pallas_kernels.paged_attention import RaggedBatch
+from models.registry import build_model, read_hf
+from models.weights.load import load_params
+from models.weights.safetensors import SafetensorsCheckpoint
+from pallas_kernels.attention.op import RaggedBatch
+from pallas_kernels.kv.pages import alloc
 
 CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "models"
 WEIGHTS_OF = {"llama_yarn": "llama"}
@@ -27,7 +27,7 @@ PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 24, 16
 
 @cache
 def _load(name: str) -> SimpleNamespace:
-    config = ModelConfig.from_hf(read_config_json(CHECKPOINTS / name))
+    config = read_hf(read_config_json(CHECKPOINTS / name))
     model = build_model(config, dtype=jnp.float32)
     source = SafetensorsCheckpoint(CHECKPOINTS / WEIGHTS_OF.get(name, name))
     nnx.update(model, load_params(model, source, dtype=jnp.float32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.config import ModelConfig
+from models.config.model_config import ModelConfig
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",

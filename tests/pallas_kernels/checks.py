@@ -223,7 +223,7 @@ def local_heads(implementation: Implementation) -> None:
 
 def exchange(source: str, dtype: str, implementation: Implementation) -> None:
     """Pages taken out of a pool of layout `source` and put into this implementation's are the same bits."""
-    from pallas_kernels.kv_pages import export_pages, import_pages
+    from pallas_kernels.kv.pages import export_pages, import_pages
 
     rng = np.random.default_rng(0)
     old = [codes(rng.standard_normal((6, 16, 3, 8)) * 30, dtype, None) for _ in "kv"]

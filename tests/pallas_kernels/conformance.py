@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
-from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.kv.pages import KVPages
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.pools import QUANTIZED, codes, make_pool, read_pool, unsigned
 from tests.pallas_kernels.problems import Case, Problem, build, expected, rounded

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.registry import kernel, platform_of
 from tests.pallas_kernels.pools import QUANTIZED
 from tests.pallas_kernels.problems import Case
@@ -111,7 +111,8 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
 
 def _small_tpu_blocks() -> None:
     """Blocks of 128 keys in three buffers, writes of four groups, so that small problems meet every border there is."""
-    from pallas_kernels import kv_update_tpu, paged_attention_tpu
+    from pallas_kernels.attention.tpu import attend as paged_attention_tpu
+    from pallas_kernels.kv import update_tpu as kv_update_tpu
 
     kv_update_tpu.GROUPS_IN_FLIGHT, kv_update_tpu.READS_AHEAD, kv_update_tpu.WINDOW_BYTES = 4, 2, 1
 
@@ -129,7 +130,7 @@ def _small_tpu_blocks() -> None:
 def _far_page_table_and_two_cores() -> None:
     """As on a chip of two cores with wide matrix units whose scalar memory does not hold the page table; small blocks
     too."""
-    from pallas_kernels import paged_attention_tpu
+    from pallas_kernels.attention.tpu import attend as paged_attention_tpu
 
     _small_tpu_blocks()
     paged_attention_tpu.fits_smem = lambda shape: False

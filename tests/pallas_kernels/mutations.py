@@ -19,8 +19,22 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from tests.pallas_kernels import mutants_gpu_decode, mutants_gpu_prefill, mutants_tpu, mutants_tpu_write, mutants_xla
-from tests.pallas_kernels.mutant import Mutant
+from tests.pallas_kernels.mutants import (
+    gpu_decode as mutants_gpu_decode,
+)
+from tests.pallas_kernels.mutants import (
+    gpu_prefill as mutants_gpu_prefill,
+)
+from tests.pallas_kernels.mutants import (
+    tpu as mutants_tpu,
+)
+from tests.pallas_kernels.mutants import (
+    tpu_write as mutants_tpu_write,
+)
+from tests.pallas_kernels.mutants import (
+    xla as mutants_xla,
+)
+from tests.pallas_kernels.mutants.mutant import Mutant
 from tests.pallas_kernels.worker import ROOT, Worker
 
 GATES: dict[str, ModuleType] = {

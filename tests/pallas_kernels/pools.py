@@ -1,6 +1,6 @@
 """The physical layouts written down a second time, in numpy: pools for the tests, and what a kernel left in one.
 
-Shares no code with pallas_kernels.kv_pages, whose docstring is what both follow.
+Shares no code with pallas_kernels.kv.pages, whose docstring is what both follow.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_pages import KVPages, KVSpec
+from pallas_kernels.kv.pages import KVPages, KVSpec
 
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
-from pallas_kernels.ragged_batch import AttentionSpec
+from pallas_kernels.attention.ragged_batch import AttentionSpec
 from tests.pallas_kernels import pools
 
 FAMILIES = ("normal", "sharp", "uniform", "needle")

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention_schedule
-from pallas_kernels.kv_pages import KVSpec, alloc
-from pallas_kernels.kv_update import kv_cache_update
-from pallas_kernels.paged_attention import attention_schedule, ragged_paged_attention
-from pallas_kernels.ragged_batch import AttentionSpec
+from pallas_kernels.attention.op import attention_schedule, ragged_paged_attention
+from pallas_kernels.attention.ragged_batch import AttentionSpec
+from pallas_kernels.attention.xla import schedule as paged_attention_schedule
+from pallas_kernels.kv.pages import KVSpec, alloc
+from pallas_kernels.kv.update import kv_cache_update
 from pallas_kernels.registry import kernel
 from tests.pallas_kernels.cases import MIXED_KV, MIXED_Q
 from tests.pallas_kernels.checks import CHECKS, INVARIANTS

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from tests.pallas_kernels.findings import FITTED_TO
-from tests.pallas_kernels.mutant import Mutant
+from tests.pallas_kernels.mutants.mutant import Mutant
 from tests.pallas_kernels.mutations import GATES, killer, mutated, source_of
 
 MUTANTS = {f"{gate}:{mutant.name}": mutant for gate, module in GATES.items() for mutant in module.MUTANTS}
@@ -41,6 +41,6 @@ def test_mutant_is_caught(identity):
 
 
 def test_pattern_that_is_gone_is_an_error():
-    gone = Mutant("gone", "kv_update_xla", "no such line", "", ())
+    gone = Mutant("gone", "kv/update_xla", "no such line", "", ())
     with pytest.raises(ValueError, match="occurs 0 times"):
         source_of(gone)

@@ -10,8 +10,8 @@ from scheduler.buckets import Buckets
 from scheduler.config import SchedulerConfig
 from scheduler.packing import Packer
 from scheduler.request import Request
-from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+from scheduler.token_params import TokenParams
 from tests.scheduler.fake_device import VOCAB_SIZE, FakeDevice, expected_output
 
 
@@ -88,7 +88,7 @@ class Loop:
 
 
 def make(name, prompt, max_tokens=8, **fields):
-    params = fields.pop("params", SamplingParams(temperature=0, max_tokens=max_tokens))
+    params = fields.pop("params", TokenParams(temperature=0))
     return Request(str(name), np.array(prompt, np.int32), params, max_tokens, **fields)
 
 

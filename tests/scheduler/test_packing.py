@@ -8,7 +8,7 @@ from models.forward_batch import HEADER
 from scheduler.batch import PageDeltas
 from scheduler.buckets import Bucket
 from scheduler.packing import delta_chunks
-from scheduler.sampling_params import SamplingParams
+from scheduler.token_params import TokenParams
 from tests.scheduler.loop import Loop, check_output, make
 
 
@@ -19,7 +19,7 @@ def headers(loop, message):
 
 def test_an_empty_rank_is_padding_with_the_flags_of_the_others():
     loop = Loop(num_ranks=3)
-    params = SamplingParams(temperature=0.7, logprobs=2, max_tokens=4)
+    params = TokenParams(temperature=0.7, logprobs=2)
     loop.scheduler.add_request(make("a", range(5), 4))
     loop.scheduler.add_request(make("b", range(1, 3), 4, params=params))
     message = loop.packer.pack(loop.scheduler.schedule())

@@ -11,7 +11,7 @@ import pytest
 
 from scheduler.errors import RequestError
 from scheduler.request import FinishReason, RequestStatus
-from scheduler.sampling_params import SamplingParams
+from scheduler.token_params import TokenParams
 from tests.scheduler.fake_device import VOCAB_SIZE, expected_output
 from tests.scheduler.loop import Loop, check_output, make, random_request
 
@@ -184,9 +184,7 @@ def test_deadline_ends_waiting_and_running():
 def test_min_tokens_outlasts_stop_tokens():
     prompt = np.array([3, 1], np.int32)
     stop = tuple(expected_output(prompt, 2))
-    request = make(
-        "a", prompt, 9, params=SamplingParams(temperature=0, max_tokens=9, min_tokens=4), stop_token_ids=stop
-    )
+    request = make("a", prompt, 9, params=TokenParams(temperature=0, min_tokens=4), stop_token_ids=stop)
     loop = Loop()
     loop.scheduler.add_request(request)
     loop.run()

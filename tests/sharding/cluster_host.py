@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine import LLM, SamplingParams
-from jaxengine.channel import ClusterError
-from jaxengine.config import ConfigError
+from jaxengine.cluster.channel import ClusterError
+from jaxengine.config.engine_config import ConfigError
 from tests.sharding.parallel_cases import MODELS, OPTIONS, differences, run, write_tokenizer
 
 

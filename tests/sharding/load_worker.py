@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import ExpertsConfig, ModelConfig
-from models.declare import DeclaredParam, Source, declared_params
-from models.loading.dummy import dummy_params
-from models.loading.orbax import load_checkpoint, save_checkpoint
-from models.loading.params import load_params
-from models.loading.safetensors import SafetensorsCheckpoint
+from models.config.experts import ExpertsConfig
+from models.config.model_config import ModelConfig
 from models.registry import build_model
+from models.weights.declare import DeclaredParam, Source, declared_params
+from models.weights.dummy import dummy_params
+from models.weights.load import load_params
+from models.weights.orbax import load_checkpoint, save_checkpoint
+from models.weights.safetensors import SafetensorsCheckpoint
 from sharding.layout import MeshLayout
 from sharding.mesh import make_mesh
 from sharding.rules import named_sharding

@@ -63,11 +63,11 @@ def compile_cases(backend: str) -> None:
     from jaxengine.check.programs import open_stages
     from jaxengine.check.shapes import SHAPES
     from jaxengine.check.targets import find_target
-    from jaxengine.config import EngineConfig
-    from jaxengine.executables import compile_program
-    from jaxengine.platforms import PLATFORMS
-    from models import layers
-    from models.config import ExpertsConfig
+    from jaxengine.config.engine_config import EngineConfig
+    from jaxengine.config.platforms import PLATFORMS
+    from jaxengine.runner.executables import compile_program
+    from models.config.experts import ExpertsConfig
+    from models.layers import linear as layers
 
     devices = target_devices(find_target("cpu-8" if backend == "cpu" else "v5e-8"))
     shape = dataclasses.replace(

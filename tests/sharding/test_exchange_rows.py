@@ -18,12 +18,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from models.moe import ExpertLoad, MixtureOfExperts
+from models.layers.moe import ExpertLoad, MixtureOfExperts
 from sharding.collectives import exchange_rows, join_tokens, share_tokens
 from sharding.layout import RAGGED, RULES, MeshLayout
 from sharding.mesh import make_mesh
 from sharding.rules import logical_to_spec
-from tests.models.test_moe import CONFIG, NAMES, make_layer, oracle, tokens
+from tests.models.layers.test_moe import CONFIG, NAMES, make_layer, oracle, tokens
 
 ROOT = Path(__file__).parents[2]
 DEVICES, GROUPS, WIDTH = 8, 16, 3
@@ -149,7 +149,7 @@ def check_layer() -> None:
 
         def run(state, x, is_token, graph=graph):
             layer = nnx.merge(graph, state)
-            with mock.patch("models.moe.exchange_rows", wraps=exchange_rows) as spied:
+            with mock.patch("models.layers.moe.exchange_rows", wraps=exchange_rows) as spied:
                 y = layer(x, is_token)
             return y, nnx.pop(layer, ExpertLoad)["load"][...][None], jnp.sum(spied.call_args.args[2])
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import grpc.aio
 
-from jaxengine import __version__
-from jaxengine.engine_client import EngineClient
+from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.grpc import admin_pb2 as pb
 from jaxengine.server.grpc.service import OpenCalls
+from jaxengine.version import __version__
 from scheduler.errors import RequestError
 
 API_VERSION = "jaxengine.v1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from jaxengine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.convert import Wanted
 

@@ -17,13 +17,13 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from jaxengine.inputs import InputProcessor
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder
 from scheduler.errors import RequestError
-from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 # Field of GenerateRequest -> field of SamplingParams that it becomes, as it is.
 SAMPLING_FIELDS = {

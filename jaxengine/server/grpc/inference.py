@@ -10,8 +10,8 @@ from contextlib import aclosing
 import grpc
 import grpc.aio
 
-from jaxengine.engine_client import EngineClient
-from jaxengine.outputs import RequestOutput
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.outputs import RequestOutput
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
 from jaxengine.server.grpc.auth import key_of

@@ -13,8 +13,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from jaxengine.config import ConfigError
-from jaxengine.engine_client import EngineClient, EngineDeadError
+from jaxengine.api.engine_client import EngineClient, EngineDeadError
+from jaxengine.config.engine_config import ConfigError
 from jaxengine.server.grpc import admin_pb2, inference_pb2
 from jaxengine.server.grpc.admin import AdminService
 from jaxengine.server.grpc.auth import KeyInterceptor
@@ -23,7 +23,7 @@ from jaxengine.server.grpc.service import OpenCalls, handlers
 from jaxengine.server.keys import Keys
 from jaxengine.server.names import served_names
 from jaxengine.server.options import MIB, ServerConfig
-from jaxengine.server.sockets import is_loopback
+from jaxengine.server.processes.sockets import is_loopback
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]

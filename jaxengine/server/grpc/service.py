@@ -14,10 +14,10 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from jaxengine.engine_client import EngineDrainingError
+from jaxengine.api.engine_client import EngineDrainingError
 from jaxengine.server.grpc.convert import field_of, refuse_unknown_fields
 from jaxengine.server.grpc.status import status_of
-from jaxengine.server.spans import caller_trace
+from jaxengine.server.observe.spans import caller_trace
 from scheduler.errors import RequestError
 
 logger = logging.getLogger(__name__)

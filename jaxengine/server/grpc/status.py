@@ -13,8 +13,8 @@ import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from jaxengine.engine_client import EngineDeadError, EngineDrainingError
-from jaxengine.server.scrub import scrub
+from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
+from jaxengine.server.observe.scrub import scrub
 from scheduler.errors import OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)

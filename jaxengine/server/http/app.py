@@ -13,17 +13,20 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxengine import __version__
-from jaxengine.engine_client import EngineClient
-from jaxengine.server import prometheus, status
-from jaxengine.server.http import chat, completions, errors, models, operations, responses, tokenize
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http import errors, models, operations, tokenize
 from jaxengine.server.http.auth import AuthMiddleware
+from jaxengine.server.http.chat import endpoint as chat
+from jaxengine.server.http.completions import endpoint as completions
 from jaxengine.server.http.errors import ApiError, as_api_error, error_response
 from jaxengine.server.http.limits import JsonRoute, LimitsMiddleware
+from jaxengine.server.http.responses import endpoint as responses
 from jaxengine.server.keys import Keys
 from jaxengine.server.names import REQUEST_ID
+from jaxengine.server.observe import prometheus, status
+from jaxengine.server.observe.spans import CallerTraceMiddleware
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.spans import CallerTraceMiddleware
+from jaxengine.version import __version__
 
 logger = logging.getLogger(__name__)
 

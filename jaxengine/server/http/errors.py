@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxengine.engine_client import EngineDeadError, EngineDrainingError
-from jaxengine.server.scrub import scrub
+from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
+from jaxengine.server.observe.scrub import scrub
 from scheduler.errors import OverloadedError, RequestError, show_value
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from jaxengine.engine_client import EngineClient
+from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.http.errors import ApiError
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig

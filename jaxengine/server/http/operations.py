@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
-from jaxengine import __version__
-from jaxengine.engine_client import EngineClient
+from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.http.auth import require_admin
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.protocol import RequestModel, Texts
 from jaxengine.server.options import ServerConfig
+from jaxengine.version import __version__
 
 
 class AbortRequest(RequestModel):

@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from jaxengine.inputs import InputProcessor
-from jaxengine.outputs import PositionLogprobs
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.outputs import PositionLogprobs
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError, show_value
-from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 # Lists end at their first fault: a body has room for millions of them.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]

@@ -8,7 +8,7 @@ from typing import Any, Self
 from fastapi import APIRouter
 from pydantic import model_validator
 
-from jaxengine.engine_client import EngineClient
+from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.protocol import RequestModel, TokenIds

@@ -14,10 +14,10 @@ import pytest
 from jaxengine.check import children, compile
 from jaxengine.check.roofline import Work, step_work, visible_keys
 from jaxengine.check.shapes import SHAPES, model_config
-from jaxengine.cli import main
-from models.config import ExpertsConfig
-from models.declare import declared_params
+from jaxengine.commands.cli import main
+from models.config.experts import ExpertsConfig
 from models.registry import build_model
+from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 from sharding.layout import MeshLayout
 

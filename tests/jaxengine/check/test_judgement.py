@@ -10,7 +10,7 @@ from jaxengine.check import baseline, report
 from jaxengine.check.inspect import mosaic_gpu, vmem_bytes
 from jaxengine.check.judge import failures
 from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler, split_targets
-from jaxengine.config import ConfigError
+from jaxengine.config.engine_config import ConfigError
 
 V6E = TARGETS["v6e"]
 ROW = {

@@ -1,0 +1,1 @@
+"""What a program touches: LLM, AsyncLLM, and the engine behind both."""

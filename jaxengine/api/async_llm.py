@@ -1,0 +1,238 @@
+"""The online API: requests as async streams over one engine that steps on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxengine.api.core import EngineCore
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.output_stream import OutputStream
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.prepared import Prompt
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from scheduler.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class _Reader:
+    """The engine's thread's end of a stream that is read on an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, stream: OutputStream):
+        self._loop = loop
+        self._stream = stream
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._stream.put, item)
+        except RuntimeError:  # the reader's event loop is gone, and the reader with it
+            logger.debug("an output came after its event loop was closed")
+
+
+class AsyncLLM:
+    """Streams outputs of many requests at once.
+
+    Args:
+      model, devices, mesh, options: as for `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        devices: Sequence[Any] | None = None,
+        mesh: Mesh | None = None,
+        **options: Any,
+    ):
+        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._command_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._dead: EngineDeadError | None = None
+        self._readers: dict[str, _Reader] = {}
+        self._num_requests = 0
+        self._thread = threading.Thread(target=self._loop, name="jaxengine", daemon=True)
+        self._thread.start()
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has failed or was shut down."""
+        return self._dead is not None
+
+    @property
+    def inputs(self) -> InputProcessor:
+        """Limits, tokenizer and default sampling parameters of the engine."""
+        return self.core.inputs
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        client: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields outputs of the kind that `sampling_params.output_kind` asks for, until the request is finished.
+
+        Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages.
+
+        Args:
+          priority: smaller runs first; needs scheduling_policy="priority".
+          timeout: seconds after which the request is aborted.
+          client: whose request it is; needs scheduling_policy="fair". None for all who have no name.
+
+        Raises:
+          RequestError: the request cannot be served; no other is disturbed.
+          EngineDeadError: the engine has failed.
+        """
+        params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
+        if request_id is None:
+            self._num_requests += 1
+            request_id = f"async-{self._num_requests}"
+        aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+        stream = OutputStream(aggregate)
+        reader = _Reader(asyncio.get_running_loop(), stream)
+        options = {"priority": priority, "timeout": timeout, "client": client}
+        self._run_command(lambda: self._start(reader, prompt, params, request_id, options))
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                with contextlib.suppress(EngineDeadError):
+                    self._run_command(lambda: self._stop(reader, request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its stream yields a last output with finish_reason "abort"."""
+        self._run_command(lambda: self._abort(request_id))
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError once the engine has failed or was shut down."""
+        if self._dead is not None:
+            raise self._dead
+
+    async def utility(self, name: str, *arguments: Any) -> Any:
+        """Calls a function of `EngineCore.utilities` between two steps. Raises RequestError, EngineDeadError."""
+        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def settle(method: Callable[[Any], None], value: Any) -> None:
+            if not future.done():
+                method(value)
+
+        def call() -> None:
+            try:
+                if self._dead is not None:
+                    raise self._dead
+                outcome = future.set_result, self.core.utility(name, *arguments)
+            except Exception as error:
+                outcome = future.set_exception, error
+            with contextlib.suppress(RuntimeError):  # the caller's event loop is gone
+                loop.call_soon_threadsafe(settle, *outcome)
+
+        self._run_command(call)
+        return await future
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        """When text was made of tokens: (start, end, outputs), seconds of time.monotonic, the last ones in order."""
+        return self.core.text_spans()
+
+    def get_metrics(self):
+        """As `LLM.get_metrics`."""
+        return self.core.metrics.collect()
+
+    def shutdown(self, timeout: float | None = 10.0) -> None:
+        """Stops the engine; streams still open end with EngineDeadError."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout)
+        self.core.shutdown()
+
+    def _run_command(self, command: Callable[[], None]) -> None:
+        """Has the engine's thread run `command` before its next step."""
+        with self._command_lock:
+            if self._dead is not None:
+                raise self._dead
+            self._commands.append(command)
+        self._wake.set()
+
+    def _start(self, reader: _Reader, prompt: Prompt, params: Any, request_id: str, options: dict[str, Any]) -> None:
+        """options: further arguments of InputProcessor.prepare."""
+        if self._dead is not None:
+            reader.put(self._dead)
+            return
+        try:
+            prepared = self.core.inputs.prepare(prompt, params, request_id=request_id, **options)
+        except Exception as error:  # it has changed nothing: whatever it was, it is this request's alone
+            reader.put(error)
+            return
+        try:
+            self.core.add(prepared)
+        except RequestError as error:
+            reader.put(error)
+        else:
+            self._readers[request_id] = reader
+
+    def _stop(self, reader: _Reader, request_id: str) -> None:
+        """The reader left. Another request may have the id if this one was refused for using it twice."""
+        if self._readers.get(request_id) is reader:
+            del self._readers[request_id]
+            self.core.abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        for output in self.core.abort(request_id):
+            self._deliver(output)
+
+    def _loop(self) -> None:
+        error = EngineDeadError("the engine was shut down")
+        try:
+            while not self._closing:
+                while self._commands:
+                    self._commands.popleft()()
+                if self.core.has_unfinished:
+                    for output in self.core.step():
+                        self._deliver(output)
+                    for request_id, refusal in self.core.take_refused():
+                        if (reader := self._readers.pop(request_id, None)) is not None:
+                            reader.put(refusal)
+                else:
+                    self._wake.wait()
+                    self._wake.clear()
+        except Exception as failure:
+            logger.exception("the engine's loop failed")
+            error = EngineDeadError(f"the engine has failed: {failure}")
+            error.__cause__ = failure
+        finally:
+            self._end(error)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        reader = self._readers.get(output.request_id)
+        if reader is not None:
+            reader.put(output)
+            if output.finished:
+                del self._readers[output.request_id]
+
+    def _end(self, error: EngineDeadError) -> None:
+        """Nothing is queued any more once `_dead` is set; requests that were still in the queue learn of it too."""
+        with self._command_lock:
+            self._dead = error
+        while self._commands:
+            self._commands.popleft()()
+        for reader in self._readers.values():
+            reader.put(error)
+        self._readers.clear()

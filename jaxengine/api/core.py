@@ -1,0 +1,177 @@
+"""A model ready to serve: prompts in, outputs out, one `step` at a time. What LLM and AsyncLLM both stand on.
+
+`inputs` makes requests of what callers ask for; here they are queued, run and reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxengine.cluster.host0 import Cluster
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.engine.engine import Engine
+from jaxengine.engine.metrics import Metrics
+from jaxengine.engine.output import EngineOutput
+from jaxengine.engine.status import engine_status
+from jaxengine.grammars.grammar_worker import GrammarWorker
+from jaxengine.grammars.request_masks import RequestMasks
+from jaxengine.requests.inputs import InputProcessor, input_processor
+from jaxengine.requests.output_processor import OutputProcessor
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.prepared import PreparedRequest
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.open import load_runner, open_resolved
+from jaxengine.runner.peers import ALONE
+from scheduler.errors import RequestError
+from scheduler.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Loads the model, compiles every step, and then serves. Not thread-safe.
+
+    Attributes:
+      config: nothing left open.
+      inputs: prepares requests for this engine.
+      model_path: file or folder of the model.
+    """
+
+    def __init__(self, config: EngineConfig, *, devices: Sequence[Any] | None = None, mesh: Mesh | None = None):
+        """devices: to take from, default all; or a mesh with axes data, attn and model that says how to use which.
+
+        Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change.
+        """
+        if config.nnodes > 1 and (devices is not None or mesh is not None):
+            raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
+        self._cluster = Cluster(config) if config.nnodes > 1 else None
+        try:
+            opened = open_resolved(config, devices, mesh)
+            self.config = opened.config
+            self.model_path = opened.source.path
+            self.inputs = input_processor(opened.source, self.config)
+            self.runner = load_runner(*opened, peers=self._cluster or ALONE)
+        except BaseException as error:
+            if self._cluster is not None:
+                self._cluster.shutdown(f"start-up failed: {error}")
+            raise
+        if not config.disable_log_stats:
+            print(self.runner.plan.table(), file=sys.stderr)
+        self.engine = Engine(self.runner, _request_masks(self.inputs, self.runner))
+        self._refused: list[tuple[str, RequestError]] = []
+        self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
+        self._processor = OutputProcessor(self.inputs.tokenizer)
+
+    def shutdown(self, reason: str | None = None) -> None:
+        """Ends the engine's other processes, if it has any; with a reason, as a failure."""
+        self.engine.shutdown()
+        if self._cluster is not None:
+            self._cluster.shutdown(reason)
+
+    @property
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        """What an operator may call between two steps, by name; arguments and results are plain JSON values."""
+        return {
+            "reset_prefix_cache": self._reset_prefix_cache,
+            "metrics": self.metrics.snapshot,
+            "status": lambda: engine_status(self.engine, self.metrics),
+            "trace": self._trace,
+            "count_rejections": self._count_rejections,
+        }
+
+    def utility(self, name: str, *arguments: Any) -> Any:
+        """Calls one of them. Raises RequestError for a name that is not there."""
+        if name not in self.utilities:
+            raise RequestError(f"there is no {name!r}; allowed: {', '.join(self.utilities)}", param="name", value=name)
+        return self.utilities[name](*arguments)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.engine.has_unfinished
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Queues a prepared request; raises RequestError, and nothing has changed then."""
+        if prepared.request_id in self._processor:
+            raise RequestError(
+                f"request_id {prepared.request_id!r} is in use", param="request_id", value=prepared.request_id
+            )
+        self.queue(prepared.requests)
+        self._processor.add(prepared)
+
+    def queue(self, requests: Sequence[Request]) -> None:
+        """Queues the requests of one caller's request without following them; all of them, or RequestError."""
+        added = []
+        try:
+            for request in requests:
+                self.engine.add_request(request)
+                added.append(request)
+        except RequestError:
+            for request in added:
+                self.engine.finish(request, FinishReason.ABORT)
+            raise
+        self.engine.request_stats.n.observe(len(added))
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """Ends a request and frees its pages; returns its last output, or nothing when there is no such request."""
+        running = self._processor.running(request_id)
+        for request in running:
+            self.engine.finish(request, FinishReason.ABORT)
+        return self._process(EngineOutput(finished=running))
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step; returns the outputs it brought. `take_refused` tells of requests that end without one."""
+        return self._process(self.advance())
+
+    def advance(self) -> EngineOutput:
+        """Runs one step; returns its tokens, for who makes text of them elsewhere."""
+        output = self.engine.step()
+        self.metrics.stepped()
+        return output
+
+    def take_refused(self) -> list[tuple[str, RequestError]]:
+        """Requests that `step` has found not to be servable since the last call, by id, and their callers' errors."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        """When text was made of tokens here: (start, end, outputs), seconds of time.monotonic, the last ones."""
+        return list(self._processor.spans)
+
+    def _reset_prefix_cache(self) -> bool:
+        self.engine.scheduler.reset_prefix_cache()
+        return True
+
+    def _count_rejections(self, count: int) -> None:
+        """Requests that were refused because too many waited, by a process in front of the engine."""
+        self.engine.request_stats.num_rejections += count
+
+    def _trace(self, seconds: float) -> dict[str, Any]:
+        """The last `seconds` of the engine's timeline, for `jaxengine/server/observe/chrome_trace.py`."""
+        return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
+
+    def _process(self, result: EngineOutput) -> list[RequestOutput]:
+        for request, error in result.refused:
+            request_id, siblings = self._processor.forget(request)
+            for sibling in siblings:
+                self.engine.finish(sibling, FinishReason.ABORT)
+            if request_id is not None:
+                self._refused.append((request_id, error))
+        return self._processor.process(
+            result,
+            time.monotonic(),
+            lambda request, text: self.engine.finish(request, FinishReason.STOP, text),
+        )
+
+
+def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks | None:
+    """None without a tokenizer."""
+    if inputs.tokenizer is None:
+        return None
+    text, vocab_size = inputs.tokenizer.backend.to_str(), inputs.model_config.vocab_size
+    return RequestMasks(GrammarWorker(text, vocab_size, runner.num_mask_words, inputs.eos_token_ids()))

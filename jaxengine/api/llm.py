@@ -1,0 +1,192 @@
+"""The offline API: `LLM(...)`, `generate`, `chat`. Same names and results as vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxengine.api.core import EngineCore
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.engine.metrics import Histogram, Metric
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.prepared import Prompt
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.tokens.tokenizer import Tokenizer
+from scheduler.errors import RequestError
+
+ProgressFactory = Callable[..., Any]
+
+
+class LLM:
+    """A model in this process, answering batches of prompts.
+
+    Args:
+      model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
+      devices: jax devices to take from, the first ones that the parallel sizes ask for; default all.
+      mesh: a jax.sharding.Mesh with axes data, attn and model to run on, instead of parallel sizes.
+      options: see `jaxengine.EngineConfig`. One that is unknown or not supported yet raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        devices: Sequence[Any] | None = None,
+        mesh: Mesh | None = None,
+        **options: Any,
+    ):
+        self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Ends the engine's other processes, if it has any (`nnodes`), as the end of this process also does."""
+        self.core.shutdown()
+
+    def get_expert_load(self) -> np.ndarray | None:
+        """u32[layers, E]: tokens that each expert was picked for so far, modulo 2**32; None without experts.
+
+        Layers are those that have experts. Shows how evenly `enable_expert_parallel` loads the devices.
+        """
+        return self.core.runner.expert_load()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | ProgressFactory = True,
+        priority: Sequence[int] | None = None,
+        client: str | Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Continues each prompt; results come in the order of the prompts.
+
+        Args:
+          prompts: a string, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of them.
+          sampling_params: one for all or one each; None for the model's defaults.
+          use_tqdm: a progress bar, or what makes one.
+          priority: one each; smaller runs first. Needs scheduling_policy="priority".
+          client: whose they are, a name for all or one each. Needs scheduling_policy="fair", which serves
+            clients that wait in equal shares.
+
+        Raises:
+          RequestError: for the first bad prompt or parameter; no request has been started then. For a grammar that
+            cannot be compiled; all requests of this call are aborted then.
+        """
+        if isinstance(prompts, (str, Mapping)):
+            prompts = [prompts]
+        if not isinstance(prompts, Sequence) or (prompts and type(prompts[0]) is int):
+            raise RequestError(
+                "prompts must be a string, a dict or a list of them; token ids go into {'prompt_token_ids': [...]}",
+                param="prompts",
+                value=prompts,
+            )
+        params = self._params_for(len(prompts), sampling_params)
+        priorities = list(priority) if priority is not None else [0] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise RequestError(
+                f"priority has {len(priorities)} values for {len(prompts)} prompts", param="priority", value=priority
+            )
+        clients: list[Any] = [client] * len(prompts)
+        if isinstance(client, Sequence) and not isinstance(client, str):
+            clients = list(client)
+        if len(clients) != len(prompts):
+            raise RequestError(
+                f"client has {len(clients)} values for {len(prompts)} prompts", param="client", value=client
+            )
+        prepared = [
+            self.core.inputs.prepare(prompt, each, priority=rank, client=who)
+            for prompt, each, rank, who in zip(prompts, params, priorities, clients, strict=True)
+        ]
+        started = []
+        try:
+            for request in prepared:
+                self.core.add(request)
+                started.append(request.request_id)
+            return self._run(started, use_tqdm)
+        except BaseException:
+            for request_id in started:
+                self.core.abort(request_id)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | ProgressFactory = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, through the model's chat template."""
+        if not messages:
+            raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.core.inputs.chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer; RequestError when the engine was started without."""
+        return self.core.inputs.require_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` stands for: the model's generation_config.json over vLLM's defaults."""
+        return self.core.inputs.default_sampling_params()
+
+    def get_metrics(self) -> list[Metric | Histogram]:
+        """Counters, gauges and histograms, each with `name` and `value`."""
+        return self.core.metrics.collect()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        return self.core.utility("reset_prefix_cache")
+
+    def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            params = [params] * count
+        if not isinstance(params, Sequence) or len(params) != count:
+            raise RequestError(
+                f"sampling_params must be one SamplingParams or one for each of the {count} prompts",
+                param="sampling_params",
+                value=params,
+            )
+        final = RequestOutputKind.FINAL_ONLY
+        return [each.clone_with(output_kind=final) if isinstance(each, SamplingParams) else each for each in params]
+
+    def _run(self, request_ids: list[str], use_tqdm: bool | ProgressFactory) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        waited = set(request_ids)
+        with make(total=len(request_ids), desc="Processed prompts", disable=not use_tqdm) as bar:
+            while len(outputs) < len(waited):
+                for output in self.core.step():
+                    if output.request_id in waited and output.finished:
+                        outputs[output.request_id] = output
+                        bar.update(1)
+                for request_id, error in self.core.take_refused():
+                    if request_id in waited:
+                        raise error
+        return [outputs[request_id] for request_id in request_ids]

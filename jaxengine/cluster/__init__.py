@@ -1,0 +1,1 @@
+"""The other processes of one engine, and what they say to each other."""

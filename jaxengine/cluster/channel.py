@@ -1,0 +1,276 @@
+"""Messages between the processes of one engine: framed, authenticated, and read as data only.
+
+Both ends know a key from a file. Each proves it to the other (HMAC-SHA256 over both ends' nonces, with the role in it,
+so that no proof can be played back), and every message carries a code made with a key of this connection and direction
+and its number. The content is not encrypted. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import math
+import os
+import selectors
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.config.engine_config import ConfigError
+
+# Operation -> its fields and their types.
+OPERATIONS: Mapping[str, Mapping[str, type]] = {
+    # A worker's first word, and that of a further connection of it which only carries jax's own start-up traffic.
+    "hello": {"node_rank": int, "host": str, "versions": str},
+    "coordinator": {},
+    # Start-up. options: EngineConfig's fields.
+    "refused": {"reason": str},
+    "start": {"options": dict},
+    "plan": {"num_pages": int, "programs": str},
+    "ready": {},
+    # Serving: what every process executes, in the same order.
+    "step": {"num_tokens": int, "num_seqs": int},
+    "change": {"name": str},
+    "expert load": {},
+    # Any time.
+    "alive": {},
+    "failed": {"reason": str},
+    "end": {},
+    "bye": {},
+}
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "float32")}
+MAX_MESSAGE_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 64 << 10
+_MIN_KEY_BYTES, _MAX_KEY_BYTES = 16, 4096
+_GREETING = b"jaxengine cluster 1\n"
+_NONCE_BYTES = _CODE_BYTES = 32
+_HANDSHAKE_SECONDS = 10.0
+# The system gives a connection up when what was sent is not acknowledged for so long: the other machine is gone.
+_UNACKNOWLEDGED_MS = 6000
+# Somebody must have been silent for so long before a machine that still acknowledges counts as lost: a process that
+# loads or compiles can be busy for a while.
+SILENCE_SECONDS = 60.0
+_ALIVE_SECONDS = 1.0
+
+
+class ClusterError(RuntimeError):
+    """The processes of an engine do not come together, or one of them is lost."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """An operation, its fields as OPERATIONS says, and arrays of the dtypes in DTYPES."""
+
+    op: str
+    fields: Mapping[str, Any]
+    arrays: Sequence[np.ndarray] = ()
+
+
+def encode(message: Message) -> bytes:
+    """The header's length (u32, little-endian), the header as JSON, the arrays' bytes one after the other."""
+    arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in message.arrays]
+    listed = [[array.dtype.name, list(array.shape)] for array in arrays]
+    header = json.dumps([message.op, dict(message.fields), listed]).encode()
+    header += b" " * (-(len(header) + 4) % 16)  # the reader's arrays are views, which should be aligned
+    data = (array.astype(DTYPES[array.dtype.name], copy=False).tobytes() for array in arrays)
+    return b"".join((len(header).to_bytes(4, "little"), header, *data))
+
+
+def decode(payload: bytes) -> Message:
+    """Reads what `encode` wrote; ClusterError for anything else, saying what is wrong with it."""
+    length = int.from_bytes(payload[:4], "little")
+    if len(payload) < 4 or not 2 <= length <= min(len(payload) - 4, _MAX_HEADER_BYTES):
+        raise ClusterError(f"a message of {len(payload)} bytes cannot have a header of {length}")
+    try:
+        header = json.loads(payload[4 : 4 + length])
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(f"a message's header is not JSON: {error}") from None
+    if not (isinstance(header, list) and len(header) == 3 and isinstance(header[0], str)):
+        raise ClusterError("a message's header is not [operation, fields, arrays]")
+    op, fields, listed = header
+    if op not in OPERATIONS:
+        raise ClusterError(f"a message's operation is {op[:40]!r}; allowed: {', '.join(OPERATIONS)}")
+    expected = OPERATIONS[op]
+    if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != dict(expected):
+        raise ClusterError(f"a message {op!r} must have the fields {', '.join(expected) or 'none'}, of their types")
+    return Message(op, fields, _decode_arrays(op, listed, payload, 4 + length))
+
+
+def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.ndarray]:
+    arrays = []
+    for entry in listed if isinstance(listed, list) else [None]:
+        dtype, shape = entry if isinstance(entry, list) and len(entry) == 2 else ("", [])
+        told = isinstance(dtype, str) and dtype in DTYPES and isinstance(shape, list) and len(shape) <= 4
+        if not told or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
+            raise ClusterError(f"a message {op!r} does not say its arrays' dtypes and shapes")
+        count = math.prod(shape)
+        if count * 4 > len(payload) - start:
+            raise ClusterError(f"a message {op!r} ends in the middle of an array")
+        arrays.append(np.frombuffer(payload, DTYPES[dtype], count, start).reshape(shape))
+        start += count * 4
+    if start != len(payload):
+        raise ClusterError(f"a message {op!r} has {len(payload) - start} bytes more than it says")
+    return arrays
+
+
+def read_key(file: str | None) -> bytes:
+    """The secret in a file that belongs to the user alone; ConfigError for any other."""
+    allowed = f"a file of {_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} random bytes that only its owner may read"
+    if file is None:
+        raise ConfigError("cluster_key_file", file, f"{allowed}; it is needed when nnodes is above 1")
+    try:
+        with Path(file).expanduser().open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            key = opened.read(_MAX_KEY_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError("cluster_key_file", file, f"{allowed} ({error.strerror})") from None
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError("cluster_key_file", file, f"{allowed} (chmod 600)")
+    if not _MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES:
+        raise ConfigError("cluster_key_file", file, f"{allowed}; it holds {len(key)} bytes")
+    return key
+
+
+class Channel:
+    """One connection whose ends have proved that they know the key. Any thread may send, one receives.
+
+    Raises ClusterError for what is not a message of the other end, OSError when the connection is at an end.
+    """
+
+    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes):
+        self.connection = connection
+        self._keys = send_key, receive_key
+        self._numbers = [0, 0]
+        self._sending = threading.Lock()
+        connection.settimeout(SILENCE_SECONDS)
+
+    def send(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
+        """Sends a message."""
+        payload = encode(Message(op, fields, arrays))
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise ClusterError(f"a message {op!r} has {len(payload)} bytes; allowed are {MAX_MESSAGE_BYTES}")
+        length = len(payload).to_bytes(8, "little")
+        with self._sending:
+            self.connection.sendall(length + self._code(0, length, payload) + payload)
+
+    def receive(self) -> Message:
+        """The next message; waits for it, ConnectionError at the end."""
+        head = _receive_exactly(self.connection, 8 + _CODE_BYTES)
+        length = int.from_bytes(head[:8], "little")
+        if length > MAX_MESSAGE_BYTES:
+            raise ClusterError(f"a message claims {length} bytes; allowed are {MAX_MESSAGE_BYTES}")
+        payload = _receive_exactly(self.connection, length)
+        if not hmac.compare_digest(self._code(1, head[:8], payload), head[8:]):
+            raise ClusterError("a message was not sent by the other end")
+        return decode(payload)
+
+    def follow(self, handle: Callable[[Message], bool]) -> None:
+        """Gives messages to `handle` until it returns False, and tells the other end that this one is alive.
+
+        Raises OSError or ClusterError as soon as the other end is gone or has been silent for too long.
+        """
+        heard = said = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.connection, selectors.EVENT_READ)
+            while True:
+                if time.monotonic() - said >= _ALIVE_SECONDS:
+                    self.send("alive")
+                    said = time.monotonic()
+                if selector.select(_ALIVE_SECONDS):
+                    message = self.receive()
+                    heard = time.monotonic()
+                    if message.op != "alive" and not handle(message):
+                        return
+                elif time.monotonic() - heard > SILENCE_SECONDS:
+                    raise ClusterError(f"nothing was heard for {SILENCE_SECONDS:.0f} s")
+
+    def close(self) -> None:
+        """Ends the connection, also for a thread that is receiving."""
+        close_connection(self.connection)
+
+    def _code(self, way: int, length: bytes, payload: bytes) -> bytes:
+        number = self._numbers[way].to_bytes(8, "little")
+        self._numbers[way] += 1
+        code = hmac.new(self._keys[way], number + length, hashlib.sha256)
+        code.update(payload)
+        return code.digest()
+
+
+def connect_channel(host: str, port: int, key: bytes) -> Channel:
+    """Connects to host 0. ClusterError when it has another key or is something else; OSError when nobody is there."""
+    connection = socket.create_connection((host, port), _HANDSHAKE_SECONDS)
+    try:
+        return _prove_as_worker(connection, key)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
+    _prepare(connection)
+    own = os.urandom(_NONCE_BYTES)
+    connection.sendall(_GREETING + own)
+    answer = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES)
+    if answer[: len(_GREETING)] != _GREETING:
+        raise ClusterError("what answers there is not an engine of this version")
+    nonces = own + answer[len(_GREETING) :]
+    connection.sendall(_keyed(key, b"worker", nonces))
+    try:
+        proof = _receive_exactly(connection, _CODE_BYTES)
+    except ConnectionError:
+        raise ClusterError("host 0 has another cluster key") from None
+    if not hmac.compare_digest(proof, _keyed(key, b"host 0", nonces)):
+        raise ClusterError("host 0 does not know the cluster key")
+    return Channel(connection, _keyed(key, b"to host 0", nonces), _keyed(key, b"to worker", nonces))
+
+
+def accept_channel(connection: socket.socket, key: bytes) -> Channel:
+    """Host 0's end of a new connection; ClusterError or OSError for one that does not prove that it knows the key."""
+    _prepare(connection)
+    greeting = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES)
+    if greeting[: len(_GREETING)] != _GREETING:
+        raise ClusterError("it is not a worker of this version")
+    own = os.urandom(_NONCE_BYTES)
+    connection.sendall(_GREETING + own)
+    nonces = greeting[len(_GREETING) :] + own
+    if not hmac.compare_digest(_receive_exactly(connection, _CODE_BYTES), _keyed(key, b"worker", nonces)):
+        raise ClusterError("it has another cluster key")
+    connection.sendall(_keyed(key, b"host 0", nonces))
+    return Channel(connection, _keyed(key, b"to worker", nonces), _keyed(key, b"to host 0", nonces))
+
+
+def close_connection(connection: socket.socket) -> None:
+    """Ends a connection for both ends and for every thread that waits on it."""
+    with contextlib.suppress(OSError):  # the other end was faster
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.settimeout(_HANDSHAKE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+
+
+def _keyed(key: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.new(key, role + b"\0" + nonces, hashlib.sha256).digest()
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    content = bytearray()
+    while len(content) < count:
+        part = connection.recv(min(count - len(content), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        content += part
+    return bytes(content)

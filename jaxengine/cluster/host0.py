@@ -1,0 +1,360 @@
+"""One engine over several processes, as its ModelRunner sees it and as host 0 runs it.
+
+Host 0 schedules; the others (worker.py) execute the same programs in the same order, because host 0 tells them
+before it executes one itself. Owns who belongs to the engine, from waiting for them to noticing that one is lost. What
+jax's processes tell each other at their start-up passes through authenticated connections too, so that master_port is
+all that host 0 opens; what the devices exchange goes its own way, over a network that must be trusted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxengine.cluster.channel import Channel, ClusterError, Message, accept_channel, close_connection, read_key
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.runner.peers import _T, Peers
+from jaxengine.version import __version__
+
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 10.0
+_END_SECONDS = 10.0
+# How long after a failed exchange between devices the loss of a process may show, which is then the reason.
+BLAME_SECONDS = 5.0
+_CHECK_SECONDS = 0.05
+_MAX_GREETINGS = 64
+# jax must never end a process for another's sake: it does so without a reason, and the reason is known here.
+_NEVER_SECONDS = 10**6
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A process with a node rank; plan, ready and ended as it reported them."""
+
+    node_rank: int
+    host: str
+    channel: Channel
+    plan: Message | None = None
+    ready: bool = False
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"node rank {self.node_rank} ({self.host})"
+
+
+class Cluster(Peers):
+    """Host 0's side. After construction jax sees the devices of all processes.
+
+    Once a process is lost every call raises ClusterError, and the interpreter's exit has status 1.
+    """
+
+    def __init__(self, config: EngineConfig):
+        """Waits for the workers; nothing may have used jax's devices in this process before.
+
+        Raises:
+          ConfigError: an option cannot be honoured.
+          ClusterError: workers are missing after config.cluster_timeout seconds; names them.
+        """
+        self._config = config
+        self._key = read_key(config.cluster_key_file)
+        if jax.distributed.is_initialized():
+            allowed = "1 where jax.distributed was initialised before: one engine over several processes in each"
+            raise ConfigError("nnodes", config.nnodes, allowed)
+        self._changed = threading.Condition()
+        self._workers: dict[int, _Worker] = {}
+        self._failure: str | None = None
+        self._started = self._closing = False
+        self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
+        with free_listener() as found:
+            self._coordinator_port = found.getsockname()[1]
+        self._listener = _listen(config.master_addr, config.master_port)
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        for target in (self._accept, self._call):
+            threading.Thread(target=target, name=f"jaxengine {target.__name__}", daemon=True).start()
+        atexit.register(self._leave)
+        try:
+            self._await("join", lambda worker: True)
+            options = _options(config)
+            self.announce("start", options=options)
+            self.run(lambda: join_jax(self._coordinator_port, config.nnodes, 0, config.cluster_timeout))
+        except BaseException as error:
+            self.shutdown(str(error))
+            raise
+
+    def agree(self, num_pages: int, programs: str) -> int:
+        self._await("load the model", lambda worker: worker.plan is not None)
+        plans = {worker: worker.plan.fields for worker in self._workers.values() if worker.plan is not None}
+        for worker, plan in plans.items():
+            if plan["programs"] != programs:
+                raise ClusterError(f"{worker} has another model or other sizes than host 0 under the same options")
+        num_pages = min(num_pages, *(plan["num_pages"] for plan in plans.values()))
+        self.announce("plan", num_pages=num_pages, programs=programs)
+        return num_pages
+
+    def await_ready(self) -> None:
+        self._await("compile", lambda worker: worker.ready)
+
+    def announce(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
+        self.check()
+        for worker in self._workers.values():
+            try:
+                worker.channel.send(op, arrays, **fields)
+            except OSError as error:
+                self._lose(worker, str(error))
+                self.check()
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Calls it on a thread of its own: where devices wait for a lost process for ever, only that thread does."""
+        outcome: Future[_T] = Future()
+        self._calls.put((function, outcome))
+        with self._blaming():
+            while not (outcome.done() or wait([outcome], _CHECK_SECONDS).done):
+                self.check()
+            return outcome.result()
+
+    def check(self) -> None:
+        """Raises ClusterError when a process is lost."""
+        if self._failure is not None:
+            raise ClusterError(self._failure)
+
+    def shutdown(self, reason: str | None = None) -> None:
+        """Ends the workers, normally or with a reason, and waits a moment for them. A second call does nothing."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        for worker in self._workers.values():
+            with contextlib.suppress(OSError):  # one that is gone already needs no word
+                if reason is None:
+                    worker.channel.send("end")
+                else:
+                    worker.channel.send("failed", reason=reason)
+        with self._changed:
+            self._changed.wait_for(lambda: all(worker.ended for worker in self._workers.values()), _END_SECONDS)
+        close_connection(self._listener)
+        for worker in self._workers.values():
+            worker.channel.close()
+
+    def _await(self, what: str, arrived: Callable[[_Worker], bool]) -> None:
+        """Waits until all workers have done something; ClusterError with the node ranks of those that have not."""
+        config = self._config
+        deadline = time.monotonic() + config.cluster_timeout
+        said = time.monotonic()
+        with self._changed:
+            while missing := [rank for rank in range(1, config.nnodes) if not self._has(rank, arrived)]:
+                self.check()
+                now = time.monotonic()
+                if now >= deadline:
+                    raise ClusterError(f"{_named(missing)} did not {what} within {config.cluster_timeout} s")
+                if now - said >= LOG_SECONDS:
+                    logger.info("waiting for %s to %s, %.0f s left", _named(missing), what, deadline - now)
+                    said = now
+                self._changed.wait(min(deadline - now, LOG_SECONDS))
+            self._started = True  # whoever goes from now on is lost, and nobody else may come
+
+    def _has(self, rank: int, arrived: Callable[[_Worker], bool]) -> bool:
+        return rank in self._workers and arrived(self._workers[rank])
+
+    def _call(self) -> None:
+        while True:
+            function, outcome = self._calls.get()
+            try:
+                outcome.set_result(function())
+            except BaseException as error:
+                outcome.set_exception(error)
+            del function, outcome  # they hold arrays
+
+    def _leave(self) -> None:
+        """At the interpreter's exit, before jax's own: that would wait for devices that wait for a lost process."""
+        self.shutdown()
+        if self._failure is not None:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    @contextlib.contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """An error in here has the loss of a process as its reason if one shows."""
+        try:
+            yield
+        except ClusterError:
+            raise
+        except Exception as error:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, BLAME_SECONDS)
+            if self._failure is not None:
+                raise ClusterError(self._failure) from error
+            raise
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, (address, *_) = self._listener.accept()
+            except OSError:
+                return  # closed
+            if self._greetings.acquire(blocking=False):
+                greet = threading.Thread(target=self._greet, args=(connection, address), daemon=True)
+                greet.start()
+            else:
+                connection.close()
+
+    def _greet(self, connection: socket.socket, address: str) -> None:
+        """A new connection, from its first byte to its end."""
+        try:
+            try:
+                channel = accept_channel(connection, self._key)
+                hello = channel.receive()
+            finally:
+                self._greetings.release()
+            if hello.op == "coordinator":
+                self._relay(connection)
+            elif worker := self._enter(channel, hello, address):
+                self._follow(worker)
+        except (ClusterError, OSError) as error:
+            logger.warning("a connection from %s was refused: %s", address, error)
+        finally:
+            close_connection(connection)
+
+    def _enter(self, channel: Channel, hello: Message, address: str) -> _Worker | None:
+        """The new worker, if it may come in."""
+        if hello.op != "hello":
+            raise ClusterError(f"its first message is {hello.op!r}")
+        rank, nnodes = hello.fields["node_rank"], self._config.nnodes
+        worker = _Worker(rank, f"{hello.fields['host'][:100]}, {address}", channel)
+        with self._changed:
+            reason = None
+            if not 1 <= rank < nnodes:
+                reason = f"node_rank is {rank}; allowed: 1 to {nnodes - 1} with nnodes {nnodes}"
+            elif hello.fields["versions"] != versions():
+                reason = f"it has {hello.fields['versions'][:200]}, host 0 has {versions()}"
+            elif self._started or self._closing:
+                reason = "the engine has already started"
+            elif rank in self._workers:
+                reason = f"node_rank {rank} is taken by {self._workers[rank]}"
+            else:
+                self._workers[rank] = worker
+                self._changed.notify_all()
+        if reason is not None:
+            channel.send("refused", reason=reason)
+            raise ClusterError(reason)
+        logger.info("%s has joined", worker)
+        return worker
+
+    def _follow(self, worker: _Worker) -> None:
+        try:
+            worker.channel.follow(lambda message: self._handle(worker, message))
+        except (ClusterError, OSError) as error:
+            self._lose(worker, str(error))
+
+    def _handle(self, worker: _Worker, message: Message) -> bool:
+        if message.op == "failed":
+            self._lose(worker, message.fields["reason"])
+            return False
+        with self._changed:
+            if message.op == "plan":
+                worker.plan = message
+            elif message.op == "ready":
+                worker.ready = True
+            elif message.op == "bye":
+                worker.ended = True
+            else:
+                raise ClusterError(f"it sent {message.op!r}")
+            self._changed.notify_all()
+        return message.op != "bye"
+
+    def _lose(self, worker: _Worker, reason: str) -> None:
+        """Before the start a worker may come again; after it the engine ends, and the other workers with it."""
+        with self._changed:
+            first = self._started and not self._closing and self._failure is None and not worker.ended
+            worker.ended = True
+            if not self._started:
+                self._workers.pop(worker.node_rank, None)
+                logger.warning("%s has left: %s", worker, reason)
+            elif first:
+                self._failure = f"{worker} is lost: {reason}"
+                logger.error("%s", self._failure)
+            self._changed.notify_all()
+        if first:
+            for other in self._workers.values():
+                with contextlib.suppress(OSError):  # it may be gone as well
+                    other.channel.send("failed", reason=f"{worker} is lost: {reason}")
+
+    def _relay(self, connection: socket.socket) -> None:
+        """Joins a worker's connection with jax's service in this process."""
+        with socket.create_connection(("127.0.0.1", self._coordinator_port), self._config.cluster_timeout) as service:
+            for each in (connection, service):
+                each.settimeout(None)
+            threading.Thread(target=pump, args=(service, connection), daemon=True).start()
+            pump(connection, service)
+            close_connection(service)
+
+
+def join_jax(port: int, num_processes: int, process_id: int, timeout: int) -> None:
+    """Makes this process one of several for jax, and finds everybody's devices. port: of this machine."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_recoverability", True)  # jax leaves it to us to end when another process is lost
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        num_processes,
+        process_id,
+        cluster_detection_method="deactivate",
+        initialization_timeout=timeout,
+        coordinator_bind_address=f"127.0.0.1:{port}",
+        heartbeat_timeout_seconds=_NEVER_SECONDS,
+        shutdown_timeout_seconds=int(_END_SECONDS),
+    )
+    jax.devices()
+
+
+def pump(source: socket.socket, sink: socket.socket) -> None:
+    """Copies bytes until either end is closed."""
+    with contextlib.suppress(OSError):
+        while part := source.recv(1 << 16):
+            sink.sendall(part)
+
+
+def free_listener() -> socket.socket:
+    """Listens on a free port of this machine, for this machine only."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def versions() -> str:
+    """What all processes must have in common to compile the same programs."""
+    return f"jaxengine {__version__} with jax {jax.__version__}"
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    """What workers must know, as JSON knows it; they have a key file of their own."""
+    chosen = {field.name: getattr(config, field.name) for field in fields(config)}
+    chosen["compilation_config"] = vars(config.compilation_config)
+    return {name: value for name, value in chosen.items() if name != "cluster_key_file"}
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family, backlog=_MAX_GREETINGS)
+    except OSError as error:
+        allowed = f"an address and a port of this machine that are free ({error.strerror})"
+        raise ConfigError("master_addr:master_port", f"{address}:{port}", allowed) from None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"node rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

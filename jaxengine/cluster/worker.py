@@ -1,0 +1,195 @@
+"""`jaxengine worker`: one of the processes of an engine that host 0 runs (jaxengine.cluster.host0).
+
+Joins, loads its parts of the model, compiles the same programs and then executes what host 0 says, until host 0 says
+that it is over, or is lost: then the process ends with the reason, whatever its devices wait for. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import jax
+
+from jaxengine.cluster.channel import Channel, ClusterError, Message, close_connection, connect_channel, read_key
+from jaxengine.cluster.host0 import BLAME_SECONDS, LOG_SECONDS, free_listener, join_jax, pump, versions
+from jaxengine.config.command_line import given_options
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.open import load_runner, open_resolved
+from jaxengine.runner.peers import Peers
+from scheduler.buckets import Bucket
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.5
+# Host 0 waits for the results of its steps, so that it is never far ahead.
+_MAX_WAITING = 4096
+
+
+class Host0(Peers):
+    """Host 0 as a worker knows it; the process ends when it is lost."""
+
+    def __init__(self, config: EngineConfig, node_rank: int):
+        """Joins; raises ConfigError or ClusterError when that cannot be.
+
+        config: only its cluster options matter.
+        """
+        if config.nnodes < 2 or not 1 <= node_rank < config.nnodes:
+            allowed = f"1 to nnodes - 1, with nnodes of at least 2; nnodes is {config.nnodes}"
+            raise ConfigError("node_rank", node_rank, allowed)
+        self._config = config
+        self._node_rank = node_rank
+        self._key = read_key(config.cluster_key_file)
+        self._messages: queue.Queue[Message] = queue.Queue(_MAX_WAITING)
+        self._outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._channel = self._join()
+        self._channel.send("hello", node_rank=node_rank, host=socket.gethostname(), versions=versions())
+        for target in (self._follow, self._await_outputs):
+            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+
+    def agree(self, num_pages: int, programs: str) -> int:
+        self._channel.send("plan", num_pages=num_pages, programs=programs)
+        return self.expect("plan").fields["num_pages"]
+
+    def await_ready(self) -> None:
+        self._channel.send("ready")
+
+    def next(self) -> Message:
+        """The next thing to do; waits for it."""
+        return self._messages.get()
+
+    def expect(self, op: str) -> Message:
+        message = self.next()
+        if message.op != op:
+            raise ClusterError(f"host 0 sent {message.op!r} instead of {op!r}")
+        return message
+
+    def watch(self, output: Any) -> None:
+        """Nobody here reads a step's results; that it failed must show nevertheless."""
+        self._outputs.put(output)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends the process, and tells host 0 why."""
+        time.sleep(BLAME_SECONDS)  # if it failed because somebody is lost, that ends the process first
+        reason = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            self._channel.send("failed", reason=reason[:4000])
+        self.leave(reason)
+
+    def leave(self, reason: str | None = None) -> NoReturn:
+        """Ends the process, also where a thread waits for other processes for ever."""
+        if reason is None:
+            self._channel.send("bye")
+        else:
+            logger.error("node rank %d ends: %s", self._node_rank, reason)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0 if reason is None else 1)
+
+    def open_relay(self) -> int:
+        """A port of this machine that leads to jax's service in host 0's process.
+
+        jax's client would end this process, without a reason, when the connection ends; so this end stays open.
+        """
+        listener = free_listener()
+
+        def serve() -> None:
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._relay, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=serve, name="relay", daemon=True).start()
+        return listener.getsockname()[1]
+
+    def _relay(self, connection: socket.socket) -> None:
+        try:
+            channel = connect_channel(self._config.master_addr, self._config.master_port, self._key)
+            channel.send("coordinator")
+        except (ClusterError, OSError) as error:
+            self.leave(f"host 0 is lost: {error}")
+        for each in (connection, channel.connection):
+            each.settimeout(None)
+        threading.Thread(target=pump, args=(channel.connection, connection), daemon=True).start()
+        pump(connection, channel.connection)
+        close_connection(channel.connection)
+
+    def _join(self) -> Channel:
+        config = self._config
+        where = f"{config.master_addr}:{config.master_port}"
+        deadline = time.monotonic() + config.cluster_timeout
+        said = time.monotonic()
+        while True:
+            try:
+                return connect_channel(config.master_addr, config.master_port, self._key)
+            except OSError as error:
+                now = time.monotonic()
+                if now >= deadline:
+                    reason = f"host 0 was not at {where} within {config.cluster_timeout} s: {error}"
+                    raise ClusterError(reason) from None
+                if now - said >= LOG_SECONDS:
+                    logger.info("waiting for host 0 at %s (%s), %.0f s left", where, error, deadline - now)
+                    said = now
+            time.sleep(_RETRY_SECONDS)
+
+    def _follow(self) -> None:
+        try:
+            self._channel.follow(self._handle)
+        except (ClusterError, OSError) as error:
+            self.leave(f"host 0 at {self._config.master_addr}:{self._config.master_port} is lost: {error}")
+
+    def _handle(self, message: Message) -> bool:
+        if message.op in ("failed", "refused"):
+            self.leave(f"host 0 says: {message.fields['reason']}")
+        self._messages.put(message)
+        return message.op != "end"
+
+    def _await_outputs(self) -> None:
+        try:
+            while True:
+                jax.block_until_ready(self._outputs.get())
+        except Exception as error:
+            self.fail(error)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Its exit status is 0 when host 0 ended the engine, and 1 when anything else did."""
+    host0 = Host0(EngineConfig.from_options(**given_options(args, EngineConfig)), args.node_rank)
+    try:
+        config = EngineConfig.from_options(**host0.expect("start").fields["options"])
+        join_jax(host0.open_relay(), config.nnodes, args.node_rank, config.cluster_timeout)
+        runner = load_runner(*open_resolved(config), peers=host0)
+        output = serve(host0, runner)
+        jax.block_until_ready(output)
+    except Exception as error:
+        logger.exception("the worker has failed")
+        host0.fail(error)
+    host0.leave()
+
+
+def serve(host0: Host0, runner: ModelRunner) -> Any:
+    """Executes what host 0 executes until it ends; the last step's output."""
+    buckets, output = set(runner.buckets), None
+    while (message := host0.next()).op != "end":
+        if message.op == "step":
+            bucket = Bucket(**message.fields)
+            if bucket not in buckets:
+                raise ClusterError(f"host 0 sent a step of the shape {bucket}, which is none of this engine's")
+            output = runner.run_step(bucket, *message.arrays).output
+            host0.watch(output)
+        elif message.op == "change":
+            runner.change_state(message.fields["name"], *message.arrays)
+        elif message.op == "expert load":
+            runner.expert_load()
+        else:
+            raise ClusterError(f"host 0 sent {message.op!r} while serving")
+    return output

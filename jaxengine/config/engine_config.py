@@ -1,0 +1,380 @@
+"""What a user may set, checked once. Names and meaning are vLLM's wherever vLLM has the option.
+
+`EngineConfig` is frozen; `None` in it means "as the model and platform suggest" and `resolved` fills that in. An option
+that is not built yet is refused with its name, never accepted and forgotten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.platforms import Platform
+from scheduler.buckets import Buckets
+from scheduler.config import SchedulerConfig
+from scheduler.policy.waiting import POLICIES
+from sharding.layout import GATHER, RAGGED, MeshLayout
+
+if TYPE_CHECKING:
+    from models.config.model_config import ModelConfig
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
+DTYPES = ("auto", "float32", "bfloat16")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+
+# Options of vLLM that are not built yet, with the values that ask for nothing.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "quantization": (None,),
+    "speculative_config": (None,),
+    "enable_lora": (False,),
+    "max_loras": (1,),
+    "cpu_offload_gb": (0,),
+    "swap_space": (0, 4),
+    "limit_mm_per_prompt": (None,),
+    "mm_processor_kwargs": (None,),
+    "hf_overrides": (None,),
+    "kv_transfer_config": (None,),
+    "structured_outputs_config": (None,),
+    "enable_sleep_mode": (False,),
+    "logits_processors": (None,),
+    "tokenizer_mode": ("auto",),
+    "runner": ("auto", "generate"),
+    "trust_remote_code": (False,),
+}
+
+
+class ConfigError(ValueError):
+    """An engine option that cannot be honoured.
+
+    Attributes:
+      param: the option's name.
+    """
+
+    def __init__(self, param: str, value: Any, allowed: str):
+        super().__init__(f"{param} is {value!r}; allowed: {allowed}")
+        self.param = param
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """Which shapes are compiled before serving (vLLM: which CUDA graphs are captured).
+
+    Attributes:
+      cudagraph_capture_sizes: numbers of sequences for decode-only steps; max_num_seqs is always among them.
+      prefill_sizes: token counts for steps with prefill; max_num_batched_tokens is always among them.
+      mode: None or 3; every step is compiled whole, so no lesser mode exists (`enforce_eager` skips warm-up).
+    """
+
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    prefill_sizes: tuple[int, ...] | None = None
+    mode: int | None = None
+
+    def __post_init__(self):
+        if self.mode not in (None, 3):
+            raise ConfigError("compilation_config.mode", self.mode, "None or 3")
+        for name in ("cudagraph_capture_sizes", "prefill_sizes"):
+            sizes = getattr(self, name)
+            if sizes is None:
+                continue
+            if not isinstance(sizes, (list, tuple)) or not all(type(size) is int and size > 0 for size in sizes):
+                raise ConfigError(f"compilation_config.{name}", sizes, "a list of integers of at least 1")
+            object.__setattr__(self, name, tuple(sizes))
+
+    def divided(self, parts: int) -> CompilationConfig:
+        """The sizes of each of `parts` that split a batch."""
+        names = ("cudagraph_capture_sizes", "prefill_sizes")
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Engine options.
+
+    Attributes:
+      model: a GGUF file, a Hugging Face folder, or a hub id to download; None for the embedded SmolLM2-135M-Instruct.
+      tokenizer: a folder with a tokenizer.json, when it is not the model's own.
+      skip_tokenizer_init: token ids in and out, no text.
+      load_format: "auto", "safetensors", "gguf", "orbax" (of `jaxengine convert`), or "dummy" for random weights.
+      revision: the hub's branch, tag or commit.
+      download_dir: where hub downloads go.
+      dtype: of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere.
+      kv_cache_dtype: of the KV pages; "auto" follows dtype.
+      seed: of everything random that has no seed of its own.
+      max_model_len: longest prompt and output together, in tokens.
+      max_num_seqs: requests that run at once, in each of data_parallel_size.
+      max_num_batched_tokens: tokens of one step, in each of data_parallel_size.
+      block_size: tokens of one page (page_size).
+      gpu_memory_utilization: share of the device's memory the engine may use.
+      kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
+      num_gpu_blocks_override: number of pages; overrides both.
+      enable_prefix_caching: reuse the KV of known prefixes.
+      enable_chunked_prefill: let a prompt span several steps.
+      long_prefill_token_threshold: longest prefill chunk, 0 for no limit of its own.
+      scheduling_policy: who is next: "fcfs", the first to come; "priority", of the lowest value; "fair", of the client
+        that was served least, in input tokens and twice its output tokens (a client is who has a key of the server, or
+        a `client` in Python), so that nobody waits behind a crowd of another's requests.
+      async_scheduling: dispatch a step before the tokens of the one before are read.
+      enforce_eager: no warm-up; a shape is compiled when it first occurs. For debugging.
+      tensor_parallel_size: devices that split the weights of a layer. Where the model has fewer kv heads, or a number
+        of them that does not divide, some of these devices split the sequences instead of the heads of attention.
+      replicate_kv_heads: split the heads over all of tensor_parallel_size, storing kv heads more than once.
+      data_parallel_size: times that weights are stored (but for experts), each with sequences and pages of its own.
+      enable_expert_parallel: whole experts on devices of tensor_parallel_size * data_parallel_size, not slices of all.
+      all2all_backend: how tokens reach whole experts: "allgather_reducescatter", every token to every device, or
+        "ragged_all_to_all", to those that hold its experts. The latter is for TPUs; a CPU, which has no such exchange,
+        plays it slowly, for tests.
+      pipeline_parallel_size: groups of devices that each have a run of the layers.
+      pipeline_layers: numbers of layers of these groups; None splits by the bytes of the weights.
+      nnodes: processes of the engine, this one included; the others are started as `jaxengine worker`.
+      master_addr: where this process listens for them.
+      master_port: the port for that.
+      cluster_key_file: a file with the secret that all of them know.
+      cluster_timeout: seconds that a start-up waits for a process.
+      compilation_config: which shapes are compiled; a CompilationConfig or a dict of its fields.
+      compile_cache_dir: where compiled steps are kept; "" keeps none.
+      max_logprobs: most logprobs a request may ask for.
+      logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".
+      generation_config: "auto" takes default sampling parameters from the model's generation_config.json, "vllm" none.
+      chat_template: a Jinja template to use instead of the model's.
+      disable_log_stats: no periodic log line, no progress bars at start-up.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    load_format: str = "auto"
+    revision: str | None = None
+    download_dir: str | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    async_scheduling: bool = True
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    replicate_kv_heads: bool = False
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    all2all_backend: str = GATHER
+    pipeline_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] | None = None
+    nnodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    cluster_key_file: str | None = None
+    cluster_timeout: int = 300
+    compilation_config: CompilationConfig = CompilationConfig()
+    compile_cache_dir: str | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    generation_config: str = "auto"
+    chat_template: str | None = None
+    disable_log_stats: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.compilation_config, dict):
+            known = {field.name for field in dataclasses.fields(CompilationConfig)}
+            for name in self.compilation_config:
+                if name not in known:
+                    raise ConfigError("compilation_config", name, f"a dict of {', '.join(sorted(known))}")
+            object.__setattr__(self, "compilation_config", CompilationConfig(**self.compilation_config))
+        elif not isinstance(self.compilation_config, CompilationConfig):
+            raise ConfigError("compilation_config", self.compilation_config, "a CompilationConfig or a dict")
+        for name, choices in (
+            ("load_format", LOAD_FORMATS),
+            ("dtype", DTYPES),
+            ("kv_cache_dtype", DTYPES),
+            ("scheduling_policy", POLICIES),
+            ("logprobs_mode", LOGPROBS_MODES),
+            ("generation_config", ("auto", "vllm")),
+            ("all2all_backend", (GATHER, RAGGED)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(name, getattr(self, name), ", ".join(choices))
+        for field in dataclasses.fields(self):
+            self._check_type(field.name, str(field.type))
+        for name, least, most in (
+            ("seed", -(2**63), 2**63 - 1),
+            ("max_model_len", 2, 2**24),
+            ("max_num_seqs", 1, 4096),
+            ("max_num_batched_tokens", 1, 2**20),
+            ("block_size", 1, 1024),
+            ("kv_cache_memory_bytes", 1, 2**60),
+            ("num_gpu_blocks_override", 1, 2**31 - 1),
+            ("long_prefill_token_threshold", 0, 2**24),
+            ("max_logprobs", 0, 1024),
+            ("tensor_parallel_size", 1, 1024),
+            ("data_parallel_size", 1, 1024),
+            ("pipeline_parallel_size", 1, 1024),
+            ("nnodes", 1, 1024),
+            ("master_port", 1, 65535),
+            ("cluster_timeout", 1, 86400),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(name, value, f"{least} to {most}")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
+        if self.all2all_backend != GATHER and not self.enable_expert_parallel:
+            raise ConfigError("all2all_backend", self.all2all_backend, f"{GATHER} without enable_expert_parallel")
+        layers = self.pipeline_layers
+        if layers is not None:
+            listed = isinstance(layers, (list, tuple)) and all(type(count) is int and count > 0 for count in layers)
+            if not listed or len(layers) != self.pipeline_parallel_size:
+                size = self.pipeline_parallel_size
+                raise ConfigError("pipeline_layers", layers, f"{size} integers of at least 1, one for each stage")
+            object.__setattr__(self, "pipeline_layers", tuple(layers))
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """A config from keyword options; one that is unknown or not built yet is refused with its name."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        chosen = {}
+        for name, value in options.items():
+            if name in known:
+                chosen[name] = value
+            elif name in _NOT_BUILT:
+                if not any(type(value) is type(default) and value == default for default in _NOT_BUILT[name]):
+                    allowed = " or ".join(repr(default) for default in _NOT_BUILT[name])
+                    raise ConfigError(name, value, f"{allowed} (not supported yet)")
+            else:
+                near = difflib.get_close_matches(name, [*known, *_NOT_BUILT], 1)
+                raise ConfigError(name, value, f"no such option{f'; did you mean {near[0]}?' if near else ''}")
+        return cls(**chosen)
+
+    def resolved(self, model: ModelConfig, platform: Platform) -> ResolvedConfig:
+        """This config with nothing left open.
+
+        Raises:
+          ConfigError: values that do not go together, or that the model cannot do.
+        """
+        longest = model.max_position_embeddings
+        if self.max_model_len is not None and self.max_model_len > longest:
+            raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
+        max_model_len = self.max_model_len or longest
+        max_num_seqs = self.max_num_seqs or platform.max_num_seqs
+        tokens = self.max_num_batched_tokens
+        if tokens is None:
+            tokens = max(platform.max_num_batched_tokens, max_num_seqs)
+            tokens = max(tokens, max_model_len) if not self.enable_chunked_prefill else tokens
+        if tokens < max_num_seqs:
+            raise ConfigError("max_num_batched_tokens", tokens, f"at least max_num_seqs, {max_num_seqs}")
+        if not self.enable_chunked_prefill and tokens < max_model_len:
+            raise ConfigError(
+                "max_num_batched_tokens", tokens, f"at least max_model_len, {max_model_len}, without chunked prefill"
+            )
+        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
+            raise ConfigError("long_prefill_token_threshold", self.long_prefill_token_threshold, "0, without chunks")
+        if self.pipeline_parallel_size > model.num_layers:
+            raise ConfigError(
+                "pipeline_parallel_size", self.pipeline_parallel_size, f"at most {model.num_layers} layers"
+            )
+        if self.enable_expert_parallel and model.experts is None:
+            raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
+        if self.all2all_backend == RAGGED and platform.name not in ("tpu", "cpu"):
+            allowed = f"{GATHER} on CUDA devices; nobody has tried XLA's ragged all-to-all there"
+            raise ConfigError("all2all_backend", RAGGED, allowed)
+        if self.pipeline_layers is not None and sum(self.pipeline_layers) != model.num_layers:
+            raise ConfigError("pipeline_layers", self.pipeline_layers, f"numbers that add up to {model.num_layers}")
+        mesh = self.mesh_layout(model)
+        # Ranks that split one batch share its limits.
+        max_num_seqs, tokens = -(-max_num_seqs // mesh.attn), -(-tokens // mesh.attn)
+        compilation_config = self.compilation_config.divided(mesh.attn)
+        dtype = platform.dtype if self.dtype == "auto" else self.dtype
+        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        chosen.update(
+            dtype=dtype,
+            kv_cache_dtype=dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=tokens,
+            compilation_config=compilation_config,
+            block_size=self.block_size or platform.page_size,
+            gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
+            max_logprobs=min(self.max_logprobs, model.vocab_size),
+        )
+        return ResolvedConfig(**chosen)
+
+    def mesh_layout(self, model: ModelConfig) -> MeshLayout:
+        """The sizes of the mesh that one pipeline stage runs on."""
+        return MeshLayout.for_heads(
+            model.num_kv_heads,
+            tensor=self.tensor_parallel_size,
+            data=self.data_parallel_size,
+            replicate=self.replicate_kv_heads,
+            expert_parallel=self.enable_expert_parallel,
+            all2all_backend=self.all2all_backend,
+        )
+
+    def _check_type(self, name: str, annotation: str) -> None:
+        value = getattr(self, name)
+        if value is None and "None" in annotation:
+            return
+        kind = annotation.removesuffix(" | None")
+        right = {
+            "int": type(value) is int,
+            "bool": type(value) is bool,
+            "float": type(value) in (int, float),
+            "str": isinstance(value, str),
+        }.get(kind, True)
+        if not right:
+            raise ConfigError(name, value, f"a value of type {kind}")
+
+
+@dataclass(frozen=True)
+class ResolvedConfig(EngineConfig):
+    """A config in which model and platform have filled in what the user left open. Its limits are of one rank."""
+
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    block_size: int = 0
+    gpu_memory_utilization: float = 0.0
+
+    @property
+    def fixes_pages(self) -> bool:
+        """Whether the size of the KV pool is said outright."""
+        return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
+
+    def buckets(self, platform: Platform) -> Buckets:
+        """The shapes to compile."""
+        chosen = self.compilation_config
+        decode, prefill = chosen.cudagraph_capture_sizes, chosen.prefill_sizes
+        if decode is None:
+            decode = [size for size in platform.decode_sizes if size < self.max_num_seqs]
+        if prefill is None:
+            prefill = [size for size in platform.prefill_sizes if size < self.max_num_batched_tokens]
+        try:
+            return Buckets(self.max_num_seqs, self.max_num_batched_tokens, decode, prefill)
+        except ValueError as error:
+            raise ConfigError("compilation_config", chosen, str(error)) from None
+
+    def scheduler_config(self, num_pages: int, num_ranks: int = 1) -> SchedulerConfig:
+        """What the scheduler must know; num_pages of each rank."""
+        return SchedulerConfig(
+            num_pages=num_pages,
+            page_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            enable_prefix_caching=self.enable_prefix_caching,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            policy=self.scheduling_policy,
+            num_ranks=num_ranks,
+            num_micro_batches=self.pipeline_parallel_size,
+        )

@@ -1,0 +1,1 @@
+"""The loop and what it counts. Token ids only, no text."""

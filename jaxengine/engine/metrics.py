@@ -1,0 +1,255 @@
+"""An engine's numbers under vLLM's names: for `LLM.get_metrics()`, for a server's /metrics, and for the log line.
+
+Owns names, what they mean, and rates over time. What is counted, and when, is the engine's (stats.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from jaxengine.engine import stats
+from jaxengine.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL_SECONDS = 10.0
+
+HELP = {
+    "vllm:prompt_tokens": "Prompt tokens of requests whose prompt is done, those found in the prefix cache included.",
+    "vllm:generation_tokens": "Tokens generated.",
+    "vllm:num_preemptions": "Requests that lost their pages to others and were computed again.",
+    "vllm:prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Tokens found in the prefix cache.",
+    "vllm:request_success": "Requests that ended, by reason.",
+    "vllm:corrupted_requests": "Requests that ended because their logits were not finite.",
+    "vllm:admission_rejections": "Requests that were refused because too many waited.",
+    "vllm:num_requests_running": "Requests that run.",
+    "vllm:num_requests_waiting": "Requests that wait.",
+    "vllm:num_requests_waiting_by_reason": "Requests that wait: for pages and slots, or for a token under way.",
+    "vllm:kv_cache_usage_perc": "Share of the KV pages that are referenced, 0 to 1.",
+    "vllm:avg_prompt_throughput_toks_per_s": "Prompt tokens a second over the last ten seconds.",
+    "vllm:avg_generation_throughput_toks_per_s": "Generated tokens a second over the last ten seconds.",
+    "vllm:cache_config_info": "How the KV pages are set up; the value is 1.",
+    "vllm:time_to_first_token_seconds": "From a request's arrival to its first token.",
+    "vllm:inter_token_latency_seconds": "Between two tokens of a request.",
+    "vllm:request_time_per_output_token_seconds": "Mean time between the tokens of a request.",
+    "vllm:e2e_request_latency_seconds": "From a request's arrival to its end.",
+    "vllm:request_queue_time_seconds": "From a request's arrival until it first ran.",
+    "vllm:request_prefill_time_seconds": "From when a request first ran to its first token.",
+    "vllm:request_decode_time_seconds": "From a request's first token to its last.",
+    "vllm:request_inference_time_seconds": "From when a request first ran to its last token.",
+    "vllm:request_prompt_tokens": "Prompt tokens of a request.",
+    "vllm:request_generation_tokens": "Tokens generated for a request.",
+    "vllm:request_params_max_tokens": "Tokens that a request may have generated, max_model_len considered.",
+    "vllm:request_params_n": "Outputs that a request asked for.",
+    "vllm:iteration_tokens_total": "Tokens of a step.",
+    "jaxengine:compilations_since_ready": "Programs that XLA compiled while the engine was serving; 0 is right.",
+    "jaxengine:executables_compiled": "Programs that the start-up compiled.",
+    "jaxengine:executables_loaded": "Programs that the start-up found compiled.",
+    "jaxengine:steps": "Steps of the engine.",
+    "jaxengine:scheduled_tokens": "Tokens that steps computed.",
+    "jaxengine:padding_tokens": "Tokens by which steps were padded to a compiled shape.",
+    "jaxengine:bucket_steps": "Steps, by compiled shape.",
+    "jaxengine:bucket_tokens": "Tokens that steps computed, by compiled shape.",
+    "jaxengine:bucket_padding_tokens": "Tokens by which steps were padded, by compiled shape.",
+    "jaxengine:step_host_seconds": "Time the host spent on steps, by part; wait is for the device.",
+    "jaxengine:device_idle_seconds": "Time the device had nothing to do while requests were unfinished; a lower bound.",
+    "jaxengine:masks": "Masks computed for structured outputs, first ones aside.",
+    "jaxengine:mask_seconds": "Seconds that computing masks took, compilations of grammars aside.",
+    "jaxengine:page_slots_used": "Token slots in use of the pages that running requests hold, summed over steps.",
+    "jaxengine:page_slots_empty": "Token slots empty of the pages that running requests hold, summed over steps.",
+    "jaxengine:num_pages": "KV pages.",
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A named number.
+
+    Attributes:
+      labels: what tells apart metrics of one name.
+    """
+
+    name: str
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Counter(Metric):
+    """It only grows."""
+
+
+@dataclass(frozen=True)
+class Gauge(Metric):
+    """It goes up and down."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How observations are spread.
+
+    Attributes:
+      buckets: observations up to each bound, the last "+Inf", as in Prometheus.
+      sum, count: of all observations.
+    """
+
+    name: str
+    buckets: dict[str, int]
+    sum: float
+    count: int
+
+    @property
+    def value(self) -> int:
+        """The number of observations."""
+        return self.count
+
+
+class Metrics:
+    """Names an engine's numbers."""
+
+    def __init__(self, engine: Engine, *, log_stats: bool):
+        self._engine = engine
+        self._log_stats = log_stats
+        now = time.monotonic()
+        self._logged = (now, 0, 0)
+        # (time, prompt tokens, generated tokens), a second apart; the last is of the latest step.
+        self._samples: deque[tuple[float, int, int]] = deque([(now, 0, 0)] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
+
+    def collect(self) -> list[Metric | Histogram]:
+        """Every metric as it stands."""
+        return [*self._counters(), *self._gauges(), *self._histograms()]
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The same as plain JSON values; `kind` is counter, gauge or histogram."""
+        return [{"kind": type(each).__name__.lower(), **dataclasses.asdict(each)} for each in self.collect()]
+
+    def throughput(self) -> tuple[float, float]:
+        """Prompt and generated tokens a second over the last ten seconds."""
+        now, prompt, generated = self._now()
+        before = self._samples[0]
+        for sample in self._samples:
+            if now - sample[0] < LOG_INTERVAL_SECONDS:
+                break
+            before = sample
+        seconds = max(now - before[0], 1e-3)
+        # A sample is of a moment at which tokens came: nothing did between it and the start of the window.
+        return (prompt - before[1]) / seconds, (generated - before[2]) / seconds
+
+    def stepped(self) -> None:
+        """Called after each step: keeps what rates need, and logs vLLM's line every ten seconds."""
+        sample, samples = self._now(), self._samples
+        if samples[-1][0] - samples[-2][0] < 1.0:
+            samples[-1] = sample
+        else:
+            samples.append(sample)
+        if self._log_stats and sample[0] - self._logged[0] >= LOG_INTERVAL_SECONDS:
+            self._log(*sample)
+
+    def _now(self) -> tuple[float, int, int]:
+        engine = self._engine
+        return time.monotonic(), engine.request_stats.num_prompt_tokens, engine.stats.num_generated_tokens
+
+    def _log(self, now: float, prompt: int, generated: int) -> None:
+        then, prompt_before, generated_before = self._logged
+        scheduler = self._engine.scheduler
+        queries = scheduler.num_prefix_queries
+        logger.info(
+            "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
+            "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%, compilations since ready: %d",
+            (prompt - prompt_before) / (now - then),
+            (generated - generated_before) / (now - then),
+            scheduler.num_running,
+            scheduler.num_waiting,
+            100 * scheduler.page_usage,
+            100 * scheduler.num_prefix_hits / queries if queries else 0.0,
+            self._engine.runner.compiles.count,
+        )
+        self._logged = (now, prompt, generated)
+
+    def _counters(self) -> Iterator[Counter]:
+        engine, runner, counts = self._engine, self._engine.runner, self._engine.stats
+        scheduler, finished = engine.scheduler, engine.request_stats.finished
+        for name, value in {
+            "vllm:prompt_tokens": engine.request_stats.num_prompt_tokens,
+            "vllm:generation_tokens": counts.num_generated_tokens,
+            "vllm:num_preemptions": scheduler.num_preemptions,
+            "vllm:prefix_cache_queries": scheduler.num_prefix_queries,
+            "vllm:prefix_cache_hits": scheduler.num_prefix_hits,
+            "vllm:corrupted_requests": finished[stats.FinishReason.ERROR],
+            "vllm:admission_rejections": engine.request_stats.num_rejections,
+            "jaxengine:compilations_since_ready": runner.compiles.count,
+            "jaxengine:executables_compiled": runner.num_compiled,
+            "jaxengine:executables_loaded": runner.num_loaded,
+            "jaxengine:steps": counts.num_steps,
+            "jaxengine:scheduled_tokens": counts.num_tokens,
+            "jaxengine:padding_tokens": counts.num_padding_tokens,
+            "jaxengine:device_idle_seconds": counts.idle_seconds,
+            "jaxengine:masks": 0 if engine.masks is None else engine.masks.num_masks,
+            "jaxengine:mask_seconds": 0.0 if engine.masks is None else engine.masks.seconds,
+            "jaxengine:page_slots_used": counts.page_slots_used,
+            "jaxengine:page_slots_empty": counts.page_slots_empty,
+        }.items():
+            yield Counter(name, value)
+        for reason, count in finished.items():
+            yield Counter("vllm:request_success", count, {"finished_reason": reason.value})
+        for part in ("schedule", "dispatch", "wait", "update"):
+            yield Counter("jaxengine:step_host_seconds", getattr(counts, f"{part}_seconds"), {"part": part})
+        for bucket, use in engine.bucket_use.items():
+            labels = {"bucket": str(bucket)}
+            yield Counter("jaxengine:bucket_steps", use.num_steps, labels)
+            yield Counter("jaxengine:bucket_tokens", use.num_tokens, labels)
+            yield Counter("jaxengine:bucket_padding_tokens", use.num_padding_tokens, labels)
+
+    def _gauges(self) -> Iterator[Gauge]:
+        scheduler, config = self._engine.scheduler, self._engine.runner.config
+        prompt_rate, generation_rate = self.throughput()
+        deferred = scheduler.num_deferred
+        for name, value in {
+            "vllm:num_requests_running": scheduler.num_running,
+            "vllm:num_requests_waiting": scheduler.num_waiting,
+            "vllm:kv_cache_usage_perc": scheduler.page_usage,
+            "vllm:avg_prompt_throughput_toks_per_s": prompt_rate,
+            "vllm:avg_generation_throughput_toks_per_s": generation_rate,
+            "jaxengine:num_pages": scheduler.num_pages,
+        }.items():
+            yield Gauge(name, value)
+        for reason, count in (("capacity", scheduler.num_waiting - deferred), ("deferred", deferred)):
+            yield Gauge("vllm:num_requests_waiting_by_reason", count, {"reason": reason})
+        info = {
+            "block_size": config.block_size,
+            "num_gpu_blocks": scheduler.num_pages,
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+        }
+        yield Gauge("vllm:cache_config_info", 1, {name: str(value) for name, value in info.items()})
+
+    def _histograms(self) -> Iterator[Histogram]:
+        requests = self._engine.request_stats
+        for name, histogram in {
+            "vllm:time_to_first_token_seconds": requests.first_token,
+            "vllm:inter_token_latency_seconds": requests.intervals,
+            "vllm:request_time_per_output_token_seconds": requests.time_per_output_token,
+            "vllm:e2e_request_latency_seconds": requests.e2e,
+            "vllm:request_queue_time_seconds": requests.queue,
+            "vllm:request_prefill_time_seconds": requests.prefill,
+            "vllm:request_decode_time_seconds": requests.decode,
+            "vllm:request_inference_time_seconds": requests.inference,
+            "vllm:request_prompt_tokens": requests.prompt_tokens,
+            "vllm:request_generation_tokens": requests.generation_tokens,
+            "vllm:request_params_max_tokens": requests.max_tokens,
+            "vllm:request_params_n": requests.n,
+            "vllm:iteration_tokens_total": requests.step_tokens,
+        }.items():
+            totals = accumulate(histogram.counts.tolist())
+            bounds = (*(str(float(bound)) for bound in histogram.bounds), "+Inf")
+            buckets = dict(zip(bounds, totals, strict=True))
+            yield Histogram(name, buckets, histogram.sum, buckets["+Inf"])

@@ -1,0 +1,121 @@
+"""How an engine is doing right now, as plain JSON values: what the status page shows, once a second.
+
+Bounded in size whatever the engine's: many pages share a cell of the map, and only some of the running requests are
+named. Knows nothing of how it is shown.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxengine.engine.engine import Engine
+from jaxengine.engine.metrics import Metrics
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+
+MAX_CELLS = 2000
+MAX_REQUESTS = 64
+PAGE_STATES = ("free", "cached", "active", "shared")
+
+
+def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
+    """Times in seconds, sizes in bytes, usage as a share of 1; a percentile is None while there is nothing to tell."""
+    scheduler, counts, requests = engine.scheduler, engine.stats, engine.request_stats
+    prompt_rate, generation_rate = metrics.throughput()
+    first_token, intervals = requests.recent_first_token, requests.recent_intervals
+    return {
+        "time": time.monotonic(),
+        "num_running": scheduler.num_running,
+        "num_waiting": scheduler.num_waiting,
+        "num_preemptions": scheduler.num_preemptions,
+        "kv_usage": scheduler.page_usage,
+        "prompt_tokens": requests.num_prompt_tokens,
+        "generation_tokens": counts.num_generated_tokens,
+        "prompt_throughput": prompt_rate,
+        "generation_throughput": generation_rate,
+        "time_to_first_token": dict(zip(("p50", "p99"), first_token.percentiles(50, 99), strict=True)),
+        "inter_token_latency": dict(zip(("p50", "p99"), intervals.percentiles(50, 99), strict=True)),
+        "prefix_cache": {"queries": scheduler.num_prefix_queries, "hits": scheduler.num_prefix_hits},
+        "finished": {reason.value: count for reason, count in requests.finished.items()},
+        "compilations_since_ready": engine.runner.compiles.count,
+        "steps": {
+            "count": counts.num_steps,
+            "schedule": counts.schedule_seconds,
+            "dispatch": counts.dispatch_seconds,
+            "wait": counts.wait_seconds,
+            "update": counts.update_seconds,
+            "idle": counts.idle_seconds,
+        },
+        "pages": page_map(scheduler),
+        "memory": _memory(engine),
+        "buckets": [
+            {
+                "bucket": str(bucket),
+                "steps": use.num_steps,
+                "tokens": use.num_tokens,
+                "padding": use.num_padding_tokens,
+            }
+            for bucket, use in sorted(engine.bucket_use.items())
+        ],
+        "requests": [_running(scheduler, request) for request in _longest_running(scheduler)],
+    }
+
+
+def page_map(scheduler: Scheduler) -> dict[str, Any]:
+    """The pages of all ranks in order, drawn with at most MAX_CELLS cells.
+
+    `cells` has a digit for each cell: the index into `states` of what most of its `pages_per_cell` pages are, the
+    more used one of equals.
+    """
+    states = np.concatenate([rank.pool.page_states() for rank in scheduler.ranks])
+    per_cell = -(-len(states) // MAX_CELLS)
+    num_cells = -(-len(states) // per_cell)
+    cell = np.arange(len(states)) // per_cell
+    counts = np.bincount(cell * len(PAGE_STATES) + states, minlength=num_cells * len(PAGE_STATES))
+    counts = counts.reshape(num_cells, len(PAGE_STATES))
+    # The last of equals: argmax over the states from the most used one down.
+    most = len(PAGE_STATES) - 1 - counts[:, ::-1].argmax(axis=1)
+    return {
+        "num_pages": len(states),
+        "page_size": scheduler.config.page_size,
+        "pages_per_cell": per_cell,
+        "states": list(PAGE_STATES),
+        "counts": counts.sum(axis=0).tolist(),
+        "cells": "".join(map(str, most.tolist())),
+    }
+
+
+def _memory(engine: Engine) -> dict[str, Any]:
+    """Of the device with the least room; `in_use` as the device or, on a CPU, the process reports it."""
+    plan = engine.runner.plan
+    return {
+        "weights": plan.weights,
+        "kv_pages": plan.kv_bytes,
+        "workspace": plan.workspace,
+        "budget": plan.budget,
+        "device": plan.total,
+        "in_use": engine.runner.memory_in_use(),
+        "counts": "process" if engine.runner.on_cpu else "device",
+    }
+
+
+def _longest_running(scheduler: Scheduler) -> list[Request]:
+    running = [request for rank in scheduler.ranks for request in rank.slots.requests if request is not None]
+    return sorted(running, key=lambda request: request.arrival_index)[:MAX_REQUESTS]
+
+
+def _running(scheduler: Scheduler, request: Request) -> dict[str, Any]:
+    """num_computed: tokens whose keys and values are there or being computed."""
+    slots, slot = scheduler.ranks[request.rank].slots, request.slot
+    return {
+        "id": request.request_id,
+        "num_prompt": request.num_prompt_tokens,
+        "num_computed": int(slots.num_computed[slot]),
+        "num_output": int(slots.num_known[slot]) - request.num_prompt_tokens,
+        "max_tokens": request.max_tokens,
+        "num_preemptions": request.num_preemptions,
+        "age": time.monotonic() - request.arrival_time,
+    }

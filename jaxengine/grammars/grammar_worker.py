@@ -1,0 +1,282 @@
+"""The engine's end of the process that computes masks: never waits for it unless told to, and outlives it.
+
+A process that takes too long, or dies, is replaced; what it was working on fails, and every other grammar is compiled
+again and brought to where it was, from the tokens kept here. Knows tokens and masks, nothing of requests.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxengine.grammars import worker_process as worker
+from jaxengine.grammars.worker_process import Advance, Close, Failed, Frames, Open, Ready, Start
+
+logger = logging.getLogger(__name__)
+
+# Seconds that the process may take to start, to compile a grammar with its first mask, and for one more mask.
+START_SECONDS = 60.0
+COMPILE_SECONDS = 5.0
+MASK_SECONDS = 1.0
+
+
+class NextMask(NamedTuple):
+    """i32[num_words], a bit for each token that may follow; None when the text can only end.
+
+    seconds: what it took; None for one that came with a compilation.
+    """
+
+    key: int
+    words: np.ndarray | None
+    seconds: float | None
+
+
+class GrammarFailure(NamedTuple):
+    """A sequence that gets no more masks, and why. compiled: it had some."""
+
+    key: int
+    compiled: bool
+    reason: str
+
+
+@dataclass
+class _Sequence:
+    """A grammar in use.
+
+    opened: this process has compiled it; compiled: some process had; awaited: a mask is due; suspect: a process ended
+    while it worked on this one.
+    """
+
+    kind: str
+    text: str
+    options: dict[str, Any]
+    tokens: list[int] = field(default_factory=list)
+    opened: bool = False
+    compiled: bool = False
+    awaited: bool = True
+    suspect: bool = False
+
+
+class GrammarWorker:
+    """Grammars of running sequences, by keys that the caller chooses and uses once.
+
+    The process starts with the first sequence. It works on one compilation and one mask at a time, each in order.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, num_words: int, eos_token_ids: Sequence[int]):
+        """tokenizer: a tokenizer.json's text; num_words: of a mask, 32 tokens each; the ids: what ends a text."""
+        inside = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._start = worker.frame(Start(tokenizer, vocab_size, num_words, inside))
+        self._has_end = bool(inside)
+        self._sequences: dict[int, _Sequence] = {}
+        self._taken: list[NextMask | GrammarFailure] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: list[subprocess.Popen[bytes]] = []
+        self._connection: socket.socket | None = None
+
+    @property
+    def fd(self) -> int | None:
+        """What becomes readable when masks come; another one after a restart, None while there is no process."""
+        return None if self._connection is None else self._connection.fileno()
+
+    @property
+    def awaits(self) -> bool:
+        """Whether `take` has something to give, or will have."""
+        return bool(self._taken) or any(each.awaited for each in self._sequences.values())
+
+    def open(self, key: int, kind: str, text: str, options: Mapping[str, Any]) -> None:
+        """Starts a sequence; its first mask is due then. Arguments as worker.compile_grammar."""
+        self._sequences[key] = _Sequence(kind, text, dict(options))
+        if not self._has_end:
+            self._fail(key, "the model has no end-of-sequence token")
+        elif self._connection is None:
+            self._launch()
+        else:
+            self._open(key)
+
+    def advance(self, key: int, token_id: int) -> None:
+        """The sequence, whose mask has come, took a token; the next mask is due then."""
+        sequence = self._sequences[key]
+        sequence.tokens.append(token_id)
+        sequence.awaited = True
+        if sequence.opened:
+            self._send_advance(key, [token_id])
+
+    def close(self, key: int) -> None:
+        """Ends a sequence; nothing comes of it any more."""
+        if self._sequences.pop(key, None) is not None and self._connection is not None:
+            self._send(Close(key))
+
+    def wait(self, seconds: float) -> None:
+        """Waits until `take` has something and all masks but first ones have come; at most `seconds`."""
+        end = time.monotonic() + seconds
+        while not self._taken or any(each.awaited and each.compiled for each in self._sequences.values()):
+            left = end - time.monotonic()
+            if left <= 0 or self._connection is None:
+                return
+            select.select([self._connection], [self._connection] if self._outgoing else [], [], left)
+            self._pump()
+
+    def take(self) -> list[NextMask | GrammarFailure]:
+        """What has come since the last call, of sequences that were open then; does not wait."""
+        self._pump()
+        taken, self._taken = self._taken, []
+        return taken
+
+    def shutdown(self) -> None:
+        """Ends the process; every sequence is forgotten."""
+        self._sequences.clear()
+        self._kill()
+
+    def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: the folder of the script is no place to import from.
+            command = [sys.executable, "-P", worker.__file__]
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+        ours.setblocking(False)
+        self._connection, self._frames, self._outgoing = ours, Frames(worker.Answer), bytearray(self._start)
+        self._compiling: collections.deque[int] = collections.deque()
+        self._masking: collections.deque[int] = collections.deque()
+        self._is_ready, self._no_start = False, "the process that computes masks does not start"
+        self._launched = self._compiling_since = self._masking_since = time.monotonic()
+        for key in self._sequences:
+            self._open(key)
+        self._flush()
+
+    def _open(self, key: int) -> None:
+        sequence = self._sequences[key]
+        sequence.opened = False
+        if not self._compiling:
+            self._compiling_since = time.monotonic()
+        self._compiling.append(key)
+        self._send(Open(key, sequence.kind, sequence.text, sequence.options, list(sequence.tokens)))
+
+    def _send_advance(self, key: int, tokens: list[int]) -> None:
+        if not self._masking:
+            self._masking_since = time.monotonic()
+        self._masking.append(key)
+        self._send(Advance(key, tokens))
+
+    def _send(self, message: worker.Order) -> None:
+        self._outgoing += worker.frame(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        assert self._connection is not None
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # its end shows in `take`
+            while self._outgoing:
+                del self._outgoing[: self._connection.send(self._outgoing)]
+
+    def _pump(self) -> None:
+        """Reads and writes what can be without waiting; replaces a process that has failed."""
+        self._ended = [process for process in self._ended if process.poll() is None]
+        if self._connection is None:
+            return
+        if self._receive():
+            self._flush()
+            self._check()
+        else:
+            self._lose()
+
+    def _receive(self) -> bool:
+        """Reads what is there; False when the process has ended."""
+        assert self._connection is not None
+        try:
+            while data := self._connection.recv(1 << 20):
+                for message in self._frames.feed(data):
+                    self._handle(message)
+        except BlockingIOError:
+            return True
+        except (ConnectionResetError, msgspec.MsgspecError) as error:
+            logger.warning("the process that computes masks has failed: %s", error)
+        return False
+
+    def _handle(self, message: worker.Answer) -> None:
+        now = time.monotonic()
+        if isinstance(message, Ready):
+            self._is_ready, self._compiling_since = True, now
+            return
+        if isinstance(message, Failed) and message.key < 0:
+            self._no_start = f"the tokenizer cannot be used: {message.reason}"
+            return
+        if message.opened:
+            self._compiling.popleft()
+            self._compiling_since = now
+        else:
+            self._masking.popleft()
+            self._masking_since = now
+        sequence = self._sequences.get(message.key)
+        if sequence is None:  # closed meanwhile
+            return
+        if isinstance(message, Failed):
+            del self._sequences[message.key]
+            self._taken.append(GrammarFailure(message.key, sequence.compiled, message.reason))
+            return
+        sequence.opened = sequence.compiled = True
+        if message.num_tokens < len(sequence.tokens):  # compiled again, and a token has come meanwhile
+            self._send_advance(message.key, sequence.tokens[message.num_tokens :])
+        elif sequence.awaited:
+            sequence.awaited = False
+            words = np.frombuffer(message.words, "<i4") if message.words else None
+            self._taken.append(NextMask(message.key, words, None if message.opened else message.seconds))
+
+    def _check(self) -> None:
+        """Ends a process that takes too long; all it has said has been read."""
+        now = time.monotonic()
+        if not self._is_ready:
+            if now - self._launched > START_SECONDS:
+                self._give_up(f"the process that computes masks did not start within {START_SECONDS:g} s")
+        elif self._compiling and now - self._compiling_since > COMPILE_SECONDS:
+            self._replace({self._compiling[0]: f"took more than {COMPILE_SECONDS:g} s to compile"})
+        elif self._masking and now - self._masking_since > MASK_SECONDS:
+            self._replace({self._masking[0]: f"took more than {MASK_SECONDS:g} s for the mask of one token"})
+
+    def _lose(self) -> None:
+        """The process has ended by itself, or was killed by others: who is there for the second time has done it."""
+        if not self._is_ready:
+            self._give_up(self._no_start)
+            return
+        working = [key for keys in (self._compiling, self._masking) for key in [*keys][:1] if key in self._sequences]
+        guilty = [key for key in working if self._sequences[key].suspect]
+        for key in working:
+            self._sequences[key].suspect = True
+        self._replace(dict.fromkeys(guilty, "twice ended the process that worked on it"))
+
+    def _replace(self, guilty: dict[int, str]) -> None:
+        """Fails the guilty and starts anew for the others."""
+        self._kill()
+        for key, reason in guilty.items():
+            logger.warning("a grammar %s", reason)
+            if key in self._sequences:
+                self._fail(key, reason)
+        if self._sequences:
+            self._launch()
+
+    def _give_up(self, reason: str) -> None:
+        """Fails everybody; the next sequence tries again."""
+        self._kill()
+        for key in list(self._sequences):
+            self._fail(key, reason)
+
+    def _fail(self, key: int, reason: str) -> None:
+        self._taken.append(GrammarFailure(key, self._sequences.pop(key).compiled, reason))
+
+    def _kill(self) -> None:
+        if self._process is not None and self._connection is not None:
+            self._process.kill()
+            self._ended.append(self._process)
+            self._connection.close()
+        self._process = self._connection = None

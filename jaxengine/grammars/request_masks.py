@@ -1,0 +1,120 @@
+"""The masks of an engine's requests: which tokens each may take next, as far as that is known.
+
+A masked request is held in the scheduler until the mask of its next token is here; it is computed elsewhere while the
+device works for others. Decides what a grammar's end or failure means for its request. Knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker
+from scheduler.errors import RequestError
+from scheduler.request import FinishReason, Request
+
+
+class MaskEnd(NamedTuple):
+    """A request that its grammar ended, and why."""
+
+    request: Request
+    reason: FinishReason
+    stop_reason: str | None
+
+
+@dataclass
+class MaskEvents:
+    """What `RequestMasks.take` learnt: requests that may run, that are over, and that could not begin."""
+
+    ready: list[Request]
+    ended: list[MaskEnd]
+    refused: list[tuple[Request, RequestError]]
+
+
+class RequestMasks:
+    """Follows every masked request from `add` to `drop`.
+
+    Attributes:
+      num_masks, seconds: masks that were computed apart from compilations, and the time that they took, summed.
+    """
+
+    def __init__(self, worker: GrammarWorker):
+        self.worker = worker
+        self.num_masks = 0
+        self.seconds = 0.0
+        self._keys: dict[Request, int] = {}
+        self._requests: dict[int, Request] = {}
+        self._num_tokens: dict[Request, int] = {}
+        self._masks: dict[Request, np.ndarray] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def awaits(self) -> bool:
+        """Whether something is due."""
+        return self.worker.awaits
+
+    def add(self, request: Request) -> None:
+        """Has the grammar of a request compiled."""
+        grammar = request.params.grammar
+        assert grammar is not None
+        key = next(self._numbers)
+        self._keys[request], self._requests[key], self._num_tokens[request] = key, request, 0
+        self.worker.open(key, grammar.kind, grammar.text, grammar.options)
+
+    def advance(self, request: Request, token_id: int) -> None:
+        """A masked request took a token, and has not ended."""
+        self._num_tokens[request] += 1
+        del self._masks[request]
+        self.worker.advance(self._keys[request], token_id)
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request, masked or not."""
+        key = self._keys.pop(request, None)
+        if key is not None:
+            del self._requests[key], self._num_tokens[request]
+            self._masks.pop(request, None)
+            self.worker.close(key)
+
+    def row(self, request: Request) -> np.ndarray:
+        """i32[num_words]: what the request may take now; it is not held."""
+        return self._masks[request]
+
+    def wait(self, seconds: float) -> None:
+        """Waits until what is due for running requests is here, or something if none runs; at most `seconds`."""
+        self.worker.wait(seconds)
+
+    def take(self) -> MaskEvents:
+        """What has become known since the last call; does not wait."""
+        events = MaskEvents([], [], [])
+        for each in self.worker.take():
+            request = self._requests.get(each.key)
+            if request is None:  # dropped meanwhile
+                continue
+            if isinstance(each, GrammarFailure):
+                self._fail(request, each, events)
+                continue
+            if each.seconds is not None:
+                self.num_masks += 1
+                self.seconds += each.seconds
+            if each.words is not None:
+                self._masks[request] = each.words
+                events.ready.append(request)
+            elif self._num_tokens[request] < request.params.min_tokens:
+                reason = (
+                    f"structured_outputs allows nothing more after {self._num_tokens[request]} tokens, "
+                    f"min_tokens is {request.params.min_tokens}"
+                )
+                events.ended.append(MaskEnd(request, FinishReason.ERROR, reason))
+            else:
+                events.ended.append(MaskEnd(request, FinishReason.STOP, None))
+        return events
+
+    def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
+        message = f"structured_outputs cannot be used: {failure.reason}"
+        if failure.compiled:
+            events.ended.append(MaskEnd(request, FinishReason.ERROR, message))
+        else:
+            events.refused.append((request, RequestError(message, param="structured_outputs")))

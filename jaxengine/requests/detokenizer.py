@@ -1,0 +1,142 @@
+"""Token ids to text as they are generated: whole characters only, cut at stop strings.
+
+Owns the text of one sequence. Knows nothing of sampling, of stop token ids, or of when a request ends otherwise.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from jaxengine.requests.stop_strings import StopStrings
+from jaxengine.tokens.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes: as many tokens later, bytes that made no character never will.
+MAX_HELD_TOKENS = 4
+
+
+class IncrementalDetokenizer:
+    """The growing text of one sequence.
+
+    Args:
+      skip_special_tokens: leave out special tokens.
+      spaces_between_special_tokens: False joins neighbouring added tokens without the space some decoders put there;
+        byte-level vocabularies have none.
+      stop: strings that end the text when they appear in it. They may span tokens.
+      include_stop_str_in_output: the text then ends after the stop string, not before it.
+      prompt_tail_ids: the last ids of the prompt, by which some decoders tell whether the text begins with a space.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        stop: tuple[str, ...] = (),
+        include_stop_str_in_output: bool = False,
+        prompt_tail_ids: Sequence[int] = (),
+    ):
+        if tokenizer.is_byte_level:
+            self._decoder = _ByteDecoder(tokenizer, skip_special_tokens)
+        else:
+            join = not skip_special_tokens and not spaces_between_special_tokens
+            self._decoder = _WindowDecoder(tokenizer, skip_special_tokens, join, prompt_tail_ids)
+        self._stop = StopStrings(stop, keep=include_stop_str_in_output) if stop else None
+        self._settled: list[str] = []
+        self._num_taken = 0
+
+    def append(self, token_ids: Sequence[int], *, check_stop: bool = True) -> str | None:
+        """Takes in ids; returns the stop string that ended the text, now or before.
+
+        check_stop=False: stop strings do not count in this text, nor across its ends (min_tokens).
+        """
+        return self._take(self._decoder.push(token_ids), check_stop)
+
+    def finish(self) -> str | None:
+        """No more ids come: text held back is let go, an incomplete character as U+FFFD. Returns as `append`."""
+        met = self._take(self._decoder.flush(), True)
+        if self._stop is not None:
+            self._settle(self._stop.release())
+        return met
+
+    @property
+    def text(self) -> str:
+        """All settled text: no later id changes it."""
+        if len(self._settled) > 1:
+            taken = self._num_taken
+            head, tail = "".join(self._settled[:taken]), "".join(self._settled[taken:])
+            self._settled = [part for part in (head, tail) if part]
+            self._num_taken = 1 if head else 0
+        return "".join(self._settled)
+
+    def delta(self) -> str:
+        """What `text` has gained since the last call."""
+        new = "".join(self._settled[self._num_taken :])
+        self._num_taken = len(self._settled)
+        return new
+
+    def _take(self, text: str, check_stop: bool) -> str | None:
+        if self._stop is None:
+            self._settle(text)
+            return None
+        if self._stop.met is None and not check_stop:
+            self._settle(self._stop.release() + text)
+        else:
+            self._settle(self._stop.feed(text))
+        return self._stop.met
+
+    def _settle(self, text: str) -> None:
+        if text:
+            self._settled.append(text)
+
+
+class _ByteDecoder:
+    """For byte-level vocabularies: ids are bytes, and only a character's missing bytes are waited for."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool):
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        skipped = self._skipped
+        return self._utf8.decode(b"".join([self._token_bytes(i) for i in token_ids if i not in skipped]))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """For any other vocabulary: the text of a few ids with the new one, less their text without it."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, join_added: bool, tail_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset()
+        self._joined = tokenizer.added_token_ids if join_added else frozenset()
+        self._window = [token_id for token_id in tail_ids if token_id not in self._skipped]
+        # The window's first ids have been let through already and are there for what they do to the next ones.
+        self._num_known = len(self._window)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._skipped])
+
+    def flush(self) -> str:
+        text = self._decode(self._window)[len(self._decode(self._window[: self._num_known])) :]
+        self._window, self._num_known = self._window[self._num_known :], len(self._window) - self._num_known
+        return text
+
+    def _push(self, token_id: int) -> str:
+        if token_id in self._joined and self._window and self._window[-1] in self._joined:
+            held = self.flush()
+            self._window, self._num_known = [token_id], 1
+            return held + (self._tokenizer.backend.id_to_token(token_id) or "")
+        self._window.append(token_id)
+        num_held = len(self._window) - self._num_known
+        if num_held < MAX_HELD_TOKENS and self._decode(self._window).endswith(REPLACEMENT):
+            return ""
+        return self.flush()
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,0 +1,287 @@
+"""From what a caller asks to checked requests of token ids: prompts, limits, defaults, bad words.
+
+Everything is checked before anything changes, so that a bad request disturbs nobody. Stands on its own: a process
+without an engine prepares requests for one that has it. Knows nothing of scheduling or devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.requests.prepared import PreparedRequest, Prompt
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
+from jaxengine.tokens.tokenizer import Tokenizer
+from models.config.model_config import ModelConfig
+from scheduler.errors import RequestError
+from scheduler.request import Request
+
+MAX_CLIENT_LENGTH = 256
+
+
+class InputProcessor:
+    """Prepares requests for an engine with this config and model.
+
+    Attributes:
+      config, model_config, tokenizer: of the engine; tokenizer None with skip_tokenizer_init.
+      generation_defaults: sampling parameters that the model suggests.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        generation_defaults: Mapping[str, Any],
+        *,
+        origin: int = 0,
+    ):
+        """origin: which of the processes that prepare requests for the engine this is, so that their seeds differ."""
+        self.config = config
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.generation_defaults = generation_defaults
+        self._origin = origin
+        self._num_requests = 0
+
+    def default_sampling_params(self) -> SamplingParams:
+        """vLLM's defaults with what the model's generation_config.json suggests."""
+        return SamplingParams(**self.generation_defaults)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer; RequestError when the engine was started without."""
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer: skip_tokenizer_init is set", param="skip_tokenizer_init")
+        return self.tokenizer
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The prompt of a conversation, its text and its token ids. Raises as Tokenizer.apply_chat_template."""
+        tokenizer = self.require_tokenizer()
+        text = tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template=chat_template or self.config.chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        # The template has written the special tokens already.
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        client: str | None = None,
+    ) -> PreparedRequest:
+        """Checks a request and turns its text into tokens.
+
+        Args:
+          client: whose it is, under scheduling_policy="fair"; None for all who have no name.
+          timeout: seconds from now after which the request is aborted.
+
+        Raises:
+          RequestError: naming the field, its value and what is allowed.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params"
+            )
+        if type(priority) is not int:
+            raise RequestError(f"priority must be an int, got {priority!r}", param="priority", value=priority)
+        if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
+            raise RequestError(f"timeout must be a number above 0, got {timeout!r}", param="timeout", value=timeout)
+        if priority and self.config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority is {priority}; it needs scheduling_policy='priority'", param="priority", value=priority
+            )
+        self._check_client(client)
+        text, token_ids, salt = self._read_prompt(prompt)
+        longest = self.config.max_model_len
+        if not 1 <= len(token_ids) < longest:
+            raise RequestError(
+                f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)",
+                param="prompt",
+                value=len(token_ids),
+            )
+        params.verify_against(
+            self.model_config.vocab_size,
+            self.config.max_logprobs,
+            longest,
+            self.tokenizer is not None,
+            len(token_ids),
+        )
+        bad_words = self._tokenize_bad_words(params)
+        self._num_requests += 1
+        index = self._num_requests
+        request_id = request_id if request_id is not None else str(index)
+        arrival = time.monotonic()
+        requests = [
+            self._make_request(
+                request_id if params.n == 1 else f"{number}_{request_id}",
+                token_ids,
+                params if params.n == 1 else params.child(number),
+                bad_words=bad_words,
+                fallback_seed=self._draw_seed(index, number),
+                priority=priority,
+                client=client or "",
+                arrival_time=arrival,
+                deadline=float("inf") if timeout is None else arrival + timeout,
+                cache_salt=salt,
+            )
+            for number in range(params.n)
+        ]
+        return PreparedRequest(request_id, text, params, requests)
+
+    def _check_client(self, client: Any) -> None:
+        if client is None:
+            return
+        if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
+            raise RequestError(
+                f"client is {client!r}; allowed is a string of 1 to {MAX_CLIENT_LENGTH} printable characters",
+                param="client",
+                value=client,
+            )
+        if self.config.scheduling_policy != "fair":
+            raise RequestError(f"client is {client!r}; it needs scheduling_policy='fair'", param="client", value=client)
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """(text, token ids, cache salt)"""
+        salt = None
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            if unknown:
+                name = sorted(map(str, unknown))[0]
+                raise RequestError(
+                    f"prompt has the key {name!r}; allowed are prompt, prompt_token_ids and cache_salt",
+                    param="prompt",
+                    value=name,
+                )
+            salt = prompt.get("cache_salt")
+            if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= 1024):
+                raise RequestError(
+                    f"cache_salt is {salt!r}; allowed is a string of 1 to 1024 characters",
+                    param="cache_salt",
+                    value=salt,
+                )
+            if "prompt_token_ids" in prompt:
+                text = prompt.get("prompt")
+                return text, self._check_token_ids(prompt["prompt_token_ids"]), salt
+            prompt = prompt.get("prompt", None)
+        if not isinstance(prompt, str):
+            raise RequestError(
+                f"prompt must be a string or a dict with 'prompt' or 'prompt_token_ids', got {type(prompt).__name__}",
+                param="prompt",
+                value=prompt,
+            )
+        if not prompt:
+            raise RequestError("prompt is empty; at least one character is needed", param="prompt", value=prompt)
+        if self.tokenizer is None:
+            raise RequestError(
+                "prompt is text, but skip_tokenizer_init is set; give prompt_token_ids", param="prompt", value=prompt
+            )
+        return prompt, self.tokenizer.encode(prompt), salt
+
+    def _check_token_ids(self, token_ids: Any) -> list[int]:
+        vocab_size = self.model_config.vocab_size
+        if isinstance(token_ids, np.ndarray):
+            token_ids = token_ids.tolist()
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)) or not token_ids:
+            raise RequestError(
+                "prompt_token_ids must be a list of at least one token id",
+                param="prompt_token_ids",
+                value=token_ids,
+            )
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"prompt_token_ids holds {token_id!r}; allowed are integers from 0 to {vocab_size - 1}",
+                    param="prompt_token_ids",
+                    value=token_id,
+                )
+        return list(token_ids)
+
+    def _make_request(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        bad_words: list[list[int]],
+        fallback_seed: int,
+        **fields: Any,
+    ) -> Request:
+        room = self.config.max_model_len - len(token_ids)
+        eos = () if params.ignore_eos else self.eos_token_ids()
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=np.array(token_ids, np.int32),
+            params=params.token_params(bad_words),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            eos_token_ids=eos,
+            stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+            seed=fallback_seed if params.seed is None else params.seed,
+            per_step=follows_every_step(params),
+            **fields,
+        )
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends an output, by the tokenizer and by the model."""
+        ids = () if self.tokenizer is None else self.tokenizer.eos_token_ids
+        return tuple(dict.fromkeys((*ids, *self.model_config.eos_token_ids)))
+
+    def _draw_seed(self, index: int, number: int) -> int:
+        """The seed of a request without one: new for each request, the same in every run of one engine seed."""
+        origin = f"/{self._origin}" if self._origin else ""
+        digest = hashlib.sha256(f"{self.config.seed}/{index}/{number}{origin}".encode()).digest()
+        return int.from_bytes(digest[:8], "little")
+
+    def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each bad word as it is spelt at a start and after a space, as vLLM does."""
+        if not params.bad_words:
+            return []
+        assert self.tokenizer is not None
+        sequences: list[list[int]] = []
+        for word in params.bad_words:
+            if not word.strip():
+                raise RequestError(
+                    f"bad_words holds {word!r}; allowed are words with more than spaces", param="bad_words", value=word
+                )
+            plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
+            spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            sequences.append(plain)
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                sequences.append(spaced)
+        verify_bad_word_tokens(sequences)
+        return sequences
+
+
+def follows_every_step(params: SamplingParams) -> bool:
+    """Whether somebody needs each token of such a request when it comes."""
+    streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
+    return streamed or bool(params.stop) or params.logprobs is not None
+
+
+def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
+    """What prepares requests for an engine of this model; needs no device. origin: as InputProcessor's."""
+    tokenizer = source.load_tokenizer(config)
+    return InputProcessor(config, source.config, tokenizer, source.generation_defaults, origin=origin)

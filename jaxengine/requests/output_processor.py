@@ -1,0 +1,283 @@
+"""From token ids to what a caller sees: text, stop strings, logprobs, and the n outputs of a request put together.
+
+A request whose caller waits for the end costs nothing until it ends. Knows nothing of scheduling or devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jaxengine.engine.output import EngineOutput, PromptScores, TokenScores
+from jaxengine.requests.detokenizer import IncrementalDetokenizer
+from jaxengine.requests.outputs import (
+    CompletionOutput,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    position_logprobs,
+)
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.tokens.tokenizer import Tokenizer
+from scheduler.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from jaxengine.requests.prepared import PreparedRequest
+
+# Numbers for requests: half of an int64 has room for one, beside an API process's number.
+_TAGS = 1 << 31
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One of a request's n outputs, growing."""
+
+    group: _Group
+    index: int
+    request: Request
+    detokenizer: IncrementalDetokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    num_sent: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def append(self, token_id: int) -> str | None:
+        """Takes in a token; returns the stop string it completed."""
+        self.token_ids.append(token_id)
+        if self.detokenizer is None or self._hides(token_id):
+            return None
+        allowed = len(self.token_ids) > self.group.params.min_tokens
+        return self.detokenizer.append([token_id], check_stop=allowed)
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason.value, stop_reason
+        if not self.request.per_step:
+            known = self.request.output_token_ids
+            self.token_ids = known[known >= 0].tolist()  # a negative one is no token, but how a row failed
+        if self.detokenizer is not None:
+            if not self.request.per_step:
+                hidden = bool(self.token_ids) and self._hides(self.token_ids[-1])
+                self.detokenizer.append(self.token_ids[:-1] if hidden else self.token_ids)
+            self.detokenizer.finish()
+
+    def output(self, kind: RequestOutputKind) -> CompletionOutput:
+        """What the caller gets now, by the kind of output asked for."""
+        first = self.num_sent if kind is RequestOutputKind.DELTA else 0
+        self.num_sent = len(self.token_ids)
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.delta() if kind is RequestOutputKind.DELTA else self.detokenizer.text
+        scored = self.group.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[first:],
+            cumulative_logprob=self.cumulative_logprob if scored else None,
+            logprobs=self.logprobs[first:] if scored else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _hides(self, token_id: int) -> bool:
+        """The token that ended the request is no text, unless asked for."""
+        request = self.request
+        ended = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
+        return ended and token_id in request.stop_token_ids and not self.group.params.include_stop_str_in_output
+
+
+@dataclass
+class _Group:
+    """A request as the caller sees it: n sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    metrics: RequestMetrics
+    sequences: list[_Sequence] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_running: int = 0
+
+
+class OutputProcessor:
+    """Follows the requests in an engine, by tags that it gives them; tokenizer is None when there is no text.
+
+    Attributes:
+      spans: (start, end, outputs) of the last calls of `process` that brought outputs, seconds of time.monotonic.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self.spans: deque[tuple[float, float, int]] = deque(maxlen=4096)
+        self._tokenizer = tokenizer
+        self._groups: dict[str, _Group] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._last_tag = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Starts to follow the n requests that make up `prepared`. They have their tags from here on."""
+        request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
+        prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
+        group = _Group(request_id, prepared.prompt, prompt_ids, params, metrics, num_running=len(requests))
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None for _ in prompt_ids]
+        for index, request in enumerate(requests):
+            sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids))
+            group.sequences.append(sequence)
+            self._last_tag = (self._last_tag + 1) % _TAGS
+            request.tag = self._last_tag
+            self._sequences[request.tag] = sequence
+        self._groups[request_id] = group
+
+    def running(self, request_id: str) -> list[Request]:
+        """Those of a request's n that have not ended."""
+        group = self._groups.get(request_id)
+        sequences = group.sequences if group is not None else []
+        return [sequence.request for sequence in sequences if sequence.request.tag in self._sequences]
+
+    def forget(self, request: Request) -> tuple[str | None, list[Request]]:
+        """Drops the request as its caller sees it, of which `request` is one of n, without an output.
+
+        Returns its id, None when it is not there, and those of the n that have not ended.
+        """
+        sequence = self._sequences.get(request.tag)
+        if sequence is None:
+            return None, []
+        request_id = sequence.group.request_id
+        running = self.running(request_id)
+        for each in running:
+            del self._sequences[each.tag]
+        del self._groups[request_id]
+        return request_id, running
+
+    def process(self, step: EngineOutput, now: float, stop: Callable[[Request, str], None]) -> list[RequestOutput]:
+        """Takes in what a step brought; `stop` is called for requests that met a stop string.
+
+        Returns what callers asked to see: each new piece, or whole requests that ended.
+        """
+        changed: dict[_Sequence, None] = {}
+        for request in step.first_tokens:
+            if (sequence := self._sequences.get(request.tag)) is not None:
+                metrics = sequence.group.metrics
+                metrics.first_token_time = metrics.first_token_time or now
+        for prompt_scores in step.prompt_scores:
+            self._score_prompt(prompt_scores)
+        for emitted in step.emitted:
+            score_rows = dict(zip(emitted.scored.tolist(), range(len(emitted.scored)), strict=True))
+            tokens = zip(emitted.tags.tolist(), emitted.token_ids.tolist(), strict=True)
+            for index, (tag, token_id) in enumerate(tokens):
+                sequence = self._sequences.get(tag)
+                if sequence is None or token_id < 0:
+                    continue
+                if index in score_rows:
+                    assert emitted.scores is not None
+                    self._score(sequence, token_id, emitted.scores, score_rows[index])
+                stop_string = sequence.append(token_id)
+                if stop_string is not None:
+                    stop(sequence.request, stop_string)
+                    self._end(sequence, FinishReason.STOP, stop_string)
+                changed[sequence] = None
+        for request in step.finished:
+            sequence = self._sequences.get(request.tag)
+            if sequence is not None:
+                assert request.finish_reason is not None
+                self._end(sequence, request.finish_reason, request.stop_reason)
+                changed[sequence] = None
+        outputs = self._outputs(list(changed), now)
+        if outputs:
+            self.spans.append((now, time.monotonic(), len(outputs)))
+        return outputs
+
+    def _outputs(self, changed: list[_Sequence], now: float) -> list[RequestOutput]:
+        outputs = []
+        # Several of a request's n may have ended together: only the last of them says that all have.
+        last_of = {sequence.group.request_id: sequence for sequence in changed}
+        for sequence in changed:
+            group = sequence.group
+            finished = not group.num_running and last_of[group.request_id] is sequence
+            metrics = group.metrics
+            metrics.last_token_time = now
+            metrics.first_scheduled_time = metrics.first_scheduled_time or sequence.request.first_scheduled_time
+            if finished:
+                metrics.finished_time = now
+                metrics.num_preemptions = sum(each.request.num_preemptions for each in group.sequences)
+                self._groups.pop(group.request_id, None)
+            kind = group.params.output_kind
+            if kind is not RequestOutputKind.FINAL_ONLY:
+                outputs.append(self._output(group, [sequence.output(kind)], finished))
+            elif finished:
+                outputs.append(self._output(group, [each.output(kind) for each in group.sequences], True))
+        return outputs
+
+    def _output(self, group: _Group, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
+        cached = group.sequences[0].request.num_cached_tokens
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=group.prompt_token_ids,
+            outputs=completions,
+            finished=finished,
+            prompt_logprobs=group.prompt_logprobs,
+            metrics=group.metrics,
+            num_cached_tokens=cached if cached >= 0 else None,
+        )
+
+    def _end(self, sequence: _Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        del self._sequences[sequence.request.tag]
+        sequence.finish(reason, stop_reason)
+        sequence.group.num_running -= 1
+
+    def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            stop=tuple(params.stop),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            prompt_tail_ids=prompt_ids[-8:],
+        )
+
+    def _score(self, sequence: _Sequence, token_id: int, scores: TokenScores, row: int) -> None:
+        count = sequence.group.params.logprobs
+        assert count is not None
+        sequence.logprobs.append(self._position(token_id, scores, row, count))
+        sequence.cumulative_logprob += float(scores.logprobs[row])
+
+    def _score_prompt(self, scores: PromptScores) -> None:
+        sequence = self._sequences.get(scores.request.tag)
+        if sequence is None or sequence.index != 0:
+            return
+        group = sequence.group
+        assert group.prompt_logprobs is not None and group.params.prompt_logprobs is not None
+        for row in range(len(scores.scores.ranks)):
+            position = scores.first + row
+            token_id = group.prompt_token_ids[position]
+            entry = self._position(token_id, scores.scores, row, group.params.prompt_logprobs)
+            group.prompt_logprobs[position] = entry
+
+    def _position(self, token_id: int, scores: TokenScores, row: int, count: int) -> PositionLogprobs:
+        return position_logprobs(
+            token_id,
+            float(scores.logprobs[row]),
+            int(scores.ranks[row]),
+            scores.top_ids[row].tolist(),
+            scores.top_logprobs[row].tolist(),
+            count,
+            None if self._tokenizer is None else self._decode_one,
+        )
+
+    def _decode_one(self, token_id: int) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)

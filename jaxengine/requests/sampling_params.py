@@ -1,0 +1,316 @@
+"""How one request wants its tokens chosen, stopped and reported: vLLM's SamplingParams with its validation rules.
+
+Owns every rule about the values themselves (`_RULES`, then the rules between fields) and, in `verify_against`, those
+that need the engine's sizes. A wrong value is one RequestError naming field, value and what is allowed; a field vLLM
+has and this engine does not build yet is refused when used. Knows nothing of arrays, tokenizers or slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any
+
+from jaxengine.requests.structured_outputs import StructuredOutputsParams, structured_outputs
+from scheduler.errors import RequestError, show_value
+from scheduler.token_params import TokenParams
+
+_log = logging.getLogger(__name__)
+
+# vLLM's own bound on `n`; a public server sets a lower one of its own.
+MAX_N = 16384
+MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 128
+MAX_BAD_WORDS_TOKENS = 1024
+GREEDY_BELOW = 1e-5
+MIN_TEMPERATURE = 0.01
+# Keeps logits finite in float32 whatever they are multiplied with.
+_FLOAT_LIMIT = 1e20
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+
+# Fields that a step needs as they are.
+_TOKEN_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "logprobs", "prompt_logprobs"),
+)
+
+Rule = Callable[[str, Any], Any]
+
+
+class RequestOutputKind(Enum):
+    """What each RequestOutput of a stream carries."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new since the last one
+    FINAL_ONLY = 2  # one output, at the end
+
+
+def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(f"{name} must be {allowed}, got {show_value(value)}", param=name, value=value)
+
+
+def _int(low: int, high: int, allowed: str) -> Rule:
+    def check(name: str, value: Any) -> int:
+        # bool is an Integral, and 1.0 == 1: neither is what the caller meant.
+        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+            raise _refuse(name, value, allowed)
+        return int(value)
+
+    return check
+
+
+def _float(low: float, high: float, allowed: str) -> Rule:
+    def check(name: str, value: Any) -> float:
+        # NaN is in no range. numpy's scalars are Real; what compares with floats is not in its type.
+        inside = isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high  # pyright: ignore
+        if not inside:
+            raise _refuse(name, value, allowed)
+        return float(value)
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "True or False")
+    return value
+
+
+def _optional(rule: Rule) -> Rule:
+    return lambda name, value: None if value is None else rule(name, value)
+
+
+def _num_logprobs(name: str, value: Any) -> int:
+    if value is True:
+        return 1
+    return _int(-1, _INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
+
+
+def _texts(at_most: int) -> Rule:
+    def check(name: str, value: Any) -> tuple[str, ...]:
+        texts = (value,) if isinstance(value, str) else () if value is None else value
+        whole = isinstance(texts, (list, tuple)) and len(texts) <= at_most
+        if not whole or not all(isinstance(text, str) and text for text in texts):
+            raise _refuse(name, value, f"a string or a list of at most {at_most} strings, none of them empty")
+        return tuple(texts)
+
+    return check
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = () if value is None else value
+    if not isinstance(ids, (list, tuple, set, frozenset, range)):
+        raise _refuse(name, value, "a list of token ids")
+    allowed_id = _int(0, _INT32_MAX, "a list of token ids, each an int >= 0")
+    return tuple(dict.fromkeys(allowed_id(name, token_id) for token_id in ids))
+
+
+def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _token_ids(name, value)
+    if not ids:
+        raise _refuse(name, value, "None or a list with at least one token id")
+    return ids
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _refuse(name, value, "a dict from token id to a number")
+    token_id = _int(0, _INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
+    bias = _float(-_FLOAT_LIMIT, _FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
+    return {token_id(name, key): bias(name, number) for key, number in value.items()}
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    if not isinstance(value, RequestOutputKind):
+        raise _refuse(name, value, "RequestOutputKind.CUMULATIVE, DELTA or FINAL_ONLY")
+    return value
+
+
+_RULES: dict[str, Rule] = {
+    "n": _int(1, MAX_N, f"an int from 1 to {MAX_N}"),
+    "presence_penalty": _float(-2, 2, "a number from -2 to 2"),
+    "frequency_penalty": _float(-2, 2, "a number from -2 to 2"),
+    "repetition_penalty": _float(1 / _FLOAT_LIMIT, _FLOAT_LIMIT, "a finite number > 0 (from 1e-20 to 1e20)"),
+    "temperature": _float(0, 2, "a number from 0 to 2"),
+    "top_p": _float(math.ulp(0.0), 1, "a number in (0, 1]"),
+    "top_k": _int(-1, _INT32_MAX, "an int >= 1, or 0 or -1 to switch it off"),
+    "min_p": _float(0, 1, "a number from 0 to 1"),
+    "seed": _optional(_int(-_INT64_MAX - 1, _INT64_MAX, "None or an int of 64 bits (-1 means None)")),
+    "stop": _texts(MAX_STOP_STRINGS),
+    "stop_token_ids": _token_ids,
+    "ignore_eos": _flag,
+    "max_tokens": _optional(_int(1, _INT32_MAX, "an int >= 1, or None for the rest of the context")),
+    "min_tokens": _int(0, _INT32_MAX, "an int >= 0"),
+    "logprobs": _optional(_num_logprobs),
+    "prompt_logprobs": _optional(_num_logprobs),
+    "detokenize": _flag,
+    "skip_special_tokens": _flag,
+    "spaces_between_special_tokens": _flag,
+    "include_stop_str_in_output": _flag,
+    "output_kind": _output_kind,
+    "logit_bias": _optional(_logit_bias),
+    "allowed_token_ids": _optional(_allowed_token_ids),
+    "bad_words": _texts(MAX_BAD_WORDS),
+    "structured_outputs": _optional(structured_outputs),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Checked and normalised at construction, never changed afterwards; `clone_with` makes a changed copy.
+
+    Field names, defaults and meanings are vLLM's. Sequences become tuples; `stop` and `bad_words` also take one string,
+    and they and `stop_token_ids` take None for empty. `structured_outputs` also takes a dict of its fields.
+
+    Raises:
+      RequestError: a value outside its rule, fields that contradict each other, or a field not supported yet.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    # Not supported yet: any other value than the default is refused.
+    stream_interval: int | None = None
+    prompt_logprob_token_ids: Sequence[int] | None = None
+    prompt_logprob_start: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool = False
+    logits_processors: Any = None
+    extra_args: Mapping[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _RULES:
+                self._normalize(field.name, _RULES[field.name](field.name, value))
+            elif type(value) is not type(field.default) or value != field.default:
+                raise RequestError(
+                    f"{field.name} is not supported yet: leave it at {field.default!r}, got {show_value(value)}",
+                    param=field.name,
+                    value=value,
+                )
+        if self.top_k == -1:
+            self._normalize("top_k", 0)
+        if self.seed == -1:
+            self._normalize("seed", None)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            _log.warning(
+                "temperature %g is so small that logits may overflow: raised to %g", self.temperature, MIN_TEMPERATURE
+            )
+            self._normalize("temperature", MIN_TEMPERATURE)
+        if self.is_greedy:
+            if self.n > 1:
+                raise _refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
+            for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+                self._normalize(name, off)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.stop and not self.detokenize:
+            raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
+
+    def _normalize(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # only from __post_init__, before anybody has seen the object
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def token_params(self, bad_words: Iterable[Iterable[int]] = ()) -> TokenParams:
+        """What the engine must know of these. bad_words: the token ids of the field of that name."""
+        structured = self.structured_outputs
+        assert structured is None or isinstance(structured, StructuredOutputsParams)
+        allowed = self.allowed_token_ids
+        return TokenParams(
+            **{name: getattr(self, name) for name in _TOKEN_FIELDS},
+            logit_bias=self.logit_bias or {},
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            bad_words=tuple(map(tuple, bad_words)),
+            grammar=None if structured is None else structured.compiled_from(),
+        )
+
+    def clone_with(self, **changes: Any) -> SamplingParams:
+        """A copy with `changes`, checked as a whole."""
+        return replace(self, **changes)
+
+    def child(self, index: int) -> SamplingParams:
+        """What the index-th of `n` outputs runs with: n=1 and, when seeded, a seed of its own (seed + index)."""
+        seed = self.seed
+        if seed is not None and index:
+            seed = (seed + index) & _INT64_MAX  # never -1, which would mean unseeded
+        return replace(self, n=1, seed=seed)
+
+    def verify_against(
+        self,
+        vocab_size: int,
+        max_logprobs: int,
+        max_model_len: int,
+        has_tokenizer: bool,
+        num_prompt_tokens: int = 1,
+    ) -> None:
+        """Raises RequestError for what this engine cannot do with otherwise sound values.
+
+        max_logprobs: the most entries it reports per token, -1 for no limit. num_prompt_tokens: the prompt's length,
+        where it is known. max_tokens may exceed what the prompt leaves of the context: generation then ends with
+        "length".
+        """
+        most = vocab_size if max_logprobs == -1 else max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, name)
+            if asked == -1 and most < vocab_size:
+                allowed = f"at most max_logprobs ({most}); -1, the whole vocabulary, needs max_logprobs={vocab_size}"
+                raise _refuse(name, asked, allowed)
+            if asked is not None and asked > most:
+                raise _refuse(name, asked, f"at most max_logprobs ({most})")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            outside = [token_id for token_id in getattr(self, name) or () if token_id >= vocab_size]
+            if outside:
+                raise _refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
+        for name, empty in (("stop", "empty"), ("bad_words", "empty"), ("structured_outputs", "None")):
+            if getattr(self, name) and not has_tokenizer:
+                raise _refuse(name, getattr(self, name), f"{empty} when the engine has no tokenizer")
+        if self.max_tokens is not None and self.max_tokens > max_model_len:
+            allowed = f"at most max_model_len ({max_model_len}), or None for the rest of the context"
+            raise _refuse("max_tokens", self.max_tokens, allowed)
+        room = max_model_len - num_prompt_tokens
+        if self.min_tokens > room:
+            allowed = f"at most {room}, what the prompt leaves of max_model_len ({max_model_len})"
+            raise _refuse("min_tokens", self.min_tokens, allowed)
+
+
+def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:
+    """Raises RequestError when bad_words, tokenised into `sequences`, hold more than MAX_BAD_WORDS_TOKENS tokens."""
+    total = sum(len(sequence) for sequence in sequences)
+    if total > MAX_BAD_WORDS_TOKENS:
+        raise _refuse("bad_words", total, f"at most {MAX_BAD_WORDS_TOKENS} tokens altogether")

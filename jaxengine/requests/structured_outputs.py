@@ -1,0 +1,208 @@
+"""What shape a request's text must have: vLLM's StructuredOutputsParams with its validation rules.
+
+Owns every rule that the values alone decide, sizes and nesting among them; whether a grammar can be compiled is found
+out by a process that may be killed (jaxengine.grammars). Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from scheduler.errors import RequestError, show_value
+from scheduler.token_params import Grammar
+
+MAX_SCHEMA_BYTES = 256 << 10
+MAX_NESTING = 64
+MAX_REGEX_BYTES = 10 << 10
+MAX_CHOICES = 10_000
+MAX_WHITESPACE_BYTES = 1 << 10
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+_JSON_OBJECT = '{"type":"object"}'
+_JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+# Keywords whose values are data, not schemas.
+_DATA = frozenset(("const", "enum", "default", "examples"))
+
+
+def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(
+        f"structured_outputs.{name} must be {allowed}, got {show_value(value)}",
+        param="structured_outputs",
+        value=value,
+    )
+
+
+def _text(name: str, value: Any, at_most: int) -> str:
+    allowed = f"a string of 1 to {at_most} bytes of UTF-8"
+    if not isinstance(value, str) or not value or len(value) > at_most:
+        raise _refuse(name, value, allowed)
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:  # a lone surrogate
+        raise _refuse(name, value, allowed) from None
+    if size > at_most:
+        raise _refuse(name, value, allowed)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """Exactly one constraint, checked and normalised at construction. Field names and meanings are vLLM's.
+
+    Attributes:
+      json: a JSON schema, as a dict or as text; kept as text.
+      regex: what the whole output must match, without look-around and back references.
+      choice: the outputs to choose from; kept as a tuple.
+      grammar: a context-free grammar, in Lark's notation or GBNF.
+      json_object: True for any JSON object.
+      disable_any_whitespace: no white space between the parts of JSON; otherwise any that JSON allows.
+      disable_additional_properties: objects have only the properties their schema lists, where it does not say.
+      whitespace_pattern: a regex for the white space between the parts of JSON.
+      structural_tag: not supported.
+
+    Raises:
+      RequestError: a value outside its rule, none or several constraints, or an option that would do nothing.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.structural_tag is not None:
+            raise _refuse("structural_tag", self.structural_tag, "None (not supported yet)")
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            raise _refuse("json_object", self.json_object, "True, or None")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "True or False")
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs must have exactly one of {', '.join(CONSTRAINTS)}, got {given or 'none'}",
+                param="structured_outputs",
+                value=given,
+            )
+        if self.json is not None:
+            self._normalize("json", _schema(self.json))
+        if self.regex is not None:
+            _text("regex", self.regex, MAX_REGEX_BYTES)
+        if self.grammar is not None:
+            _text("grammar", self.grammar, MAX_SCHEMA_BYTES)
+        if self.choice is not None:
+            self._normalize("choice", _choices(self.choice))
+        if self.whitespace_pattern is not None:
+            _text("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE_BYTES)
+            if self.disable_any_whitespace:
+                raise _refuse("whitespace_pattern", self.whitespace_pattern, "None with disable_any_whitespace")
+        for name in _JSON_OPTIONS:
+            if getattr(self, name) and given[0] not in ("json", "json_object"):
+                raise _refuse(name, getattr(self, name), "left out unless json or json_object is given")
+
+    def _normalize(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # only from __post_init__, before anybody has seen the object
+
+    @property
+    def kind(self) -> str:
+        """The constraint given, one of CONSTRAINTS."""
+        return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+
+    def compiled_from(self) -> Grammar:
+        """What jaxengine.grammars makes its masks from."""
+        if self.kind in ("json", "json_object"):
+            options = {name: getattr(self, name) for name in _JSON_OPTIONS if getattr(self, name)}
+            return Grammar(kind="json", text=str(self.json or _JSON_OBJECT), options=options)
+        if self.kind == "choice":
+            return Grammar(kind="choice", text=json.dumps(self.choice))
+        return Grammar(kind=self.kind, text=str(getattr(self, self.kind)))
+
+
+def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
+    """The rule of SamplingParams.structured_outputs: a StructuredOutputsParams, or a dict of its fields."""
+    if isinstance(value, StructuredOutputsParams):
+        return value
+    known = {field.name for field in fields(StructuredOutputsParams)}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise RequestError(
+            f"{name} must be a StructuredOutputsParams or a dict of its fields, got {show_value(value)}",
+            param=name,
+            value=value,
+        )
+    unknown = sorted(set(value) - known)
+    if unknown:
+        raise RequestError(
+            f"{name} must be a dict of {', '.join(sorted(known))}, got the key {show_value(unknown[0])}",
+            param=name,
+            value=unknown[0],
+        )
+    return StructuredOutputsParams(**value)
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    allowed = f"a list of 1 to {MAX_CHOICES} different strings, none of them empty"
+    if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHOICES:
+        raise _refuse("choice", value, allowed)
+    total = 0
+    for text in value:
+        total += len(_text("choice", text, MAX_SCHEMA_BYTES).encode())
+    if len(set(value)) < len(value):
+        raise _refuse("choice", value, allowed)
+    if total > MAX_SCHEMA_BYTES:
+        raise _refuse("choice", value, f"strings of at most {MAX_SCHEMA_BYTES} bytes of UTF-8 altogether")
+    return tuple(value)
+
+
+def _schema(value: Any) -> str:
+    """The schema as text."""
+    allowed = f"a JSON schema of at most {MAX_SCHEMA_BYTES} bytes, nested at most {MAX_NESTING} deep"
+    try:
+        if isinstance(value, str):
+            text = _text("json", value, MAX_SCHEMA_BYTES)
+            schema = json.loads(text, parse_constant=_no_constant)
+        else:
+            if not isinstance(value, Mapping):
+                raise _refuse("json", value, allowed)
+            text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+            schema = value
+    except RequestError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _refuse("json", value, f"{allowed} ({type(error).__name__})") from None
+    text = _text("json", text, MAX_SCHEMA_BYTES)
+    if not isinstance(schema, (Mapping, bool)):
+        raise _refuse("json", value, "a JSON schema, which is an object, true or false")
+    for depth, key, item in _items(schema):
+        if depth > MAX_NESTING:
+            raise _refuse("json", value, allowed)
+        if key in ("$ref", "$dynamicRef") and isinstance(item, str) and not item.startswith("#"):
+            raise _refuse("json", item, "a schema whose references are its own (#...); nothing is fetched")
+    return text
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _items(schema: Any) -> Iterator[tuple[int, str | None, Any]]:
+    """(depth, key where it has one, value) of everything inside, without recursion."""
+    waiting: list[tuple[int, str | None, Any]] = [(0, None, schema)]
+    while waiting:
+        depth, key, value = waiting.pop()
+        yield depth, None if key in _DATA else key, value
+        if isinstance(value, Mapping):
+            inside = value.items()
+        elif isinstance(value, (list, tuple)):
+            inside = [(None, item) for item in value]
+        else:
+            continue
+        data = key in _DATA
+        waiting += [(depth + 1, "const" if data else name, item) for name, item in inside]

@@ -1,0 +1,1 @@
+"""The only room that calls the device: compiled steps, memory, stages."""

@@ -1,0 +1,161 @@
+"""Which devices an engine uses for what: the mesh of each pipeline stage, and each stage's weights loaded onto it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.platforms import Platform
+from jaxengine.runner.model_runner import Progress
+from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.step_programs import StepPrograms
+from models.causal_lm import CausalLM
+from models.config.model_config import ModelConfig
+from models.registry import build_model, tensor_sizes
+from models.weights.declare import declared_params
+from models.weights.dummy import dummy_params
+from models.weights.load import load_params
+from models.weights.orbax import load_checkpoint
+from sharding.layout import MESH_AXES, MeshLayout
+from sharding.mesh import make_mesh
+from sharding.stages import Stage, devices_of_stages, split_layers, stages_of
+
+
+def choose_devices(
+    config: EngineConfig, devices: Sequence[Any] | None, mesh: Mesh | None
+) -> tuple[EngineConfig, list[Any]]:
+    """The devices the engine runs on, the stages' one after the other, and the config with a mesh's sizes in it.
+
+    Raises ConfigError when there are too few devices, or a mesh and other statements about devices.
+    """
+    if mesh is not None:
+        if tuple(mesh.axis_names) != MESH_AXES:
+            raise ConfigError("mesh", mesh.axis_names, f"a mesh with the axes {', '.join(MESH_AXES)}")
+        said = (config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size)
+        if devices is not None or said != (1, 1, 1):
+            raise ConfigError("mesh", dict(mesh.shape), "no mesh beside devices or parallel sizes; it says both")
+        data, attn, model = mesh.devices.shape
+        config = replace(config, tensor_parallel_size=attn * model, data_parallel_size=data)
+        return config, list(mesh.devices.flat)
+    available = jax.devices() if devices is None else list(devices)
+    sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+    tensor, data, stages = (getattr(config, name) for name in sizes)
+    wanted = tensor * data * stages
+    if wanted > len(available):
+        largest = max(sizes, key=lambda name: getattr(config, name))
+        raise ConfigError(
+            largest,
+            getattr(config, largest),
+            f"parallel sizes whose product is at most {len(available)}, the number of devices; it is {wanted}",
+        )
+    return config, available[:wanted] if config.nnodes == 1 else _of_every_process(config, available, tensor * data)
+
+
+def _of_every_process(config: EngineConfig, available: Sequence[Any], stage_size: int) -> list[Any]:
+    """The first devices of each process, so that every stage has equally many of each.
+
+    A process must have a part in whatever is executed, and hidden states must not cross from process to process.
+    """
+    by_process: dict[int, list[Any]] = {}
+    for device in available:
+        by_process.setdefault(device.process_index, []).append(device)
+    each, rest = divmod(stage_size, len(by_process))
+    least = min(map(len, by_process.values()))
+    if rest or each * config.pipeline_parallel_size > least:
+        allowed = (
+            f"sizes that give every pipeline stage equally many devices of each process: tensor_parallel_size * "
+            f"data_parallel_size, now {stage_size}, a multiple of nnodes, {len(by_process)}, and times "
+            f"pipeline_parallel_size at most {least * len(by_process)}"
+        )
+        raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, allowed)
+    stages = range(config.pipeline_parallel_size)
+    return [
+        device
+        for stage in stages
+        for devices in by_process.values()
+        for device in devices[stage * each : (stage + 1) * each]
+    ]
+
+
+def open_stages(
+    source: ModelSource,
+    config: ResolvedConfig,
+    platform: Platform,
+    devices: Sequence[Any],
+    mesh: Mesh | None,
+    *,
+    progress: Progress,
+) -> list[StageRunner]:
+    """The model's stages with their weights; closes the source. mesh: as the caller gave it."""
+    layout = config.mesh_layout(source.config)
+    if mesh is not None and dict(mesh.shape) != (wanted := {name: getattr(layout, name) for name in MESH_AXES}):
+        raise ConfigError("mesh", dict(mesh.shape), f"{wanted} for a model of {source.config.num_kv_heads} kv heads")
+    stages = choose_stages(source.config, config, layout)
+    models = [build_split(source.config, config, layout, stage) for stage in stages]
+    meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, len(stages))]
+    total = sum(size for model in models for size in _sizes(model))
+    runners, done = [], 0
+    for model, mesh in zip(models, meshes, strict=True):
+        params = load_weights(source, model, mesh, config, _part_of(progress, done, total))
+        done += sum(_sizes(model))
+        runners.append(StageRunner(StepPrograms(model, config, platform, mesh), params, config.compile_cache_dir))
+    source.close()
+    return runners
+
+
+def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> list[Stage]:
+    """The layers of each pipeline stage: as `pipeline_layers` says, else such that the largest has the fewest bytes."""
+    if config.pipeline_layers is not None:
+        return stages_of(config.pipeline_layers)
+    if config.pipeline_parallel_size == 1:
+        return stages_of([model_config.num_layers])
+    whole = build_split(model_config, config, layout, Stage(0, model_config.num_layers))
+    sizes, before, after = [0] * model_config.num_layers, 0, 0
+    for param in declared_params(whole):
+        layer = next((part for part in param.path if isinstance(part, int)), None)
+        if layer is not None:
+            sizes[layer] += param.num_bytes
+        elif param.path[0] == "embed":
+            before += param.num_bytes
+            after += param.num_bytes if model_config.tie_word_embeddings else 0
+        else:
+            after += param.num_bytes
+    return split_layers(sizes, config.pipeline_parallel_size, before=before, after=after)
+
+
+def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
+    """The abstract model of a stage; ConfigError with the sizes that would do if the mesh does not divide it."""
+    try:
+        return build_model(model_config, dtype=config.dtype, mesh=layout, stage=stage)
+    except ValueError as error:
+        sizes = tensor_sizes(
+            model_config, lambda size: replace(config, tensor_parallel_size=size).mesh_layout(model_config)
+        )
+        allowed = f"{', '.join(map(str, sizes))} for this model ({error})"
+        raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, allowed) from None
+
+
+def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: ResolvedConfig, progress: Progress) -> Any:
+    """The weights of an abstract model on its mesh, wherever the source has them; an nnx.State."""
+    if source.weights is None:
+        return dummy_params(model, seed=config.seed, mesh=mesh, progress=progress)
+    if isinstance(source.weights, Path):
+        params, size = load_checkpoint(source.weights, model, mesh=mesh), sum(_sizes(model))
+        progress(size, size, "all")
+        return params
+    return load_params(model, source.weights, dtype=config.dtype, mesh=mesh, progress=progress)
+
+
+def _sizes(model: CausalLM) -> list[int]:
+    return [param.num_bytes for param in declared_params(model)]
+
+
+def _part_of(progress: Progress, before: int, total: int) -> Progress:
+    return lambda done, _, what: progress(before + done, total, what)

@@ -1,0 +1,232 @@
+"""The device side of the engine: the stages that run a model, one behind the other, as one thing that executes steps.
+
+Serving calls nothing but the executables made at start-up, and an executable refuses any other shape, so nothing can
+compile while serving. Slots are numbered over all ranks: rank * max_num_seqs + the rank's own number. Knows rows and
+messages; of requests only the sampling parameters of a slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.runner.compile_watch import CompileWatch
+from jaxengine.runner.memory import MemoryPlan, plan_memory
+from jaxengine.runner.peers import ALONE, Peers
+from jaxengine.runner.stage_runner import NUM_DELTAS, NUM_MASK_ROWS, NUM_PARAM_ROWS, StageRunner
+from jaxengine.runner.step import StepOutput
+from jaxengine.sampling import sampler
+from jaxengine.sampling.logprobs import TokenLogprobs
+from scheduler.buckets import Bucket
+from scheduler.packing import StepInput, delta_chunks
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A dispatched step, its results possibly still being computed. All results have a leading axis of ranks.
+
+    fetch: waits for a result.
+    """
+
+    output: StepOutput
+    bucket: Bucket
+    fetch: Callable[[jax.Array], np.ndarray] = np.asarray
+
+    def is_ready(self) -> bool:
+        """Whether the step is done, so that `token_ids` would not wait."""
+        # Every array has it, but the type that jax declares does not say so.
+        return self.output.sample.token_ids.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def token_ids(self) -> np.ndarray:
+        """i32[ranks, S]; waits for the step."""
+        return self.fetch(self.output.sample.token_ids)
+
+    def logprobs(self) -> sampler.SampleOutput:
+        """The sampled rows' logprobs as numpy arrays."""
+        return jax.tree.map(self.fetch, self.output.sample)
+
+    def prompt_logprobs(self) -> TokenLogprobs:
+        """The prompt tokens' logprobs as numpy arrays."""
+        return jax.tree.map(self.fetch, self.output.prompt)
+
+
+class ModelRunner:
+    """Compiles at construction, then only executes. Where an engine has several processes, each has one of these.
+
+    Attributes:
+      plan: what the memory of a device is used for; of the stage with the least room.
+      compiles: what XLA compiled while the engine was serving.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageRunner],
+        config: ResolvedConfig,
+        *,
+        progress: Progress | None = None,
+        peers: Peers = ALONE,
+    ):
+        """stages in order; config resolved; progress(done, total, what) is called per program."""
+        self.config = config
+        self.packer = stages[0].programs.packer
+        self.compiles = CompileWatch()
+        self.vocab_size = stages[0].programs.model.config.vocab_size
+        self.num_ranks = stages[0].programs.model.mesh.num_ranks
+        self._stages = stages
+        self._last = stages[-1]
+        self._peers = peers
+        self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
+        self._has_mask = np.zeros_like(self._has_bias)
+        # Where the user says how large the pool is, the steps tell their workspace after they have been compiled.
+        late = config.fixes_pages and not config.enforce_eager
+        plan = self._plan_memory([0 if late else stage.measure_workspace() for stage in stages])
+        programs = hashlib.sha256(repr([stage.programs.description for stage in stages]).encode()).hexdigest()
+        self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
+        self._warm_up(progress or (lambda done, total, what: None))
+        if late:
+            plan = self._plan_memory([stage.workspace_bytes for stage in stages])
+            self.plan = replace(plan, num_pages=self.plan.num_pages)
+        peers.await_ready()
+
+    @property
+    def buckets(self):
+        return self.packer.buckets
+
+    @property
+    def num_mask_words(self) -> int:
+        """Words of a slot's mask: a bit for each token, those of padding included."""
+        return -(-self._last.programs.vocab_size // 32)
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that start-up compiled."""
+        return sum(stage.executables.num_compiled for stage in self._stages)
+
+    @property
+    def num_loaded(self) -> int:
+        """Programs that start-up found compiled."""
+        return sum(stage.executables.num_loaded for stage in self._stages)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its devices are parts of the host's memory."""
+        return self._stages[0].programs.mesh.devices.flat[0].platform == "cpu"
+
+    def memory_in_use(self) -> int:
+        """Bytes that a device of the first stage holds now; devices that are parts of a host's memory share its use."""
+        return self._stages[0].memory_in_use
+
+    def execute(self, step: StepInput) -> PendingStep:
+        """Dispatches a step; does not wait for it."""
+        for deltas in delta_chunks(step.overflow, NUM_DELTAS, len(self._has_bias)):
+            self.change_state("page deltas", deltas)
+        return self.run_step(step.bucket, step.buffer)
+
+    def run_step(self, bucket: Bucket, message: np.ndarray) -> PendingStep:
+        """Dispatches the step whose message this is, i32[ranks, size]; the other processes do the same."""
+        self._peers.announce("step", (message,), num_tokens=bucket.num_tokens, num_seqs=bucket.num_seqs)
+        output = self._peers.run(lambda: self._execute(bucket, message))
+        return PendingStep(output, bucket, self._fetch)
+
+    def change_state(self, name: str, *arguments: Any) -> None:
+        """Runs one of `StepPrograms.state_changes` on the stages that have it; the other processes do the same."""
+        self._peers.announce("change", arguments, name=name)
+        stages = self._stages if name == "page deltas" else [self._last]
+        self._peers.run(lambda: [stage.change_state(name, *arguments) for stage in stages])
+
+    def set_params(self, rows: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
+        """Stores sampling parameters: (slot, ints, floats) as `sampler.param_columns` gives them."""
+        for first in range(0, len(rows), NUM_PARAM_ROWS):
+            chunk = rows[first : first + NUM_PARAM_ROWS]
+            slots = np.full(NUM_PARAM_ROWS, len(self._has_bias), np.int32)
+            ints = np.zeros((NUM_PARAM_ROWS, 3), np.int32)
+            floats = np.zeros((NUM_PARAM_ROWS, 6), np.float32)
+            for index, (slot, slot_ints, slot_floats) in enumerate(chunk):
+                slots[index], ints[index], floats[index] = slot, slot_ints, slot_floats
+            self.change_state("parameters", slots, ints, floats)
+
+    def set_bias(self, slot: int, row: np.ndarray | None) -> None:
+        """Sets a slot's additive logit bias, f32[V]; None for no bias."""
+        if row is None and not self._has_bias[slot]:
+            return
+        self._has_bias[slot] = row is not None
+        row = np.zeros(self.vocab_size, np.float32) if row is None else row
+        self.change_state("bias row", np.int32(slot), self._padded(row))
+
+    def set_masks(self, rows: list[tuple[int, np.ndarray | None]]) -> None:
+        """Sets which tokens slots may take: (slot, i32[num_mask_words]), distinct slots; None allows every token."""
+        rows = [(slot, row) for slot, row in rows if row is not None or self._has_mask[slot]]
+        programs = self._last.programs
+        parts, own_words = programs.num_vocab_parts, self.num_mask_words // programs.num_vocab_parts
+        for first in range(0, len(rows), NUM_MASK_ROWS):
+            slots = np.full(NUM_MASK_ROWS, len(self._has_mask), np.int32)
+            masks = np.full((NUM_MASK_ROWS, parts, programs.stored_mask_words // parts), -1, np.int32)
+            for index, (slot, row) in enumerate(rows[first : first + NUM_MASK_ROWS]):
+                slots[index], self._has_mask[slot] = slot, row is not None
+                if row is not None:
+                    masks[index, :, :own_words] = row.reshape(parts, own_words)
+            self.change_state("mask rows", slots, masks.reshape(NUM_MASK_ROWS, -1))
+
+    def set_token_counts(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
+        """Tells penalties what a slot's prompt and output hold so far."""
+        counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
+        counts[prompt] |= 1
+        self.change_state("counts row", np.int32(slot), self._padded(counts))
+
+    def expert_load(self) -> np.ndarray | None:
+        """u32[layers, E], tokens that experts were picked for so far, modulo 2**32; None without experts.
+
+        Waits for the steps in flight.
+        """
+        self._peers.announce("expert load")
+        loads = [load for stage in self._stages if (load := self._peers.run(stage.expert_load)) is not None]
+        return np.concatenate([self._fetch(load).sum(axis=0, dtype=np.uint32) for load in loads]) if loads else None
+
+    def _execute(self, bucket: Bucket, message: np.ndarray) -> StepOutput:
+        output = None
+        for stage in self._stages:
+            output = stage.execute(bucket, message, output)
+        assert isinstance(output, StepOutput)
+        return output
+
+    def _fetch(self, array: jax.Array) -> np.ndarray:
+        return self._peers.run(lambda: np.asarray(array))
+
+    def _padded(self, row: np.ndarray) -> np.ndarray:
+        """A row over the vocabulary as the sampler counts it."""
+        return np.pad(row, (0, self._last.programs.vocab_size - len(row)))
+
+    def _plan_memory(self, workspaces: Sequence[int]) -> MemoryPlan:
+        plans = [
+            plan_memory(
+                self.config,
+                total=stage.device_memory,
+                weights=stage.weight_bytes,
+                workspace=workspace,
+                page_bytes=stage.programs.page_bytes,
+            )
+            for stage, workspace in zip(self._stages, workspaces, strict=True)
+        ]
+        return min(plans, key=lambda plan: plan.num_pages)
+
+    def _warm_up(self, progress: Progress) -> None:
+        """Makes every executable serving can need, the costly ones first so that they show early."""
+        buckets = [] if self.config.enforce_eager else sorted(self.buckets, reverse=True)
+        total = len(buckets) * len(self._stages)
+        for stage in self._stages:
+            stage.plan_pool(self.plan.num_pages)
+        for index, bucket in enumerate(buckets):
+            for number, stage in enumerate(self._stages):
+                progress(index * len(self._stages) + number, total, str(bucket))
+                stage.compile_step(bucket)
+        progress(total, total, "ready")
+        for stage in self._stages:
+            stage.allocate()

@@ -1,0 +1,89 @@
+"""From a configuration to a ModelRunner: the model opened, the open options settled, weights loaded, steps compiled.
+
+Every process of an engine does this; host 0 then schedules, the others execute what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxengine.checkpoint.model_source import ModelSource, open_model
+from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
+from jaxengine.config.platforms import PLATFORMS, Platform
+from jaxengine.runner.devices import choose_devices, open_stages
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.peers import ALONE, Peers
+from models.kv_cache import platform_of
+
+logger = logging.getLogger(__name__)
+
+
+class OpenedModel(NamedTuple):
+    """What is settled about an engine before anything is loaded. mesh: as the caller gave it."""
+
+    source: ModelSource
+    config: ResolvedConfig
+    platform: Platform
+    devices: Sequence[Any]
+    mesh: Mesh | None
+
+
+def open_resolved(config: EngineConfig, devices: Sequence[Any] | None = None, mesh: Mesh | None = None) -> OpenedModel:
+    """Opens the model of a config and settles what the config leaves open. Raises as EngineCore does."""
+    config, devices = choose_devices(config, devices, mesh)
+    platform = PLATFORMS[kernel_platform(devices[0])]
+    source = open_model(config)
+    return OpenedModel(source, config.resolved(source.config, platform), platform, devices, mesh)
+
+
+def load_runner(
+    source: ModelSource,
+    config: ResolvedConfig,
+    platform: Platform,
+    devices: Sequence[Any],
+    mesh: Mesh | None,
+    *,
+    peers: Peers = ALONE,
+) -> ModelRunner:
+    """Loads the weights and compiles, as every process of an engine does."""
+    show = not config.disable_log_stats
+    with ProgressBar("Loading weights", "B", show) as bar:
+        stages = open_stages(source, config, platform, devices, mesh, progress=bar.update)
+    with ProgressBar("Compiling steps", "step", show) as bar:
+        return ModelRunner(stages, config, progress=bar.update, peers=peers)
+
+
+class ProgressBar:
+    """A bar over (done, total, what) calls; nothing when it is not to be shown."""
+
+    def __init__(self, title: str, unit: str, show: bool):
+        self._bar = tqdm(desc=title, unit=unit, unit_scale=unit == "B", disable=not show)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, done: int, total: int, what: str) -> None:
+        self._bar.total = total
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+
+def kernel_platform(device: Any) -> str:
+    """The kernels a device runs; warns where there are none for it."""
+    platform = platform_of(device)
+    if platform == "gpu_xla":
+        logger.warning(
+            "no attention kernels for %s (compute capability %s): attention runs as plain XLA, slower than on a card "
+            "with kernels",
+            device.device_kind,
+            device.compute_capability,
+        )
+    return platform

@@ -1,0 +1,31 @@
+"""The other processes of an engine, as a ModelRunner sees them. What runs them is jaxengine/cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+_T = TypeVar("_T")
+
+
+class Peers:
+    """The other processes of an engine, as its ModelRunner sees them; this class is for an engine without any."""
+
+    def agree(self, num_pages: int, programs: str) -> int:
+        """The pages of the process with the least room. programs: what must be the same everywhere."""
+        return num_pages
+
+    def await_ready(self) -> None:
+        """Returns when every process has compiled."""
+
+    def announce(self, op: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> None:
+        """Has the others execute what this process is about to execute."""
+
+    def run(self, function: Callable[[], _T]) -> _T:
+        """Calls what uses the devices, and may wait for the other processes."""
+        return function()
+
+
+ALONE = Peers()

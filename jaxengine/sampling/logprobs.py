@@ -1,0 +1,103 @@
+"""Log-probabilities the engine reports: of a chosen token, its rank, and the best `max_logprobs` tokens.
+
+Owns the arithmetic from logits [S, V] to what a request sees, for sampled tokens and for prompt tokens. Traced inside
+the jitted step. Knows nothing of temperatures, requests or slots: whoever calls decides which logits are reported. Of a
+vocabulary that is split over n devices each has [S, V / n], and all report the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.sampling.fixed_order import row_counts, row_sums
+from jaxengine.sampling.top_tokens import row_extreme, take_tokens, top_tokens, vocab_size
+from sharding.collectives import any_device
+
+# Rows of logits alive at once while prompts are scored: 32 x 150k x 4 bytes = 19 MB, and enough rows to feed a matmul.
+PROMPT_BLOCK_ROWS = 32
+
+
+class TokenLogprobs(NamedTuple):
+    """What is reported per row; Kl = min(max_logprobs, V). Rows whose token is negative hold (-inf, 0, ...)."""
+
+    logprob: jax.Array  # f32[S], of the chosen token (its logit in the *_logits modes)
+    rank: jax.Array  # i32[S], 1 + number of tokens strictly better
+    top_ids: jax.Array  # i32[S, Kl], best first, equal values by ascending id
+    top_logprobs: jax.Array  # f32[S, Kl]
+
+
+def no_logprobs(num_rows: int, num_top: int) -> TokenLogprobs:
+    """The value of rows nobody asked about."""
+    return TokenLogprobs(
+        jnp.full(num_rows, -jnp.inf, jnp.float32),
+        jnp.zeros(num_rows, jnp.int32),
+        jnp.zeros((num_rows, num_top), jnp.int32),
+        jnp.full((num_rows, num_top), -jnp.inf, jnp.float32),
+    )
+
+
+def token_logprobs(logits: jax.Array, token_ids: jax.Array, *, num_top: int, normalize: bool) -> TokenLogprobs:
+    """Scores `token_ids` i32[S] under `logits` f32[S, V] and lists the `num_top` best tokens.
+
+    normalize=True reports log-softmax, False the logits themselves. A token outside [0, V) gets (-inf, 0).
+    """
+    valid = (token_ids >= 0) & (token_ids < vocab_size(logits))
+    chosen = take_tokens(logits, jnp.where(valid, token_ids, 0)[:, None])
+    rank = 1 + row_counts(logits > chosen)[:, 0]
+    shift = _log_sum_exp(logits) if normalize else jnp.zeros_like(chosen)
+    if num_top:
+        best, top_ids = top_tokens(logits, num_top)
+        top = best - shift
+    else:
+        top_ids, top = jnp.zeros((logits.shape[0], 0), jnp.int32), jnp.zeros((logits.shape[0], 0), jnp.float32)
+    return TokenLogprobs(
+        jnp.where(valid, (chosen - shift)[:, 0], -jnp.inf), jnp.where(valid, rank, 0), top_ids.astype(jnp.int32), top
+    )
+
+
+def _log_sum_exp(logits: jax.Array) -> jax.Array:
+    best = row_extreme(jnp.max, logits)
+    return best + jnp.log(row_sums(jnp.exp(logits - best)))
+
+
+def prompt_logprobs(
+    hidden: jax.Array,
+    targets: jax.Array,
+    logits_fn: Callable[[jax.Array], jax.Array],
+    *,
+    max_logprobs: int,
+    logprobs_mode: str,
+) -> TokenLogprobs:
+    """Scores prompt tokens: row t tells how likely `targets[t]` was after hidden state t.
+
+    hidden [T, D], targets i32[T] (-1: nobody asks; its row is (-inf, 0, ...)), logits_fn: [B, D] -> f32[B, V / n].
+    Logits exist for PROMPT_BLOCK_ROWS rows at a time, never [T, V], and blocks without a target are skipped. Nothing is
+    sampled here, so logprobs_mode "processed_*" reports the raw values.
+    """
+    num_tokens, width = hidden.shape
+    rows = min(PROMPT_BLOCK_ROWS, num_tokens)
+    num_blocks = -(-num_tokens // rows)
+    padding = num_blocks * rows - num_tokens
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_blocks, rows, width)
+    targets = jnp.pad(targets, (0, padding), constant_values=-1).reshape(num_blocks, rows)
+    num_top = min(max_logprobs, vocab_size(jax.eval_shape(logits_fn, hidden[0])))
+    # One exchange for all blocks: where one device needs the logits of a block, all make them.
+    wanted = any_device(jnp.any(targets >= 0, axis=1))
+
+    def score(block: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+        states, tokens, scored = block
+        return lax.cond(
+            scored,
+            lambda: token_logprobs(
+                logits_fn(states), tokens, num_top=num_top, normalize=logprobs_mode.endswith("logprobs")
+            ),
+            lambda: no_logprobs(rows, num_top),
+        )
+
+    blocks = lax.map(score, (hidden, targets, wanted))
+    return jax.tree.map(lambda leaf: leaf.reshape(num_blocks * rows, *leaf.shape[2:])[:num_tokens], blocks)

@@ -1,0 +1,194 @@
+"""Cutting a distribution over the vocabulary and drawing from it, for every row of logits f32[S, V] at once.
+
+The vocabulary is never sorted. min_p, top_k and top_p each keep every token above some logit, so what a row keeps is
+one number. It is read off the row's best tokens where they decide it, and found by bisection where they do not: exact
+either way, equal logits are kept or dropped together. A draw is the best token once every one has noise of its own,
+which another rounding of the logits hardly ever changes; a place in the running sum of all of them it moves all the
+time. Each row's arithmetic has the same order whatever S is. Pure functions of arrays; knows nothing of slots or
+requests. Per-row arguments are [S, 1]. Of a vocabulary that is split over n devices each has f32[S, V / n]; fixed_order
+and top_tokens exchange what is needed, and every device finds the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxengine.sampling.fixed_order import row_counts, row_sums, running_sums
+from jaxengine.sampling.top_tokens import best_token, first_id, first_true, row_extreme, top_values, vocab_size
+from sharding.collectives import any_device
+
+# Best tokens looked at before a threshold is searched for among all: most nuclei and every usual top_k fit in.
+NUM_CANDIDATES = 128
+# Passes of a threshold search that halve the interval of values before it halves the interval of bit patterns.
+VALUE_PASSES = 12
+# exp(-x) is 0 in float32 from here on.
+_NO_WEIGHT = 104.0
+
+
+def lowest_kept(
+    logits: jax.Array, best: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """The logit from which a row's tokens are kept, f32[S, 1]: min_p, then top_k, then top_p over what those leave.
+
+    best: the row's maximum. temperature > 0. min_p keeps tokens at least min_p times as likely as the best; top_k
+    (0 = off) those no less likely than the k-th; top_p those with less than top_p of the mass strictly above them
+    (Holtzman et al. 2020), so always the best.
+    """
+    num_tokens = vocab_size(logits)
+    candidates = top_values(logits, min(NUM_CANDIDATES, num_tokens))
+    num_candidates = candidates.shape[1]
+    kth = jnp.take_along_axis(candidates, jnp.clip(top_k - 1, 0, num_candidates - 1), axis=1)
+    kept = jnp.where((top_k > 0) & (top_k < num_tokens), kth, -jnp.inf)
+    far = (top_k > num_candidates) & (top_k < num_tokens)
+    kept = lax.cond(
+        any_device(jnp.any(far)),
+        lambda: jnp.where(far, _search_top_k(logits, best, top_k, candidates[:, -1:]), kept),
+        lambda: kept,
+    )
+    kept = jnp.maximum(kept, best + temperature * jnp.log(min_p))
+    return lax.cond(
+        any_device(jnp.any(top_p < 1)),
+        lambda: _top_p(logits, best, temperature, top_p, kept, candidates),
+        lambda: kept,
+    )
+
+
+def _search_top_k(logits: jax.Array, best: jax.Array, top_k: jax.Array, highest: jax.Array) -> jax.Array:
+    """The top_k-th logit of each row, which is at most `highest`."""
+
+    def num_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
+        num = row_counts(logits >= threshold).astype(jnp.float32)
+        return num, num
+
+    lowest = row_extreme(jnp.min, jnp.where(logits > -jnp.inf, logits, best))
+    return _highest(num_from, top_k.astype(jnp.float32), lowest, num_from(lowest), highest)
+
+
+def _top_p(
+    logits: jax.Array,
+    best: jax.Array,
+    temperature: jax.Array,
+    top_p: jax.Array,
+    kept: jax.Array,
+    candidates: jax.Array,
+) -> jax.Array:
+    """The logit from which top_p keeps tokens, of those >= kept; rows with top_p = 1 keep theirs."""
+    weights = jnp.exp((logits - best) / temperature)
+
+    def mass_from(threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
+        above = logits >= threshold
+        return row_sums(jnp.where(above, weights, 0)), row_counts(above).astype(jnp.float32)
+
+    mass, num = mass_from(kept)
+    target = top_p * mass
+    last, num_candidates = candidates[:, -1:], candidates.shape[1]
+    running = running_sums(jnp.exp((candidates - best) / temperature))
+    first = first_true(running >= target)[:, None]
+    found = jnp.take_along_axis(candidates, jnp.minimum(first, num_candidates - 1), axis=1)
+    reached = first < num_candidates
+    # Sums in two orders differ by their rounding: the candidates may fall short of a target that all of them meet.
+    settled = reached | (top_p >= 1) | (kept > last) | (num_candidates == vocab_size(logits))
+    near = jnp.where(reached & (top_p < 1), jnp.maximum(found, kept), kept)
+    # Tokens without weight move no mass: a finite lower bound, whatever is kept.
+    lower = jnp.maximum(kept, jnp.maximum(best - _NO_WEIGHT * temperature, jnp.finfo(jnp.float32).min))
+    searched = _highest(mass_from, jnp.where(settled, mass, target), jnp.minimum(lower, last), (mass, num), last)
+    return jnp.where(settled, near, searched)
+
+
+def draw_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
+    """The key of each row's draw, u32[S, 2], from seeds u32[S, 2] and positions i32[S].
+
+    It is threefry of (seed, position), as jax.random.fold_in derives it; taken as it is, without a further jax.random
+    draw, it depends on no jax_threefry_* option.
+    """
+
+    def words(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(key, position))
+
+    return jax.vmap(words)(seeds, positions)
+
+
+def draw(logits: jax.Array, best: jax.Array, kept_from: jax.Array, temperature: jax.Array, keys: jax.Array):
+    """One token per row from softmax(logits / temperature) over the logits >= kept_from, by keys u32[S, 2]. i32[S].
+
+    The best of logits / temperature plus Gumbel noise, of which every token has its own (Gumbel 1954). Never a token of
+    probability 0 or outside the vocabulary. Rows with NaN give any number.
+    """
+    ids = (first_id(logits) + jnp.arange(logits.shape[1], dtype=jnp.int32)).astype(jnp.uint32)
+    noise = -jnp.log(_exponential(keys, ids))
+    return best_token(jnp.where(logits >= kept_from, (logits - best) / temperature + noise, -jnp.inf))[1]
+
+
+def _exponential(keys: jax.Array, ids: jax.Array) -> jax.Array:
+    """Exponentially distributed numbers f32[S, C], each from its key u32[S, 2] and its token's id u32[C] alone.
+
+    Small ones, which decide a draw, have all their bits, and none is infinite: a lone token must win with any.
+    """
+    bits = _mix(_mix(ids * jnp.uint32(0x9E3779B9) + keys[:, :1]) ^ keys[:, 1:])
+    below_one = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log1p(-below_one)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A hash of 32 bits in which every bit of the result depends on every one of x (Wellons 2018, lowbias32)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _highest(
+    measure: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    target: jax.Array,
+    lower: jax.Array,
+    at_lower: tuple[jax.Array, jax.Array],
+    upper: jax.Array,
+) -> jax.Array:
+    """The highest threshold t, lower <= t <= upper, that measures at least `target`, or one that keeps the same tokens.
+
+    measure: of a threshold, what it keeps and how many logits it keeps; both fall as the threshold rises. at_lower:
+    these two at `lower`. Bisects until at most one token lies between the bounds or the lower one meets the target
+    exactly; a row whose at_lower does costs no pass.
+    """
+
+    def unsettled(low, high, measured, num_low, num_high):
+        return (measured > target) & (num_low - num_high > 1) & (low + 1 < high)
+
+    def halve(carry):
+        step, bounds = carry
+        low, high, measured, num_low, num_high = bounds
+        # Halving the values first saves the passes that halving the bits spends on the exponents around zero; halving
+        # the bits ends within 32 passes whatever the values are.
+        middle_value = _ordered(0.5 * _unordered(low) + 0.5 * _unordered(high))
+        middle_bits = (low & high) + ((low ^ high) >> 1)  # without overflow
+        middle = jnp.clip(jnp.where(step < VALUE_PASSES, middle_value, middle_bits), low + 1, high - 1)
+        reached, num = measure(_unordered(middle))
+        active = unsettled(*bounds)
+        up, down = active & (reached >= target), active & (reached < target)
+        return step + 1, (
+            jnp.where(up, middle, low),
+            jnp.where(down, middle, high),
+            jnp.where(up, reached, measured),
+            jnp.where(up, num, num_low),
+            jnp.where(down, num, num_high),
+        )
+
+    start = (_ordered(lower), _ordered(upper) + 1, *at_lower, jnp.zeros_like(lower))
+    _, bounds = lax.while_loop(lambda carry: any_device(jnp.any(unsettled(*carry[1]))), halve, (jnp.int32(0), start))
+    return _unordered(bounds[0])
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """float32 -> int32 with the same order (-0.0 just below 0.0)."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _unordered(key: jax.Array) -> jax.Array:
+    """Inverse of `_ordered`, subnormal numbers as 0: XLA CPU compares them as 0 and numpy does not."""
+    x = lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
+    return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)

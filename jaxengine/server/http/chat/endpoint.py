@@ -1,0 +1,118 @@
+"""POST /v1/chat/completions: OpenAI's endpoint, with vLLM's fields.
+
+Owns the answer's two forms, whole and streamed. Knows nothing of templates, tool formats or the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.server.http.chat.output import ChatChoiceWriter
+from jaxengine.server.http.chat.protocol import ChatRequest, text_of
+from jaxengine.server.http.chat.run import ChatRun, ChatServer
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.models import check_model
+from jaxengine.server.http.protocol import usage
+from jaxengine.server.http.sse import answer, event, json_response, stream_events
+from jaxengine.server.names import served_names
+from jaxengine.server.options import ServerConfig
+
+
+class _ChatCompletion:
+    """One request under way."""
+
+    def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, client: str | None):
+        self._body = body
+        self._config = server.config
+        self._run = ChatRun(server, body, name, client)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        last = body.messages[-1]
+        role = last.get("role") if body.continues else server.config.response_role
+        echoed = text_of(last.get("content")) if body.echo and last.get("role") == role else ""
+        self._writer = ChatChoiceWriter(
+            server.engine.inputs.require_tokenizer(),
+            str(role),
+            echoed,
+            (body.top_logprobs or 0) if body.logprobs else None,
+            as_token_ids=bool(body.return_tokens_as_token_ids),
+            with_token_ids=bool(body.return_token_ids),
+        )
+        self._num_prompt_tokens = 0
+
+    async def prepare(self) -> None:
+        """Raises RequestError."""
+        await self._run.prepare()
+        self._num_prompt_tokens = len(self._run.prompt["prompt_token_ids"])
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        async with contextlib.aclosing(self._run.pieces()) as pieces:
+            output, outputs = await anext(pieces)
+        choices = [self._writer.whole(*piece) for piece in outputs]
+        body = {**self._head, "choices": choices, "usage": self._usage(), **self._about_prompt(output)}
+        if output.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._writer.prompt_logprobs(output.prompt_logprobs)
+        return json_response(body)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events."""
+        last, always = self._body.usage_in_stream(self._config)
+        begun: set[int] = set()
+        async with contextlib.aclosing(self._run.pieces()) as pieces:
+            async for output, outputs in pieces:
+                chunks = []
+                about = {} if begun else self._about_prompt(output)
+                for piece in outputs:
+                    index = piece.output.index
+                    choices = [] if index in begun else self._writer.opening(index)
+                    begun.add(index)
+                    chunk = self._writer.chunk(*piece)
+                    chunks += [{"choices": [choice]} for choice in [*choices, *([chunk] if chunk else ())]]
+                if chunks:
+                    chunks[0] |= about
+                counts = {"usage": self._usage()} if always else {}
+                yield b"".join(event({**self._head, **chunk, **counts}) for chunk in chunks)
+        if last:
+            yield event({**self._head, "choices": [], "usage": self._usage()})
+
+    def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        about: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            about["prompt_token_ids"] = output.prompt_token_ids
+        if self._body.return_prompt_text:
+            about["prompt_text"] = self._run.prompt["prompt"]
+        return about
+
+    def _usage(self) -> dict[str, Any]:
+        run = self._run
+        counts = usage(self._num_prompt_tokens, run.num_completion_tokens, run.num_cached_tokens)
+        if run.has_reasoning:
+            counts["completion_tokens_details"] = {"reasoning_tokens": run.num_reasoning_tokens}
+        return counts
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Raises ConfigError for a parser that is not known."""
+    routes = APIRouter(tags=["chat"], route_class=JsonRoute)
+    server = ChatServer.open(engine, config)
+    names = served_names(engine, config)
+
+    @routes.post("/v1/chat/completions", response_class=Response)
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        model = check_model(body.model, names)
+        name = body.register("chatcmpl", request)
+        completion = _ChatCompletion(server, body, name, model, request.state.client)
+        await completion.prepare()
+        if body.stream:
+            return await stream_events(request, completion.events(), config.stream_write_timeout)
+        return await answer(request, completion.whole())
+
+    return routes

@@ -1,0 +1,139 @@
+"""The choices of a chat completion: messages, deltas, and log-probabilities in the shape of OpenAI's chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart, message_of
+from jaxengine.requests.outputs import CompletionOutput, Logprob, PositionLogprobs
+from jaxengine.server.http.protocol import json_logprob, json_position
+from jaxengine.tokens.tokenizer import Tokenizer
+
+
+class ChatChoiceWriter:
+    """Writes the choices of one request.
+
+    Args:
+      role: of the answer.
+      before: text that the answer begins with, as `echo` asks for.
+      logprobs: for how many of the best tokens; None for no log-probabilities at all.
+      as_token_ids: tokens are called token_id:N.
+      with_token_ids: choices also have token_ids.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        role: str,
+        before: str,
+        logprobs: int | None,
+        *,
+        as_token_ids: bool,
+        with_token_ids: bool,
+    ):
+        self._tokenizer = tokenizer
+        self._role = role
+        self._before = before
+        self._logprobs = logprobs
+        self._as_token_ids = as_token_ids
+        self._with_token_ids = with_token_ids
+        self._calling: set[int] = set()
+
+    def whole(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any]:
+        """A choice with its message."""
+        parsed = message_of(events)
+        content = parsed.content
+        if content is None and not (parsed.tool_calls or parsed.reasoning):
+            content = ""
+        if self._before:
+            content = self._before + (content or "")
+        message: dict[str, Any] = {"role": self._role, "content": content, "refusal": None}
+        if parsed.reasoning is not None:
+            message |= _reasoning(parsed.reasoning)
+        if parsed.tool_calls:
+            self._calling.add(output.index)
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in parsed.tool_calls
+            ]
+        return self._choice(output, "message", message)
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The choices a stream of output `index` begins with."""
+        deltas = [{"role": self._role, "content": ""}, *([{"content": self._before}] if self._before else ())]
+        return [{"index": index, "delta": each, "logprobs": None, "finish_reason": None} for each in deltas]
+
+    def chunk(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any] | None:
+        """A choice with what is new; None where that is nothing anybody asked for."""
+        if any(isinstance(event, ToolCallStart) for event in events):
+            self._calling.add(output.index)
+        delta = _delta(events)
+        tokens = bool(output.token_ids) and (self._with_token_ids or self._logprobs is not None)
+        if not delta and not tokens and output.finish_reason is None:
+            return None
+        return self._choice(output, "delta", delta)
+
+    def prompt_logprobs(self, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
+        """As vLLM has them: for each token of the prompt, by token id."""
+        return [json_position(position) for position in positions]
+
+    def _choice(self, output: CompletionOutput, kind: str, said: dict[str, Any]) -> dict[str, Any]:
+        reason = output.finish_reason
+        logprobs = token_logprobs(self._tokenizer, output, self._logprobs, self._as_token_ids)
+        choice = {
+            "index": output.index,
+            kind: said,
+            "logprobs": None if logprobs is None else {"content": logprobs},
+            "finish_reason": "tool_calls" if reason == "stop" and output.index in self._calling else reason,
+            "stop_reason": output.stop_reason,
+        }
+        return {**choice, "token_ids": output.token_ids} if self._with_token_ids else choice
+
+
+def token_logprobs(
+    tokenizer: Tokenizer, output: CompletionOutput, count: int | None, as_token_ids: bool = False
+) -> list[dict[str, Any]] | None:
+    """For each token, itself and the best `count` (-1: all there are); None where they were not asked for."""
+    if count is None or output.logprobs is None:
+        return None
+
+    def one(token_id: int, entry: Logprob) -> dict[str, Any]:
+        text = entry.decoded_token or ""
+        # Half a character has bytes, but no text of its own.
+        written = tokenizer.token_bytes(token_id) if tokenizer.is_byte_level else text.encode()
+        token = f"token_id:{token_id}" if as_token_ids else text
+        return {"token": token, "logprob": json_logprob(entry.logprob), "bytes": list(written)}
+
+    found = []
+    for token_id, position in zip(output.token_ids, output.logprobs, strict=True):
+        best = sorted(position.items(), key=lambda item: -item[1].logprob)[: None if count == -1 else count]
+        tops = [one(other, entry) for other, entry in best]
+        found.append({**one(token_id, position[token_id]), "top_logprobs": tops})
+    return found
+
+
+def _delta(events: Sequence[Event]) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    calls = [_call(event) for event in events if isinstance(event, ToolCallStart | ArgumentsDelta)]
+    if content:
+        delta["content"] = content
+    if reasoning:
+        delta |= _reasoning(reasoning)
+    if calls:
+        delta["tool_calls"] = calls
+    return delta
+
+
+def _call(event: ToolCallStart | ArgumentsDelta) -> dict[str, Any]:
+    if isinstance(event, ArgumentsDelta):
+        return {"index": event.index, "function": {"arguments": event.text}}
+    function = {"name": event.name, "arguments": ""}
+    return {"index": event.index, "id": event.id, "type": "function", "function": function}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """vLLM's name for it, and the one that it had before."""
+    return {"reasoning": text, "reasoning_content": text}

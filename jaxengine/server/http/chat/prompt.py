@@ -1,0 +1,98 @@
+"""From a conversation to token ids: messages made fit for templates, and rendering beside the event loop.
+
+Owns what a request may tell the chat template. Knows nothing of sampling or of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.prompts import PromptEncoder
+from scheduler.errors import RequestError
+
+
+class ChatRenderer:
+    """Makes prompts of the conversations that a server gets."""
+
+    def __init__(self, engine: EngineClient, config: ServerConfig):
+        self._inputs = engine.inputs
+        self._config = config
+        self._encoder = PromptEncoder(engine.inputs)
+
+    async def prompt(self, body: ChatRequest) -> dict[str, Any]:
+        """The prompt for `engine.generate`, its text beside the token ids. Raises RequestError."""
+        # A template is a program that runs as long as it likes.
+        text = await asyncio.to_thread(self._render, body)
+        special = bool(body.add_special_tokens)
+        (whole,) = await self._encoder.encode([text], add_special_tokens=special, param="messages")
+        ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])
+        longest = self._inputs.config.max_model_len
+        if not 1 <= len(ids) < longest:
+            raise RequestError(
+                f"messages make {len(ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)", param="messages"
+            )
+        return {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}
+
+    def _render(self, body: ChatRequest) -> str:
+        config = self._config
+        if body.chat_template is not None and not config.trust_request_chat_template:
+            raise RequestError(
+                "chat_template is only allowed where the server has --trust-request-chat-template",
+                param="chat_template",
+            )
+        if body.chat_template_kwargs and not config.chat_template_kwargs_allowed:
+            raise RequestError("chat_template_kwargs are not allowed by this server", param="chat_template_kwargs")
+        tokenizer = self._inputs.require_tokenizer()
+        template = body.chat_template or self._inputs.config.chat_template
+        return tokenizer.apply_chat_template(
+            [_with_parsed_arguments(message) for message in body.messages],
+            add_generation_prompt=not body.continues and body.add_generation_prompt is not False,
+            continue_final_message=body.continues,
+            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
+            chat_template=template,
+            chat_template_kwargs=self._variables(body, str(template or tokenizer.chat_template)),
+        )
+
+    def _variables(self, body: ChatRequest, template: str) -> dict[str, Any]:
+        given = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            if "reasoning_effort" not in template and "enable_thinking" not in template:
+                raise RequestError("reasoning_effort means nothing to this model", param="reasoning_effort")
+            given.setdefault("enable_thinking", body.reasoning_effort != "none")
+            given["reasoning_effort"] = body.reasoning_effort
+        if body.documents is not None:
+            if "documents" not in template:
+                raise RequestError("documents mean nothing to this model's chat template", param="documents")
+            given["documents"] = body.documents
+        return given
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Clients send the arguments of earlier calls as JSON text; templates count on objects. Raises RequestError."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RequestError("messages hold tool_calls that are no list of calls", param="messages")
+    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
+
+
+def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError("messages hold a tool call without function.name", param="messages")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise RequestError("messages hold a tool call whose arguments are no JSON", param="messages") from None
+    if not isinstance(arguments, dict):
+        raise RequestError("messages hold a tool call whose arguments are no JSON object", param="messages")
+    return {**call, "function": {**function, "arguments": arguments}}

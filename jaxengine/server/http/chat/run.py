@@ -1,0 +1,189 @@
+"""One conversation under way: what the engine is asked, and what its outputs say, part by part.
+
+What chat completions and responses have in common. Knows nothing of how either looks on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.parsers.events import ArgumentsDelta, Event, ReasoningDelta, ToolCallStart
+from jaxengine.parsers.message import MessageParser
+from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.http.chat.prompt import ChatRenderer
+from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
+from jaxengine.server.http.chat.tool_choice import tool_use
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import RequestError
+
+_LONG_TEXT = 20_000  # characters that come at once; some 40 milliseconds of parsing
+
+
+@dataclass(frozen=True)
+class ChatServer:
+    """What all conversations of a server share."""
+
+    engine: EngineClient
+    config: ServerConfig
+    renderer: ChatRenderer
+    tool_format: ToolFormat | None
+    reasoning_format: ReasoningFormat | None
+
+    @classmethod
+    def open(cls, engine: EngineClient, config: ServerConfig) -> ChatServer:
+        """Raises ConfigError for a parser that is not known."""
+        return cls(
+            engine,
+            config,
+            ChatRenderer(engine, config),
+            tool_format(config.tool_call_parser),
+            reasoning_format(config.reasoning_parser),
+        )
+
+
+class Piece(NamedTuple):
+    """What is new of one output."""
+
+    output: CompletionOutput
+    events: list[Event]
+
+
+class ChatRun:
+    """One request.
+
+    Attributes:
+      body: as it came.
+      params: what the engine is asked for.
+      prompt: text and token ids, once prepared.
+      num_completion_tokens, num_reasoning_tokens, num_cached_tokens: so far.
+    """
+
+    def __init__(self, server: ChatServer, body: ChatRequest, name: str, client: str | None):
+        """name: the request's in the engine; client: whose it is there. Raises RequestError."""
+        self._server = server
+        self._name = name
+        self._client = client
+        self._arrival = time.monotonic()
+        self.body = body
+        self._tools = tool_use(body, server.config.enable_auto_tool_choice, server.tool_format)
+        try:
+            self.params = self._sampling_params()
+        except RequestError as error:
+            raise self._as_asked(error) from None
+        # What keeps to a schema from its first token on has no room for thoughts.
+        structured = self.params.structured_outputs is not None
+        self._reasoning = None if structured else server.reasoning_format
+        if self._shows_special_tokens and body.skip_special_tokens is None:
+            self.params = self.params.clone_with(skip_special_tokens=False)
+        self.prompt: dict[str, Any] = {}
+        self._parsers: dict[int, MessageParser] = {}
+        self._reasoning_texts: dict[int, list[str]] = {}
+        self.num_completion_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_reasoning_tokens = 0
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether reasoning is told apart from content."""
+        return self._reasoning is not None
+
+    async def prepare(self) -> None:
+        """Renders the conversation. Raises RequestError."""
+        self.prompt = await self._server.renderer.prompt(self.body)
+
+    async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
+        """What the engine says, with what it means. Raises as EngineClient.generate."""
+        timeout = self.body.timeout or self._server.config.request_timeout
+        outputs = self._server.engine.generate(
+            self.prompt,
+            self.params,
+            self._name,
+            priority=self.body.priority or 0,
+            timeout=None if timeout is None else max(1e-3, self._arrival + timeout - time.monotonic()),
+            client=self._client,
+        )
+        async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
+            try:
+                async for output in outputs:
+                    self.num_cached_tokens = output.num_cached_tokens or 0
+                    long = sum(len(each.text) for each in output.outputs) > _LONG_TEXT
+                    yield output, await asyncio.to_thread(self._read, output) if long else self._read(output)
+            except RequestError as error:
+                raise self._as_asked(error) from None
+
+    def _read(self, output: RequestOutput) -> list[Piece]:
+        return [Piece(each, self._parse(each)) for each in output.outputs]
+
+    def _parse(self, output: CompletionOutput) -> list[Event]:
+        self.num_completion_tokens += len(output.token_ids)
+        parser = self._parsers.get(output.index)
+        if parser is None:
+            parser = self._parsers[output.index] = self._open_parser()
+        events = parser.feed(output.text)
+        if output.finish_reason is not None:
+            events += parser.finish()
+        thoughts = self._reasoning_texts.setdefault(output.index, [])
+        thoughts += [event.text for event in events if isinstance(event, ReasoningDelta)]
+        if output.finish_reason is not None and thoughts:
+            self._count_reasoning("".join(thoughts))
+        return [event for event in events if self._is_wanted(event)]
+
+    def _open_parser(self) -> MessageParser:
+        reasoning = None
+        if self._reasoning is not None:
+            continued = text_of(self.body.messages[-1].get("content")) if self.body.continues else ""
+            reasoning = self._reasoning.open(self.prompt["prompt"], continued)
+        return MessageParser(reasoning, None if self._tools.open is None else self._tools.open())
+
+    def _is_wanted(self, event: Event) -> bool:
+        if isinstance(event, ReasoningDelta):
+            return self.body.include_reasoning is not False
+        if isinstance(event, ToolCallStart | ArgumentsDelta):
+            return event.index == 0 or self.body.parallel_tool_calls is not False
+        return True
+
+    def _count_reasoning(self, text: str) -> None:
+        tokenizer = self._server.engine.inputs.require_tokenizer()
+        counted = self.num_reasoning_tokens + len(tokenizer.encode(text, add_special_tokens=False))
+        # A text need not be split the way it was sampled.
+        self.num_reasoning_tokens = min(counted, self.num_completion_tokens)
+
+    def _as_asked(self, error: RequestError) -> RequestError:
+        """The error with the field that the structure came from."""
+        if error.param != "structured_outputs" or self.body.structured_outputs is not None:
+            return error
+        return renamed(error, "response_format" if self._tools.schema is None else "tools")
+
+    @property
+    def _shows_special_tokens(self) -> bool:
+        return self._tools.special_tokens or (self._reasoning is not None and self._reasoning.special_tokens)
+
+    def _sampling_params(self) -> SamplingParams:
+        """Raises RequestError."""
+        body, inputs = self.body, self._server.engine.inputs
+        name, most = body.most_tokens
+        if most is not None and most > inputs.config.max_model_len:
+            raise RequestError(
+                f"{name} is {most}; allowed is at most max_model_len ({inputs.config.max_model_len})", param=name
+            )
+        asked, limit = body.top_logprobs or 0, inputs.config.max_logprobs
+        if limit != -1 and not 0 <= asked <= limit:
+            raise RequestError(f"top_logprobs is {asked}; allowed are 0 to {limit}", param="top_logprobs")
+        changes: dict[str, Any] = {
+            "max_tokens": most or inputs.generation_defaults.get("max_tokens"),
+            "logprobs": asked if body.logprobs else None,
+        }
+        if body.echo and body.logprobs and body.prompt_logprobs is None and not body.stream:
+            changes["prompt_logprobs"] = asked
+        if self._tools.schema is not None:
+            # With any white space that JSON allows, a weak model may never come to the next brace.
+            changes["structured_outputs"] = {"json": self._tools.schema, "whitespace_pattern": " ?"}
+        return body.sampling_params(inputs, self._server.config, **changes)

@@ -1,0 +1,160 @@
+"""POST /v1/completions: OpenAI's older endpoint, with vLLM's fields; what evaluations score prompts with.
+
+A request is its prompts, each of which the engine answers n times. Knows nothing of chat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.http.completions.output import ChoiceWriter
+from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.interleave import interleave
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.models import check_model
+from jaxengine.server.http.protocol import usage
+from jaxengine.server.http.sse import answer, event, json_response, stream_events
+from jaxengine.server.names import served_names
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.prompts import PromptEncoder, read_prompts
+
+
+class _Completion:
+    """One request under way. client: whose it is, to the engine."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        config: ServerConfig,
+        body: CompletionRequest,
+        name: str,
+        model: str,
+        client: str | None,
+    ):
+        self.body = body
+        self.id = name
+        self._client = client
+        self._engine = engine
+        self._config = config
+        self._arrival = time.monotonic()
+        self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+        self.params = self._sampling_params()
+        self._prompts: list[dict[str, Any]] = []
+        self._num_prompt_tokens = 0
+        self._num_completion_tokens = 0
+        self._num_cached_tokens: dict[int, int] = {}
+
+    def _sampling_params(self) -> SamplingParams:
+        """Raises RequestError."""
+        body = self.body
+        changes: dict[str, Any] = {"max_tokens": body.max_tokens}
+        if body.echo and body.max_tokens == 0:
+            changes["max_tokens"] = 1  # the engine always samples one; it is left out of the answer
+        if body.echo and body.prompt_logprobs is None:
+            changes["prompt_logprobs"] = body.logprobs
+        return body.sampling_params(self._engine.inputs, self._config, **changes)
+
+    async def read_prompts(self, encoder: PromptEncoder) -> None:
+        """Raises RequestError for a prompt that cannot be served, before any of them runs."""
+        body, inputs = self.body, self._engine.inputs
+        given = read_prompts(body.prompt, self._config.max_prompts, inputs.model_config.vocab_size)
+        special = body.add_special_tokens is not False
+        texts = [each for each in given if isinstance(each, str)]
+        encoded = iter(await encoder.encode(texts, add_special_tokens=special) if texts else ())
+        for each in given:
+            whole = next(encoded) if isinstance(each, str) else each
+            ids = encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.max_tokens)
+            prompt: dict[str, Any] = {"prompt_token_ids": ids, "cache_salt": body.cache_salt}
+            if isinstance(each, str) and len(ids) == len(whole):
+                prompt["prompt"] = each
+            self._prompts.append(prompt)
+            self._num_prompt_tokens += len(ids)
+        if len(self._prompts) > 1:
+            for prompt in self._prompts:
+                inputs.prepare(prompt, self.params, priority=body.priority or 0)
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(index of the prompt, what is new of it). Not more run at once than the engine has places for."""
+        async with contextlib.aclosing(interleave(self._generate, len(self._prompts), self._places())) as outputs:
+            async for index, output in outputs:
+                if self.body.max_tokens == 0:
+                    output.outputs = [_without_output(each) for each in output.outputs]
+                self._num_completion_tokens += sum(len(each.token_ids) for each in output.outputs)
+                self._num_cached_tokens[index] = output.num_cached_tokens or 0
+                yield index, output
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        choices = []
+        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer)
+        async with contextlib.aclosing(self.outputs()) as outputs:
+            async for prompt, output in outputs:
+                choices += [writer.choice(prompt, output, each) for each in output.outputs]
+        choices.sort(key=lambda choice: choice["index"])
+        return json_response({**self._head, "choices": choices, "usage": self._usage()})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events."""
+        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer)
+        last, always = self.body.usage_in_stream(self._config)
+        async with contextlib.aclosing(self.outputs()) as outputs:
+            async for prompt, output in outputs:
+                choices = [writer.choice(prompt, output, each) for each in output.outputs]
+                counts = {"usage": self._usage()} if always else {}
+                shown = [choice for choice in choices if always or ChoiceWriter.says_something(choice)]
+                yield b"".join(event({**self._head, "choices": [choice], **counts}) for choice in shown)
+        if last:
+            yield event({**self._head, "choices": [], "usage": self._usage()})
+
+    def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
+        prompt, body = self._prompts[index], self.body
+        timeout = body.timeout or self._config.request_timeout
+        return self._engine.generate(
+            prompt,
+            self.params,
+            self.id if len(self._prompts) == 1 else f"{self.id}-{index}",
+            priority=body.priority or 0,
+            timeout=None if timeout is None else max(1e-3, self._arrival + timeout - time.monotonic()),
+            client=self._client,
+        )
+
+    def _places(self) -> int:
+        return max(1, self._engine.inputs.config.max_num_seqs // self.params.n)
+
+    def _usage(self) -> dict[str, Any]:
+        cached = sum(self._num_cached_tokens.values())
+        return usage(self._num_prompt_tokens, self._num_completion_tokens, cached)
+
+
+def _without_output(output: CompletionOutput) -> CompletionOutput:
+    """An answer to max_tokens=0, whatever the token was that the engine sampled."""
+    reason = "length" if output.finish_reason == "stop" else output.finish_reason
+    logprobs = None if output.logprobs is None else []
+    return dataclasses.replace(output, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["completions"], route_class=JsonRoute)
+    encoder = PromptEncoder(engine.inputs)
+    names = served_names(engine, config)
+
+    @routes.post("/v1/completions", response_class=Response)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        model = check_model(body.model, names)
+        name = body.register("cmpl", request)
+        completion = _Completion(engine, config, body, name, model, request.state.client)
+        await completion.read_prompts(encoder)
+        if body.stream:
+            return await stream_events(request, completion.events(), config.stream_write_timeout)
+        return await answer(request, completion.whole())
+
+    return routes

@@ -1,0 +1,176 @@
+"""What a request to /v1/responses may hold, and the chat request that it amounts to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, ChatRequest, Messages, renamed
+from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel
+from scheduler.errors import RequestError
+
+# Fields that a chat request has by the same name.
+_SAME = {*GenerationRequest.model_fields, "chat_template_kwargs", "parallel_tool_calls"} - {"model", "request_id"}
+# What a field of the chat request is called here.
+_NAMES = {
+    "logprobs": "top_logprobs",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+    "truncate_prompt_tokens": "truncation",
+}
+
+
+class ResponseFunction(RequestModel):
+    """A function that the model may call; strict as in chat_protocol.Function."""
+
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(RequestModel):
+    type: Literal["function"] = "function"
+    name: str
+
+
+class Format(RequestModel):
+    """How the text is to look. schema: with json_schema; name, description and strict: it is always kept to."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(ClosedModel):
+    refused = {"verbosity": ("medium",)}
+
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(ClosedModel):
+    refused = {"summary": (), "generate_summary": ()}
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class ResponsesRequest(GenerationRequest):
+    """OpenAI's fields, and vLLM's by which sampling is told more; None stands for the default.
+
+    Attributes:
+      input: a text, or items: messages, function calls, their outputs, reasoning.
+      instructions: the system message; not carried over to a response that continues this one.
+      previous_response_id: a stored response that this one continues.
+      store: keep the response in memory, so that it can be asked for and continued; default: where one process answers
+        all of them.
+      background: answer at once, and work on.
+      include: "message.output_text.logprobs", for top_logprobs of them.
+      metadata: at most 16 texts; the response shows them.
+      truncation: "auto": the beginning of what is too long is left out.
+    """
+
+    refused = {
+        **REFUSED,
+        "context_management": (),
+        "conversation": (),
+        "enable_response_messages": (False,),
+        "max_tool_calls": (),
+        "mm_processor_kwargs": ({},),
+        "moderation": (),
+        "previous_input_messages": (),
+        "previous_response": (),
+        "prompt": (),
+        "service_tier": ("auto", "default"),
+        "stream_options": ({"include_obfuscation": False},),
+    }
+
+    input: str | Messages
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    max_output_tokens: int | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[ResponseFunction], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.background and self.stream:
+            raise RequestError("background cannot be combined with stream", param="background")
+        if self.background and self.store is False:
+            raise RequestError("background needs store", param="background")
+        if self.top_logprobs is not None and not self.include:
+            raise RequestError(
+                "top_logprobs is only allowed with 'message.output_text.logprobs' in include", param="top_logprobs"
+            )
+        return self
+
+    def chat_request(self, messages: Sequence[dict[str, Any]]) -> ChatRequest:
+        """The same as a request for a chat completion about `messages`. Raises RequestError, by the names of here."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        fields |= {
+            "messages": [{"role": "system", "content": self.instructions}, *messages]
+            if self.instructions
+            else [*messages],
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": bool(self.include),
+            "top_logprobs": self.top_logprobs,
+            "tools": self._tools(),
+            "tool_choice": self._tool_choice(),
+            "response_format": self._response_format(),
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
+        }
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raised = error.errors()[0].get("ctx", {}).get("error")
+            if isinstance(raised, RequestError):
+                raise as_response_error(raised) from None
+            raise
+
+    def _tools(self) -> list[dict[str, Any]] | None:
+        if not self.tools:
+            return None
+        return [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in self.tools
+        ]
+
+    def _tool_choice(self) -> Any:
+        if isinstance(self.tool_choice, NamedFunction):
+            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        # OpenAI's clients send "auto" with an empty list of tools.
+        return None if self.tool_choice == "auto" and not self.tools else self.tool_choice
+
+    def _response_format(self) -> dict[str, Any] | None:
+        asked = None if self.text is None else self.text.format
+        if asked is None or asked.type != "json_schema":
+            return None if asked is None else {"type": asked.type}
+        if asked.schema_ is None:
+            raise RequestError("text.format has no schema", param="text")
+        return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema_}}
+
+
+def as_response_error(error: RequestError) -> RequestError:
+    """The error of a chat request with the field as it is called in a ResponsesRequest."""
+    return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error

@@ -1,0 +1,102 @@
+"""An API process's connection to the engine's process: it is made again whenever the engine is started again.
+
+Each connection begins with Hello and has a socket of its own, so that nothing meant for an engine that died reaches the
+next one. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from jaxengine.server.link import messages
+from jaxengine.server.link.messages import FromEngine, Hello, ToEngine
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_MS = 50
+# Messages that are taken in before others on the event loop have their turn.
+_BURST = 4
+
+
+class EngineLink:
+    """Messages to and from an engine, on the event loop it is opened on."""
+
+    def __init__(self, address: str, index: int, received: Callable[[FromEngine], None], lost: Callable[[], None]):
+        """index: which API process this is. lost: called when a connection ends; the next one is under way then."""
+        self._address = address
+        self._index = index
+        self._received = received
+        self._lost = lost
+        self._context = zmq.Context()
+        self._loop = asyncio.get_running_loop()
+        self._open()
+
+    def send(self, message: ToEngine) -> None:
+        """Sends a message, or keeps it until the connection is there."""
+        self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        # A file descriptor of ZeroMQ tells of news once, and sending may have taken note of them ...
+        self._loop.call_soon(self._read, self._socket)
+
+    def reopen(self) -> None:
+        """Gives this connection up, as if the engine had."""
+        self._close()
+        self._open()
+        self._lost()
+
+    def close(self) -> None:
+        """Ends the connection for good."""
+        self._close()
+        self._context.destroy(linger=0)
+
+    def _open(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        identity = f"{self._index}-{os.urandom(8).hex()}".encode()
+        for option, value in (
+            (zmq.ROUTING_ID, identity),
+            (zmq.RECONNECT_IVL, _RECONNECT_MS),
+            (zmq.RCVHWM, 0),
+            (zmq.SNDHWM, 0),
+            (zmq.LINGER, 0),
+        ):
+            self._socket.set(option, value)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._loop.add_reader(self._socket.fileno(), self._read, self._socket)
+        self._loop.add_reader(self._monitor.fileno(), self._disconnected, self._monitor)
+        self._socket.connect(self._address)
+        self.send(Hello(self._index))
+        # ... and it tells only who has looked before and found nothing.
+        self._loop.call_soon(self._disconnected, self._monitor)
+
+    def _close(self) -> None:
+        for socket in (self._socket, self._monitor):
+            self._loop.remove_reader(socket.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _read(self, socket: zmq.Socket) -> None:
+        for _ in range(_BURST):
+            if socket is not self._socket or socket.closed:
+                return
+            try:
+                payload = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = messages.decode_from_engine(payload)
+            except msgspec.MsgspecError as error:
+                logger.error("a message of the engine cannot be read: %s", error)
+                self.reopen()
+                return
+            self._received(message)
+        self._loop.call_soon(self._read, socket)
+
+    def _disconnected(self, monitor: zmq.Socket) -> None:
+        if monitor is self._monitor and monitor.poll(0):
+            self.reopen()

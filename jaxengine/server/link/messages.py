@@ -1,0 +1,345 @@
+"""What the engine's process and those that speak with clients tell each other: MessagePack, arrays as raw bytes.
+
+An API process knows a request by a handle, a number of its own. Arrays are int64, int32 or float32 in the byte order of
+the machine, which both ends share. Knows how a step's tokens are written and read, nothing of sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxengine.engine.output import EmittedTokens, EngineOutput, PromptScores, TokenScores
+from jaxengine.requests.prepared import PreparedRequest
+from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.token_params import TokenParams
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """How busy the engine is; retry_after: seconds after which a refused request may have better luck."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    retry_after: float = 1.0
+
+
+class Hello(msgspec.Struct, array_like=True, tag="hello"):
+    """An API process is there. index: which one."""
+
+    index: int
+
+
+class Member(msgspec.Struct, array_like=True):
+    """One of a request's n."""
+
+    handle: int
+    request_id: str
+    seed: int
+
+
+class Submit(msgspec.Struct, array_like=True, tag="submit"):
+    """A checked request. number: counts an API process's, from 1."""
+
+    number: int
+    members: list[Member]
+    prompt_token_ids: bytes
+    params: TokenParams
+    max_tokens: int
+    eos_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    priority: int
+    arrival_time: float
+    deadline: float
+    cache_salt: str | None
+    client: str
+    per_step: bool
+
+
+class Finish(msgspec.Struct, array_like=True, tag="finish"):
+    """Requests are over: "stop" after a stop string was found, or "abort", which is answered like any other end."""
+
+    handles: list[int]
+    reason: str
+
+
+class Call(msgspec.Struct, array_like=True, tag="call"):
+    """A function of `EngineCore.utilities`."""
+
+    number: int
+    name: str
+    arguments: tuple[Any, ...]
+
+
+class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
+    """The answer to Hello. config: fields of ResolvedConfig; model: file or folder; num_slots: of all ranks."""
+
+    config: dict[str, Any]
+    model: str
+    num_slots: int
+    load: Load
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """Why a Submit or a Call came to nothing. kind: "request", "overloaded" or "internal"."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after: float = 1.0
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """What came of the Submit or Call of that number."""
+
+    number: int
+    failure: Failure | None = None
+    result: Any = None
+
+
+class Started(msgspec.Struct, array_like=True):
+    """A request's first token came."""
+
+    handle: int
+    num_cached_tokens: int
+    first_scheduled_time: float | None
+    first_token_time: float | None
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """A request ended. output_token_ids: of those that do not follow every step."""
+
+    handle: int
+    reason: str
+    stop_reason: int | str | None
+    num_preemptions: int
+    num_cached_tokens: int
+    first_scheduled_time: float | None
+    finished_time: float | None
+    output_token_ids: bytes | None
+
+
+class Refused(msgspec.Struct, array_like=True):
+    """A request turned out not to be servable after its Submit was read; it has no tokens and no end."""
+
+    handle: int
+    failure: Failure
+
+
+class Scores(msgspec.Struct, array_like=True):
+    """TokenScores of n tokens as bytes; num_top entries each."""
+
+    num_top: int
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
+class PromptPart(msgspec.Struct, array_like=True):
+    """PromptScores."""
+
+    handle: int
+    first: int
+    scores: Scores
+
+
+class Update(msgspec.Struct, array_like=True, tag="update"):
+    """What a step brought to one API process.
+
+    Attributes:
+      number: counts the updates of this connection from 1, so that a lost one is noticed.
+      received: the number of the last Submit that was read.
+      handles, token_ids: i32[n], a token of each of these requests.
+      tokens_scored: i32[m], the indexes of those with scores.
+    """
+
+    number: int
+    received: int
+    load: Load
+    handles: bytes = b""
+    token_ids: bytes = b""
+    tokens_scored: bytes = b""
+    scores: Scores | None = None
+    prompts: list[PromptPart] = []
+    started: list[Started] = []
+    ended: list[Ended] = []
+    unservable: list[Refused] = []
+    refused: list[Reply] = []
+    replies: list[Reply] = []
+
+
+_NO_LOAD = Load()
+
+ToEngine = Hello | Submit | Finish | Call
+FromEngine = Welcome | Update
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine: Callable[[Any], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[Any], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def submit(number: int, prepared: PreparedRequest) -> Submit:
+    """A prepared request as the engine needs it; the handles are its requests' tags."""
+    first = prepared.requests[0]
+    return Submit(
+        number=number,
+        members=[Member(request.tag, request.request_id, request.seed) for request in prepared.requests],
+        prompt_token_ids=_bytes(first.prompt_token_ids, np.int32),
+        params=first.params,
+        max_tokens=first.max_tokens,
+        eos_token_ids=first.eos_token_ids,
+        stop_token_ids=first.stop_token_ids,
+        priority=first.priority,
+        arrival_time=first.arrival_time,
+        deadline=first.deadline,
+        cache_salt=first.cache_salt,
+        client=first.client,
+        per_step=first.per_step,
+    )
+
+
+def requests_of(message: Submit, client: int) -> list[Request]:
+    """The scheduler's requests of a Submit."""
+    params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
+    names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
+    shared = {name: getattr(message, name) for name in (*names, "client", "per_step")}
+    return [
+        Request(each.request_id, prompt, params, seed=each.seed, tag=client << 32 | each.handle, **shared)
+        for each in message.members
+    ]
+
+
+def owner_of(request: Request) -> tuple[int, int]:
+    """(number of the API process, handle): a request's tag says whose it is and what that process calls it."""
+    return divmod(request.tag, 1 << 32)
+
+
+def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update]:
+    """What each API process is to learn of a step, by its number; number, received and load are left to the sender.
+
+    clients: the numbers of all API processes that have requests.
+    """
+    updates = _token_updates(output.emitted, clients) if output.emitted else {}
+
+    def update_of(request: Request) -> tuple[Update, int]:
+        client, handle = owner_of(request)
+        if client not in updates:
+            updates[client] = Update(0, 0, _NO_LOAD)
+        return updates[client], handle
+
+    for part in output.prompt_scores:
+        update, handle = update_of(part.request)
+        update.prompts.append(PromptPart(handle, part.first, _scores(part.scores)))
+    for request in output.first_tokens:
+        update, handle = update_of(request)
+        times = request.first_scheduled_time, request.first_token_time
+        update.started.append(Started(handle, request.num_cached_tokens, *times))
+    for request in output.finished:
+        update, handle = update_of(request)
+        update.ended.append(_ended(request, handle))
+    for request, error in output.refused:
+        update, handle = update_of(request)
+        update.unservable.append(Refused(handle, Failure("request", str(error), error.param)))
+    return updates
+
+
+def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
+    """What an update says, with the API process's own requests; `follow` finds them by handle."""
+    output = EngineOutput()
+    for each in update.started:
+        request = follow(each.handle)
+        request.num_cached_tokens = each.num_cached_tokens
+        request.first_scheduled_time, request.first_token_time = each.first_scheduled_time, each.first_token_time
+        output.first_tokens.append(request)
+    for each in update.ended:
+        output.finished.append(_end(follow(each.handle), each))
+    output.prompt_scores = [
+        PromptScores(follow(each.handle), each.first, _read(each.scores)) for each in update.prompts
+    ]
+    if update.handles:
+        handles, token_ids = np.frombuffer(update.handles, np.int32), np.frombuffer(update.token_ids, np.int32)
+        scores = None if update.scores is None else _read(update.scores)
+        output.emitted.append(EmittedTokens(handles, token_ids, np.frombuffer(update.tokens_scored, np.int32), scores))
+    return output
+
+
+def _token_updates(emitted: Sequence[EmittedTokens], clients: Sequence[int]) -> dict[int, Update]:
+    """Vectorised: it runs in every step, over all requests that stream."""
+    tags, token_ids, scored, scores = emitted[0] if len(emitted) == 1 else _joined(emitted)
+    if len(clients) == 1:
+        return {clients[0]: _token_update(tags, token_ids, scored, scores)}
+    updates, owners = {}, tags >> 32
+    for client in clients:
+        own = owners == client
+        if own.any():
+            chosen = own[scored]
+            # Where a row of all stands among the client's own.
+            places = np.cumsum(own)[scored[chosen]] - 1
+            parts = None if scores is None else TokenScores(*(array[chosen] for array in scores))
+            updates[client] = _token_update(tags[own], token_ids[own], places, parts)
+    return updates
+
+
+def _token_update(tags: np.ndarray, token_ids: np.ndarray, scored: np.ndarray, scores: TokenScores | None) -> Update:
+    update = Update(0, 0, _NO_LOAD, tags.astype(np.int32).tobytes(), token_ids.tobytes())
+    if scores is not None:
+        update.tokens_scored, update.scores = _bytes(scored, np.int32), _scores(scores)
+    return update
+
+
+def _joined(emitted: Sequence[EmittedTokens]) -> EmittedTokens:
+    """The tokens of all ranks as those of one."""
+    tags = np.concatenate([each.tags for each in emitted])
+    token_ids = np.concatenate([each.token_ids for each in emitted])
+    starts = np.cumsum([0, *(len(each.tags) for each in emitted)])[:-1]
+    scored = np.concatenate([each.scored + start for each, start in zip(emitted, starts, strict=True)])
+    parts = [each.scores for each in emitted if each.scores is not None]
+    scores = TokenScores(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))) if parts else None
+    return EmittedTokens(tags, token_ids, scored, scores)
+
+
+def _ended(request: Request, handle: int) -> Ended:
+    assert request.finish_reason is not None
+    return Ended(
+        handle,
+        request.finish_reason.value,
+        request.stop_reason,
+        request.num_preemptions,
+        request.num_cached_tokens,
+        request.first_scheduled_time,
+        request.finished_time,
+        None if request.per_step else _bytes(request.output_token_ids, np.int32),
+    )
+
+
+def _end(request: Request, ended: Ended) -> Request:
+    request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason(ended.reason)
+    for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "first_scheduled_time", "finished_time"):
+        setattr(request, name, getattr(ended, name))
+    if ended.output_token_ids is not None:
+        request.output_token_ids = np.frombuffer(ended.output_token_ids, np.int32)
+    return request
+
+
+def _scores(scores: TokenScores) -> Scores:
+    ranks, top_ids = _bytes(scores.ranks, np.int32), _bytes(scores.top_ids, np.int32)
+    logprobs, top_logprobs = _bytes(scores.logprobs, np.float32), _bytes(scores.top_logprobs, np.float32)
+    return Scores(scores.top_ids.shape[1], logprobs, ranks, top_ids, top_logprobs)
+
+
+def _read(scores: Scores) -> TokenScores:
+    shape = len(scores.logprobs) // 4, scores.num_top
+    return TokenScores(
+        np.frombuffer(scores.logprobs, np.float32),
+        np.frombuffer(scores.ranks, np.int32),
+        np.frombuffer(scores.top_ids, np.int32).reshape(shape),
+        np.frombuffer(scores.top_logprobs, np.float32).reshape(shape),
+    )
+
+
+def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    return array.astype(dtype, copy=False).tobytes()

@@ -1,0 +1,360 @@
+"""An engine in another process, for what faces clients: `EngineClient` over the messages of `messages`.
+
+Requests are prepared and text is made here; the engine's process knows token ids only. For each request that runs there
+a replica is kept, and what the engine tells of a step is put into the same `OutputProcessor` that an engine in this
+process uses. Knows nothing of HTTP or gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
+from jaxengine.api.output_stream import OutputStream
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.engine.output import EngineOutput
+from jaxengine.requests.inputs import InputProcessor, input_processor
+from jaxengine.requests.output_processor import OutputProcessor
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.prepared import PreparedRequest, Prompt
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.server.link import messages
+from jaxengine.server.link.engine_link import EngineLink
+from jaxengine.server.link.messages import Call, Failure, Finish, FromEngine, Load, Reply, Update, Welcome
+from jaxengine.server.link.queue_limits import QueueLimits
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import OverloadedError, RequestError
+from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.token_params import TokenParams
+
+# Text of this many characters is tokenised on a thread, so that others do not wait for it.
+_LONG_TEXT = 8192
+# Stands for requests that nobody here follows any more.
+_NOBODY = Request("", np.empty(0, np.int32), TokenParams(), 0)
+_REJECTIONS_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A Submit that the engine has not read yet, as far as is known here."""
+
+    number: int
+    request_id: str
+    num_requests: int
+    num_tokens: int
+
+
+class RemoteEngine:
+    """The engine that listens at an address. Made by `connect`; all of it is used on one event loop."""
+
+    inputs: InputProcessor
+
+    def __init__(self, address: str, config: ServerConfig, index: int):
+        """index: which of the API processes this is."""
+        self._config = config
+        self._index = index
+        self._dead: EngineDeadError | None = EngineDeadError("the engine is being started")
+        self._draining = False
+        self._welcomed: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._limits = QueueLimits.of(1, config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self._load = Load()
+        self._num_updates = self._num_submitted = self._num_calls = self._num_named = 0
+        self._num_rejected = 0
+        self._pending: collections.deque[_Pending] = collections.deque()
+        self._replicas: dict[int, Request] = {}
+        self._stopped: list[int] = []
+        self._streams: dict[str, OutputStream] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._num_readers = 0
+        self._nobody_reads = asyncio.Event()
+        self._nobody_reads.set()
+        self._processor = OutputProcessor(None)
+        self._link = EngineLink(address, index, self._receive, self._lose)
+
+    @classmethod
+    async def connect(cls, address: str, config: ServerConfig, index: int = 0) -> RemoteEngine:
+        """Waits for the engine, and opens the model that it has for tokenizer and template."""
+        engine = cls(address, config, index)
+        welcome = await engine._welcomed
+        engine.inputs = await asyncio.to_thread(_open_inputs, welcome, index)
+        engine._processor = OutputProcessor(engine.inputs.tokenizer)
+        return engine
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine cannot answer at the moment."""
+        return self._dead is not None
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because the server is about to end."""
+        return self._draining
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        client: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """As EngineClient has it; without a timeout, the server's request_timeout holds."""
+        self._check()
+        params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
+        if request_id is None:
+            self._num_named += 1
+            request_id = f"api-{self._index}-{self._num_named}"
+        prepared = self.inputs.prepare(
+            await self._tokenized(prompt),
+            params,
+            request_id=request_id,
+            priority=priority,
+            timeout=self._config.request_timeout if timeout is None else timeout,
+            client=client,
+        )
+        self._check()
+        stream = self._submit(prepared)
+        self._num_readers += 1
+        self._nobody_reads.clear()
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            if self._streams.get(request_id) is stream:
+                self._finish(self._processor.running(request_id))
+                self._forget(request_id)
+            self._num_readers -= 1
+            if not self._num_readers:
+                self._nobody_reads.set()
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its stream yields a last output with finish_reason "abort"."""
+        self._check_alive()
+        self._finish(self._processor.running(request_id))
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the engine cannot answer, EngineDrainingError when the server is to end."""
+        self._check()
+
+    async def utility(self, name: str, *arguments: Any) -> Any:
+        """Calls a function of `EngineCore.utilities`. Raises RequestError, EngineDeadError, RuntimeError."""
+        self._check_alive()
+        self._num_calls += 1
+        future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
+        self._link.send(Call(self._num_calls, name, arguments))
+        return await future
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        """When text was made of tokens: (start, end, outputs), seconds of time.monotonic, the last ones in order."""
+        return list(self._processor.spans)
+
+    async def drain(self, timeout: float) -> None:
+        """Refuses new requests, lets the running ones finish, aborts those that `timeout` seconds do not suffice for.
+
+        Returns when the readers of all streams have had their last output, or a little later without them.
+        """
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._nobody_reads.wait(), timeout)
+        with contextlib.suppress(TimeoutError, EngineDeadError):
+            for request_id in list(self._streams):
+                await self.abort(request_id)
+            await asyncio.wait_for(self._nobody_reads.wait(), 1.0)
+
+    def close(self) -> None:
+        """Ends the connection; open streams end with EngineDeadError."""
+        self._end(EngineDeadError("the connection to the engine was closed"))
+        self._link.close()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead))
+
+    def _check(self) -> None:
+        if self._draining:
+            raise EngineDrainingError("the server is shutting down")
+        self._check_alive()
+
+    async def _tokenized(self, prompt: Prompt) -> Prompt:
+        """The prompt with its token ids if it is long text."""
+        tokenizer = self.inputs.tokenizer
+        if isinstance(prompt, str) and len(prompt) >= _LONG_TEXT and tokenizer is not None:
+            return {"prompt": prompt, "prompt_token_ids": await asyncio.to_thread(tokenizer.encode, prompt)}
+        return prompt
+
+    def _submit(self, prepared: PreparedRequest) -> OutputStream:
+        request_id, requests = prepared.request_id, prepared.requests
+        if request_id in self._processor:
+            raise RequestError(f"request_id {request_id!r} is in use", param="request_id", value=request_id)
+        num_tokens = sum(request.num_prompt_tokens for request in requests)
+        try:
+            self._limits.check(self._expected_load(), len(requests), num_tokens)
+        except OverloadedError:
+            self._count_rejection()
+            raise
+        self._num_submitted += 1
+        self._pending.append(_Pending(self._num_submitted, request_id, len(requests), num_tokens))
+        self._processor.add(prepared)
+        self._replicas.update((request.tag, request) for request in requests)
+        aggregate = prepared.params.output_kind is RequestOutputKind.DELTA
+        stream = self._streams[request_id] = OutputStream(aggregate)
+        self._link.send(messages.submit(self._num_submitted, prepared))
+        return stream
+
+    def _count_rejection(self) -> None:
+        """The engine's metrics hear of several together: one a message would cost what a rejection is to save."""
+        if not self._num_rejected:
+            asyncio.get_running_loop().call_later(_REJECTIONS_SECONDS, self._tell_rejections)
+        self._num_rejected += 1
+
+    def _tell_rejections(self) -> None:
+        if self._dead is None:
+            self._link.send(Call(0, "count_rejections", (self._num_rejected,)))
+        self._num_rejected = 0
+
+    def _expected_load(self) -> Load:
+        """The engine's as it was told last, with what it will find of ours."""
+        load = self._load
+        if not self._pending:
+            return load
+        num_new = sum(pending.num_requests for pending in self._pending)
+        num_running = min(self._limits.num_slots, load.num_running + num_new)
+        num_waiting = load.num_waiting + num_new - (num_running - load.num_running)
+        num_tokens = load.num_waiting_tokens + sum(pending.num_tokens for pending in self._pending)
+        return Load(num_running, num_waiting, num_tokens, load.retry_after)
+
+    def _finish(self, requests: list[Request]) -> None:
+        if requests and self._dead is None:
+            self._link.send(Finish([request.tag for request in requests], "abort"))
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, Update):
+            self._update(message)
+            return
+        limits = self._config.max_num_queued_reqs, self._config.max_num_queued_tokens
+        self._limits = QueueLimits.of(message.num_slots, *limits)
+        self._load, self._num_updates, self._dead = message.load, 0, None
+        if not self._welcomed.done():
+            self._welcomed.set_result(message)
+
+    def _update(self, update: Update) -> None:
+        self._num_updates += 1
+        if update.number != self._num_updates:
+            self._link.reopen()
+            return
+        self._load = update.load
+        refused = {reply.number: reply.failure for reply in update.refused}
+        while self._pending and self._pending[0].number <= update.received:
+            pending = self._pending.popleft()
+            if (failure := refused.get(pending.number)) is not None:
+                self._refuse(pending.request_id, _error(failure))
+        output = messages.output_of(update, lambda handle: self._replicas.get(handle, _NOBODY))
+        for result in self._processor.process(output, time.monotonic(), self._stop):
+            stream = self._streams.get(result.request_id)
+            if stream is not None:
+                stream.put(result)
+                if result.finished:
+                    del self._streams[result.request_id]
+        for request in output.finished:
+            self._drop(request)
+        for each in update.unservable:
+            if (request := self._replicas.get(each.handle)) is not None:
+                self._end_unservable(request, _error(each.failure))
+        if self._stopped:
+            self._link.send(Finish(self._stopped, "stop"))
+            self._stopped = []
+        for reply in update.replies:
+            self._settle(reply)
+
+    def _stop(self, request: Request, text: str) -> None:
+        """A stop string was found."""
+        if request.status is RequestStatus.FINISHED:
+            return
+        request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, FinishReason.STOP, text
+        if request.tag in self._replicas:
+            self._stopped.append(request.tag)
+            self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        self._replicas.pop(request.tag, None)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._forget(request_id)
+            stream.put(error)
+
+    def _end_unservable(self, request: Request, error: Exception) -> None:
+        """One of a request's n cannot be served: its reader gets the error, the others are aborted."""
+        self._drop(request)
+        request_id, members = self._processor.forget(request)
+        others = [each for each in members if each is not request]
+        self._finish(others)
+        for other in others:
+            self._drop(other)
+        if request_id is not None and (stream := self._streams.pop(request_id, None)) is not None:
+            stream.put(error)
+
+    def _forget(self, request_id: str) -> None:
+        """Follows a request no longer."""
+        del self._streams[request_id]
+        running = self._processor.running(request_id)
+        for request in running:
+            request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
+            self._drop(request)
+        self._processor.process(EngineOutput(finished=running), time.monotonic(), self._stop)
+
+    def _settle(self, reply: Reply) -> None:
+        future = self._calls.pop(reply.number, None)
+        if future is None or future.done():
+            return
+        if reply.failure is None:
+            future.set_result(reply.result)
+        else:
+            future.set_exception(_error(reply.failure))
+
+    def _lose(self) -> None:
+        self._end(EngineDeadError("the engine has failed; it is being started again"))
+
+    def _end(self, error: EngineDeadError) -> None:
+        """Everything that waits for the engine learns of its end."""
+        self._dead = error
+        streams = list(self._streams.items())
+        for request_id, stream in streams:
+            self._forget(request_id)
+            stream.put(EngineDeadError(str(error)))
+        self._pending.clear()
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(str(error)))
+
+
+def _open_inputs(welcome: Welcome, index: int) -> InputProcessor:
+    config = ResolvedConfig(**welcome.config)
+    # The weights stay closed, and the model is where the engine found it.
+    source = open_model(replace(config, model=welcome.model, load_format="dummy"))
+    source.close()
+    return input_processor(source, config, origin=index)
+
+
+def _error(failure: Failure) -> Exception:
+    if failure.kind == "overloaded":
+        return OverloadedError(failure.message, retry_after=failure.retry_after)
+    if failure.kind == "request":
+        return RequestError(failure.message, param=failure.param)
+    return RuntimeError(failure.message)

@@ -1,0 +1,1 @@
+"""Metrics, spans, timeline and status of a server."""

@@ -1,0 +1,77 @@
+"""GET /metrics: what the engine counted, in Prometheus' text format.
+
+Owns labels and the older names of vLLM's. What the numbers are is engine/metrics.py's, and they are the engine's,
+so every API process answers the same. OpenMetrics is not offered: prometheus_client would write "_" for the ":" of the
+names, and every board would be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.engine.metrics import HELP
+from jaxengine.server.names import served_names
+from jaxengine.server.options import ServerConfig
+
+# Names that boards made for earlier versions of vLLM ask for.
+ALIASES = {
+    "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
+}
+ENGINE = "0"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["operations"])
+    labels = {"model_name": served_names(engine, config)[0], "engine": ENGINE}
+
+    @routes.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        snapshot = await engine.utility("metrics")
+        registry = CollectorRegistry()
+        registry.register(_Snapshot(snapshot, labels))
+        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE})
+
+    return routes
+
+
+class _Snapshot:
+    """What `Metrics.snapshot` returned, as prometheus_client takes it."""
+
+    def __init__(self, snapshot: Sequence[Mapping[str, Any]], labels: Mapping[str, str]):
+        self._snapshot = snapshot
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        by_name: dict[str, list[Mapping[str, Any]]] = {}
+        for metric in self._snapshot:
+            by_name.setdefault(metric["name"], []).append(metric)
+        for name, samples in by_name.items():
+            yield self._family(name, HELP[name], samples)
+        for alias, name in ALIASES.items():
+            yield self._family(alias, f"{HELP[name]} As {name}.", by_name[name])
+
+    def _family(self, name: str, about: str, samples: Sequence[Mapping[str, Any]]) -> Metric:
+        names = (*self._labels, *samples[0].get("labels", ()))
+        if samples[0]["kind"] == "histogram":
+            histogram = HistogramMetricFamily(name, about, labels=names)
+            for sample in samples:
+                histogram.add_metric(self._values(sample), list(sample["buckets"].items()), sample["sum"])
+            return histogram
+        family = (CounterMetricFamily if samples[0]["kind"] == "counter" else GaugeMetricFamily)(
+            name, about, labels=names
+        )
+        for sample in samples:
+            family.add_metric(self._values(sample), sample["value"])
+        return family
+
+    def _values(self, sample: Mapping[str, Any]) -> list[str]:
+        own: Iterable[str] = sample.get("labels", {}).values()
+        return [*self._labels.values(), *own]

@@ -1,0 +1,227 @@
+"""OpenTelemetry spans: one for each request, with the attributes vLLM gives it, under the caller's trace if it has one.
+
+Stands between what faces clients and the engine, so that every way in is traced. Costs nothing without an endpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from opentelemetry import context, trace
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.config.engine_config import ConfigError
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.prepared import Prompt
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.server.options import ServerConfig
+from jaxengine.version import __version__
+
+# Scheme of an endpoint -> the exporter's module and the package that has it.
+_EXPORTERS = {
+    "http": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http"),
+    "https": ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry-exporter-otlp-proto-http"),
+    "grpc": ("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", "opentelemetry-exporter-otlp-proto-grpc"),
+    "grpcs": ("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", "opentelemetry-exporter-otlp-proto-grpc"),
+}
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+def traced(engine: EngineClient, config: ServerConfig) -> EngineClient:
+    """`engine`, with a span sent for each of its requests when there is an endpoint for them.
+
+    Raises ConfigError for an endpoint that cannot be used, naming the package to install where one is missing.
+    """
+    if config.otlp_traces_endpoint is None:
+        return engine
+    return TracedEngine(engine, _tracer(config.otlp_traces_endpoint), config.served_model_name)
+
+
+def check_endpoint(endpoint: str | None) -> None:
+    """Raises ConfigError, as `traced` would, for an endpoint that cannot be used."""
+    if endpoint is not None:
+        _exporter(endpoint)
+
+
+@contextlib.contextmanager
+def caller_trace(headers: Mapping[str, str]) -> Iterator[None]:
+    """Within it, spans belong to the trace that the headers name (traceparent, tracestate; lower case), if any."""
+    token = context.attach(_PROPAGATOR.extract(headers))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+class CallerTraceMiddleware:
+    """`caller_trace` for HTTP requests."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        with caller_trace(headers):
+            await self._app(scope, receive, send)
+
+
+class TracedEngine:
+    """An EngineClient that makes a span of each request of another one."""
+
+    def __init__(self, engine: EngineClient, tracer: Tracer, served_model_name: tuple[str, ...] = ()):
+        self.inputs: InputProcessor = engine.inputs
+        self._engine = engine
+        self._tracer = tracer
+        self._model = (served_model_name or (engine.inputs.config.model or "",))[0]
+
+    @property
+    def errored(self) -> bool:
+        return self._engine.errored
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        client: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """As EngineClient's."""
+        params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
+        request = _RequestSpan(self._tracer, self._model, params)
+        stream = self._engine.generate(prompt, params, request_id, priority=priority, timeout=timeout, client=client)
+        try:
+            async for output in stream:
+                request.add(output)
+                yield output
+        except Exception as error:
+            request.failed(error)
+            raise
+        finally:
+            # Left early, it aborts the request, and only now rather than when it is collected.
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
+            request.end()
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def check_health(self) -> None:
+        await self._engine.check_health()
+
+    async def utility(self, name: str, *arguments: Any) -> Any:
+        return await self._engine.utility(name, *arguments)
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        return self._engine.text_spans()
+
+
+class _RequestSpan:
+    """What becomes one request's span when it ends."""
+
+    def __init__(self, tracer: Tracer, model: str, params: SamplingParams):
+        self._tracer = tracer
+        self._parent = context.get_current()
+        self._start = time.time_ns()
+        self._start_clock = time.monotonic()
+        self._delta = params.output_kind is RequestOutputKind.DELTA
+        self._num_tokens: dict[int, int] = {}
+        self._reasons: dict[int, str] = {}
+        self._last: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._attributes: dict[str, Any] = {
+            "gen_ai.response.model": model,
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+        }
+        if params.max_tokens is not None:
+            self._attributes["gen_ai.request.max_tokens"] = params.max_tokens
+
+    def add(self, output: RequestOutput) -> None:
+        self._last = output
+        for completion in output.outputs:
+            seen = self._num_tokens.get(completion.index, 0) if self._delta else 0
+            self._num_tokens[completion.index] = seen + len(completion.token_ids)
+            if completion.finish_reason is not None:
+                self._reasons[completion.index] = completion.finish_reason
+
+    def failed(self, error: Exception) -> None:
+        self._error = error
+
+    def end(self) -> None:
+        """Sends it. A request that its caller left before the end counts as aborted."""
+        attributes = {**self._attributes, "gen_ai.usage.completion_tokens": sum(self._num_tokens.values())}
+        output = self._last
+        if output is not None:
+            attributes["gen_ai.request.id"] = output.request_id
+            attributes["gen_ai.usage.prompt_tokens"] = len(output.prompt_token_ids)
+            attributes.update(_latencies(output))
+            reasons = [self._reasons.get(index, "abort") for index in sorted(self._num_tokens)]
+            attributes["gen_ai.response.finish_reasons"] = reasons
+        span = self._tracer.start_span(
+            "llm_request", self._parent, SpanKind.SERVER, {**attributes}, start_time=self._start
+        )
+        if self._error is not None or "error" in self._reasons.values():
+            span.set_status(Status(StatusCode.ERROR, type(self._error).__name__ if self._error else "error"))
+        span.end(self._start + int((time.monotonic() - self._start_clock) * 1e9))
+
+
+def _latencies(output: RequestOutput) -> dict[str, float]:
+    """Seconds; what did not happen is left out."""
+    metrics = output.metrics
+    if metrics is None:
+        return {}
+    began, first, last = metrics.first_scheduled_time, metrics.first_token_time, metrics.last_token_time
+    times = {
+        "time_in_queue": (metrics.arrival_time, began),
+        "time_to_first_token": (metrics.arrival_time, first),
+        "time_in_model_prefill": (began, first),
+        "time_in_model_decode": (first, last),
+        "time_in_model_inference": (began, last),
+        "e2e": (metrics.arrival_time, metrics.finished_time),
+    }
+    return {
+        f"gen_ai.latency.{name}": end - start
+        for name, (start, end) in times.items()
+        if start is not None and end is not None
+    }
+
+
+def _tracer(endpoint: str) -> Tracer:
+    """Sends spans to an OTLP endpoint in the background."""
+    exporter = _exporter(endpoint)
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    url = urlsplit(endpoint)
+    options: dict[str, Any] = {"endpoint": endpoint}
+    if url.scheme.startswith("grpc"):
+        options = {"endpoint": url.netloc, "insecure": url.scheme == "grpc"}
+    provider = TracerProvider(resource=Resource.create({"service.name": "jaxengine"}))
+    provider.add_span_processor(BatchSpanProcessor(exporter(**options)))
+    return trace.get_tracer("jaxengine", __version__, provider)
+
+
+def _exporter(endpoint: str) -> Any:
+    """The class that sends spans there; its package brings the SDK along."""
+    url = urlsplit(endpoint)
+    if url.scheme not in _EXPORTERS or not url.netloc:
+        raise ConfigError("otlp_traces_endpoint", endpoint, "an address that begins with http, https, grpc or grpcs://")
+    module, package = _EXPORTERS[url.scheme]
+    try:
+        return importlib.import_module(module).OTLPSpanExporter
+    except ImportError:
+        raise ConfigError("otlp_traces_endpoint", endpoint, f"only with the package {package} installed") from None

@@ -1,0 +1,73 @@
+"""The page at / and what it reads, /status.json; and /trace, the engine's timeline.
+
+The page is one file without anything from elsewhere. It is the same for everyone and holds no figures, so it needs no
+key; it asks for one where the server has keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from importlib import resources
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Response
+from fastapi.responses import HTMLResponse
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.names import served_names
+from jaxengine.server.observe.chrome_trace import chrome_trace
+from jaxengine.server.options import ServerConfig
+from jaxengine.version import __version__
+
+MAX_TRACE_SECONDS = 600.0
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["operations"])
+    model = served_names(engine, config)[0]
+    page = resources.files("jaxengine.server").joinpath("status.html").read_text("utf-8")
+    headers = {
+        "Content-Security-Policy": _policy(page),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+
+    @routes.get("/", include_in_schema=False)
+    async def status_page() -> HTMLResponse:
+        return HTMLResponse(page, headers=headers)
+
+    @routes.get("/status.json")
+    async def status() -> dict[str, Any]:
+        """How the engine is doing, for the page at /."""
+        return {"model": model, "version": __version__, **await engine.utility("status")}
+
+    @routes.get("/trace", response_class=Response)
+    async def trace(
+        seconds: Annotated[float, Query(gt=0, le=MAX_TRACE_SECONDS, allow_inf_nan=False)] = 10.0,
+    ) -> Response:
+        """The last seconds of the engine's steps and requests, for ui.perfetto.dev."""
+        timeline = await engine.utility("trace", seconds)
+        text = [span for span in engine.text_spans() if span[0] >= timeline["since"]]
+        # Beside the event loop: it may take as long as many steps.
+        body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(timeline, text, model)))
+        return Response(body, media_type="application/json")
+
+    return routes
+
+
+def _policy(page: str) -> str:
+    """Lets the page run its own script and style, and read from its own server; nothing else."""
+
+    def digest(tag: str) -> str:
+        content = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert content is not None
+        return f"'sha256-{base64.b64encode(hashlib.sha256(content[1].encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -1,0 +1,46 @@
+"""`jaxengine trace`: keeps a server's timeline in a file that ui.perfetto.dev opens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from jaxengine.config.engine_config import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", metavar="FILE", help="where to write it")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how far back (default: %(default)s)")
+    parser.add_argument("--api-key-file", metavar="FILE", help="a file with the server's key")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    url = f"{args.url.rstrip('/')}/trace?{urllib.parse.urlencode({'seconds': args.seconds})}"
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise ConfigError("url", args.url, "an address that begins with http:// or https://")
+    request = urllib.request.Request(url)
+    if args.api_key_file:
+        request.add_header("Authorization", f"Bearer {Path(args.api_key_file).read_text().split()[0]}")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer, open(args.output, "wb") as file:
+            shutil.copyfileobj(answer, file)
+    except urllib.error.HTTPError as error:
+        print(f"jaxengine: error: {args.url} answered {error.code}: {_reason(error)}", file=sys.stderr)
+        return 1
+    print(f"{args.output}: open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return json.loads(error.read())["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return error.reason

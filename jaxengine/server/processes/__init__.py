@@ -1,0 +1,1 @@
+"""The processes of a server: who starts, watches and ends whom."""

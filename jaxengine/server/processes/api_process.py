@@ -1,0 +1,94 @@
+"""A process that speaks with clients: HTTP and gRPC on one event loop, in front of an engine in another process.
+
+Listening sockets are the supervisor's, so that several of these share a port and a new one takes over an old one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
+
+from jaxengine.server.grpc.server import start_grpc
+from jaxengine.server.http.app import create_app
+from jaxengine.server.link.remote_engine import RemoteEngine
+from jaxengine.server.observe.spans import traced
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.processes.child import Child
+from jaxengine.server.processes.sockets import cut_unread
+
+# After the last output of every stream, for what is still on its way to the client.
+_LAST_WORDS_SECONDS = 2.0
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn that leaves signals to the supervisor."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(child: Child) -> None:
+    """Serves until the supervisor has the server drained."""
+    config = ServerConfig(**child.job["server"])
+    drain = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def ordered(_: dict[str, Any]) -> None:
+        loop.call_soon_threadsafe(drain.set)  # there is no other order
+
+    child.follow(ordered)
+    engine = await RemoteEngine.connect(child.job["engine_address"], config, child.job["index"])
+    client = traced(engine, config)
+    http = _HttpServer(http_options(create_app(client, config), config))
+    listener = socket.socket(fileno=child.job["listen_fd"])
+    cut_unread(listener, config.stream_write_timeout)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    grpc = None if config.grpc_port is None else await start_grpc(client, config)
+    while not http.started:
+        await asyncio.wait([serving], timeout=0.01)
+        if serving.done():
+            raise RuntimeError(f"HTTP did not start: {serving.exception()}")
+    child.tell("ready")
+    waiting = asyncio.create_task(drain.wait())
+    await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
+    await engine.drain(config.shutdown_timeout)
+    if grpc is not None:
+        await grpc.stop(_LAST_WORDS_SECONDS)
+    http.should_exit = True
+    await serving
+    engine.close()
+
+
+def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:
+    """uvicorn's options. h11 because httptools does not limit the size of headers."""
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        h11_max_incomplete_event_size=config.max_header_bytes,
+        server_header=False,
+        access_log=not config.disable_access_log,
+        log_level="info" if not config.disable_access_log else "warning",
+        log_config=None,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(_LAST_WORDS_SECONDS),
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if config.ssl_ca_certs else ssl.CERT_NONE,
+    )
+
+
+def main(child: Child) -> None:
+    """The process. It is not killed with the supervisor: somebody has to clear the run folder away then."""
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        runner.run(serve(child))
+    child.leave(0)

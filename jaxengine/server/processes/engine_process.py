@@ -1,0 +1,289 @@
+"""The process that steps: one engine, token ids in and out, serving the API processes over a ZeroMQ socket.
+
+Between two steps it reads what they ask for; after a step it sends each of them one message. Knows no text, no HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import gc
+import logging
+import math
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from jaxengine.api.core import EngineCore
+from jaxengine.cluster.channel import ClusterError
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.engine.output import EngineOutput
+from jaxengine.server.link import messages
+from jaxengine.server.link.messages import Call, Failure, Finish, Hello, Load, Reply, Submit, Update, Welcome
+from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.processes.child import Child
+from models.config.fields import ModelConfigError
+from models.weights.errors import ModelFileError
+from scheduler.errors import OverloadedError, RequestError
+from scheduler.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+# Updates that an API process may leave unread before it counts as lost.
+_MAX_UNREAD = 10_000
+# The supervisor hears from the loop at least this often, and so many times within engine_hang_timeout.
+_ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
+# Of a message's two parts, whom it is for and what it says. Plain numbers: joining flags takes longer than sending.
+_FIRST, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+
+
+@dataclass(eq=False)
+class _Client:
+    """An API process: its place among them, what it runs, and what it has not been told yet."""
+
+    identity: bytes
+    index: int
+    number: int
+    requests: dict[int, Request] = field(default_factory=dict)
+    received: int = 0
+    told: tuple[int, Load] | None = None
+    num_updates: int = 0
+    refused: list[Reply] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+
+
+class EngineServer:
+    """Serves the API processes until it is told to stop."""
+
+    def __init__(self, core: EngineCore, address: str, config: ServerConfig, tell: Callable[[str], None]):
+        """address: to listen at; tell: called with "served" once, when a request has come to its end, and with "alive"
+        time and again by the thread that steps."""
+        self.core = core
+        self._tell = tell
+        self._served = False
+        self._alive_seconds = min(_ALIVE_SECONDS, (config.engine_hang_timeout or math.inf) / _ALIVE_TIMES)
+        self._alive_at = 0.0
+        scheduler = core.engine.scheduler
+        num_slots = scheduler.config.max_num_seqs * scheduler.config.num_ranks
+        self._limits = QueueLimits.of(num_slots, config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self._retry = RetryEstimate()
+        self._load = Load()
+        self._clients: dict[bytes, _Client] = {}
+        self._by_number: dict[int, _Client] = {}
+        self._num_clients = 0
+        self._aborted: list[Request] = []
+        self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._awake, self._wake = os.pipe()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, _MAX_UNREAD), (zmq.RCVHWM, 0), (zmq.LINGER, 0)):
+            self._socket.setsockopt(option, value)
+        self._socket.bind(address)
+        # Without what zmq.Socket puts around it for sends that need none of it.
+        self._send_part = super(zmq.Socket, self._socket).send
+        self._news = [(self._socket, int(zmq.POLLIN))]
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._awake, zmq.POLLIN)
+
+    def order(self, order: dict[str, Any]) -> None:
+        """Has the loop carry out an order of the supervisor, but for "explain"; called on any thread."""
+        if order["order"] == "explain":
+            self._explain()
+            return
+        self._orders.put(order)
+        os.write(self._wake, b"\0")
+
+    def run(self) -> None:
+        """Serves until the order to stop."""
+        while self._receive():
+            output = self.core.advance() if self.core.has_unfinished else EngineOutput()
+            if self._aborted:
+                output.finished = [*self._aborted, *output.finished]
+                self._aborted = []
+            self._send(output)
+
+    def _receive(self) -> bool:
+        """Takes in all that has come, waiting a while for it if there is nothing to run; False to stop."""
+        now = time.monotonic()
+        if now >= self._alive_at:
+            self._alive_at = now + self._alive_seconds
+            self._tell("alive")
+        if not self.core.has_unfinished:
+            self._poller.poll(int(self._alive_seconds * 1e3))
+        while not self._orders.empty():
+            os.read(self._awake, 1)
+            order = self._orders.get()
+            if order["order"] == "stop":
+                return False
+            self._drop_index(order["index"])
+        # It runs in every step, and mostly finds nothing: to ask is cheaper than recv's exception.
+        while zmq.zmq_poll(self._news, 0):
+            identity, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            try:
+                self._handle(identity, messages.decode_to_engine(payload))
+            except msgspec.MsgspecError as error:
+                logger.error("a message of an API process cannot be read: %s", error)
+        return True
+
+    def _handle(self, identity: bytes, message: messages.ToEngine) -> None:
+        client = self._clients.get(identity)
+        if isinstance(message, Hello):
+            self._welcome(identity, message)
+        elif client is None:
+            logger.debug("a message of an API process that is gone")
+        elif isinstance(message, Submit):
+            self._submit(client, message)
+        elif isinstance(message, Finish):
+            self._finish(client, message)
+        else:
+            client.replies.append(self._call(message))
+
+    def _welcome(self, identity: bytes, message: Hello) -> None:
+        self._drop_index(message.index)
+        self._num_clients += 1
+        client = _Client(identity, message.index, self._num_clients)
+        self._clients[identity] = self._by_number[client.number] = client
+        config = dataclasses.asdict(self.core.config)
+        welcome = Welcome(config, str(self.core.model_path), self._limits.num_slots, self._current_load())
+        self._socket.send_multipart([identity, messages.encode(welcome)])
+
+    def _submit(self, client: _Client, message: Submit) -> None:
+        client.received = message.number
+        try:
+            num_requests, load = len(message.members), self._current_load()
+            self._limits.check(load, num_requests, num_requests * len(message.prompt_token_ids) // 4)
+            scheduler = self.core.engine.scheduler
+            if scheduler.is_fair:
+                self._limits.check_client(load, scheduler.num_waiting_of(message.client), num_requests)
+            requests = messages.requests_of(message, client.number)
+            self.core.queue(requests)
+        except RequestError as error:
+            self.core.engine.request_stats.num_rejections += isinstance(error, OverloadedError)
+            client.refused.append(Reply(message.number, _failure(error)))
+            return
+        for member, request in zip(message.members, requests, strict=True):
+            client.requests[member.handle] = request
+
+    def _finish(self, client: _Client, message: Finish) -> None:
+        reason = FinishReason(message.reason)
+        for handle in message.handles:
+            request = client.requests.get(handle)
+            if request is None:
+                continue
+            self.core.engine.finish(request, reason)
+            if reason is FinishReason.ABORT:
+                self._aborted.append(request)
+            else:
+                self._forget(request)
+
+    def _call(self, message: Call) -> Reply:
+        try:
+            return Reply(message.number, result=self.core.utility(message.name, *message.arguments))
+        except RequestError as error:
+            return Reply(message.number, _failure(error))
+        except Exception as error:  # the operator's mistake or ours; the requests are not to pay for it
+            logger.exception("%s failed", message.name)
+            return Reply(message.number, Failure("internal", f"{message.name} failed: {error}"))
+
+    def _send(self, output: EngineOutput) -> None:
+        """Tells each API process what a step brought it. It runs in every step: there is little but tokens in most."""
+        updates = messages.updates_of(output, list(self._by_number))
+        if output.finished:
+            self._retry.ended(len(output.finished))
+            if not self._served:
+                self._served = True
+                self._tell("served")
+            for request in output.finished:
+                self._forget(request)
+        for request, _ in output.refused:
+            self._forget(request)
+        load = self._current_load()
+        for client in list(self._clients.values()):
+            state, update = (client.received, load), updates.get(client.number)
+            if update is None:
+                if client.told == state and not client.replies:
+                    continue
+                update = Update(0, 0, load)
+            client.told = state
+            client.num_updates += 1
+            update.number, update.received, update.load = client.num_updates, client.received, load
+            if client.refused:
+                update.refused, client.refused = client.refused, []
+            if client.replies:
+                update.replies, client.replies = client.replies, []
+            try:
+                self._send_part(client.identity, _FIRST)
+                self._send_part(messages.encode(update), _LAST)
+            except zmq.ZMQError as error:
+                logger.error("API process %d is lost: %s", client.index, error)
+                self._drop(client)
+
+    def _current_load(self) -> Load:
+        """The same object while nothing has changed."""
+        scheduler = self.core.engine.scheduler
+        counts = scheduler.num_running, scheduler.num_waiting, scheduler.num_waiting_tokens
+        if counts != (self._load.num_running, self._load.num_waiting, self._load.num_waiting_tokens):
+            self._load = Load(*counts, self._retry.seconds(scheduler.num_waiting))
+        return self._load
+
+    def _forget(self, request: Request) -> None:
+        number, handle = messages.owner_of(request)
+        if number in self._by_number:
+            self._by_number[number].requests.pop(handle, None)
+
+    def _explain(self) -> None:
+        """Logs what the loop, which has not been heard of, is at."""
+        for step in self.core.engine.timeline.in_flight():
+            what, age = f"{step.bucket}, {step.num_rows} rows", time.monotonic() - step.dispatched
+            logger.error("step %d (%s) was dispatched %.1f s ago", step.number, what, age)
+        faulthandler.dump_traceback(all_threads=True)
+
+    def _drop_index(self, index: int) -> None:
+        for client in [client for client in self._clients.values() if client.index == index]:
+            self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        """An API process is gone, and nobody waits for its requests."""
+        for request in list(client.requests.values()):
+            self.core.engine.finish(request, FinishReason.ABORT)
+            self._forget(request)
+        del self._clients[client.identity], self._by_number[client.number]
+
+
+def _failure(error: RequestError) -> Failure:
+    if isinstance(error, OverloadedError):
+        return Failure("overloaded", str(error), retry_after=error.retry_after)
+    return Failure("request", str(error), error.param)
+
+
+def main(child: Child) -> None:
+    """The process. Its exit status is 2 for an option or a model that cannot be used, as the command's."""
+    child.end_with_parent()
+    try:
+        core = EngineCore(EngineConfig(**child.job["engine"]))
+    except (ConfigError, ModelConfigError, ModelFileError, ClusterError, OSError) as error:
+        print(f"jaxengine: error: {error}", file=sys.stderr)
+        child.leave(2)
+    server = EngineServer(core, child.job["engine_address"], ServerConfig(**child.job["server"]), child.tell)
+    child.follow(server.order)
+    # What is there now stays; to look through it all again would halt the engine for some 80 ms each time.
+    gc.collect()
+    gc.freeze()
+    child.tell("ready")
+    try:
+        server.run()
+    except Exception as error:
+        logger.exception("the engine has failed")
+        core.shutdown(f"{type(error).__name__}: {error}")
+        child.leave(1)
+    core.shutdown()
+    child.leave(0)

@@ -1,0 +1,65 @@
+"""The ports of a server, taken once for all of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import socket
+
+from jaxengine.config.engine_config import ConfigError
+
+_BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one. Raises ConfigError for a host or port that cannot be had."""
+    made = _bind("port", host, port)
+    made.listen(_BACKLOG)
+    return made
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """A bound socket that takes no connections, beside which processes of this user may listen (SO_REUSEPORT).
+
+    Raises ConfigError as `listen` does.
+    """
+    # Somebody else who shares the port would go unnoticed; bound alone, the port is shown to be free.
+    with contextlib.closing(_bind("grpc_port", host, port)) as alone:
+        port = alone.getsockname()[1]
+    return _bind("grpc_port", host, port, reuse=True)
+
+
+def cut_unread(listener: socket.socket, seconds: float) -> None:
+    """Has the system cut connections of `listener` whose clients take nothing of what was sent for so long.
+
+    A server can only close such a connection, and closing waits for the client too. Nothing where the system has no
+    such option (others than Linux).
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address; names other than localhost may be anybody's."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError("host", host, f"a name or address of this machine ({error})") from None
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise ConfigError(option, port, f"a port of {host} that is free ({error.strerror})") from None
+    return made

@@ -1,0 +1,260 @@
+"""`jaxengine serve`: starts the engine's process and those that speak with clients, and looks after them.
+
+A process that ends unasked is started again, unless it does so time and again without having served; an engine that
+hangs is killed first. SIGTERM or SIGINT drains the server, a second one ends it at once. Knows what its children say
+and what can be ordered from them, nothing of requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxengine._siblings import HOME
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.processes.sockets import is_loopback, listen, reserve_port
+
+logger = logging.getLogger(__name__)
+
+# A process that ended this often within so many seconds, without having served in between, is not started again.
+_MAX_DEATHS = 3
+_DEATHS_SECONDS = 60.0
+# Beyond shutdown_timeout, until processes that do not end are killed.
+_END_SECONDS = 10.0
+# An engine that has not been heard of has so long to say what it is at, before it is killed.
+_EXPLAIN_SECONDS = 2.0
+# So often is looked whether the engine was heard of.
+_LOOK_SECONDS = 1.0
+# A socket's path has at most 107 bytes, on some systems 103; a name of ours within the folder comes to 26.
+_LONGEST_FOLDER = 70
+_START = (
+    "import sys; sys.path.append({home!r}); from jaxengine.server.processes.child import Child; child = Child(); "
+    "from jaxengine.server.processes.{module} import main; main(child)"
+)
+
+
+@dataclasses.dataclass(eq=False)
+class _Child:
+    """A child process: its place, its life so far, and our ends of its pipes.
+
+    Attributes:
+      said: the beginning of a line of which the rest has not come yet.
+      heard: when it said something last; asked: when it was asked to explain why it does not, None while it does.
+    """
+
+    module: str
+    index: int
+    process: subprocess.Popen[bytes]
+    events: Any
+    ready: bool = False
+    served: bool = False
+    said: bytes = b""
+    heard: float = 0.0
+    asked: float | None = None
+    killed: bool = False
+
+    @property
+    def is_engine(self) -> bool:
+        return self.module == "engine_process"
+
+    def order(self, order: str, **fields: Any) -> None:
+        """Tells the child; one that is gone does not hear it."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"order": order, **fields}).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            logger.debug("%s %d is gone", self.module, self.index)
+
+
+class Supervisor:
+    """Runs a server until it is told to end."""
+
+    def __init__(self, server: ServerConfig, engine: EngineConfig):
+        """Takes the ports. Raises ConfigError for one that cannot be had."""
+        self._listener = listen(server.host, server.port)
+        self._grpc_port = None if server.grpc_port is None else reserve_port(server.host, server.grpc_port)
+        grpc_port = None if self._grpc_port is None else self._grpc_port.getsockname()[1]
+        self._server = dataclasses.replace(server, port=self._listener.getsockname()[1], grpc_port=grpc_port)
+        self._engine = engine
+        self._children: list[_Child] = []
+        self._deaths: dict[tuple[str, int], list[float]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []
+        self._announced = False
+        self._draining = False
+        self._status: int | None = None
+        self._give_up_at = float("inf")
+
+    def run(self) -> int:
+        """The exit status: 0 after draining, 2 when the engine's options or its model cannot be used."""
+        self._warn()
+        awake, wake = socket.socketpair()
+        for end in (awake, wake):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        self._selector.register(awake, selectors.EVENT_READ)
+        with tempfile.TemporaryDirectory(prefix="jaxengine-", dir=_folder_for_sockets()) as run_dir:
+            self._run_dir = Path(run_dir)
+            try:
+                self._start("engine_process", 0)
+                for index in range(self._server.api_server_count):
+                    self._start("api_process", index)
+                while self._status is None:
+                    self._wait(awake)
+            finally:
+                for child in self._children:
+                    child.process.kill()
+                for child in self._children:
+                    child.process.wait()
+        return self._status
+
+    def _wait(self, awake: socket.socket) -> None:
+        left = self._give_up_at - time.monotonic()
+        if left <= 0:
+            logger.error("processes did not end in time; they are killed")
+            self._status = 1
+            return
+        for key, _ in self._selector.select(min(left, _LOOK_SECONDS)):
+            if key.fileobj is awake:
+                awake.recv(4096)
+            else:
+                self._listen_to(key.data)
+        while self._signals and self._status is None:
+            self._end(self._signals.pop(0))
+        for child in self._children:
+            if child.is_engine and child.ready and self._server.engine_hang_timeout:
+                self._look_at(child)
+
+    def _look_at(self, child: _Child) -> None:
+        """Kills an engine's process that has not been heard of for too long; it is started again when it has ended."""
+        now = time.monotonic()
+        if child.asked is None:
+            if now - child.heard > self._server.engine_hang_timeout:
+                logger.error("the engine has not finished a step for %.1f s", now - child.heard)
+                child.asked = now
+                child.order("explain")
+        elif now - child.asked > _EXPLAIN_SECONDS and not child.killed:
+            logger.error("the engine hangs; its process is killed")
+            child.killed = True
+            child.process.kill()
+
+    def _start(self, module: str, index: int) -> None:
+        read, write = os.pipe()
+        job = {
+            "server": dataclasses.asdict(self._server),
+            "engine": dataclasses.asdict(self._engine),
+            "engine_address": f"ipc://{self._run_dir / 'engine'}",
+            "run_dir": str(self._run_dir),
+            "index": index,
+            "status_fd": write,
+            "listen_fd": self._listener.fileno(),
+        }
+        # No folder of the caller's is searched for modules, and the terminal's signals reach this process only.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _START.format(home=str(HOME), module=module)],
+            stdin=subprocess.PIPE,
+            pass_fds=[write, self._listener.fileno()] if module == "api_process" else [write],
+            process_group=0,
+        )
+        os.close(write)
+        events = os.fdopen(read, "rb", buffering=0)
+        child = _Child(module, index, process, events)
+        self._children.append(child)
+        self._selector.register(events, selectors.EVENT_READ, child)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(job).encode() + b"\n")
+        process.stdin.flush()
+
+    def _listen_to(self, child: _Child) -> None:
+        said = child.events.read(4096)
+        if not said:
+            self._ended(child)
+            return
+        child.heard, child.asked = time.monotonic(), None
+        *lines, child.said = (child.said + said).split(b"\n")
+        for line in lines:
+            event = json.loads(line)["event"]
+            child.ready, child.served = True, child.served or event == "served"
+        if not self._announced and all(each.ready for each in self._children):
+            self._announced = True
+            print(f"jaxengine is ready: {self.urls()}", flush=True)
+
+    def _ended(self, child: _Child) -> None:
+        self._selector.unregister(child.events)
+        child.events.close()
+        self._children.remove(child)
+        status = child.process.wait()
+        if self._draining:
+            self._end_engine()
+            return
+        if not self._announced:
+            # What is wrong was said by the process itself.
+            self._status = status if status > 0 else 1
+            return
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        who = "the engine's process" if child.is_engine else f"API process {child.index}"
+        now = time.monotonic()
+        deaths = self._deaths.setdefault((child.module, child.index), [])
+        deaths[:] = [] if child.served else [then for then in deaths if now - then < _DEATHS_SECONDS]
+        deaths.append(now)
+        if len(deaths) >= _MAX_DEATHS:
+            logger.error("%s %s, for the %d. time without having served: giving up", who, how, len(deaths))
+            self._status = 1
+            return
+        logger.error("%s %s; it is started again", who, how)
+        if not child.is_engine:
+            for each in self._children:
+                if each.is_engine:
+                    each.order("gone", index=child.index)
+        self._start(child.module, child.index)
+
+    def _end(self, number: int) -> None:
+        if self._draining or not self._announced:
+            self._status = 128 + number
+            return
+        self._draining = True
+        self._give_up_at = time.monotonic() + self._server.shutdown_timeout + _END_SECONDS
+        for child in self._children:
+            if not child.is_engine:
+                child.order("drain")
+
+    def _end_engine(self) -> None:
+        """Once no API process is left, the engine is to end, and then the server has."""
+        if not self._children:
+            self._status = 0
+        elif all(child.is_engine for child in self._children):
+            self._children[0].order("stop")
+
+    def urls(self) -> str:
+        """Where clients find the server."""
+        server, scheme = self._server, "https" if self._server.ssl_certfile else "http"
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        grpc = "" if server.grpc_port is None else f", gRPC at {host}:{server.grpc_port}"
+        return f"{scheme}://{host}:{server.port}{grpc}"
+
+    def _warn(self) -> None:
+        if not is_loopback(self._listener.getsockname()[0]) and not self._server.api_keys():
+            logger.warning(
+                "WARNING: anybody who can reach %s may use this server: set --api-key or --api-key-file", self.urls()
+            )
+
+
+def _folder_for_sockets() -> str:
+    """The user's folder for temporary files, unless its name is too long for a socket in it."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp"

@@ -1,0 +1,332 @@
+"""Engines as Ray Serve replicas behind one HTTP endpoint: `serve run jaxengine.server.ray_serve:app model=...`.
+
+The ingress speaks OpenAI's API (jaxengine.server.http), tokenises, and has a replica generate; Ray picks the replica
+with the shorter queue, and adds or removes replicas by the length of the queues. A replica that is lost costs the
+answers that had begun: a request without any output yet goes to another one. An engine over several hosts is one
+replica with a placement group that has a bundle on each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+import ray  # pyright: ignore[reportMissingImports]
+from ray import serve  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
+
+from jaxengine.api.async_llm import AsyncLLM
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.requests.inputs import InputProcessor, input_processor
+from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.prepared import Prompt
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.http.app import create_app
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import OverloadedError, RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class RayConfig:
+    """How Ray runs the engines.
+
+    Attributes:
+      min_replicas, max_replicas: engines at least and at most.
+      target_ongoing_requests: requests of a replica, running and waiting, that Ray aims at; None: max_num_seqs.
+      num_ingresses: processes that speak HTTP.
+      num_cpus, num_gpus, resources: what each host of a replica needs; TPUs are resources, {"TPU": 4}.
+      placement_strategy: of the hosts of an engine with nnodes > 1.
+      num_attempts: replicas that a request without output is tried on.
+    """
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_ongoing_requests: int | None = None
+    num_ingresses: int = 1
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    placement_strategy: str = "STRICT_SPREAD"
+    num_attempts: int = 5
+
+    def __post_init__(self):
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ConfigError("min_replicas", self.min_replicas, f"1 to max_replicas, {self.max_replicas}")
+        for name in ("num_ingresses", "num_attempts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "at least 1")
+        if self.placement_strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
+            raise ConfigError("placement_strategy", self.placement_strategy, "PACK, SPREAD, STRICT_PACK, STRICT_SPREAD")
+
+
+class Call(msgspec.Struct):
+    """A request on its way to a replica."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    prompt: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    client: str | None = None
+
+
+class Answer(msgspec.Struct):
+    """An output on its way back, or why there is none."""
+
+    output: RequestOutput | None = None
+    error: str | None = None
+    param: str | None = None
+    retry_after: float | None = None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_call = msgspec.msgpack.Decoder(Call).decode
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Replica:
+    """One engine. Other hosts of it are started by this one."""
+
+    def __init__(self, options: dict[str, Any]):
+        options = dict(options)
+        self._nodes, self._folder = [], None
+        if options.get("nnodes", 1) > 1:
+            self._folder = tempfile.TemporaryDirectory()
+            key = secrets.token_hex(32)
+            options["master_addr"] = ray.util.get_node_ip_address()
+            options["cluster_key_file"] = _write_key(self._folder.name, key)
+            self._nodes = [_start_node(rank, options, key) for rank in range(1, options["nnodes"])]
+        self._engine = AsyncLLM(**options)
+
+    async def describe(self) -> str:
+        """The engine's config with nothing left open, as JSON, and its process."""
+        return json.dumps({"config": dataclasses.asdict(self._engine.inputs.config), "pid": os.getpid()})
+
+    async def generate(self, call: bytes) -> AsyncIterator[bytes]:
+        """Answers to a Call; errors of the request are answers too, what ends the engine is raised."""
+        asked = _decode_call(call)
+        prompt = {"prompt": asked.prompt, "prompt_token_ids": asked.prompt_token_ids, "cache_salt": asked.cache_salt}
+        prompt = {name: value for name, value in prompt.items() if value is not None}
+        try:
+            async for output in self._engine.generate(
+                prompt, asked.params, priority=asked.priority, timeout=asked.timeout, client=asked.client
+            ):
+                yield _encode(Answer(output))
+        except OverloadedError as error:
+            yield _encode(Answer(error=str(error), param=error.param, retry_after=error.retry_after))
+        except RequestError as error:
+            yield _encode(Answer(error=str(error), param=error.param))
+
+    async def utility(self, name: str, arguments: list[Any]) -> Any:
+        return await self._engine.utility(name, *arguments)
+
+    async def check_health(self) -> None:
+        """Ray replaces a replica for which this raises."""
+        await self._engine.check_health()
+
+    def __del__(self):
+        if engine := getattr(self, "_engine", None):
+            engine.shutdown()
+
+
+class RayEngine:
+    """An EngineClient over replicas."""
+
+    def __init__(self, replicas: Any, inputs: InputProcessor, num_attempts: int):
+        self.inputs = inputs
+        self.errored = False
+        self._replicas = replicas
+        self._num_attempts = num_attempts
+        self._running: dict[str, Any] = {}
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        client: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """As EngineClient.generate."""
+        params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
+        prepared = self.inputs.prepare(
+            prompt, params, request_id=request_id, priority=priority, timeout=timeout, client=client
+        )
+        if prepared.request_id in self._running:
+            raise RequestError(f"request_id {prepared.request_id!r} is in use", param="request_id")
+        salt = prepared.requests[0].cache_salt
+        ids = prepared.requests[0].prompt_token_ids.tolist()
+        call = _encode(Call(ids, params, prepared.prompt, salt, priority, timeout, client))
+        try:
+            async for output in self._attempts(prepared.request_id, call):
+                output.request_id = prepared.request_id
+                yield output
+        finally:
+            self._running.pop(prepared.request_id, None)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request of this ingress."""
+        if (stream := self._running.get(request_id)) is not None:
+            stream.cancel()
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when no replica answers."""
+        try:
+            await self._replicas.describe.remote()
+        except RayError as error:
+            raise EngineDeadError("no replica answers") from error
+
+    async def utility(self, name: str, *arguments: Any) -> Any:
+        """Asks one of the replicas."""
+        return await self._replicas.utility.remote(name, list(arguments))
+
+    def text_spans(self) -> list[tuple[float, float, int]]:
+        """Nothing: text is made on the replicas, whose clocks are their own."""
+        return []
+
+    async def _attempts(self, request_id: str, call: bytes) -> AsyncIterator[RequestOutput]:
+        for attempt in range(self._num_attempts):
+            stream = self._replicas.options(stream=True).generate.remote(call)
+            self._running[request_id] = stream
+            begun = False
+            try:
+                async for answer in stream:
+                    begun = True
+                    yield _output(_decode_answer(answer))
+                return
+            except (GeneratorExit, asyncio.CancelledError):
+                stream.cancel()
+                raise
+            except RayError as error:
+                if begun or attempt + 1 == self._num_attempts:
+                    raise EngineDeadError("the replica was lost") from error
+
+
+@serve.ingress()
+class Ingress:
+    """The HTTP side; it asks a replica what is served."""
+
+    async def __init__(self, replicas: Any, options: dict[str, Any], server: ServerConfig, num_attempts: int):
+        config = ResolvedConfig(**json.loads(await replicas.describe.remote())["config"])
+        inputs = input_processor(open_model(EngineConfig.from_options(**options)), config)
+        self._app = create_app(RayEngine(replicas, inputs, num_attempts), server)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+
+def app(arguments: Mapping[str, Any]) -> serve.Application:
+    """A Ray Serve application of these options: those of EngineConfig, ServerConfig and RayConfig, by name.
+
+    Values may be texts, as `serve run` gives them; ConfigError names what cannot be.
+    """
+    chosen: list[dict[str, Any]] = []
+    rest = {name: _read(value) for name, value in arguments.items()}
+    for cls in (ServerConfig, RayConfig):
+        names = {field.name for field in dataclasses.fields(cls)} & set(rest)
+        chosen.append({name: rest.pop(name) for name in names})
+    server, ray_config = ServerConfig(**chosen[0]), RayConfig(**chosen[1])
+    config = EngineConfig.from_options(**rest)
+    target = ray_config.target_ongoing_requests or config.max_num_seqs or 32
+    host = {"CPU": ray_config.num_cpus, "GPU": ray_config.num_gpus, **ray_config.resources}
+    host = {name: count for name, count in host.items() if count}
+    placement: dict[str, Any] = {"ray_actor_options": _actor_options(ray_config)}
+    if config.nnodes > 1:
+        placement |= {
+            "placement_group_bundles": [host] * config.nnodes,
+            "placement_group_strategy": ray_config.placement_strategy,
+        }
+    replicas = serve.deployment(
+        Replica,
+        name="Replica",
+        autoscaling_config={
+            "min_replicas": ray_config.min_replicas,
+            "max_replicas": ray_config.max_replicas,
+            "target_ongoing_requests": target,
+        },
+        # The engine has a line of its own and batches what it gets.
+        max_ongoing_requests=5 * target,
+        health_check_period_s=2,
+        **placement,
+    )
+    ingress = serve.deployment(
+        Ingress, name="Ingress", num_replicas=ray_config.num_ingresses, max_ongoing_requests=10_000
+    )
+    return ingress.bind(replicas.bind(rest), rest, server, ray_config.num_attempts)
+
+
+class Node:
+    """One of the other hosts of an engine."""
+
+    def __init__(self, words: list[str], key: str):
+        self._folder = tempfile.TemporaryDirectory()
+        words = [*words, "--cluster-key-file", _write_key(self._folder.name, key)]
+        # A process of its own: what it runs in ends with the engine.
+        self._process = subprocess.Popen([sys.executable, "-m", "jaxengine", "worker", *words])
+
+    def __del__(self):
+        self._process.kill()
+
+
+def _start_node(rank: int, options: Mapping[str, Any], key: str) -> Any:
+    """Host `rank` of the engine, in the bundle of this replica's placement group that has its number."""
+    words = ["--node-rank", str(rank)]
+    for name in ("nnodes", "master_addr", "master_port", "cluster_timeout"):
+        if name in options:
+            words += ["--" + name.replace("_", "-"), str(options[name])]
+    group = ray.util.get_current_placement_group()
+    bundle = group.bundle_specs[rank]
+    known = {"CPU": "num_cpus", "GPU": "num_gpus"}
+    return (
+        ray.remote(Node)
+        .options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            resources={name: count for name, count in bundle.items() if name not in known},
+            **{known[name]: count for name, count in bundle.items() if name in known},
+        )
+        .remote(words, key)
+    )
+
+
+def _write_key(folder: str, key: str) -> str:
+    path = os.path.join(folder, "key")
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key)
+    return path
+
+
+def _actor_options(config: RayConfig) -> dict[str, Any]:
+    return {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "resources": dict(config.resources)}
+
+
+def _read(value: Any) -> Any:
+    """A text as the JSON value it spells, or itself."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def _output(answer: Answer) -> RequestOutput:
+    if answer.output is not None:
+        return answer.output
+    text = answer.error or ""
+    if answer.retry_after is not None:
+        raise OverloadedError(text, retry_after=answer.retry_after)
+    raise RequestError(text, param=answer.param)

@@ -1,0 +1,1 @@
+"""Text to token ids and back, and the templates of conversations."""

@@ -1,0 +1,3 @@
+"""The version of jaxengine, which the wheel, the command line and the processes of an engine compare."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,107 @@
+"""GGUF metadata to the fields of a ModelConfig.
+
+Owns the key names of the GGUF specification (ggml/docs/gguf.md). Knows nothing of tensors: see models/weights/gguf.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config.fields import MAX_LAYERS, ConfigFields, ModelConfigError
+from models.config.rope import RopeScaling
+
+
+def gguf_architecture(metadata: Mapping[str, Any]) -> str:
+    """llama.cpp's name of the model's architecture."""
+    return ConfigFields(metadata).text("general.architecture")
+
+
+def gguf_fields(metadata: Mapping[str, Any]) -> ConfigFields:
+    """The metadata of the architecture itself: `llama.block_count` is the field `block_count`."""
+    return ConfigFields(metadata, f"{gguf_architecture(metadata)}.")
+
+
+def read_gguf_fields(
+    metadata: Mapping[str, Any], tie_word_embeddings: bool, rope_factors: tuple[float, ...]
+) -> dict[str, Any]:
+    """What all families spell alike: keyword arguments of ModelConfig for one GGUF file, but for its architecture."""
+    general = ConfigFields(metadata)
+    fields = gguf_fields(metadata)
+    if fields.integer("expert_count", 0, minimum=0):
+        raise fields.fail("expert_count", "0 or absent: mixtures of experts are not supported")
+    hidden_size = fields.integer("embedding_length")
+    num_layers = fields.integer("block_count", maximum=MAX_LAYERS)
+    num_heads = fields.integer("attention.head_count")
+    head_dim = _head_dim(fields, hidden_size, num_heads)
+    max_positions = fields.integer("context_length")
+    bos = general.token_ids("tokenizer.ggml.bos_token_id")
+    # A chat model may end its turn with a token of its own: all of them stop generation.
+    eos = [i for name in ("eos", "eot", "eom") for i in general.token_ids(f"tokenizer.ggml.{name}_token_id")]
+    return {
+        "vocab_size": fields.integer("vocab_size", None) or _vocab_size(general),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(fields, max_positions, rope_factors),
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tie_word_embeddings,
+        "sliding_window": (_sliding_window(fields, max_positions),) * num_layers,
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": tuple(dict.fromkeys(eos)),
+    }
+
+
+def _vocab_size(general: ConfigFields) -> int:
+    tokens = general.value("tokenizer.ggml.tokens", None)
+    if tokens is None or isinstance(tokens, (str, int, float)):
+        raise ModelConfigError("the GGUF metadata gives neither a vocab_size nor tokenizer.ggml.tokens")
+    return len(tokens)
+
+
+def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int) -> int:
+    head_dim = fields.integer("attention.key_length", None)
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise ModelConfigError(
+                f"{fields.prefix}embedding_length must be a multiple of {fields.prefix}attention.head_count when "
+                f"attention.key_length is absent, got {hidden_size} and {num_heads}"
+            )
+        head_dim = hidden_size // num_heads
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(name, head_dim) != head_dim:
+            raise fields.fail(name, f"the head dimension {head_dim}")
+    return head_dim
+
+
+def _rope_scaling(fields: ConfigFields, max_positions: int, factors: tuple[float, ...]) -> RopeScaling | None:
+    kind = fields.text("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise fields.fail("rope.scaling.type", "none, linear or yarn")
+    if kind != "none" and factors:
+        raise ModelConfigError(f"rope.scaling.type {kind!r} together with a rope_freqs.weight tensor is not supported")
+    if factors:
+        return RopeScaling("factors", factors=tuple(float(f) for f in factors))
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
+    if kind == "yarn":
+        for name in ("beta_fast", "beta_slow", "attn_factor", "log_multiplier"):
+            if fields.has(f"rope.scaling.yarn_{name}"):
+                raise fields.fail(f"rope.scaling.yarn_{name}", "absent")
+        if fields.number("rope.scaling.attn_factor", 1.0) != 1.0:
+            raise fields.fail("rope.scaling.attn_factor", "1.0 or absent")
+        scaling["original_max_position_embeddings"] = fields.integer(
+            "rope.scaling.original_context_length", max_positions
+        )
+    return RopeScaling.from_hf(scaling, max_positions)
+
+
+def _sliding_window(fields: ConfigFields, max_positions: int) -> int | None:
+    window = fields.integer("attention.sliding_window", 0, minimum=0)
+    return None if window == 0 or window >= max_positions else window

@@ -1,0 +1,1 @@
+"""The model families, a file each."""

@@ -1,0 +1,52 @@
+"""The token table: rows in and, where the checkpoint ties both, logits out. Devices may share the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.layers.linear import matmul
+from models.weights.declare import ParamDecl, Source, declare
+from sharding.collectives import exchange_tokens, gather_tokens, num_shards, reduce_tokens, shard_index
+from sharding.layout import ONE_DEVICE, MeshLayout
+
+
+class Embedding(nnx.Module):
+    """Token table [V, D]: rows in, and logits out where the checkpoint ties both."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, source: str, dtype: Any, mesh: MeshLayout = ONE_DEVICE):
+        rows = vocab_source(f"{source}.weight", vocab_size, mesh)
+        decl = ParamDecl(("vocab", "embed"), (rows,), init_std=hidden_size**-0.5, row_major=True)
+        self.weight = declare((rows.num_contributed, hidden_size), dtype, decl)
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        """i32[T] -> [T, D]"""
+        table = self.weight[...]
+        if num_shards("vocab") == 1:
+            return table[token_ids]
+        rows = gather_tokens(token_ids, "vocab") - shard_index("vocab") * table.shape[0]
+        # Adding zeros to the one device's row that holds the token is exact.
+        return reduce_tokens(table.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False), "vocab")
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[R, D] -> f32[R, V], see `own_logits`"""
+        return matmul(gather_tokens(hidden, "vocab"), self.weight[...], contract=1)
+
+
+def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:
+    """The checkpoint's token table or head, with the rows that no token has."""
+    return Source(name, vocab_size, padding=mesh.padded_vocab_size(vocab_size) - vocab_size)
+
+
+def own_logits(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """Logits as the vocabulary's devices computed them to those of the device's own rows, f32[R, V / n] where n devices
+    share the rows; -inf where there is no token."""
+    shards = num_shards("vocab")
+    if shards == 1:
+        return logits
+    logits = exchange_tokens(logits, "vocab")
+    token = shard_index("sampled_vocab") * logits.shape[1] + jnp.arange(logits.shape[1], dtype=jnp.int32)
+    return jnp.where(token < vocab_size, logits, -jnp.inf)

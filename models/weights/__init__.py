@@ -1,0 +1,1 @@
+"""Parameter declarations, and how checkpoints of every format become arrays."""

@@ -1,0 +1,129 @@
+"""Parameter declarations: shape, dtype, logical axes and checkpoint names of a weight, said once where it is used.
+
+Sharding, loading, random initialisation and the memory plan all read this and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+
+from sharding.layout import MeshLayout
+
+
+class Source(NamedTuple):
+    """A checkpoint tensor, [rows, ...], and what it contributes to a weight.
+
+    Attributes:
+      name: in Hugging Face's spelling. "{layer}" stands for the index under which the weight's layer is listed,
+        "{expert}" for the index of the expert.
+      rows: of the tensor.
+      repeat: every `group` rows (a head's) are contributed that many times in a row.
+      padding: rows of zeros contributed after the tensor's.
+    """
+
+    name: str
+    rows: int
+    repeat: int = 1
+    group: int = 1
+    padding: int = 0
+
+    @property
+    def num_contributed(self) -> int:
+        """Rows of the weight that come from this tensor."""
+        return self.rows * self.repeat + self.padding
+
+
+@dataclass(frozen=True)
+class ParamDecl:
+    """What a weight is, beside its shape and dtype. Equal for equal layers, so that one trace serves all of them.
+
+    What the sources contribute is joined along their first axis, in this order, and then transposed if `transposed`: a
+    checkpoint keeps a linear weight as [out, in], ours is [in, out]. With `num_experts` the weight has a further, first
+    axis, and each of its entries is made so from that expert's tensors.
+
+    Where the joined axis is split over n devices, each holds the n-th part of what every source contributes, one after
+    the other (q | k | v of its own heads). So the joined weight's order depends on the mesh; a part's does not.
+
+    Attributes:
+      axes: logical axes of the weight, sharding.rules' words.
+      init_std: scale of dummy weights; None means ones.
+      row_major: rows are read one by one, so each is stored in one piece. A TPU would else choose columns where that
+        saves padding, and then turn the whole weight around in every step.
+    """
+
+    axes: tuple[str | None, ...]
+    sources: tuple[Source, ...]
+    transposed: bool = False
+    init_std: float | None = None
+    num_experts: int | None = None
+    row_major: bool = False
+
+    @property
+    def joined_axis(self) -> int:
+        """The weight's axis along which the sources are joined."""
+        return len(self.axes) - 1 if self.transposed else int(self.num_experts is not None)
+
+
+@dataclass(frozen=True)
+class DeclaredParam:
+    """One weight of a built model: its path in the module tree and its declaration with all names resolved."""
+
+    path: tuple[Any, ...]
+    variable: nnx.Param
+    decl: ParamDecl
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.variable.get_value().shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.variable.get_value().dtype
+
+    @property
+    def name(self) -> str:
+        return ".".join(str(part) for part in self.path)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def most_parts(self, axis: int) -> int:
+        """The number that parts of an axis must divide, for all to be equal: of each source, and in whole groups."""
+        if axis != self.decl.joined_axis:
+            return self.shape[axis]
+        return math.gcd(*(source.num_contributed // source.group for source in self.decl.sources))
+
+    def splits_over(self, mesh: MeshLayout) -> bool:
+        """Whether every device of the mesh gets an equal part."""
+        parts = (1 if name is None else mesh.num_shards(name) for name in self.decl.axes)
+        return all(self.most_parts(axis) % count == 0 for axis, count in enumerate(parts))
+
+    def source_shape(self, source: Source) -> tuple[int, ...]:
+        """Shape in the checkpoint of one of its sources."""
+        own = self.shape if self.decl.num_experts is None else self.shape[1:]
+        joined = own[::-1] if self.decl.transposed else own
+        return (source.rows, *joined[1:])
+
+
+def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
+    """A weight of a module. Zeros: real values come from models.weights."""
+    rows = sum(source.num_contributed for source in decl.sources)
+    if len(decl.axes) != len(shape) or shape[decl.joined_axis] != rows or decl.num_experts not in (None, shape[0]):
+        raise ValueError(f"declaration {decl} does not fit a weight of shape {shape}")
+    return nnx.Param(jnp.zeros(shape, dtype), decl=decl)
+
+
+def declared_params(model: Any) -> Iterator[DeclaredParam]:
+    """Every weight of a model (abstract or real), in module order."""
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        decl: ParamDecl = param.get_metadata()["decl"]
+        layer = next((model.stage.first_layer + part for part in path if isinstance(part, int)), None)
+        sources = tuple(source._replace(name=source.name.replace("{layer}", str(layer))) for source in decl.sources)
+        yield DeclaredParam(path, param, replace(decl, sources=sources))

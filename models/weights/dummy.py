@@ -1,0 +1,107 @@
+"""Random weights for a model without a checkpoint: benchmarks, compile tests, memory plans (load_format="dummy").
+
+A value follows from the seed, the name of a checkpoint tensor and the place in it, by integer arithmetic: as if the
+tensors had been written to a checkpoint once and loaded, it is the same on every mesh and every platform. Made on the
+devices, each its own part. Scaled so that activations and logits stay near 1.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from models.causal_lm import CausalLM
+from models.weights.declare import DeclaredParam, ParamDecl, declared_params
+from models.weights.load import Progress
+from models.weights.parts import column_axis, format_of, num_parts, source_row, tensor_name
+from sharding.layout import RULES
+from sharding.rules import named_sharding
+
+_BYTES_MEAN, _BYTES_STD = 4 * 127.5, math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four random bytes
+
+
+def dummy_params(
+    model_abstract: CausalLM, *, seed: int = 0, mesh: Mesh | None = None, progress: Progress | None = None
+) -> nnx.State:
+    """The state of `model_abstract` filled at random, with the arguments of params.load_params."""
+    params = list(declared_params(model_abstract))
+    total = sum(param.num_bytes for param in params)
+    done, made = 0, []
+    for param in params:
+        # Weights that differ in their names only share one compilation.
+        nameless = tuple(source._replace(name="") for source in param.decl.sources)
+        decl = replace(param.decl, sources=nameless)
+        fill = _filler(param.shape, jnp.dtype(param.dtype), decl, num_parts(param, mesh), mesh)
+        made.append((param.path, param.variable.replace(fill(_tensor_keys(param, seed)))))
+        done += param.num_bytes
+        if progress is not None:
+            progress(done, total, param.name)
+    return nnx.from_flat_state(made)
+
+
+def _tensor_keys(param: DeclaredParam, seed: int) -> np.ndarray:
+    """One number for each tensor, u32[experts, sources]."""
+    experts = range(param.decl.num_experts or 1)
+    names = [[f"{seed}/{tensor_name(source, expert)}" for source in param.decl.sources] for expert in experts]
+    return np.array([[zlib.crc32(name.encode()) for name in row] for row in names], np.uint32)
+
+
+@cache
+def _filler(shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...], mesh: Mesh | None) -> Any:
+    """The compiled function of tensor keys that makes a weight of this kind."""
+    fill = partial(_fill, shape=shape, dtype=dtype, decl=decl, parts=parts)
+    if mesh is None:
+        return jax.jit(fill)
+    sharding = named_sharding(mesh, decl.axes)
+    mapped = jax.shard_map(fill, mesh=mesh, in_specs=PartitionSpec(), out_specs=sharding.spec, check_vma=False)
+    return jax.jit(mapped, out_shardings=format_of(decl, sharding))
+
+
+def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDecl, parts: tuple[int, ...]) -> jax.Array:
+    """This device's part of a weight: u32[experts, sources] -> [shape / parts]."""
+    here = [lax.axis_index(RULES[str(name)]) if count > 1 else 0 for name, count in zip(decl.axes, parts, strict=True)]
+    sizes = [size // count for size, count in zip(shape, parts, strict=True)]
+    if decl.num_experts is not None:
+        keys = lax.dynamic_slice_in_dim(keys, here[0] * sizes[0], sizes[0])
+    joined, axis = decl.joined_axis, column_axis(decl)
+    columns = jnp.zeros(1, jnp.uint32) if axis is None else _numbers(here[axis], sizes[axis])
+    blocks = []
+    for number, source in enumerate(decl.sources):
+        contributed = _numbers(here[joined], source.num_contributed // parts[joined])
+        rows = _mixed(keys[:, number, None] ^ _mixed(source_row(source, contributed)))
+        # Like a checkpoint's tensor, [experts, rows, columns].
+        drawn = _drawn(_mixed(rows[:, :, None] ^ _mixed(columns)), decl.init_std)
+        padding = contributed >= source.rows * source.repeat
+        blocks.append(jnp.where(padding[:, None], 0, drawn).astype(dtype))
+    weight = jnp.concatenate(blocks, axis=1)
+    return (weight.swapaxes(1, 2) if decl.transposed else weight).reshape(sizes)
+
+
+def _numbers(part: Any, size: int) -> jax.Array:
+    """The places of this part: u32[size]."""
+    return jnp.uint32(part) * jnp.uint32(size) + jnp.arange(size, dtype=jnp.uint32)
+
+
+def _drawn(bits: jax.Array, std: float | None) -> jax.Array:
+    """u32[...] -> f32[...], ones or nearly normal: a sum of four random bytes is the same on every platform."""
+    if std is None:
+        return jnp.ones(bits.shape, jnp.float32)
+    total = (bits & 0xFF) + (bits >> 8 & 0xFF) + (bits >> 16 & 0xFF) + (bits >> 24)
+    return (total.astype(jnp.float32) - _BYTES_MEAN) * jnp.float32(std / _BYTES_STD)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A hash of 32 bits (the finaliser of MurmurHash3, Appleby 2011)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

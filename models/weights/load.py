@@ -1,0 +1,191 @@
+"""Declared parameters to real arrays, straight into their sharding: each process reads what its devices hold.
+
+A block of a weight is put together on the host in the checkpoint's orientation and handed to its devices already in its
+final dtype; the transposition to [in, out] happens on that one copy. Host memory beyond the parts themselves stays near
+one weight. Knows nothing of file formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from models.causal_lm import CausalLM
+from models.registry import build_model
+from models.weights.declare import DeclaredParam, declared_params
+from models.weights.errors import ModelFileError
+from models.weights.parts import (
+    Block,
+    column_axis,
+    format_of,
+    local_blocks,
+    num_parts,
+    sharding_of,
+    source_row,
+    tensor_name,
+)
+from models.weights.source import WHOLE, WeightSource
+
+# Tensors that some checkpoints carry and no model reads: they follow from the configuration.
+IGNORABLE_SUFFIXES = (".rotary_emb.inv_freq",)
+ROPE_FACTORS = "rope_freqs.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+Progress = Callable[[int, int, str], None]
+
+
+def load_params(
+    model_abstract: CausalLM,
+    source: WeightSource,
+    *,
+    dtype: Any,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+) -> nnx.State:
+    """The state of `model_abstract` with the weights of `source`.
+
+    Args:
+      model_abstract: from models.registry.build_model.
+      source: an open checkpoint; it stays open.
+      dtype: of every weight, whatever the checkpoint says; the one the model was built with.
+      mesh: weights are split over it by their logical axes; None leaves them on the default device.
+      progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of the
+        whole weight.
+
+    Raises ModelFileError when a tensor is missing, has another shape than the model, is not used by the model, or holds
+    something other than floating-point numbers; ValueError for a dtype that is not the model's, and for a mesh that
+    does not split a weight evenly.
+    """
+    params = list(declared_params(model_abstract))
+    for param in params:
+        num_parts(param, mesh)
+        if param.dtype != jnp.dtype(dtype):
+            raise ValueError(f"dtype must be that of the model, {param.dtype} for {param.name}, got {dtype!r}")
+    loader = _Loader(source, mesh, _check_names(model_abstract, source, dtype))
+    total = sum(param.num_bytes for param in params)
+    done, loaded = 0, []
+    for param in params:
+        loaded.append((param.path, param.variable.replace(loader.load(param))))
+        done += param.num_bytes
+        if progress is not None:
+            progress(done, total, param.name)
+    return nnx.from_flat_state(loaded)
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """One checkpoint on its way to one mesh. tied_copy: the head is there too and must equal the embedding."""
+
+    source: WeightSource
+    mesh: Mesh | None
+    tied_copy: bool
+
+    def load(self, param: DeclaredParam) -> jax.Array:
+        sharding, arrays = sharding_of(param, self.mesh), []
+        for block in local_blocks(param, self.mesh):
+            host = self._read_block(param, block)
+            if param.decl.transposed:
+                host = host.swapaxes(-1, -2)
+            for device, columns in block.devices:
+                place = None if device is None else format_of(param.decl, SingleDeviceSharding(device))
+                arrays.append(jax.device_put(_columns(param, host, columns), place))
+            # Transfers are asynchronous: waiting here keeps at most one block's host copy alive.
+            jax.block_until_ready(arrays)
+            del host
+        if sharding is None:
+            return arrays[0]
+        return jax.make_array_from_single_device_arrays(param.shape, sharding, arrays, dtype=param.dtype)
+
+    def _read_block(self, param: DeclaredParam, block: Block) -> np.ndarray:
+        """In the checkpoint's orientation and the model's dtype: [experts, rows, columns] without those not there."""
+        decl, only = param.decl, param.decl.sources[0]
+        parts = num_parts(param, self.mesh)[decl.joined_axis]
+        if len(decl.sources) == 1 and only.num_contributed == only.rows and decl.num_experts is None:
+            rows = np.arange(block.part * only.rows // parts, (block.part + 1) * only.rows // parts)
+            return self._read_rows(only.name, rows, block.columns).astype(param.dtype, copy=False)
+        experts = range(block.experts.start, block.experts.stop)
+        num_rows = sum(source.num_contributed for source in decl.sources) // parts
+        joined = np.zeros((len(experts), num_rows, *_lengths(block.columns)), param.dtype)
+        for expert, out in zip(experts, joined, strict=True):
+            start = 0
+            for source in decl.sources:
+                share = source.num_contributed // parts
+                contributed = np.arange(block.part * share, (block.part + 1) * share)
+                rows = source_row(source, contributed[contributed < source.rows * source.repeat])
+                if len(rows):
+                    name = tensor_name(source, expert)
+                    out[start : start + len(rows)] = self._read_rows(name, rows, block.columns)
+                start += share
+        return joined if decl.num_experts is not None else joined[0]
+
+    def _read_rows(self, name: str, rows: np.ndarray, columns: tuple[slice, ...]) -> np.ndarray:
+        """Rows by number: neighbours in the tensor, though they may be out of order and more than once."""
+        first, last = int(rows.min()), int(rows.max()) + 1
+        index = (slice(first, last), *columns)
+        array, path, expected = self.source.read(name, *index), self.source.path, _lengths(index)
+        if array.shape != expected:
+            raise ModelFileError(path, f"was announced with shape {expected}, but has {array.shape}", name)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ModelFileError(path, f"a weight must hold floating-point numbers, got {array.dtype}", name)
+        if self.tied_copy and name == EMBEDDING and not np.array_equal(array, self.source.read(HEAD, *index)):
+            raise ModelFileError(path, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true", HEAD)
+        return array if (np.diff(rows) == 1).all() else array[rows - first]
+
+
+def _lengths(spans: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(span.stop - span.start for span in spans)
+
+
+def _columns(param: DeclaredParam, host: np.ndarray, columns: slice) -> np.ndarray:
+    """A device's part of a block that has been turned to the weight's orientation."""
+    axis = column_axis(param.decl)
+    return host if axis is None else host[tuple(columns if each == axis else WHOLE for each in range(host.ndim))]
+
+
+def _check_names(model: CausalLM, source: WeightSource, dtype: Any) -> bool:
+    """Every tensor the model needs is there with its shape, and every tensor that is there is needed.
+
+    Of the whole model, whichever stage of it is to be loaded. Returns whether a tied checkpoint stores the embedding a
+    second time as the output head. Some do; that both are equal shows when the embedding is read.
+    """
+    if len(model.stage.layers) < model.config.num_layers:
+        model = build_model(model.config, dtype=dtype, mesh=model.mesh)
+    present, tied_copy = set(source.names()), False
+    needed = {
+        tensor_name(tensor, expert): param.source_shape(tensor)
+        for param in declared_params(model)
+        for tensor in param.decl.sources
+        for expert in range(param.decl.num_experts or 1)
+    }
+    for name, expected in needed.items():
+        if name not in present:
+            raise ModelFileError(source.path, "a tensor that the model needs is missing", name)
+        if tuple(source.shape(name)) != expected:
+            raise ModelFileError(source.path, f"shape must be {expected}, got {tuple(source.shape(name))}", name)
+    for name in sorted(present - needed.keys()):
+        if name == ROPE_FACTORS:
+            _check_rope_factors(source, model)
+        elif name == HEAD and EMBEDDING in needed:
+            if source.shape(HEAD) != source.shape(EMBEDDING):
+                text = f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"
+                raise ModelFileError(source.path, text, HEAD)
+            tied_copy = True
+        elif not name.endswith(IGNORABLE_SUFFIXES):
+            raise ModelFileError(source.path, "the model has no use for this tensor", name)
+    return tied_copy
+
+
+def _check_rope_factors(source: WeightSource, model: CausalLM) -> None:
+    """GGUF files carry rope scaling as a tensor; the configuration must have been made from it."""
+    scaling = model.config.rope_scaling
+    factors = np.asarray(scaling.factors if scaling is not None else (), np.float32)
+    if not np.array_equal(source.read(ROPE_FACTORS).ravel().astype(np.float32), factors):
+        raise ModelFileError(source.path, "the tensor scales rope, but the model's rope_scaling differs", ROPE_FACTORS)

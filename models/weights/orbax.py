@@ -1,0 +1,152 @@
+"""Checkpoints in our own layout: weights as they lie on the devices; a second load neither transposes nor joins.
+
+A folder holds layout.json (what the weights were arranged for), the configuration and tokenizer files it was made from,
+and weights/ (written and read with orbax-checkpoint, each process its own parts). The order inside joined weights
+depends on how many devices they are split over (declare.ParamDecl): another number is refused, all else is free.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from models.causal_lm import CausalLM
+from models.weights.declare import DeclaredParam, declared_params
+from models.weights.errors import ModelFileError
+from models.weights.parts import format_of, num_parts, sharding_of
+
+LAYOUT_FILE = "layout.json"
+WEIGHTS_FOLDER = "weights"
+FORMAT = "jaxengine-weights-1"
+MAX_LAYOUT_BYTES = 64 << 20
+# Of weights on their way between files and devices: host memory beyond the weights themselves.
+CONCURRENT_GB = 4
+
+
+def save_checkpoint(
+    folder: Path, params: nnx.State, model: CausalLM, *, mesh: Mesh | None = None, files: Iterable[Path] = ()
+) -> None:
+    """Writes a folder that load_checkpoint reads. Every process of the mesh calls it, with one and the same folder.
+
+    Args:
+      folder: must not exist.
+      params: of load_params for this model and mesh.
+      model: abstract, whole (no pipeline stage).
+      files: copied into the folder: configuration and tokenizer.
+
+    Raises ValueError for a stage, ModelFileError for a folder that exists or cannot be written.
+    """
+    import orbax.checkpoint as ocp
+
+    declared = list(declared_params(model))
+    if len(model.stage.layers) != model.config.num_layers:
+        raise ValueError(f"a checkpoint must hold the whole model, got {model.stage}")
+    if folder.exists():
+        raise ModelFileError(folder, "exists; a checkpoint is written to a new folder")
+    ocp.multihost.sync_global_processes("all have looked for the folder")
+    layout = {
+        "format": FORMAT,
+        "mesh": {} if mesh is None else dict(mesh.shape),
+        "weights": {param.name: _arrangement(param, mesh) for param in declared},
+    }
+    held = dict(nnx.to_flat_state(params))
+    arrays = {param.name: held[param.path].get_value() for param in declared}
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(save_concurrent_gb=CONCURRENT_GB)) as checkpointer:
+            checkpointer.save(folder.absolute() / WEIGHTS_FOLDER, args=ocp.args.PyTreeSave(arrays))
+        if jax.process_index() == 0:
+            for file in files:
+                shutil.copyfile(file, folder / file.name)
+            # Last: a folder without it is not a checkpoint.
+            (folder / LAYOUT_FILE).write_text(json.dumps(layout, indent=1))
+        ocp.multihost.sync_global_processes("the folder is complete")
+    except OSError as error:
+        raise ModelFileError(folder, f"cannot be written: {error}") from error
+
+
+def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) -> nnx.State:
+    """The state of `model` (or of one of its stages) from a folder of save_checkpoint; each process reads its parts.
+
+    Raises ModelFileError for a folder that is none, that is of another model or dtype, or that was arranged for another
+    mesh, and ValueError for a mesh that does not split a weight evenly.
+    """
+    import orbax.checkpoint as ocp
+
+    declared = list(declared_params(model))
+    saved = read_layout(folder)
+    offset = model.stage.first_layer
+    names = [_name_in_whole(param, offset) for param in declared]
+    for name, param in zip(names, declared, strict=True):
+        _check(folder, name, saved, _arrangement(param, mesh))
+    if len(model.stage.layers) == model.config.num_layers and (extra := saved["weights"].keys() - set(names)):
+        raise ModelFileError(folder, "the model has no use for this weight", sorted(extra)[0])
+    shardings = [sharding_of(param, mesh) or SingleDeviceSharding(jax.devices()[0]) for param in declared]
+    wanted = {
+        name: jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)
+        for name, param, sharding in zip(names, declared, shardings, strict=True)
+    }
+    restore = ocp.args.PyTreeRestore(
+        wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+    )
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=CONCURRENT_GB)) as checkpointer:
+            arrays = checkpointer.restore(folder.absolute() / WEIGHTS_FOLDER, args=restore)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelFileError(folder / WEIGHTS_FOLDER, f"cannot be read: {error}") from error
+    filled = []
+    for name, param in zip(names, declared, strict=True):
+        array = arrays.pop(name)
+        array = jax.device_put(array, format_of(param.decl, array.sharding))
+        filled.append((param.path, param.variable.replace(array)))
+    return nnx.from_flat_state(filled)
+
+
+def read_layout(folder: Path) -> dict[str, Any]:
+    """The layout.json of a checkpoint folder: format, mesh (axis sizes), weights (name -> arrangement)."""
+    path = folder / LAYOUT_FILE
+    try:
+        if path.stat().st_size > MAX_LAYOUT_BYTES:
+            raise ModelFileError(path, f"must be a file of at most {MAX_LAYOUT_BYTES} bytes")
+        layout = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        if isinstance(error, ModelFileError):
+            raise
+        raise ModelFileError(path, f"cannot be read: {error}") from error
+    if not isinstance(layout, dict) or layout.get("format") != FORMAT:
+        raise ModelFileError(path, f"format must be {FORMAT!r}; convert the model again")
+    if not isinstance(layout.get("weights"), dict) or not isinstance(layout.get("mesh"), dict):
+        raise ModelFileError(path, "must hold objects mesh and weights")
+    return layout
+
+
+def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:
+    """What the bytes of a weight depend on. Where one source alone makes up the weight, devices do not matter."""
+    sources = param.decl.sources
+    return {
+        "shape": list(param.shape),
+        "dtype": str(param.dtype),
+        "sources": [[*source[1:]] for source in sources],
+        "parts": num_parts(param, mesh)[param.decl.joined_axis] if len(sources) > 1 else 1,
+    }
+
+
+def _check(folder: Path, name: str, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = saved["weights"].get(name)
+    if found is None:
+        raise ModelFileError(folder, "a weight that the model needs is missing", name)
+    if found != wanted:
+        text = f"was saved as {found} for the mesh {saved['mesh']}, but this engine needs {wanted}"
+        what_to_do = "use the saved dtype and parallel sizes, or convert the model again for these"
+        raise ModelFileError(folder, f"{text}: {what_to_do}", name)
+
+
+def _name_in_whole(param: DeclaredParam, first_layer: int) -> str:
+    """The weight's name in the whole model, of which this is the stage that begins at `first_layer`."""
+    return ".".join(str(part + first_layer) if isinstance(part, int) else str(part) for part in param.path)

@@ -1,0 +1,1 @@
+"""Ragged paged attention: one op, an implementation for each platform."""

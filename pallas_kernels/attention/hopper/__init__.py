@@ -1,0 +1,1 @@
+"""Ragged paged attention for Hopper GPUs, in Mosaic GPU."""

@@ -1,0 +1,172 @@
+"""Paged attention on NVIDIA GPUs of compute capability 9.0 (Hopper): the row functions of platform "gpu".
+
+Owns the way from the public operation to the kernels: rows of few new tokens go to the split-KV decode kernels, longer
+runs to the prefill kernel, and what neither takes (`why_not`) to the XLA work list, which reads the same pool.
+
+The pool's layout is [P, K, page_size * 2 * H] in its own dtype; see decode.py for the view the
+kernels take. Inside shard_map `spec` counts the heads of the shard, in the schedule as in the attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.hopper import schedule as kernel_schedule
+from pallas_kernels.attention.hopper.decode import DecodeShape, decode_partials
+from pallas_kernels.attention.hopper.merge import merge_partials
+from pallas_kernels.attention.hopper.mosaic_gpu import WARPGROUP_ROWS
+from pallas_kernels.attention.hopper.prefill import prefill_attention
+from pallas_kernels.attention.hopper.schedule import DECODE_KEYS
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.attention.xla import attend as paged_attention_xla
+from pallas_kernels.attention.xla import schedule as xla_schedule
+from pallas_kernels.kv.pages import KVPages
+
+logger = logging.getLogger(__name__)
+
+KV_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+MIN_PAGE_SIZE = 8
+MAX_HEAD_DIM = 256
+MAX_ONE_BYTE_HEAD_DIM = 192
+
+
+def why_not(
+    spec: AttentionSpec, page_size: int, q_dtype: Any = None, kv_dtype: Any = None, *, tree_mask: bool = False
+) -> str | None:
+    """Why the kernels do not take an attention, which the XLA work list then serves; None if they take it.
+
+    q_dtype, kv_dtype: None where not known yet: a schedule is built before them.
+    """
+    if spec.head_dim != spec.v_head_dim:
+        return f"head_dim {spec.head_dim} and v_head_dim {spec.v_head_dim} differ"
+    width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16
+    if spec.head_dim % width or spec.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {spec.head_dim} is no multiple of {width} up to {MAX_HEAD_DIM}"
+    if spec.group_size > WARPGROUP_ROWS:
+        return f"{spec.group_size} query heads per kv head are more than {WARPGROUP_ROWS}"
+    if page_size % DECODE_KEYS and (DECODE_KEYS % page_size or page_size < MIN_PAGE_SIZE):
+        return f"page_size {page_size} is neither 8, 16, 32 nor a multiple of {DECODE_KEYS}"
+    if tree_mask:
+        return "a tree mask"
+    if q_dtype is not None and jnp.dtype(q_dtype).itemsize != 2:
+        return f"queries of {jnp.dtype(q_dtype).name}"
+    if kv_dtype is not None:
+        name = jnp.dtype(kv_dtype).name
+        if name not in KV_DTYPES:
+            return f"keys and values of {name}"
+        if width == 32 and spec.head_dim > MAX_ONE_BYTE_HEAD_DIM:
+            return f"head_dim {spec.head_dim} over {name}, whose blocks do not fit shared memory"
+        if jnp.dtype(kv_dtype).itemsize == 2 and q_dtype is not None and kv_dtype != q_dtype:
+            return f"queries of {jnp.dtype(q_dtype).name} over keys and values of {name}"
+    return None
+
+
+def attention_schedule(
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, num_ctas: int | None = None
+) -> kernel_schedule.Schedule | xla_schedule.Schedule:
+    """Items of the step for the kernels, or the XLA work list where the shapes alone say that it serves them.
+
+    num_ctas: persistent CTAs of each kernel, one per SM of the default device if None.
+    """
+    if why_not(spec, page_size):
+        return xla_schedule.attention_schedule(batch, spec, num_tokens=num_tokens, page_size=page_size)
+    return kernel_schedule.attention_schedule(
+        batch, spec, num_tokens=num_tokens, page_size=page_size, num_ctas=num_ctas
+    )
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    schedule: kernel_schedule.Schedule | xla_schedule.Schedule,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    tree_mask: jax.Array | None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """o [T, N, H] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them.
+
+    interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU.
+    """
+    num_tokens, page_size = q.shape[0], kv.page_size
+    if kv.data.shape[1] != spec.num_kv_heads:
+        raise ValueError(
+            f"the pool's shard holds {kv.data.shape[1]} kv heads, AttentionSpec.num_kv_heads is {spec.num_kv_heads}: "
+            f"on layout 'gpu' schedule and attention take the shard's own spec"
+        )
+    reason = why_not(spec, page_size, q.dtype, kv.dtype, tree_mask=tree_mask is not None)
+    if reason is not None:
+        _log_once(reason)
+        if isinstance(schedule, kernel_schedule.Schedule):
+            schedule = xla_schedule.attention_schedule(batch, spec, num_tokens=num_tokens, page_size=page_size)
+        return paged_attention_xla.ragged_paged_attention(
+            q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask
+        )
+    assert isinstance(schedule, kernel_schedule.Schedule)
+    decode, prefill = schedule
+    o, lse = decode_attention(q, kv, batch, decode, spec=spec, sinks=sinks, interpret=interpret)
+    if prefill is None:
+        return o, lse
+    num_ctas = decode.cta_items.shape[0] - 1
+    run_o, run_lse = prefill_attention(
+        q, kv, batch, prefill, spec=spec, sinks=sinks, num_ctas=num_ctas, interpret=interpret
+    )
+    in_run = (prefill.token_item < prefill.items.shape[0])[:, None]
+    return jnp.where(in_run[..., None], run_o, o), jnp.where(in_run, run_lse, lse)
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logger.warning("attention runs as plain XLA instead of the Mosaic GPU kernels: %s", reason)
+
+
+def decode_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    items: kernel_schedule.DecodeItems,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """o [T, N, H] and lse f32 [T, N] of the tokens that stand in rows of `items`, 0 and -inf for all others."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, group = spec.num_kv_heads, spec.group_size
+    num_rows, width = items.row_tokens.shape
+    shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype)
+    padding = shape.rows - width * group
+    is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
+    rows = q if is_identity else q[jnp.minimum(items.row_tokens, num_tokens - 1)]
+    rows = rows.reshape(num_rows, width, num_kv_heads, group, head_dim).swapaxes(1, 2)
+    rows = rows.reshape(num_rows, num_kv_heads, width * group, head_dim)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(-1, head_dim)
+    scale = jnp.full((num_kv_heads,), spec.sm_scale, jnp.float32)
+    if kv.k_scale is not None:
+        scale = scale * kv.k_scale
+    v_scale = jnp.ones((num_kv_heads,), jnp.float32) if kv.v_scale is None else kv.v_scale
+    if sinks is not None:
+        sinks = jnp.tile(sinks.reshape(num_kv_heads, group), (1, width))
+        sinks = jnp.pad(sinks, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+
+    partials = decode_partials(
+        rows, kv.data.reshape(-1, head_dim), batch.page_table, scale, items, shape, interpret=interpret
+    )
+    o, lse = merge_partials(*partials, items, sinks, v_scale, q.dtype, interpret=interpret)
+
+    def by_token(x, fill):
+        x = x.reshape(num_rows, num_kv_heads, shape.rows, *x.shape[2:])[:, :, : width * group]
+        x = x.reshape(num_rows, num_kv_heads, width, group, *x.shape[3:]).swapaxes(1, 2)
+        x = x.reshape(num_rows * width, num_q_heads, *x.shape[4:])
+        x = x if is_identity else x[jnp.minimum(items.token_places, num_rows * width - 1)]
+        there = items.token_places < num_rows * width
+        return jnp.where(there.reshape(-1, *[1] * (x.ndim - 1)), x, fill)
+
+    return by_token(o, 0), by_token(lse, -jnp.inf)

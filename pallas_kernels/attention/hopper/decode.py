@@ -1,0 +1,361 @@
+"""Decode on a Hopper GPU: split-KV attention of rows with few new tokens, in Mosaic GPU.
+
+Owns the kernel that turns `DecodeItems` into partial softmaxes; merge.py makes results of them.
+Structure as in FlashDecoding (Dao et al. 2023) and FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608): persistent
+CTAs, one warpgroup that keeps a ring of key and value blocks filled by TMA across the borders of items, and one that
+computes. The M = 64 rows of a wgmma are the new tokens of a row times the query heads of a kv head; rows beyond those
+hold leftovers that no other row sees.
+
+The pool [P, K, page * 2 * H] is seen as rows [P * K * 2 * page, H], page_size rows of keys and then of values for each
+(page, kv head): a tiled TMA box has at most five dimensions. A block smaller than a page is a part of it, a larger one
+takes a box per page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.hopper.mosaic_gpu import LOG2E, SHARED_MEMORY_BYTES, WARPGROUP_ROWS, launch, tiles
+from pallas_kernels.attention.hopper.schedule import (
+    DECODE_BEGIN,
+    DECODE_END,
+    DECODE_END_BLOCK,
+    DECODE_FIRST_BLOCK,
+    DECODE_HEAD,
+    DECODE_KEYS,
+    DECODE_PAIR,
+    DECODE_POSITION,
+    DECODE_SEQ,
+    DecodeItems,
+)
+from pallas_kernels.attention.ragged_batch import AttentionSpec
+
+NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that -inf - NOTHING = -inf
+MAX_STAGES = 6
+OUTPUT_COLUMNS = 128  # of the accumulator that are staged in shared memory at a time
+RESERVED_BYTES = 4 * 1024  # of shared memory: barriers, cross-warp reductions, row statistics
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What the kernel is compiled for."""
+
+    spec: AttentionSpec
+    page_size: int
+    tokens: int  # most new tokens of a row
+    dtype: Any  # of queries and of wgmma's operands
+    kv_dtype: Any
+
+    @property
+    def rows(self) -> int:
+        """Rows of queries, maxima and sums that a (row, kv head) pair takes in global memory."""
+        return -(-self.tokens * self.spec.group_size // 8) * 8
+
+    @property
+    def boxes(self) -> int:
+        """TMA boxes that bring the keys of a block, and as many for its values."""
+        return max(DECODE_KEYS // self.page_size, 1)
+
+    @property
+    def converts(self) -> bool:
+        """Keys and values are widened in shared memory before they are multiplied."""
+        return self.kv_dtype != self.dtype
+
+    @property
+    def output_columns(self) -> int:
+        head_dim = self.spec.head_dim
+        return OUTPUT_COLUMNS if head_dim % OUTPUT_COLUMNS == 0 else head_dim
+
+    def stages(self) -> tuple[int, int]:
+        """Blocks and queries in flight; raises ValueError where shared memory does not hold two blocks."""
+        head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
+        query = WARPGROUP_ROWS * head_dim * width
+        fixed = RESERVED_BYTES + WARPGROUP_ROWS * self.output_columns * 4
+        fixed += 2 * DECODE_KEYS * head_dim * width if self.converts else 0
+        per_block = 2 * DECODE_KEYS * head_dim * jnp.dtype(self.kv_dtype).itemsize
+        for queries in (2, 1):
+            if (blocks := (SHARED_MEMORY_BYTES - fixed - queries * query) // per_block) >= 2:
+                return min(blocks, MAX_STAGES), queries
+        raise ValueError(f"head_dim {head_dim} with page_size {self.page_size} overflows shared memory on layout 'gpu'")
+
+
+class _Refs(NamedTuple):
+    """Operands, results and shared memory of the kernel, in launch order."""
+
+    q: Any  # [R * K * M, H]
+    pool: Any  # rows [P * K * 2 * page, H]
+    page_table: Any  # i32 [S, W]
+    scale: Any  # f32 [K]
+    cta_items: Any
+    items: Any
+    o: Any  # f32 [I, M, H]
+    largest: Any  # f32 [I, M]
+    total: Any  # f32 [I, M]
+    q_smem: Any  # [queries, 64, H]
+    kv_smem: Any  # [blocks, 2 * block, H] keys, then values
+    o_smem: Any
+    largest_smem: Any
+    total_smem: Any
+    kv_full: Any  # barriers
+    kv_free: Any
+    q_full: Any
+    q_free: Any
+    wide_smem: Any = None  # [2 * block, H] one block in the dtype of the queries
+
+
+def decode_partials(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    scale: jax.Array,
+    items: DecodeItems,
+    shape: DecodeShape,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Partial softmax of every item: values summed f32 [I, M, H], maxima in base 2 and denominators f32 [I, M].
+
+    q: [R * K * M, H] with M = shape.rows. pool: rows [P * K * 2 * page, H] of shape.kv_dtype. scale: f32 [K], what a
+    product of query and key code is multiplied by, log2(e) not included.
+    """
+    num_items, rows = items.items.shape[0], shape.rows
+    head_dim, dtype = shape.spec.head_dim, shape.dtype
+    blocks, queries = shape.stages()
+    scratch = [
+        tiles((queries, WARPGROUP_ROWS, head_dim), dtype),
+        tiles((blocks, 2 * DECODE_KEYS, head_dim), shape.kv_dtype),
+        tiles((WARPGROUP_ROWS, shape.output_columns), jnp.float32),
+        plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
+        plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
+        plgpu.Barrier(num_barriers=blocks, num_arrivals=2 * shape.boxes),
+        plgpu.Barrier(num_barriers=blocks),
+        plgpu.Barrier(num_barriers=queries),
+        plgpu.Barrier(num_barriers=queries),
+    ]
+    if shape.converts:
+        scratch.append(tiles((2 * DECODE_KEYS, head_dim), dtype))
+    o, largest, total = launch(
+        lambda *refs: _body(shape, _Refs(*refs)),
+        *(q, pool, page_table, scale, items.cta_items, items.items),
+        name="paged_attention_decode",
+        outputs=[
+            jax.ShapeDtypeStruct((num_items, rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, rows), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, rows), jnp.float32),
+        ],
+        scratch=scratch,
+        num_ctas=items.cta_items.shape[0] - 1,
+        num_warpgroups=2,
+        interpret=interpret,
+    )
+    return o, largest, total
+
+
+def _body(shape: DecodeShape, refs: _Refs) -> None:
+    warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
+    first, end = refs.cta_items[cta], refs.cta_items[cta + 1]
+
+    @pl.when(warpgroup == 1)
+    def _():
+        _load(shape, refs, first, end)
+
+    @pl.when(warpgroup == 0)
+    def _():
+        _attend(shape, refs, first, end)
+
+
+def _load(shape: DecodeShape, refs: _Refs, first, end) -> None:
+    """Bring the queries and the blocks of items [first, end), as far ahead as there is room."""
+    (blocks, queries), rows = shape.stages(), shape.rows
+    num_heads, page_size = shape.spec.num_kv_heads, shape.page_size
+
+    def load_item(item, step):
+        seq, head = refs.items[item, DECODE_SEQ], refs.items[item, DECODE_HEAD]
+        slot = lax.rem(item - first, jnp.int32(queries))
+
+        @pl.when(item - first >= queries)
+        def _():
+            plgpu.barrier_wait(refs.q_free.at[slot])
+
+        query_rows = pl.ds(refs.items[item, DECODE_PAIR] * rows, rows)
+        plgpu.copy_gmem_to_smem(refs.q.at[query_rows], refs.q_smem.at[slot, pl.ds(0, rows)], refs.q_full.at[slot])
+        low = lax.div(refs.items[item, DECODE_BEGIN], jnp.int32(page_size))
+        high = lax.div(refs.items[item, DECODE_END] - 1, jnp.int32(page_size))
+
+        def load_block(block, step):
+            slot = lax.rem(step, jnp.int32(blocks))
+            sources = _box_rows(shape, refs.page_table, seq, block, low, high)
+
+            @pl.when(step >= blocks)
+            def _():
+                plgpu.barrier_wait(refs.kv_free.at[slot])
+
+            size = min(page_size, DECODE_KEYS)
+            for index, (page, offset) in enumerate(sources):
+                for part in range(2):
+                    source = pl.ds(((page * num_heads + head) * 2 + part) * page_size + offset, size)
+                    target = refs.kv_smem.at[slot, pl.ds(part * DECODE_KEYS + index * size, size)]
+                    plgpu.copy_gmem_to_smem(refs.pool.at[source], target, refs.kv_full.at[slot])
+            return step + 1
+
+        return lax.fori_loop(refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK], load_block, step)
+
+    total = lax.fori_loop(first, end, load_item, jnp.int32(0))
+    # Every arrival must be observed before the CTA ends.
+    for barriers, count, most in ((refs.kv_free, total, blocks), (refs.q_free, end - first, queries)):
+        for slot in range(most):
+
+            @pl.when(slot < count)
+            def _(barriers=barriers, slot=slot):
+                plgpu.barrier_wait(barriers.at[slot])
+
+
+def _box_rows(shape: DecodeShape, page_table, seq, block, low, high) -> list[tuple[Any, Any]]:
+    """(page, offset in it) of each box of a block; page-table columns outside [low, high] may hold anything."""
+    if shape.page_size >= DECODE_KEYS:
+        parts = shape.page_size // DECODE_KEYS
+        column = lax.div(block, jnp.int32(parts))
+        return [(page_table[seq, column], lax.rem(block, jnp.int32(parts)) * DECODE_KEYS)]
+    columns = [jnp.clip(block * shape.boxes + index, low, high) for index in range(shape.boxes)]
+    return [(page_table[seq, column], 0) for column in columns]
+
+
+def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
+    """Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end) over their blocks."""
+    blocks, queries = shape.stages()
+    head_dim = shape.spec.head_dim
+
+    def attend_item(item, step):
+        q_slot = lax.rem(item - first, jnp.int32(queries))
+        q, scale = refs.q_smem.at[q_slot], refs.scale[refs.items[item, DECODE_HEAD]]
+        begin, stop = refs.items[item, DECODE_BEGIN], refs.items[item, DECODE_END]
+        position = refs.items[item, DECODE_POSITION]
+        plgpu.barrier_wait(refs.q_full.at[q_slot])
+
+        def attend_block(block, carry):
+            step, acc, largest, total = carry
+            slot = lax.rem(step, jnp.int32(blocks))
+            plgpu.barrier_wait(refs.kv_full.at[slot])
+            start = block * DECODE_KEYS
+            keys, values = _operands(shape, refs, slot, begin - start, stop - start)
+
+            def multiply(accumulator):
+                plgpu.wgmma(accumulator, q, keys.transpose((1, 0)))
+                return accumulator[...]
+
+            products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, DECODE_KEYS), jnp.float32))
+            logits = _logits(shape, products, scale, begin - start, stop - start, position - start)
+            new_largest = jnp.maximum(largest, logits.max(axis=1))
+            decay = jnp.exp2(largest - new_largest)
+            weights = jnp.exp2(logits - lax.broadcast_in_dim(new_largest, logits.shape, [0]))
+            total = total * decay + weights.sum(axis=1)
+            acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+            weights = weights.astype(shape.dtype)
+            acc = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, values))(
+                plgpu.WGMMAAccumulatorRef.init(acc)
+            )
+            if not shape.converts:
+                plgpu.barrier_arrive(refs.kv_free.at[slot])
+            return step + 1, acc, new_largest, total
+
+        nothing = (
+            jnp.zeros((WARPGROUP_ROWS, head_dim), jnp.float32),
+            jnp.full((WARPGROUP_ROWS,), NOTHING, jnp.float32),
+            jnp.zeros((WARPGROUP_ROWS,), jnp.float32),
+        )
+        step, *softmax = lax.fori_loop(
+            refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK], attend_block, (step, *nothing)
+        )
+        plgpu.barrier_arrive(refs.q_free.at[q_slot])
+        _store(shape, refs, item, *softmax)
+        return step
+
+    lax.fori_loop(first, end, attend_item, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _operands(shape: DecodeShape, refs: _Refs, slot, begin, end):
+    """Keys and values of a block in shared memory, as wgmma takes them, unseen values 0.
+
+    Keys [begin, end) of the block are in use; the other slots may hold NaN, and 0 * NaN is not 0.
+    """
+    block, width = DECODE_KEYS, shape.spec.head_dim
+    stored = refs.kv_smem.at[slot, pl.ds(0, block)], refs.kv_smem.at[slot, pl.ds(block, block)]
+    row = lax.broadcasted_iota(jnp.int32, (block, width), 0)
+    unseen = end < block
+    if shape.spec.window is not None:
+        unseen = unseen | (begin > 0)
+
+    def seen_only(values):
+        seen = row < end
+        if shape.spec.window is not None:
+            seen = seen & (row >= begin)
+        return jnp.where(seen, values, jnp.zeros((block, width), values.dtype))
+
+    keys, values = stored
+    if shape.converts:
+        keys, values = refs.wide_smem.at[pl.ds(0, block)], refs.wide_smem.at[pl.ds(block, block)]
+        for source, target in zip(stored, (keys, values), strict=True):
+            target[...] = _widen(source[...], shape.dtype)
+
+    @pl.when(unseen)
+    def _():
+        values[...] = seen_only(values[...])
+        plgpu.commit_smem()
+
+    if shape.converts:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.kv_free.at[slot])
+    return keys, values
+
+
+def _widen(codes, dtype):
+    """Codes as wgmma operands; the card converts one-byte floats to float16 only, which holds all their values."""
+    return codes.astype(dtype) if codes.dtype == jnp.int8 else codes.astype(jnp.float16).astype(dtype)
+
+
+def _logits(shape: DecodeShape, products, scale, begin, end, position):
+    """Logits in base 2 of a block's products f32 [64, block], -inf where a row does not see a key.
+
+    begin, end, position: the row's range of keys and its first token's position, counted from the block's first key.
+    """
+    spec = shape.spec
+    if (cap := spec.soft_cap) is None:
+        logits = products * (scale * LOG2E)
+    else:  # tanh(x) = 1 - 2 / (1 + e^2x): the card's own tanh is good to 11 bits
+        exponential = jnp.exp2(products * (scale * (2 * LOG2E / cap)))
+        logits = (cap * LOG2E) - (2 * cap * LOG2E) / (1.0 + exponential)
+    key = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    seen = key < end
+    if shape.tokens == 1 or not spec.causal:
+        if spec.window is not None:
+            seen = seen & (key >= begin)
+    else:
+        row = lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+        last = position + lax.div(row, jnp.full_like(row, spec.group_size))
+        seen = seen & (key <= last)
+        if spec.window is not None:
+            seen = seen & (key > last - spec.window)
+    return jnp.where(seen, logits, -jnp.inf)
+
+
+def _store(shape: DecodeShape, refs: _Refs, item, acc, largest, total) -> None:
+    """Send an item's partial softmax to its place in global memory."""
+    columns = shape.output_columns
+    for first in range(0, shape.spec.head_dim, columns):
+        plgpu.wait_smem_to_gmem(0)  # what the last store still reads
+        refs.o_smem[...] = acc[:, first : first + columns]
+        if first == 0:
+            refs.largest_smem[...] = largest
+            refs.total_smem[...] = total
+        plgpu.commit_smem()
+        target = refs.o.at[item, :, pl.ds(first, columns)]
+        plgpu.copy_smem_to_gmem(refs.o_smem.at[pl.ds(0, shape.rows)], target)
+    plgpu.copy_smem_to_gmem(refs.largest_smem.at[pl.ds(0, shape.rows)], refs.largest.at[item])
+    plgpu.copy_smem_to_gmem(refs.total_smem.at[pl.ds(0, shape.rows)], refs.total.at[item])

@@ -1,0 +1,151 @@
+"""Results of split-KV attention on a GPU from the partial softmaxes of decode.py.
+
+Owns one Mosaic GPU kernel: a unit of work merges 8 rows of a (row, kv head) pair by log-sum-exp, in item order, so
+that the result is the same on every run. In XLA a scatter-add would use atomics, and a dense gather would read for
+every pair as many partials as the most split one has. The sink logits join here, once per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, LOG2E, launch
+from pallas_kernels.attention.hopper.schedule import DecodeItems
+
+STAGES = 8  # partials in flight
+CTAS_PER_SM = 4  # a unit is mostly latency: several at a time
+NOTHING = -1e30  # maximum of a row that has seen nothing, the logit of a sink that is not there
+
+
+class _Refs(NamedTuple):
+    """Operands, results and shared memory of the kernel, in launch order."""
+
+    o: Any  # f32 [I, M, H]
+    largest: Any  # f32 [I, M]
+    total: Any  # f32 [I, M]
+    pair_items: Any  # i32 [R * K + 1]
+    sinks: Any  # f32 [K, M] in base 2
+    v_scale: Any  # f32 [K]
+    out: Any  # [R * K, M, H]
+    out_largest: Any  # f32 [R * K, M]
+    out_total: Any  # f32 [R * K, M]
+    o_smem: Any  # [stages, 8, H]
+    largest_smem: Any  # [stages, 8]
+    total_smem: Any
+    out_smem: Any  # [8, H]
+    full: Any  # barriers
+
+
+def merge_partials(
+    o: jax.Array,
+    largest: jax.Array,
+    total: jax.Array,
+    items: DecodeItems,
+    sinks: jax.Array | None,
+    v_scale: jax.Array,
+    dtype: Any,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Output [R * K, M, H] of `dtype` and log-sum-exp f32 [R * K, M] of every pair.
+
+    o, largest, total: of `decode_partials`. sinks: f32 [K, M] logits, None for none. v_scale: f32 [K] multiplies the
+    output. A row that saw nothing gives 0, and -inf unless it has a sink.
+    """
+    num_pairs, (_, rows, head_dim) = items.pair_items.shape[0] - 1, o.shape
+    base2 = jnp.full((v_scale.shape[0], rows), NOTHING) if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING)
+    out, largest, total = launch(
+        lambda *refs: _body(_Refs(*refs)),
+        *(o, largest, total, items.pair_items, base2, v_scale),
+        name="paged_attention_merge",
+        outputs=[
+            jax.ShapeDtypeStruct((num_pairs, rows, head_dim), dtype),
+            jax.ShapeDtypeStruct((num_pairs, rows), jnp.float32),
+            jax.ShapeDtypeStruct((num_pairs, rows), jnp.float32),
+        ],
+        scratch=[
+            plgpu.SMEM((STAGES, BOX_ROWS, head_dim), jnp.float32),
+            plgpu.SMEM((STAGES, BOX_ROWS), jnp.float32),
+            plgpu.SMEM((STAGES, BOX_ROWS), jnp.float32),
+            plgpu.SMEM((BOX_ROWS, head_dim), dtype),
+            plgpu.Barrier(num_barriers=STAGES, num_arrivals=3),
+        ],
+        num_ctas=min(CTAS_PER_SM * (items.cta_items.shape[0] - 1), num_pairs * rows // BOX_ROWS),
+        num_warpgroups=1,
+        interpret=interpret,
+    )
+    return out, largest / LOG2E + jnp.log(total)
+
+
+def _body(refs: _Refs) -> None:
+    cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
+    num_groups = refs.out.shape[1] // BOX_ROWS
+    num_units = refs.out.shape[0] * num_groups
+
+    def merge_unit(index, step):
+        unit = cta + index * num_ctas
+        return _merge(refs, lax.div(unit, jnp.int32(num_groups)), lax.rem(unit, jnp.int32(num_groups)), step)
+
+    lax.fori_loop(0, lax.div(num_units - cta + num_ctas - 1, jnp.int32(num_ctas)), merge_unit, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _merge(refs: _Refs, pair, group, step):
+    """Merge rows [8 * group, 8 * group + 8) of a pair; `step` counts the partials that this CTA has loaded."""
+    first, end = refs.pair_items[pair], refs.pair_items[pair + 1]
+    head = lax.rem(pair, jnp.int32(refs.v_scale.shape[0]))
+    rows = pl.ds(group * BOX_ROWS, BOX_ROWS)
+    shape = refs.out_smem.shape
+    row = lax.broadcasted_iota(jnp.int32, shape, 0)
+
+    def spread(scalars):
+        """[8, H] whose row r holds scalars[r]."""
+        spread = jnp.full(shape, scalars[0], jnp.float32)
+        for r in range(1, BOX_ROWS):
+            spread = jnp.where(row == r, scalars[r], spread)
+        return spread
+
+    def load(item):
+        @pl.when(item < end)
+        def _():
+            slot = lax.rem(step + item - first, jnp.int32(STAGES))
+            full = refs.full.at[slot]
+            plgpu.copy_gmem_to_smem(refs.o.at[item, rows], refs.o_smem.at[slot], full)
+            plgpu.copy_gmem_to_smem(refs.largest.at[item, rows], refs.largest_smem.at[slot], full)
+            plgpu.copy_gmem_to_smem(refs.total.at[item, rows], refs.total_smem.at[slot], full)
+
+    for ahead in range(STAGES - 1):
+        load(first + ahead)
+
+    def merge_item(item, carry):
+        acc, largest, total = carry
+        slot = lax.rem(step + item - first, jnp.int32(STAGES))
+        plgpu.commit_smem()  # every warp has read the slot of the last iteration, which the next copy overwrites
+        load(item + STAGES - 1)
+        plgpu.barrier_wait(refs.full.at[slot])
+        item_largest = [refs.largest_smem[slot, r] for r in range(BOX_ROWS)]
+        new_largest = [jnp.maximum(a, b) for a, b in zip(largest, item_largest, strict=True)]
+        decay = [jnp.exp2(a - b) for a, b in zip(largest, new_largest, strict=True)]
+        weight = [jnp.exp2(a - b) for a, b in zip(item_largest, new_largest, strict=True)]
+        total = [total[r] * decay[r] + refs.total_smem[slot, r] * weight[r] for r in range(BOX_ROWS)]
+        acc = acc * spread(decay) + refs.o_smem[slot] * spread(weight)
+        return acc, new_largest, total
+
+    sinks = [refs.sinks[head, group * BOX_ROWS + r] for r in range(BOX_ROWS)]
+    present = [jnp.where(sink > NOTHING, 1.0, 0.0) for sink in sinks]
+    carry = jnp.zeros(shape, jnp.float32), sinks, present
+    acc, largest, total = lax.fori_loop(first, end, merge_item, carry)
+    factor = [refs.v_scale[head] / jnp.where(x > 0, x, 1.0) for x in total]
+    plgpu.wait_smem_to_gmem(0)
+    refs.out_smem[...] = (acc * spread(factor)).astype(refs.out_smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(refs.out_smem, refs.out.at[pair, rows])
+    for r in range(BOX_ROWS):
+        refs.out_largest[pair, group * BOX_ROWS + r] = largest[r]
+        refs.out_total[pair, group * BOX_ROWS + r] = total[r]
+    return step + end - first

@@ -1,0 +1,268 @@
+"""Attention of runs of new tokens over paged keys and values, for Hopper, in Mosaic GPU.
+
+FlashAttention-3's division of labour (Shah et al. 2024, arXiv 2407.08608) over pages: persistent CTAs of one warpgroup
+that moves data (prefill_load.py) and two that compute in turns, one at the tensor cores while the
+other does its softmax. Owns the call and the computing. Which tokens make an item is schedule.py's.
+
+A tile is 128 rows: the tokens of an item times as many heads of one kv head. So short runs fill it, every block of
+keys that comes in serves 128 rows, and both compute warpgroups walk the same blocks, which keeps their turns in step.
+Queries and outputs stay where they are: a tile loads from the multiple of 8 tokens before its first one, as a TMA box
+must, computes up to 7 foreign rows for nothing, and stores its own rows only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, LOG2E, WARPGROUP_ROWS, launch
+from pallas_kernels.attention.hopper.prefill_load import (
+    TILE_ROWS,
+    Refs,
+    Shape,
+    Tile,
+    load_row,
+    part_place,
+    produce,
+    read_tile,
+    scratch,
+    tile_count,
+)
+from pallas_kernels.attention.hopper.schedule import PREFILL_TOKEN, PrefillItems, prefill_block_q
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.kv.pages import KVPages
+
+PRODUCER = 2  # the warpgroup after the two that compute
+# An SM has 512 registers per lane of a warpgroup; widening needs more of them than starting copies.
+PRODUCER_REGISTERS = {False: 64, True: 80}
+COMPUTE_REGISTERS = {False: 224, True: 216}
+NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that its weights are 0 and not NaN
+
+
+def prefill_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    items: PrefillItems,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    num_ctas: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """o [T, N, H] in q's dtype and lse f32 [T, N] of the tokens of `items`; every other row holds anything.
+
+    q: [T, N, H] of two bytes. num_ctas: persistent CTAs, one per SM. interpret: see `mosaic_gpu.launch`.
+    Raises ValueError where shared memory does not hold two blocks of keys and values.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    block_q = prefill_block_q(spec)
+    padded = max(block_q, -(-num_tokens // BOX_ROWS) * BOX_ROWS)
+    q = q if padded == num_tokens else jnp.pad(q, ((0, padded - num_tokens), (0, 0), (0, 0)))
+    shape = Shape(spec, padded, kv.page_size, block_q, q.dtype, kv.data.dtype, num_ctas, sinks is not None)
+    num_items, rows = items.items.shape[0], (shape.num_groups, TILE_ROWS)
+    ones = jnp.ones((spec.num_kv_heads,), jnp.float32)
+    scales = [ones if scale is None else scale for scale in (kv.k_scale, kv.v_scale)]
+    base2 = jnp.full((num_heads,), NOTHING) if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING)
+    o, lse = launch(
+        lambda *refs: _body(shape, Refs(*refs)),
+        *(q, kv.data.reshape(-1, head_dim), batch.page_table, batch.cu_q_lens, batch.kv_lens),
+        *(items.items, items.num_items, jnp.concatenate(scales), jnp.repeat(base2, block_q).reshape(rows)),
+        name="paged_attention_prefill",
+        outputs=[
+            jax.ShapeDtypeStruct((padded, num_heads, shape.output_width), q.dtype),
+            jax.ShapeDtypeStruct((num_items, *rows), jnp.float32),
+        ],
+        scratch=scratch(shape),
+        num_ctas=num_ctas,
+        num_warpgroups=3,
+        interpret=interpret,
+    )
+    item = jnp.minimum(items.token_item, num_items - 1)
+    column = jnp.arange(num_tokens) - load_row(shape, items.items[item, PREFILL_TOKEN]) * BOX_ROWS
+    lse = lse.reshape(num_items, num_heads, block_q)[item, :, jnp.clip(column, 0, block_q - 1)]
+    return o[:num_tokens, :, :head_dim], lse
+
+
+def _body(shape: Shape, refs: Refs) -> None:
+    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("wg")
+
+    @pl.when(warpgroup == PRODUCER)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS[shape.widens], action="decrease")
+        produce(shape, refs, cta)
+
+    @pl.when(warpgroup < PRODUCER)
+    def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS[shape.widens], action="increase")
+        # The second warpgroup stays half a block behind the first: each has the tensor cores to itself.
+        pl.when(warpgroup == 1)(lambda: _take_turn(refs))
+        count = tile_count(shape, refs, cta)
+        lax.fori_loop(
+            0, count, lambda index, step: _attend_tile(shape, refs, cta, warpgroup, index, step), jnp.int32(0)
+        )
+        pl.when(warpgroup == 0)(lambda: _take_turn(refs))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _take_turn(refs: Refs) -> None:
+    plgpu.barrier_arrive(refs.turn)
+    plgpu.barrier_wait(refs.turn)
+
+
+def _attend_tile(shape: Shape, refs: Refs, cta, warpgroup, index, step):
+    """Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of the index-th tile; returns the blocks so far.
+
+    Blocks that all rows see whole are in the middle, the edges of the causal range and of the window are masked.
+    """
+    spec, block_kv = shape.spec, shape.block_kv
+    tile = read_tile(shape, refs, cta, index)
+    begin = tile.begin(shape)
+    seen_by_all = (tile.position + 1 if spec.causal else tile.end) - begin
+    whole_from, whole_to = jnp.int32(0), lax.div(seen_by_all, jnp.int32(block_kv))
+    if spec.window is not None:
+        hidden = jnp.maximum(tile.position + tile.num_rows - spec.window - begin, 0)
+        whole_from = jnp.minimum(lax.div(hidden + (block_kv - 1), jnp.int32(block_kv)), tile.num_blocks)
+        whole_to = jnp.maximum(whole_from, whole_to)
+    scale = jnp.float32(spec.sm_scale * LOG2E)
+    if shape.widens:
+        scale = scale * refs.scales[tile.kv_head]
+    plgpu.barrier_wait(refs.q_full.at[warpgroup])
+
+    def visible(block):
+        # Read again, here and below: registers are scarcer than loads.
+        return _visible(shape, read_tile(shape, refs, cta, index), warpgroup, block)
+
+    def attend(masked: bool):
+        mask = visible if masked else None
+        return lambda block, carry: _attend_block(shape, refs, warpgroup, step, block, carry, scale, mask)
+
+    carry = (
+        jnp.zeros((WARPGROUP_ROWS, spec.head_dim), jnp.float32),
+        jnp.full((WARPGROUP_ROWS,), NOTHING, jnp.float32),
+        jnp.zeros((WARPGROUP_ROWS,), jnp.float32),
+    )
+    if spec.window is not None:
+        carry = lax.fori_loop(0, whole_from, attend(True), carry)
+    carry = lax.fori_loop(whole_from, whole_to, attend(False), carry)
+    acc, largest, total = lax.fori_loop(whole_to, tile.num_blocks, attend(True), carry)
+    weight = 1 / jnp.maximum(total, 1e-30)  # a row that has seen nothing: 0 / 1e-30
+    if shape.has_sinks:
+        largest, total, weight = _join_sink(refs, warpgroup, largest, total)
+        plgpu.commit_smem()  # the next tile's sinks are copied where these were read
+    plgpu.barrier_arrive(refs.q_free.at[warpgroup])
+    _store(shape, refs, read_tile(shape, refs, cta, index), warpgroup, acc, largest, total, weight)
+    return step + tile.num_blocks
+
+
+def _join_sink(refs: Refs, warpgroup, largest, total):
+    """(largest, total, what to multiply the sum of values by) with one more logit per row, whose value is 0."""
+    sink = refs.sink_smem[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+    new_largest = jnp.maximum(largest, sink)
+    decay = jnp.exp2(largest - new_largest)
+    total = total * decay + jnp.where(sink > NOTHING, jnp.exp2(sink - new_largest), 0.0)
+    return new_largest, total, decay / jnp.maximum(total, 1e-30)
+
+
+def _attend_block(shape: Shape, refs: Refs, warpgroup, step, block, carry, scale, mask):
+    """(acc, largest, total) after a block; `largest` is in base 2.
+
+    scale: of the products of queries and keys. mask: None, or block -> bool [64, block_kv], what each row sees.
+    """
+    acc, largest, total = carry
+    slot = lax.rem(step + block, jnp.int32(shape.stages))
+    queries = refs.q_smem.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+    plgpu.barrier_wait(refs.k_full.at[slot])
+
+    def multiply(products):
+        plgpu.wgmma(products, queries, refs.k_smem.at[slot].transpose((1, 0)))
+        _take_turn(refs)
+        return products[...]
+
+    products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, shape.block_kv), jnp.float32))
+    plgpu.barrier_arrive(refs.k_free.at[slot])
+    logits, scale = _logits(shape.spec, products, scale)
+    if mask is not None:
+        logits = jnp.where(mask(block), logits, -jnp.inf)
+    new_largest = jnp.maximum(largest, logits.max(axis=1) * scale)
+    decay = jnp.exp2(largest - new_largest)
+    weights = jnp.exp2(logits * scale - lax.broadcast_in_dim(new_largest, logits.shape, [0]))
+    total = total * decay + weights.sum(axis=1)
+    acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+    weights = weights.astype(shape.dtype)
+    # Nothing of the softmax may sink below the barrier, into the time of the tensor cores.
+    acc, new_largest, total, weights = lax.optimization_barrier((acc, new_largest, total, weights))
+    plgpu.barrier_arrive(refs.turn)
+    plgpu.barrier_wait(refs.v_full.at[slot])
+    plgpu.barrier_wait(refs.turn)
+    add = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, refs.v_smem.at[slot]))
+    acc = add(plgpu.WGMMAAccumulatorRef.init(acc))
+    plgpu.barrier_arrive(refs.v_free.at[slot])
+    return acc, new_largest, total
+
+
+def _logits(spec: AttentionSpec, products, scale):
+    """(x, factor) with x * factor the logits in base 2: a positive factor is left to the exponent's multiply-add."""
+    if (cap := spec.soft_cap) is not None:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)): the card's own tanh is good to 11 bits only, and its division takes long.
+        grown = jnp.exp2(products * (scale * (2 / cap)))
+        return 1 - jnp.exp2(1 - jnp.log(1 + grown) * LOG2E), jnp.float32(cap * LOG2E)
+    return (products, scale) if spec.sm_scale > 0 else (products * scale, jnp.float32(1))
+
+
+def _visible(shape: Shape, tile: Tile, warpgroup, block):
+    """bool [64, block_kv]: the keys of a block that each row sees."""
+    spec, area = shape.spec, (WARPGROUP_ROWS, shape.block_kv)
+    key = lax.broadcasted_iota(jnp.int32, area, 1) + (tile.begin(shape) + block * shape.block_kv)
+    if not spec.causal:
+        return key < tile.end
+    row = lax.broadcasted_iota(jnp.int32, area, 0) + warpgroup * WARPGROUP_ROWS
+    position = (row & (shape.block_q - 1)) + (tile.position - tile.token + tile.load_row * BOX_ROWS)
+    visible = key <= position
+    return visible if spec.window is None else visible & (key > position - spec.window)
+
+
+def _store(shape: Shape, refs: Refs, tile: Tile, warpgroup, acc, largest, total, weight) -> None:
+    """Write the tile's own rows of the output, and the log-sum-exp of all of them."""
+    rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    if shape.widens:
+        weight = weight * refs.scales[shape.spec.num_kv_heads + tile.kv_head]
+    o = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
+    lse = largest * (1 / LOG2E) + jnp.log(total)
+    columns = shape.output_columns
+    for column in range(0, shape.output_width, columns):
+        plgpu.wait_smem_to_gmem(0)
+        if column == 0:
+            refs.lse_smem[rows] = lse
+        piece = o[:, column : column + columns].astype(shape.dtype)
+        refs.o_smem[rows, pl.ds(0, piece.shape[1])] = piece
+        plgpu.commit_smem()
+        if column == 0:
+            plgpu.copy_smem_to_gmem(refs.lse_smem.at[rows], refs.lse.at[tile.item, tile.group, rows])
+        _store_rows(shape, refs, tile, warpgroup, pl.ds(column, columns))
+
+
+def _store_rows(shape: Shape, refs: Refs, tile: Tile, warpgroup, columns) -> None:
+    """Copy the rows of the tile's own tokens: a box has a fixed size, so their number leaves as powers of two."""
+    for index in range(shape.parts):
+        part = warpgroup * shape.parts + index
+        head, offset = part_place(shape, part)
+        head = tile.group * shape.heads + head
+        first = tile.load_row * BOX_ROWS + offset
+        low = jnp.clip(tile.token - first, 0, shape.part)
+        count = jnp.clip(tile.token + tile.num_rows - first, 0, shape.part) - low
+        size = shape.part
+        while size:
+
+            @pl.when((count & size) > 0)
+            def _(low=low, size=size, part=part, head=head, first=first):
+                source = refs.o_smem.at[pl.ds(part * shape.part + low, size)]
+                plgpu.copy_smem_to_gmem(source, refs.o.at[pl.ds(first + low, size), head, columns])
+
+            low = low + (count & size)
+            size //= 2

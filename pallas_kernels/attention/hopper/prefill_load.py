@@ -1,0 +1,397 @@
+"""Tiles of the Hopper prefill kernel and the warpgroup that brings their data.
+
+Owns what a tile is, what lies where in shared memory, and the producer: TMA boxes of queries, keys and values, one per
+page (or part of a larger page), keys and values apart so that scores can begin before the values are there; the
+widening of one-byte pools; zeros for value slots that hold no value. Knows nothing of softmax.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.hopper.mosaic_gpu import (
+    BOX_ROWS,
+    SHARED_MEMORY_BYTES,
+    WARPGROUP_ROWS,
+    swizzle_of,
+    tiles,
+)
+from pallas_kernels.attention.hopper.schedule import (
+    PREFILL_BEGIN,
+    PREFILL_END,
+    PREFILL_POSITION,
+    PREFILL_ROWS,
+    PREFILL_SEQ,
+    PREFILL_TOKEN,
+)
+from pallas_kernels.attention.ragged_batch import AttentionSpec
+
+TILE_ROWS = 2 * WARPGROUP_ROWS
+RAW_STAGES = 2  # blocks of a one-byte pool that arrive while one is widened
+MAX_STAGES = 4
+OUTPUT_COLUMNS = 64
+RESERVED_BYTES = 4096  # of shared memory: maxima, sinks, barriers, the compiler's reductions
+
+
+class Shape(NamedTuple):
+    """Everything static about a call."""
+
+    spec: AttentionSpec
+    num_tokens: int  # a multiple of 8, at least block_q
+    page_size: int
+    block_q: int  # tokens of a tile
+    dtype: Any  # of queries and outputs
+    kv_dtype: Any
+    num_ctas: int
+    has_sinks: bool
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a tile, all of one kv head."""
+        return TILE_ROWS // self.block_q
+
+    @property
+    def num_groups(self) -> int:
+        """Tiles of one item: one per `heads` query heads."""
+        return self.spec.num_q_heads // self.heads
+
+    @property
+    def part(self) -> int:
+        """Rows of a warpgroup that are consecutive tokens of one head."""
+        return min(self.block_q, WARPGROUP_ROWS)
+
+    @property
+    def parts(self) -> int:
+        return WARPGROUP_ROWS // self.part
+
+    @property
+    def widens(self) -> bool:
+        return self.kv_dtype != self.dtype
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a block: 128 where registers, shared memory and the page size allow, else 64."""
+        fits = self.spec.head_dim <= 128 and not self.widens
+        return 128 if fits and (self.page_size % 128 == 0 or 128 % self.page_size == 0) else 64
+
+    @property
+    def box(self) -> int:
+        """Keys of a TMA box: a page, or a block if pages are larger."""
+        return min(self.block_kv, self.page_size)
+
+    @property
+    def boxes(self) -> int:
+        return self.block_kv // self.box
+
+    @property
+    def output_width(self) -> int:
+        """Columns of the kernel's output: a box must begin at a multiple of 128 bytes, so rows of outputs must too."""
+        return -(-self.spec.head_dim // OUTPUT_COLUMNS) * OUTPUT_COLUMNS
+
+    @property
+    def output_columns(self) -> int:
+        """Columns that leave at a time: there is no room for all of a large head dim."""
+        return OUTPUT_COLUMNS if self.output_width > 2 * OUTPUT_COLUMNS else self.output_width
+
+    @property
+    def stages(self) -> int:
+        """Blocks in shared memory; raises ValueError where it does not hold two."""
+        head_dim, width = self.spec.head_dim, jnp.dtype(self.dtype).itemsize
+        used = RESERVED_BYTES + TILE_ROWS * (head_dim + self.output_columns) * width
+        if self.widens:
+            used += RAW_STAGES * 2 * self.block_kv * head_dim
+        stages = (SHARED_MEMORY_BYTES - used) // (2 * self.block_kv * head_dim * width)
+        if stages < 2:
+            raise ValueError(f"head_dim {head_dim} overflows shared memory on layout 'gpu'")
+        return min(stages, MAX_STAGES)
+
+
+class Refs(NamedTuple):
+    """Operands, results and shared memory of the kernel, in launch order."""
+
+    q: Any  # [T, N, H]
+    pool: Any  # rows [P * K * 2 * page, H]
+    page_table: Any  # i32 [S, W]
+    cu_q_lens: Any  # i32 [S + 1]
+    kv_lens: Any  # i32 [S]
+    items: Any
+    num_items: Any
+    scales: Any  # f32 [2 * K] k_scale, then v_scale
+    sinks: Any  # f32 [num_groups, 128] in base 2, one per row of a tile
+    o: Any  # [T, N, output_width]
+    lse: Any  # f32 [I, num_groups, 128]
+    q_smem: Any
+    k_smem: Any  # [stages, block, H]
+    v_smem: Any
+    o_smem: Any  # not tiled: a box may then begin at any row
+    lse_smem: Any
+    sink_smem: Any
+    q_full: Any  # barriers; those of the queries one per compute warpgroup
+    q_free: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
+    v_free: Any
+    raw_full: Any  # values that still need zeros; one-byte blocks that still need widening
+    turn: Any
+    raw_smem: Any = None  # [2, block, 2 * H] a one-byte block: keys and values
+
+
+def scratch(shape: Shape) -> list[Any]:
+    """Shared memory and barriers of `Refs`, in order."""
+    head_dim, block, stages = shape.spec.head_dim, shape.block_kv, shape.stages
+    arrivals = 1 if shape.widens else shape.boxes
+    buffers = [
+        tiles((TILE_ROWS, head_dim), shape.dtype),
+        tiles((stages, block, head_dim), shape.dtype),
+        tiles((stages, block, head_dim), shape.dtype),
+        plgpu.SMEM((TILE_ROWS, shape.output_columns), shape.dtype),
+        plgpu.SMEM((TILE_ROWS,), jnp.float32),
+        plgpu.SMEM((TILE_ROWS,), jnp.float32),
+        plgpu.Barrier(num_arrivals=shape.parts + shape.has_sinks, num_barriers=2),
+        plgpu.Barrier(num_barriers=2),
+        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2 * shape.boxes, num_barriers=RAW_STAGES)
+        if shape.widens
+        else plgpu.Barrier(num_arrivals=shape.boxes),
+        plgpu.Barrier(num_arrivals=2),
+    ]
+    return [*buffers, tiles((RAW_STAGES, 2 * block, head_dim), shape.kv_dtype)] if shape.widens else buffers
+
+
+class Tile(NamedTuple):
+    """One unit of work of a CTA, all i32 []."""
+
+    item: Any
+    group: Any
+    kv_head: Any
+    seq: Any
+    token: Any  # its first token
+    num_rows: Any  # its tokens
+    load_row: Any  # an eighth of the token it loads from
+    position: Any  # of its first token
+    end: Any  # one past the last key that any of its tokens sees
+    first_box: Any  # of the keys
+    num_blocks: Any
+
+    def begin(self, shape: Shape):
+        """First key of the first block."""
+        return self.first_box * shape.box
+
+
+def load_row(shape: Shape, token):
+    return jnp.minimum(token // BOX_ROWS, (shape.num_tokens - shape.block_q) // BOX_ROWS)
+
+
+def tile_count(shape: Shape, refs: Refs, cta):
+    """How many tiles this CTA takes."""
+    total, num_ctas = refs.num_items[0] * shape.num_groups, shape.num_ctas
+    rounds = lax.div(total, jnp.int32(num_ctas))
+    return rounds + (_place_in_round(shape, cta, rounds) < total - rounds * num_ctas).astype(jnp.int32)
+
+
+def _place_in_round(shape: Shape, cta, index):
+    """CTAs take turns back and forth, so that no one always gets the longest tile of a round."""
+    return jnp.where(lax.rem(index, jnp.int32(2)) == 0, cta, shape.num_ctas - 1 - cta)
+
+
+def read_tile(shape: Shape, refs: Refs, cta, index) -> Tile:
+    """The CTA's index-th tile."""
+    work = index * shape.num_ctas + _place_in_round(shape, cta, index)
+    item, group = lax.div(work, jnp.int32(shape.num_groups)), lax.rem(work, jnp.int32(shape.num_groups))
+    token, end = refs.items[item, PREFILL_TOKEN], refs.items[item, PREFILL_END]
+    first_box = lax.div(refs.items[item, PREFILL_BEGIN], jnp.int32(shape.box))
+    return Tile(
+        item=item,
+        group=group,
+        kv_head=lax.div(group, jnp.int32(shape.spec.group_size // shape.heads)),
+        seq=refs.items[item, PREFILL_SEQ],
+        token=token,
+        num_rows=refs.items[item, PREFILL_ROWS],
+        load_row=load_row(shape, token),
+        position=refs.items[item, PREFILL_POSITION],
+        end=end,
+        first_box=first_box,
+        num_blocks=lax.div(end - first_box * shape.box + (shape.block_kv - 1), jnp.int32(shape.block_kv)),
+    )
+
+
+def part_place(shape: Shape, part):
+    """(head in the tile, first token in the tile) of the part-th `shape.part` rows of a tile."""
+    return (part, 0) if shape.block_q == shape.part else (0, part * shape.part)
+
+
+def produce(shape: Shape, refs: Refs, cta) -> None:
+    """Bring queries, keys and values of all tiles of the CTA, as far ahead as there is room."""
+    count, stages = tile_count(shape, refs, cta), shape.stages
+
+    def load_tile(index, step):
+        tile = read_tile(shape, refs, cta, index)
+        if shape.widens:
+            _fetch_raw(shape, refs, tile, 0)
+
+        def load_block(block, _carry):
+            slot = lax.rem(step + block, jnp.int32(stages))
+
+            def wait_until_free(free):
+                @pl.when(step + block >= stages)
+                def _():
+                    plgpu.barrier_wait(free.at[slot])
+
+            if shape.widens:
+
+                @pl.when(block + 1 < tile.num_blocks)
+                def _():
+                    _fetch_raw(shape, refs, tile, block + 1)
+
+                plgpu.barrier_wait(refs.raw_full.at[lax.rem(block, jnp.int32(RAW_STAGES))])
+            wait_until_free(refs.k_free)
+            _load_keys(shape, refs, tile, block, slot)
+
+            # The second warpgroup ends a tile only when the first has begun the next one: its queries come last.
+            pl.when(block == 0)(lambda: _load_queries(shape, refs, tile, index, 0))
+            wait_until_free(refs.v_free)
+            _load_values(shape, refs, tile, block, slot)
+            pl.when(block == 0)(lambda: _load_queries(shape, refs, tile, index, 1))
+            return 0
+
+        lax.fori_loop(0, tile.num_blocks, load_block, 0)
+        return step + tile.num_blocks
+
+    steps = lax.fori_loop(0, count, load_tile, jnp.int32(0))
+    # Every arrival must be observed before the CTA ends.
+    for slot in range(stages):
+
+        @pl.when(slot < steps)
+        def _(slot=slot):
+            plgpu.barrier_wait(refs.k_free.at[slot])
+            plgpu.barrier_wait(refs.v_free.at[slot])
+
+    @pl.when(count > 0)
+    def _():
+        for warpgroup in range(2):
+            plgpu.barrier_wait(refs.q_free.at[warpgroup])
+
+
+def _load_queries(shape: Shape, refs: Refs, tile: Tile, index, warpgroup: int) -> None:
+    """Bring what a compute warpgroup needs for its rows of the CTA's index-th tile, once it is done with the last."""
+    full = refs.q_full.at[warpgroup]
+    pl.when(index > 0)(lambda: plgpu.barrier_wait(refs.q_free.at[warpgroup]))
+    for part in range(warpgroup * shape.parts, (warpgroup + 1) * shape.parts):
+        head, token = part_place(shape, part)
+        rows = pl.ds((tile.load_row + token // BOX_ROWS) * BOX_ROWS, shape.part)
+        target = refs.q_smem.at[pl.ds(part * shape.part, shape.part)]
+        plgpu.copy_gmem_to_smem(refs.q.at[rows, tile.group * shape.heads + head], target, full)
+    if shape.has_sinks:
+        rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        plgpu.copy_gmem_to_smem(refs.sinks.at[tile.group, rows], refs.sink_smem.at[rows], full)
+
+
+def _copy_block(shape: Shape, refs: Refs, tile: Tile, block, kind: int, target, barrier) -> None:
+    """Start the boxes of a block's keys (kind 0) or values (1). Past the tile's last key they repeat its last box."""
+    boxes_per_page = jnp.int32(shape.page_size // shape.box)
+    last = lax.div(tile.end - 1, jnp.int32(shape.box))
+
+    def copy(index, _carry):
+        box = jnp.minimum(tile.first_box + block * shape.boxes + index, last)
+        page = refs.page_table[tile.seq, lax.div(box, boxes_per_page)]
+        row = ((page * shape.spec.num_kv_heads + tile.kv_head) * 2 + kind) * boxes_per_page
+        source = pl.ds((row + lax.rem(box, boxes_per_page)) * shape.box, shape.box)
+        plgpu.copy_gmem_to_smem(refs.pool.at[source], target.at[pl.ds(index * shape.box, shape.box)], barrier)
+        return 0
+
+    lax.fori_loop(0, shape.boxes, copy, 0)
+
+
+def _load_keys(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
+    target = refs.k_smem.at[slot]
+    if not shape.widens:
+        _copy_block(shape, refs, tile, block, 0, target, refs.k_full.at[slot])
+        return
+    _widen(shape, _raw(shape, refs, block, 0), target, lambda codes, _row: codes)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.k_full.at[slot])
+
+
+def _load_values(shape: Shape, refs: Refs, tile: Tile, block, slot) -> None:
+    """Values of a block; slots that no token of the batch sees may hold NaN and become 0, as 0 * NaN is not."""
+    target, full = refs.v_smem.at[slot], refs.v_full.at[slot]
+    key = tile.begin(shape) + block * shape.block_kv
+    end = refs.kv_lens[tile.seq] - key
+    begin = jnp.int32(0)
+    if shape.spec.window is not None:
+        num_computed = tile.position - (tile.token - refs.cu_q_lens[tile.seq])
+        begin = num_computed + 1 - shape.spec.window - key
+
+    def written(values, row):
+        keep = row < end
+        if shape.spec.window is not None:
+            keep = keep & (row >= begin)
+        return jnp.where(keep, values, jnp.zeros(values.shape, values.dtype))
+
+    if shape.widens:
+        _widen(shape, _raw(shape, refs, block, 1), target, written)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(full)
+        return
+    has_unwritten = end < shape.block_kv
+    if shape.spec.window is not None:
+        has_unwritten = has_unwritten | (begin > 0)
+
+    @pl.when(has_unwritten)
+    def _():
+        _copy_block(shape, refs, tile, block, 1, target, refs.raw_full)
+        plgpu.barrier_wait(refs.raw_full)
+        for part in _chunks(shape, shape.dtype):
+            chunk = target.at[part]
+            chunk[...] = written(chunk[...], _row_of(part))
+        plgpu.commit_smem()
+        for _box in range(shape.boxes):
+            plgpu.barrier_arrive(full)
+
+    @pl.when(jnp.logical_not(has_unwritten))
+    def _():
+        _copy_block(shape, refs, tile, block, 1, target, full)
+
+
+def _fetch_raw(shape: Shape, refs: Refs, tile: Tile, block) -> None:
+    """Start the boxes of a one-byte block, keys and values."""
+    barrier = refs.raw_full.at[lax.rem(block, RAW_STAGES)]
+    for kind in range(2):
+        _copy_block(shape, refs, tile, block, kind, _raw(shape, refs, block, kind), barrier)
+
+
+def _raw(shape: Shape, refs: Refs, block, kind: int):
+    return refs.raw_smem.at[lax.rem(block, RAW_STAGES), pl.ds(kind * shape.block_kv, shape.block_kv)]
+
+
+def _widen(shape: Shape, source, target, change) -> None:
+    """target = change(codes of source, row), one piece at a time: the producer has few registers."""
+    for part in _chunks(shape, shape.kv_dtype):
+        codes = source.at[part][...]
+        if codes.dtype != jnp.int8:
+            codes = codes.astype(jnp.float16)  # what the card converts one-byte floats to; it holds all their values
+        target.at[part][...] = change(codes.astype(shape.dtype), _row_of(part))
+
+
+def _chunks(shape: Shape, dtype) -> list[tuple[Any, Any]]:
+    """Indices of pieces [64, columns of a swizzle] of a block."""
+    columns = swizzle_of(shape.spec.head_dim, dtype) // jnp.dtype(dtype).itemsize
+    return [
+        (pl.ds(row, WARPGROUP_ROWS), pl.ds(column, columns))
+        for row in range(0, shape.block_kv, WARPGROUP_ROWS)
+        for column in range(0, shape.spec.head_dim, columns)
+    ]
+
+
+def _row_of(part):
+    rows, columns = part
+    return lax.broadcasted_iota(jnp.int32, (rows.size, columns.size), 0) + rows.start

@@ -1,0 +1,227 @@
+"""The work of one step on a GPU: which CTA attends which keys of which rows.
+
+Owns integers only. It sees lengths, never page ids, queries or keys, so that all layers of equal window share one
+schedule; XLA computes it once per step. Two kernels read it:
+
+- `DecodeItems`: rows of few new tokens. All blocks of keys of all (row, kv head) pairs stand in one line, which is cut
+  into equal parts, one per CTA ("stream-K", Osama et al. 2023, arXiv 2301.03598). A pair that a cut falls into has
+  several items, whose partial softmaxes are merged by log-sum-exp; there are at most pairs + CTAs - 1 items.
+- `PrefillItems`: tiles of up to `prefill_block_q` tokens of the longer runs. Queries stay where they are: a tile loads
+  from the multiple of 8 tokens before its first one, as a tiled TMA box must, so tiles end at such multiples.
+
+A batch of at most as many tokens as sequences is all decode, one row per token: its program has no prefill kernel, and
+still serves any batch.
+
+`prefill_attention(q, kv, batch, items, *, spec, sinks, num_ctas, interpret) -> (o [T, N, Hv] in q's dtype, lse f32
+[T, N])` of prefill.py takes `PrefillItems`. Scales, soft cap, window and sinks are its own matter.
+Its results are used for the tokens with `token_item[t] < I` and for no others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS, multiprocessors
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+
+DECODE_TOKENS = 8  # most new tokens of a decode row
+DECODE_KEYS = 64  # keys of a decode block; a page holds a whole number of blocks or a block of pages
+PAIR_COST = 2  # what a pair costs besides its blocks (queries in, results out), in blocks
+MIN_PART_COST = 4  # a CTA's part is not cut smaller than this, in blocks
+
+# Columns of `DecodeItems.items`.
+DECODE_PAIR = 0  # row * num_kv_heads + kv head
+DECODE_SEQ = 1  # row of the page table
+DECODE_HEAD = 2  # kv head
+DECODE_FIRST_BLOCK = 3  # blocks of DECODE_KEYS keys: [FIRST_BLOCK, END_BLOCK)
+DECODE_END_BLOCK = 4
+DECODE_BEGIN = 5  # first key that any of the row's tokens sees
+DECODE_END = 6  # one past the last key that any of them sees
+DECODE_POSITION = 7  # position of the row's first token
+
+# Columns of `PrefillItems.items`.
+PREFILL_SEQ = 0  # row of the page table
+PREFILL_TOKEN = 1  # first token of the tile
+PREFILL_ROWS = 2  # tokens of the tile
+PREFILL_POSITION = 3  # position of its first token
+PREFILL_BEGIN = 4  # first key that any of its tokens sees
+PREFILL_END = 5  # one past the last key that any of them sees
+
+ITEM_FIELDS = 8  # columns of both tables (prefill: 6 and 7 are 0): an item is one aligned 32-byte read
+
+
+class DecodeItems(NamedTuple):
+    """R rows of up to Q tokens, I items in line order; items past the last hold anything."""
+
+    cta_items: jax.Array  # i32 [C + 1] CTA c takes the items [cta_items[c], cta_items[c + 1])
+    items: jax.Array  # i32 [I, ITEM_FIELDS]
+    pair_items: jax.Array  # i32 [R * K + 1] items of a pair: [pair_items[p], pair_items[p + 1]), none for an empty row
+    row_tokens: jax.Array  # i32 [R, Q] the row's tokens, T where there is none
+    token_places: jax.Array  # i32 [T] row * Q + index of a token, R * Q if no row holds it
+
+
+class PrefillItems(NamedTuple):
+    """Tiles in falling token order, so that the long ones of a causal run start first. Each serves all query heads.
+
+    [first token // 8 * 8, that + prefill_block_q) covers the tile.
+    """
+
+    num_items: jax.Array  # i32 [1]
+    items: jax.Array  # i32 [I, ITEM_FIELDS]; items past num_items hold anything
+    token_item: jax.Array  # i32 [T] item of a token, I if no tile holds it
+
+
+class Schedule(NamedTuple):
+    decode: DecodeItems
+    prefill: PrefillItems | None
+
+
+def prefill_block_q(spec: AttentionSpec) -> int:
+    """Tokens of a prefill tile, which takes as many heads of a group as are a power of two: 128 rows of queries."""
+    heads = spec.group_size & -spec.group_size
+    return max(2 * WARPGROUP_ROWS // heads, 2 * BOX_ROWS)
+
+
+def attention_schedule(
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, num_ctas: int | None = None
+) -> Schedule:
+    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds.
+
+    num_ctas: persistent CTAs of each kernel, one per SM of the default device if None.
+    """
+    num_seqs, num_columns = batch.page_table.shape
+    live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
+    q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
+    kv_lens = jnp.minimum(batch.kv_lens, num_columns * page_size)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    seqs = jnp.sum(live & (tokens[:, None] >= batch.cu_q_lens[1:]), axis=-1, dtype=jnp.int32)
+    there = seqs < batch.num_seqs
+    seqs = jnp.minimum(seqs, num_seqs - 1)
+    index = tokens - batch.cu_q_lens[seqs]  # of a token in its sequence
+    num_ctas = num_ctas or multiprocessors()
+    if num_tokens <= num_seqs:
+        position = kv_lens[seqs] - q_lens[seqs] + index
+        pairs = _pairs(seqs, position, there.astype(jnp.int32), kv_lens[seqs], spec)
+        places = jnp.where(there, tokens, num_tokens)
+        return Schedule(DecodeItems(*_cut(pairs, spec, num_ctas), places[:, None], places), None)
+    width = min(num_tokens // num_seqs, DECODE_TOKENS, WARPGROUP_ROWS // spec.group_size)
+    counts = jnp.where(q_lens <= width, q_lens, 0)
+    rows = jnp.arange(num_seqs, dtype=jnp.int32)
+    pairs = _pairs(rows, kv_lens - q_lens, counts, kv_lens, spec)
+    places = jnp.arange(width, dtype=jnp.int32)
+    row_tokens = jnp.where(places < counts[:, None], batch.cu_q_lens[:-1, None] + places, num_tokens)
+    in_row = there & (q_lens[seqs] <= width)
+    token_places = jnp.where(in_row, seqs * width + index, num_seqs * width)
+    decode = DecodeItems(*_cut(pairs, spec, num_ctas), row_tokens, token_places)
+    runs = jnp.where(q_lens > width, q_lens, 0)
+    most = min(num_seqs, num_tokens // (width + 1))
+    token_seqs = jnp.where(there & ~in_row, seqs, num_seqs)
+    return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec))
+
+
+class _Pairs(NamedTuple):
+    """Rows times kv heads, one entry [R] per row: all kv heads of a row are alike."""
+
+    seqs: jax.Array
+    first_block: jax.Array
+    num_blocks: jax.Array  # 0: nothing to attend
+    begin: jax.Array
+    end: jax.Array
+    position: jax.Array
+
+
+def _pairs(seqs, position, counts, kv_lens, spec: AttentionSpec) -> _Pairs:
+    """What `counts` tokens from `position` on see of sequences `seqs`, all i32 [R]."""
+    begin, end = _visible_keys(position, counts, kv_lens, spec)
+    first = begin // DECODE_KEYS
+    num_blocks = jnp.where((counts > 0) & (end > begin), (end + DECODE_KEYS - 1) // DECODE_KEYS - first, 0)
+    return _Pairs(seqs, first, num_blocks, begin, end, position)
+
+
+def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    """Range [begin, end) of keys that at least one of `counts` tokens from `position` on sees."""
+    end = position + counts if spec.causal else kv_lens
+    begin = jnp.zeros_like(end) if spec.window is None else jnp.maximum(position + 1 - spec.window, 0)
+    return begin, end
+
+
+def _cut(rows: _Pairs, spec: AttentionSpec, num_ctas: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Put the pairs in line and cut it: `cta_items`, `items` and `pair_items` of DecodeItems."""
+    num_heads = spec.num_kv_heads
+    pairs = jax.tree.map(lambda x: jnp.repeat(x, num_heads), rows)
+    num_pairs = pairs.seqs.shape[0]
+    num_items = num_pairs + num_ctas - 1
+    cost = jnp.where(pairs.num_blocks > 0, pairs.num_blocks + PAIR_COST, 0)
+    ends = jnp.cumsum(cost, dtype=jnp.int32)
+    part = jnp.maximum((ends[-1] + num_ctas - 1) // num_ctas, MIN_PART_COST)
+    cuts = jnp.arange(1, num_ctas, dtype=jnp.int32) * part
+    cut_pairs = jnp.sum(cuts[:, None] >= ends, axis=-1, dtype=jnp.int32)  # num_pairs for a cut past the end
+    of = jnp.minimum(cut_pairs, num_pairs - 1)
+    # A cut into what comes before a pair's first block is a cut before the pair.
+    skipped = cuts - (ends - cost)[of] - PAIR_COST
+    inside = (cut_pairs < num_pairs) & (skipped > 0)
+
+    before = _starts(cost > 0) + jnp.sum(
+        inside & (cut_pairs < jnp.arange(num_pairs + 1, dtype=jnp.int32)[:, None]), axis=-1, dtype=jnp.int32
+    )
+    cut_items = jnp.where(inside, before[of] + 1 + _starts(inside)[:-1] - _inside_before(inside, cut_pairs), 0)
+    cut_items = jnp.where(inside, cut_items, before[cut_pairs])
+    cta_items = jnp.concatenate([jnp.zeros((1,), jnp.int32), cut_items, before[-1:]])
+
+    nowhere = num_items
+    at = jnp.concatenate([jnp.where(cost > 0, before[:-1], nowhere), jnp.where(inside, cut_items, nowhere)])
+    pair = (
+        jnp.zeros((num_items,), jnp.int32)
+        .at[at]
+        .set(jnp.concatenate([jnp.arange(num_pairs, dtype=jnp.int32), of]), mode="drop")
+    )
+    first = (
+        jnp.zeros((num_items,), jnp.int32)
+        .at[at]
+        .set(jnp.concatenate([pairs.first_block, pairs.first_block[of] + skipped]), mode="drop")
+    )
+    last_of_pair = jnp.arange(1, num_items + 1, dtype=jnp.int32) == before[pair + 1]
+    end_block = jnp.where(last_of_pair, (pairs.first_block + pairs.num_blocks)[pair], jnp.roll(first, -1))
+    fields = (pair, pairs.seqs[pair], pair % num_heads, first, end_block)
+    items = jnp.stack([*fields, pairs.begin[pair], pairs.end[pair], pairs.position[pair]], axis=-1)
+    return cta_items, items, before
+
+
+def _starts(mask: jax.Array) -> jax.Array:
+    """i32 [n + 1]: how many of mask [n] are true before each index."""
+    return jnp.pad(jnp.cumsum(mask, dtype=jnp.int32), (1, 0))
+
+
+def _inside_before(inside: jax.Array, cut_pairs: jax.Array) -> jax.Array:
+    """How many cuts that are `inside` a pair lie in earlier pairs than each cut."""
+    return jnp.sum(inside & (cut_pairs < cut_pairs[:, None]), axis=-1, dtype=jnp.int32)
+
+
+def _prefill_items(runs, most_runs: int, cu_q_lens, kv_lens, token_seqs, spec: AttentionSpec) -> PrefillItems:
+    """Tiles of `runs` i32 [S] new tokens per sequence (0: none), at most `most_runs` of them not 0.
+
+    token_seqs: i32 [T] the sequence of each token that belongs to a run, S for the others.
+    """
+    num_seqs, num_tokens, block_q = runs.shape[0], token_seqs.shape[0], prefill_block_q(spec)
+    most_items = num_tokens // block_q + 2 * most_runs
+    aligned = cu_q_lens[:-1] // BOX_ROWS * BOX_ROWS
+    num_tiles = jnp.where(runs > 0, (cu_q_lens[:-1] + runs - aligned + block_q - 1) // block_q, 0)
+    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    first_tiles, num_items = tile_ends - num_tiles, tile_ends[-1]
+    tile = num_items - 1 - jnp.arange(most_items, dtype=jnp.int32)
+    seq = jnp.minimum(jnp.sum(tile[:, None] >= tile_ends, axis=-1, dtype=jnp.int32), num_seqs - 1)
+    first, end = cu_q_lens[seq], cu_q_lens[seq] + runs[seq]
+    block = aligned[seq] + (tile - first_tiles[seq]) * block_q
+    token = jnp.maximum(block, first)
+    counts = jnp.minimum(block + block_q, end) - token
+    position = kv_lens[seq] - runs[seq] + token - first
+    fields = (seq, token, counts, position, *_visible_keys(position, counts, kv_lens[seq], spec))
+    items = jnp.pad(jnp.stack(fields, axis=-1), ((0, 0), (0, ITEM_FIELDS - len(fields))))
+
+    of = jnp.minimum(token_seqs, num_seqs - 1)
+    token_tile = first_tiles[of] + (jnp.arange(num_tokens, dtype=jnp.int32) - aligned[of]) // block_q
+    token_item = jnp.where(token_seqs < num_seqs, num_items - 1 - token_tile, most_items)
+    return PrefillItems(num_items[None], items, token_item)

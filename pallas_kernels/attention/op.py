@@ -1,0 +1,93 @@
+"""Attention of a ragged batch of new tokens over paged keys and values: the public operation.
+
+Owns validation and the choice of implementation; the arithmetic is in paged_attention_<platform>.py and its oracle in
+reference.py. Knows nothing of models, layers or requests: a layer hands in its own page table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch
+from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.registry import kernel, platform_of
+
+__all__ = ["AttentionSpec", "RaggedBatch", "attention_schedule", "ragged_paged_attention"]
+
+
+def attention_schedule(
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, platform: str | None = None
+) -> Any:
+    """The order in which a step's work is walked, a pytree to hand to `ragged_paged_attention`.
+
+    Build it once per step; all layers with equal `window` and `causal` share it. It depends on lengths only, never on
+    page ids. num_tokens: T. platform: a registry row, None for the default device's.
+    """
+    check_batch(batch, num_tokens)
+    build = kernel("attention_schedule", platform or platform_of(jax.devices()[0]))
+    return build(batch, spec, num_tokens=num_tokens, page_size=page_size)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    *,
+    spec: AttentionSpec,
+    schedule: Any = None,
+    sinks: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
+    return_lse: bool = False,
+    platform: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype (and lse f32 [T, N]).
+
+    The step's keys and values must already be in the pool. Token i of a sequence has position
+    kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`), the last `spec.window` of them.
+    Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. Slots that no token of the batch
+    sees may hold NaN.
+
+    schedule: of `attention_schedule` for the same batch, None to build it here.
+    sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
+    tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
+        new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
+    platform: a registry row, None for the one that owns the pool's layout.
+    Raises ValueError for shapes, dtypes or options that do not fit.
+    """
+    platform = platform or kv.layout
+    if platform != kv.layout:
+        raise ValueError(f"ragged_paged_attention: platform {platform!r} cannot read a pool of layout {kv.layout!r}")
+    _check_query(q, kv, spec)
+    num_tokens = q.shape[0]
+    check_batch(batch, num_tokens)
+    if sinks is not None and (sinks.shape != (spec.num_q_heads,) or sinks.dtype != jnp.float32):
+        raise ValueError(f"sinks must be float32[{spec.num_q_heads}], got {sinks.dtype}{list(sinks.shape)}")
+    if tree_mask is not None:
+        _check_tree_mask(tree_mask, num_tokens, spec)
+    attend = kernel("ragged_paged_attention", platform)
+    if schedule is None:
+        schedule = attention_schedule(batch, spec, num_tokens=num_tokens, page_size=kv.page_size, platform=platform)
+    o, lse = attend(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask)
+    return (o, lse) if return_lse else o
+
+
+def _check_query(q: jax.Array, kv: KVPages, spec: AttentionSpec) -> None:
+    if q.ndim != 3 or q.shape[0] < 1 or q.shape[1:] != (spec.num_q_heads, spec.head_dim):
+        raise ValueError(f"q must be [T, {spec.num_q_heads}, {spec.head_dim}] with T >= 1, got {list(q.shape)}")
+    if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"q must be float32, bfloat16 or float16, got {q.dtype}")
+    if (kv.spec.head_dim, kv.spec.v_head_dim) != (spec.head_dim, spec.v_head_dim):
+        raise ValueError(
+            f"the pool holds head dims {kv.spec.head_dim}/{kv.spec.v_head_dim} (key/value), "
+            f"AttentionSpec says {spec.head_dim}/{spec.v_head_dim}"
+        )
+
+
+def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec) -> None:
+    if tree_mask.ndim != 2 or tree_mask.shape[0] != num_tokens or tree_mask.dtype != jnp.uint32:
+        raise ValueError(f"tree_mask must be uint32[{num_tokens}, words], got {tree_mask.dtype}{list(tree_mask.shape)}")
+    if not spec.causal or spec.window is not None:
+        raise ValueError("tree_mask needs causal=True and window=None: a tree has no single order to count a window in")

@@ -1,0 +1,269 @@
+"""Ragged paged attention for TPU: prepares the operands of the kernel and calls it for single tokens and for runs.
+
+Owns the arrangement of queries, masks and results around kernel.py. The order of the work is in
+schedule.py, the sizes in tiles.py. Reads pools of layout "tpu".
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.attention.tpu import schedule as schedules
+from pallas_kernels.attention.tpu.kernel import LOG2E, NOTHING_SEEN, attention_kernel
+from pallas_kernels.attention.tpu.pages import Plan
+from pallas_kernels.attention.tpu.schedule import Schedule, Walk
+from pallas_kernels.attention.tpu.tiles import (
+    LANES,
+    SUBLANES,
+    VMEM_LIMIT_BYTES,
+    Window,
+    buffer_lanes,
+    check_dtypes,
+    check_page_size,
+    choose_blocks,
+    fits_smem,
+    key_windows,
+    mxu_columns,
+    num_cores,
+    value_windows,
+)
+from pallas_kernels.kv.pages import KVPages
+
+attention_schedule = schedules.attention_schedule
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    schedule: Schedule,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    tree_mask: jax.Array | None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """o [T, N, Hv] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them.
+
+    interpret: pltpu.InterpretParams to run on a CPU. Raises ValueError for dtypes and page sizes that
+    a TPU cannot work on.
+    """
+    check_dtypes(q.dtype, kv.data.dtype)
+    check_page_size(kv.page_size)
+    num_tokens, num_seqs = q.shape[0], batch.kv_lens.shape[0]
+    call = functools.partial(_attend, kv=kv, batch=batch, spec=spec, sinks=sinks, interpret=interpret)
+    if schedule.runs is None:
+        return call(q, tree_mask, schedule.single, block_q=1)
+    block_q = schedules.block_q_of(num_tokens, spec.group_size)
+    o, lse = call(q, tree_mask, schedule.runs, block_q=block_q)
+    head_of = functools.partial(lax.slice_in_dim, start_index=0, limit_index=num_seqs)
+    tree_head = None if tree_mask is None else head_of(tree_mask)
+    single_o, single_lse = call(head_of(q), tree_head, schedule.single, block_q=1)
+    is_single = (jnp.arange(num_seqs) < jnp.minimum(batch.num_decode, batch.num_seqs))[:, None]
+    # Updated in place: a select over all tokens would read and write the results of the runs once more.
+    o = o.at[:num_seqs].set(jnp.where(is_single[..., None], single_o, head_of(o)))
+    return o, lse.at[:num_seqs].set(jnp.where(is_single, single_lse, head_of(lse)))
+
+
+def _attend(
+    q: jax.Array,
+    tree_mask: jax.Array | None,
+    walk: Walk,
+    *,
+    kv: KVPages,
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    block_q: int,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """One kernel call: o and lse of the tokens of `walk`, 0 and -inf for all others."""
+    num_tokens, num_q_heads, _ = q.shape
+    group = spec.group_size
+    num_kv_heads = num_q_heads // group
+    # A tile of one token has only the heads of a group as rows: whole sublane tiles, even if some rows are idle.
+    padded_group = group if block_q > 1 else -(-group // SUBLANES) * SUBLANES
+    num_tiles = -(-num_tokens // block_q)
+    blocks = choose_blocks(
+        rows=padded_group * block_q,
+        num_kv_heads=num_kv_heads,
+        row_bytes=buffer_lanes(kv.data.shape[2]) * kv.data.dtype.itemsize,
+        page_size=kv.page_size,
+        max_pages=batch.page_table.shape[1],
+        num_tiles=num_tiles,
+        single=block_q == 1,
+    )
+    cores = num_cores()
+    padded_tiles = -(-num_tiles // (blocks.tiles * cores)) * blocks.tiles * cores
+    padded_tokens = padded_tiles * block_q
+    plan = Plan(
+        spec,
+        block_q,
+        padded_group,
+        kv.page_size,
+        blocks,
+        key_windows(num_kv_heads, spec.head_dim, spec.v_head_dim),
+        value_windows(num_kv_heads, spec.head_dim, spec.v_head_dim),
+        jnp.bfloat16 if q.dtype == jnp.bfloat16 and kv.data.dtype != jnp.float32 else jnp.float32,
+        sinks is not None,
+        0 if tree_mask is None else tree_mask.shape[1],
+        cores,
+        mxu_columns(),
+    )
+    queries = _arrange_queries(q.astype(plan.operand_dtype), plan, num_kv_heads, padded_tokens)
+    o, lse = _call_kernel(
+        walk,
+        *_place_page_table(batch.page_table),
+        *_scales(kv, spec, num_kv_heads),
+        None if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING_SEEN).reshape(num_kv_heads, group),
+        queries,
+        None if tree_mask is None else _pad_rows(lax.bitcast_convert_type(tree_mask, jnp.int32), padded_tokens),
+        kv.data,
+        plan=plan,
+        o_dtype=q.dtype,
+        interpret=interpret,
+    )
+    return _arrange_results(o, lse, plan, group, num_tokens)
+
+
+def _place_page_table(page_table: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """The table [S, W] for SMEM, or [S, 1, W'] for HBM if it is too large."""
+    if fits_smem(page_table.shape):
+        return page_table, None
+    # A row is copied on its own, so it must be a whole tile: [1, W'] is one, a row of [S, W] is not.
+    return None, _pad_axis(page_table, 1, -(-page_table.shape[1] // LANES) * LANES)[:, None]
+
+
+def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Array, jax.Array]:
+    """f32 [K]: what q.k is multiplied by, and what values are multiplied by."""
+    # The softmax works to base 2; a soft cap is applied to natural logits first.
+    scale = jnp.full((num_kv_heads,), spec.sm_scale * (LOG2E if spec.soft_cap is None else 1.0), jnp.float32)
+    ones = jnp.ones((num_kv_heads,), jnp.float32)
+    return (scale if kv.k_scale is None else scale * kv.k_scale), (ones if kv.v_scale is None else kv.v_scale)
+
+
+def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens: int) -> jax.Array:
+    """q [T, N, H] as the kernel reads it: [T', K, G', width] for single tokens, else [K, G, T', width]."""
+    q = _pad_rows(q, padded_tokens).reshape(padded_tokens, num_kv_heads, -1, q.shape[-1])
+    q = _pad_axis(q, 2, plan.group)
+    q = _move_to_windows(q, plan.keys)
+    return q if plan.block_q == 1 else q.transpose(1, 2, 0, 3)
+
+
+def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
+    """q [T, K, G, H] with each head at its offset in the widest window, zeros around it."""
+    width = max(window.size for window in windows)
+    offsets = [window.offset for window in windows]
+
+    def moved(heads, offset):
+        return jnp.pad(heads, ((0, 0), (0, 0), (0, 0), (offset, width - offset - heads.shape[-1])))
+
+    if len(set(offsets)) == 1:
+        return moved(q, offsets[0])
+    return jnp.concatenate([moved(q[:, head : head + 1], offset) for head, offset in enumerate(offsets)], axis=1)
+
+
+def _arrange_results(o, lse, plan: Plan, group: int, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """o [T, N, Hv] and lse [T, N] from what the kernel wrote."""
+    tiles, num_kv_heads, _ = lse.shape
+    lse = lse[:, :, : plan.rows].reshape(tiles, num_kv_heads, plan.group, plan.block_q)
+    lse = lse.transpose(0, 3, 1, 2).reshape(tiles * plan.block_q, num_kv_heads, plan.group)
+    if plan.block_q > 1:
+        o = o.transpose(2, 0, 1, 3)
+    o, lse = o[:num_tokens, :, :group], lse[:num_tokens, :, :group]
+    return o.reshape(num_tokens, num_kv_heads * group, -1), lse.reshape(num_tokens, num_kv_heads * group)
+
+
+def _call_kernel(
+    walk: Walk,
+    page_table: jax.Array | None,
+    far_page_table: jax.Array | None,
+    logit_scale: jax.Array,
+    value_scale: jax.Array,
+    sinks: jax.Array | None,
+    q: jax.Array,
+    tree: jax.Array | None,
+    pool: jax.Array,
+    *,
+    plan: Plan,
+    o_dtype: jnp.dtype,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The pallas_call; operands as `Refs` describes them, for all tiles."""
+    num_kv_heads, blocks, block_q = len(plan.keys), plan.blocks, plan.block_q
+    v_head_dim = plan.spec.v_head_dim
+    num_tiles = (q.shape[0] if block_q == 1 else q.shape[2]) // block_q
+    steps = num_tiles // (blocks.tiles * plan.cores)
+    lse_width = -(-plan.rows // LANES) * LANES
+
+    def blocked(shape, axis=0):
+        """Blocks of `shape` taken along `axis`: those of a core alternate with those of the others."""
+
+        def index_map(core, step, *_):
+            return tuple(step * plan.cores + core if index == axis else 0 for index in range(len(shape)))
+
+        return pl.BlockSpec(shape, index_map)
+
+    def per_token(width):
+        """Blocks of queries or results, as `_arrange_queries` lays them out."""
+        if block_q == 1:
+            return blocked((blocks.tiles, num_kv_heads, plan.group, width))
+        return blocked((num_kv_heads, plan.group, block_q, width), axis=2)
+
+    smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
+    is_far = far_page_table is not None
+    statistics = pltpu.VMEM((num_kv_heads, plan.rows, LANES), jnp.float32)
+    value_width = max(window.size for window in plan.values)
+    return pl.pallas_call(
+        functools.partial(attention_kernel, plan=plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(plan.cores, steps),
+            in_specs=[
+                hbm if is_far else None,
+                smem,
+                smem,
+                None if sinks is None else smem,
+                per_token(q.shape[-1]),
+                None if tree is None else blocked((blocks.tiles * block_q, tree.shape[1])),
+                hbm,
+            ],
+            out_specs=[per_token(v_head_dim), blocked((blocks.tiles, num_kv_heads, lse_width))],
+            scratch_shapes=[
+                pltpu.VMEM((blocks.buffers, blocks.pages, plan.page_size, buffer_lanes(pool.shape[2])), pool.dtype),
+                pltpu.SemaphoreType.DMA((blocks.buffers,)),
+                statistics,
+                statistics,
+                pltpu.VMEM((num_kv_heads, plan.rows, value_width), jnp.float32),
+                pltpu.SMEM((4,), jnp.int32),
+                pltpu.SMEM((2, *far_page_table.shape[1:]), jnp.int32) if is_far else None,
+                pltpu.SemaphoreType.DMA((2,)) if is_far else None,
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((*q.shape[:-1], v_head_dim), o_dtype),
+            jax.ShapeDtypeStruct((num_tiles, num_kv_heads, lse_width), jnp.float32),
+        ],
+        # Steps hand the blocks in flight to each other; cores do not.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+        ),
+        interpret=interpret,
+        name="paged_attention_single" if block_q == 1 else "paged_attention_runs",
+    )(walk, page_table, far_page_table, logit_scale, value_scale, sinks, q, tree, pool)
+
+
+def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    return _pad_axis(x, 0, rows)
+
+
+def _pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    return jnp.pad(x, [(0, size - x.shape[axis] if index == axis else 0) for index in range(x.ndim)])

@@ -1,0 +1,275 @@
+"""The body of the TPU attention kernel: one walk over segments and blocks of keys, for single tokens and runs alike.
+
+Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv 2205.14135) over
+the segments of schedule.py. One flat walk over all sequences, so that copies never pause between
+them, is the idea of jax's and tpu-inference's ragged paged attention (arXiv 2604.15464).
+
+Rows of a tile are ordered (head of the group, token), so that the tokens of one head are neighbours in memory and in
+the mask. Owns the arithmetic; how pages arrive is in pages.py. Knows nothing of how queries got
+into that order, nor of sizes other than those in its `Plan`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention.tpu.pages import (
+    FETCH_BLOCK,
+    FETCH_SEGMENT,
+    SLOT,
+    Item,
+    Plan,
+    Refs,
+    Segment,
+    fetch,
+    is_last_block,
+    next_item,
+    read_segment,
+    segments_before,
+    start_walk,
+    wait_for,
+    zero_unseen_values,
+)
+from pallas_kernels.attention.tpu.tiles import LANES, Window
+
+LOG2E = math.log2(math.e)
+# Finite stand-ins for -inf: exp2(MASKED - NOTHING_SEEN) is 0 where inf - inf would be NaN.
+NOTHING_SEEN = -1e30
+MASKED = -3e38
+
+
+def attention_kernel(*refs, plan: Plan) -> None:
+    """One grid step: the segments of `tiles` tiles. Grid: (cores, steps of a core)."""
+    _grid_step(Refs(*refs), plan)
+
+
+def _grid_step(refs: Refs, plan: Plan) -> None:
+    buffers, tiles = plan.blocks.buffers, plan.blocks.tiles
+    core, step = pl.program_id(0), pl.program_id(1)
+    first_tile = (step * plan.cores + core) * tiles
+    begin, end = segments_before(refs, first_tile), segments_before(refs, first_tile + tiles)
+    end_of_all = segments_before(refs, refs.walk.tile_start.shape[0])
+
+    # Tiles with tokens are neighbours: if the first and the last one have some, so have all.
+    has_empty = (segments_before(refs, first_tile + 1) == begin) | (
+        segments_before(refs, first_tile + tiles - 1) == end
+    )
+
+    @pl.when(has_empty)
+    def _():
+        refs.o[...] = jnp.zeros_like(refs.o)
+        refs.lse[...] = jnp.full_like(refs.lse, -jnp.inf)
+
+    pl.when(step == 0)(lambda: start_walk(refs, plan, begin, end_of_all))
+
+    def work(carry):
+        item, fetched, slot = carry
+        fetched = fetch(refs, plan, fetched, lax.rem(slot + buffers - 1, buffers), end_of_all)
+        segment = read_segment(refs, item)
+        wait_for(refs, plan, segment, item, slot)
+        _work_item(refs, plan, segment, item, slot, segment.tile - first_tile)
+        return next_item(refs, plan, segment, item), fetched, lax.rem(slot + 1, buffers)
+
+    cursor = refs.cursor
+    carry = ((begin, jnp.int32(0)), (cursor[FETCH_SEGMENT], cursor[FETCH_BLOCK]), cursor[SLOT])
+    _end, (segment, block), slot = lax.while_loop(lambda carry: carry[0][0] < end, work, carry)
+    cursor[FETCH_SEGMENT], cursor[FETCH_BLOCK], cursor[SLOT] = segment, block, slot
+
+
+def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) -> None:
+    """Fold one block of keys into the running softmax of tile `sub`; the first item of a tile also opens it, the last
+    one closes it."""
+    index, block = item
+    first_key = segment.first_page * plan.page_size + block * plan.block_kv
+    tile_start = refs.walk.tile_start
+
+    @pl.when((block == 0) & (index == tile_start[segment.tile]))
+    def _():
+        refs.largest[...] = jnp.full_like(refs.largest, NOTHING_SEEN)
+        refs.total[...] = jnp.zeros_like(refs.total)
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+
+    zero_unseen_values(refs, plan, segment, first_key, slot)
+    if plan.block_q == 1:  # one row: its mask costs less than a second copy of the program
+        _fold_block(refs, plan, segment, first_key, slot, sub, masked=True)
+    else:
+        whole = _is_whole(plan, segment, first_key)
+        pl.when(whole)(lambda: _fold_block(refs, plan, segment, first_key, slot, sub, masked=False))
+        pl.when(~whole)(lambda: _fold_block(refs, plan, segment, first_key, slot, sub, masked=True))
+
+    @pl.when(is_last_block(segment, item, plan) & (index + 1 == tile_start[segment.tile + 1]))
+    def _():
+        for head in range(len(plan.keys)):
+            _close_head(refs, plan, sub, head)
+
+
+def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
+    """True if every row of the tile sees every key of the block."""
+    seen_by_all = segment.position + 1 if plan.spec.causal else segment.end_key
+    whole = (segment.first_row == 0) & (segment.end_row == plan.block_q) & (first_key + plan.block_kv <= seen_by_all)
+    if plan.spec.window is not None:
+        whole &= first_key >= segment.position + plan.block_q - plan.spec.window
+    if plan.num_tree_words:
+        whole &= first_key + plan.block_kv <= segment.num_computed
+    return whole
+
+
+def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[jax.Array, jax.Array]:
+    """bool [block_q, block_kv]: keys of the block that each token sees; bool [block_q, 1]: tokens of the segment."""
+    spec, shape = plan.spec, (plan.block_q, plan.block_kv)
+    row = lax.broadcasted_iota(jnp.int32, (plan.block_q, 1), 0)
+    key = lax.broadcasted_iota(jnp.int32, shape, 1)
+    member = (row >= segment.first_row) & (row < segment.end_row)
+    end = (segment.position + row + 1 if spec.causal else segment.end_key) - first_key
+    visible = key < jnp.where(member, end, 0)
+    if spec.window is not None:
+        visible &= key >= end - spec.window
+    if plan.num_tree_words:
+        words = refs.tree[pl.ds(sub * plan.block_q, plan.block_q)]
+        bit = key + (first_key - segment.num_computed)
+        for index in range(plan.num_tree_words):
+            word = jnp.broadcast_to(words[:, index : index + 1], shape)
+            seen = lax.shift_right_logical(word, bit & 31) & 1
+            visible &= (bit < 32 * index) | (bit >= 32 * (index + 1)) | (seen == 1)
+    return visible, member
+
+
+def _fold_block(refs: Refs, plan: Plan, segment: Segment, first_key, slot, sub, *, masked: bool) -> None:
+    """Scores of some heads, then softmax and values of the heads before them.
+
+    The steps of one head depend on each other and leave the matrix unit idle in turn; those of several heads do not.
+    """
+    visible = member = None
+    if masked:
+        visible, member = _visible(refs, plan, segment, first_key, sub)
+    num_heads, phase = len(plan.keys), plan.blocks.heads
+    scores, waiting = {}, range(0)
+    for first in range(0, num_heads + phase, phase):
+        heads = range(first, min(first + phase, num_heads))
+        scores |= {head: _scores(refs, plan, slot, sub, head, visible) for head in heads}
+        _fold_scores(refs, plan, slot, {head: scores.pop(head) for head in waiting}, member)
+        waiting = heads
+
+
+def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[int, jax.Array], member) -> None:
+    """Fold the scores [rows, block_kv] of some heads and their values into the running softmax."""
+    largest = {head: jnp.maximum(refs.largest[head], _row_max(score)) for head, score in scores.items()}
+    weights, sums, decay = {}, {}, {}
+    for head, score in scores.items():
+        weight = jnp.exp2(score - _across(largest[head], plan.block_kv))
+        decay[head] = jnp.exp2(refs.largest[head] - largest[head])
+        if not plan.sums_beside_values(head):
+            sums[head] = sum(weight[:, lane : lane + LANES] for lane in range(0, plan.block_kv, LANES))
+        refs.largest[head] = largest[head]
+        weights[head] = weight.astype(plan.operand_dtype)
+    for head, weight in weights.items():
+        window = plan.values[head]
+        values = _operand(refs, plan, slot, window)
+        if plan.sums_beside_values(head):
+            values = jnp.concatenate([values, _ones_in_first_lane(values)], axis=1)
+        product = lax.dot(weight, values, precision=_precision(plan), preferred_element_type=jnp.float32)
+        if plan.sums_beside_values(head):
+            product, sums[head] = product[:, : window.size], product[:, window.size :]
+        refs.total[head] = decay[head] * refs.total[head] + sums[head]
+        if member is not None and plan.block_q > 1:
+            # A value that is not finite stays with the sequence it belongs to: 0 * inf is NaN.
+            product = _where_token(member, product, 0.0)
+        refs.acc[head, :, : window.size] = (
+            _across(decay[head], window.size) * refs.acc[head, :, : window.size] + product
+        )
+
+
+def _scores(refs: Refs, plan: Plan, slot, sub, head: int, visible) -> jax.Array:
+    """Logits [rows, block_kv] to base 2."""
+    window = plan.keys[head]
+    q = (refs.q[sub, head] if plan.block_q == 1 else refs.q[head].reshape(plan.rows, -1))[:, : window.size]
+    contract_last = (((1,), (1,)), ((), ()))
+    scores = lax.dot_general(
+        q, _operand(refs, plan, slot, window), contract_last, _precision(plan), preferred_element_type=jnp.float32
+    )
+    scores *= refs.logit_scale[head]
+    if (cap := plan.spec.soft_cap) is not None:
+        scores = jnp.tanh(scores / cap) * (cap * LOG2E)
+    return scores if visible is None else _where_token(visible, scores, MASKED)
+
+
+def _operand(refs: Refs, plan: Plan, slot, window: Window) -> jax.Array:
+    """Keys or values [block_kv, size] of one head."""
+    tile = refs.buffer[slot, :, :, window.start : window.start + window.size]
+    return tile.reshape(plan.block_kv, window.size).astype(plan.operand_dtype)
+
+
+def _ones_in_first_lane(values: jax.Array) -> jax.Array:
+    lane = lax.broadcasted_iota(jnp.int32, (values.shape[0], LANES), 1)
+    return jnp.where(lane == 0, 1.0, 0.0).astype(values.dtype)
+
+
+def _precision(plan: Plan) -> lax.Precision:
+    # The matrix unit rounds float32 operands to bfloat16 unless told otherwise.
+    return lax.Precision.HIGHEST if plan.operand_dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def _where_token(condition: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
+    """x [rows, n] where its token's condition [block_q, n or 1] holds."""
+    block_q = condition.shape[0]
+    if block_q == 1:
+        return jnp.where(condition, x, otherwise)
+    by_head = x.reshape(-1, block_q, x.shape[1])
+    return jnp.where(condition[None], by_head, otherwise).reshape(x.shape)
+
+
+def _row_max(x: jax.Array) -> jax.Array:
+    return jnp.max(x, axis=1, keepdims=True)
+
+
+def _across(x: jax.Array, size: int) -> jax.Array:
+    """Lane-replicated x [n, LANES] as [n, size]: registers named again, where a broadcast of a column would shuffle."""
+    if size <= LANES:
+        return x[:, :size]
+    repeats = -(-size // LANES)
+    return jnp.concatenate([x] * repeats, axis=1)[:, :size]
+
+
+def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
+    """Normalise one head of a finished tile and write it out."""
+    largest = refs.largest[head]
+    seen = jnp.broadcast_to(jnp.sum(refs.total[head], axis=1, keepdims=True), largest.shape)
+    total, decay = seen, jnp.ones_like(seen)
+    if plan.has_sinks:
+        sink = _sink_rows(refs, plan, head)
+        with_sink = jnp.maximum(largest, sink)
+        decay = jnp.exp2(largest - with_sink)
+        total, largest = seen * decay + jnp.exp2(sink - with_sink), with_sink
+    lse = jnp.where(seen > 0, largest / LOG2E + jnp.log(jnp.where(seen > 0, total, 1.0)), -jnp.inf)
+    scale = jnp.where(seen > 0, decay / jnp.where(seen > 0, total, 1.0), 0.0) * refs.value_scale[head]
+    window, width = plan.values[head], plan.spec.v_head_dim
+    o = refs.acc[head, :, : window.size] * _across(scale, window.size)
+    o = o[:, window.offset : window.offset + width].astype(refs.o.dtype)
+    if plan.block_q == 1:
+        refs.o[sub, head] = o
+    else:
+        refs.o[head] = o.reshape(plan.group, plan.block_q, width)
+    _store_lse(refs, sub, head, lse)
+
+
+def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
+    """f32 [rows, LANES]: the sink of each row's query head."""
+    member = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0) // plan.block_q
+    sink = jnp.full((plan.rows, LANES), NOTHING_SEEN, jnp.float32)
+    for index in range(plan.spec.group_size):
+        sink = jnp.where(member == index, refs.sinks[head, index], sink)
+    return sink
+
+
+def _store_lse(refs: Refs, sub, head: int, lse: jax.Array) -> None:
+    """Write lane-replicated [rows, LANES] as one row: a column per row would take a whole lane tile of HBM each."""
+    for first in range(0, lse.shape[0], LANES):
+        part = lse[first : first + LANES]
+        row, lane = (lax.broadcasted_iota(jnp.int32, part.shape, axis) for axis in (0, 1))
+        diagonal = jnp.sum(jnp.where(row == lane, part, 0.0), axis=0, keepdims=True)
+        refs.lse[sub, pl.ds(head, 1), first : first + LANES] = diagonal

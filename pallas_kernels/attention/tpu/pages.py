@@ -1,0 +1,252 @@
+"""How pages reach the TPU attention kernel: the walk over segments and blocks of keys, and the copies in flight.
+
+Owns the static `Plan` of a kernel call, the references it works on, and everything about pages and buffers. Knows
+nothing of the arithmetic of attention.
+
+An item of work is (segment, block): up to `blocks.pages` pages of the segment's sequence, counted from its first
+visible page. Items are fetched in the order they are worked, `buffers - 1` ahead, be the next one of the same sequence,
+the next sequence, the next tile or the next grid step.
+
+Several cores take turns: core c of C works the grid steps' tiles c, C + c, 2 C + c ..., each with copies of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.attention.ragged_batch import AttentionSpec
+from pallas_kernels.attention.tpu.schedule import Walk
+from pallas_kernels.attention.tpu.tiles import LANES, Blocks, Window
+
+Item = tuple[jax.Array, jax.Array]  # i32 (segment, block)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static about one kernel call."""
+
+    spec: AttentionSpec
+    block_q: int  # tokens per tile
+    group: int  # query heads per kv head, padded
+    page_size: int
+    blocks: Blocks
+    keys: tuple[Window, ...]  # per kv head
+    values: tuple[Window, ...]
+    operand_dtype: Any  # of both products
+    has_sinks: bool
+    num_tree_words: int  # 0 without a tree mask
+    cores: int
+    mxu_columns: int  # of the matrix unit
+
+    def sums_beside_values(self, head: int) -> bool:
+        """Whether the matrix unit has columns to spare that add up a head's weights while it weighs the values.
+
+        The sums are then of the rounded weights, the very ones that values are weighed with. Not for single tokens:
+        their time is that of bringing operands into the matrix unit.
+        """
+        size = self.values[head].size
+        return self.block_q > 1 and -(-size // self.mxu_columns) == -(-(size + LANES) // self.mxu_columns)
+
+    @property
+    def rows(self) -> int:
+        return self.group * self.block_q
+
+    @property
+    def block_kv(self) -> int:
+        return self.blocks.pages * self.page_size
+
+
+class Refs(NamedTuple):
+    """What the kernel reads and writes; shapes are those one grid step sees."""
+
+    walk: Walk  # SMEM
+    page_table: Any  # SMEM i32 [S, W], None if it is too large
+    far_page_table: Any  # HBM i32 [S, 1, W], None if it is in SMEM
+    logit_scale: Any  # SMEM f32 [K] of q.k, for logits to base 2 (natural logits under a soft cap)
+    value_scale: Any  # SMEM f32 [K]
+    sinks: Any  # SMEM f32 [K, G] to base 2, or None
+    q: Any  # [tiles, K, G, width] (single) or [K, G, block_q, width] (runs), queries moved to their key window
+    tree: Any  # i32 [tiles * block_q, words] or None
+    pool: Any  # HBM [P, page_size, K * (H + Hv)]
+    o: Any  # as q, last axis Hv
+    lse: Any  # f32 [tiles, K, rows rounded up to whole lane tiles]
+    buffer: Any  # [buffers, pages, page_size, buffer_lanes(K * (H + Hv))]
+    arrived: Any  # DMA semaphore per buffer
+    largest: Any  # f32 [K, rows, LANES] all lanes equal
+    total: Any  # f32 [K, rows, LANES] sums of every LANES-th key, or of all in one; lanes are added up once per tile
+    acc: Any  # f32 [K, rows, width of a value window]
+    cursor: Any  # SMEM i32 [4] indexed by the names below
+    # Of a page table in HBM, else None:
+    table_rows: Any  # SMEM i32 [2, 1, W]: of the segment being fetched and of the next one
+    row_arrived: Any  # DMA semaphore per row
+
+
+class Segment(NamedTuple):
+    """The scalars of `Walk` for one segment."""
+
+    tile: jax.Array
+    seq: jax.Array
+    first_row: jax.Array
+    end_row: jax.Array
+    position: jax.Array
+    first_page: jax.Array
+    end_key: jax.Array
+    num_computed: jax.Array
+
+
+# What `Refs.cursor` carries from one grid step to the next.
+FETCH_SEGMENT, FETCH_BLOCK, SLOT, TABLE_ROW = range(4)
+
+
+def segments_before(refs: Refs, tile) -> jax.Array:
+    """How many segments lie in the tiles before `tile`."""
+    return refs.walk.tile_start[jnp.minimum(tile, refs.walk.tile_start.shape[0] - 1)]
+
+
+def read_segment(refs: Refs, item: Item) -> Segment:
+    """The item's segment; the last one for an item behind it, which nobody works."""
+    index = jnp.minimum(item[0], refs.walk.seq.shape[0] - 1)
+    return Segment(*(getattr(refs.walk, field)[index] for field in Segment._fields))
+
+
+def num_pages(segment: Segment, plan: Plan) -> jax.Array:
+    return pl.cdiv(segment.end_key, plan.page_size) - segment.first_page
+
+
+def is_last_block(segment: Segment, item: Item, plan: Plan) -> jax.Array:
+    return (item[1] + 1) * plan.blocks.pages >= num_pages(segment, plan)
+
+
+def next_item(refs: Refs, plan: Plan, segment: Segment, item: Item) -> Item:
+    """The item this core works after `item`, which is of `segment`."""
+    last = is_last_block(segment, item, plan)
+    return jnp.where(last, _next_segment(refs, plan, item[0]), item[0]), jnp.where(last, 0, item[1] + 1)
+
+
+def _next_segment(refs: Refs, plan: Plan, segment) -> jax.Array:
+    if plan.cores == 1:
+        return segment + 1
+
+    def step_of(segment):
+        return refs.walk.tile[jnp.minimum(segment, refs.walk.tile.shape[0] - 1)] // plan.blocks.tiles
+
+    step = step_of(segment + 1)
+    own = segments_before(refs, (step + plan.cores - 1) * plan.blocks.tiles)
+    # Behind the last segment tiles are junk: without the maximum they could lead back.
+    return jnp.where(step == step_of(segment), segment + 1, jnp.maximum(own, segment + 1))
+
+
+def start_walk(refs: Refs, plan: Plan, begin, end) -> None:
+    """Put the first items of a core on their way; `end`: one past the last segment of all."""
+    refs.cursor[TABLE_ROW] = 1
+    if refs.page_table is None:
+        pl.when(begin < end)(lambda: _table_row_copy(refs, begin, 0).start())
+
+    def start(slot, item):
+        return fetch(refs, plan, item, slot, end)
+
+    item = lax.fori_loop(0, plan.blocks.buffers - 1, start, (begin, jnp.int32(0)))
+    refs.cursor[FETCH_SEGMENT], refs.cursor[FETCH_BLOCK] = item
+    refs.cursor[SLOT] = 0
+
+
+def fetch(refs: Refs, plan: Plan, item: Item, slot, end) -> Item:
+    """Start the copies of `item` into buffer `slot`, if there is such an item; returns the one after it."""
+    segment = read_segment(refs, item)
+    if refs.page_table is None:
+        pl.when((item[0] < end) & (item[1] == 0))(lambda: _enter_segment(refs, plan, item[0], end))
+
+    @pl.when(item[0] < end)
+    def _():
+        first = segment.first_page + item[1] * plan.blocks.pages
+
+        def start(index):
+            if refs.page_table is None:
+                page = refs.table_rows[refs.cursor[TABLE_ROW], 0, first + index]
+            else:
+                page = refs.page_table[segment.seq, first + index]
+            _page_copy(refs, page, slot, index).start()
+
+        _for_pages(plan, segment, item, start)
+
+    return next_item(refs, plan, segment, item)
+
+
+def wait_for(refs: Refs, plan: Plan, segment: Segment, item: Item, slot) -> None:
+    """Return when the pages of `item` are in buffer `slot`."""
+
+    def wait(index):
+        # A wait counts bytes: any page of the pool describes them.
+        _page_copy(refs, 0, slot, index).wait()
+
+    _for_pages(plan, segment, item, wait)
+
+
+def _page_copy(refs: Refs, page, slot, index) -> Any:
+    place = refs.buffer.at[slot, index, :, : refs.pool.shape[2]]
+    return pltpu.make_async_copy(refs.pool.at[page], place, refs.arrived.at[slot])
+
+
+def _for_pages(plan: Plan, segment: Segment, item: Item, act: Callable) -> None:
+    """`act` on the index of each page of an item; straight-line code for a full one, to be interleaved with others."""
+    pages = plan.blocks.pages
+    count = jnp.clip(num_pages(segment, plan) - item[1] * pages, 0, pages)
+
+    @pl.when(count == pages)
+    def _():
+        for index in range(pages):
+            act(index)
+
+    @pl.when(count < pages)
+    def _():
+        lax.fori_loop(0, count, lambda index, _: act(index), None)
+
+
+def _table_row_copy(refs: Refs, segment, row) -> Any:
+    seq = refs.walk.seq[segment]
+    return pltpu.make_async_copy(refs.far_page_table.at[seq], refs.table_rows.at[row], refs.row_arrived.at[row])
+
+
+def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
+    """Make the segment's row of the page table the current one, and send for the next segment's."""
+    row = 1 - refs.cursor[TABLE_ROW]
+    refs.cursor[TABLE_ROW] = row
+    _table_row_copy(refs, segment, row).wait()
+    following = _next_segment(refs, plan, segment)
+    pl.when(following < end)(lambda: _table_row_copy(refs, following, 1 - row).start())
+
+
+def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot) -> None:
+    """Values outside of what the segment sees become 0: their weight is 0, but what they hold may be NaN."""
+    low = 0
+    if plan.spec.window is not None:
+        low = jnp.maximum(segment.position + segment.first_row + 1 - plan.spec.window - first_key, 0)
+    high = segment.end_key - first_key
+    bits = refs.buffer.dtype.itemsize * 8
+    packing = 32 // bits
+
+    def zero_page(page):
+        # Words of 32 bits hold `packing` rows of one lane; masking bits needs no arithmetic on narrow types.
+        word = lax.broadcasted_iota(jnp.int32, (plan.page_size // packing, LANES), 0) * packing + page * plan.page_size
+        keep = jnp.zeros_like(word)
+        for row in range(packing):
+            kept = (word + row >= low) & (word + row < high)
+            mask = -1 if bits == 32 else ((1 << bits) - 1) << (bits * row)
+            keep |= jnp.where(kept, jnp.int32(mask - (1 << 32) if mask >= 1 << 31 else mask), 0)
+        for window in {(window.start, window.size): window for window in plan.values}.values():
+            at = (slot, page, slice(None), slice(window.start, window.start + window.size))
+            words = pltpu.bitcast(refs.buffer[at], jnp.int32)
+            refs.buffer[at] = pltpu.bitcast(words & jnp.tile(keep, (1, window.size // LANES)), refs.buffer.dtype)
+
+    first_unseen = jnp.maximum(high, 0) // plan.page_size
+    if plan.spec.window is not None:
+        pl.when((low > 0) & (first_unseen > 0))(lambda: zero_page(0))  # a window starts inside the first page
+    lax.fori_loop(first_unseen, plan.blocks.pages, lambda page, _: zero_page(page), None)

@@ -1,0 +1,101 @@
+"""The order in which the TPU attention kernel walks one step: which tokens meet the keys of which sequence.
+
+Owns integers only. It sees lengths, never page ids, queries or keys, so that all layers of equal window share it.
+
+A tile is `block_q` consecutive tokens of the flat token axis; a segment is the part of one sequence that lies in one
+tile. A kernel call works through its segments in order, each from its first page to its last. Two calls may be needed:
+
+- `single`: one token per tile. Serves the leading decodes, and every token of a batch with at most as many tokens as
+  sequences (whatever its rows are: a sequence of several tokens is then several tiles).
+- `runs`: tiles of several tokens, for the sequences behind the decodes. A tile may hold several sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+
+MAX_BLOCK_Q = 128
+MIN_BLOCK_Q = 16  # rows of a bfloat16 tile: with fewer the heads of a group could not be stacked without a shuffle
+ROWS = 512  # query rows (tokens x heads of a group) that keep the matrix unit busy on one tile of keys
+
+
+class Walk(NamedTuple):
+    """n segments in the order they are worked, ordered by tile and then by sequence; those past the last are junk."""
+
+    tile_start: jax.Array  # i32 [tiles + 1] first segment of each tile
+    tile: jax.Array  # i32 [n]
+    seq: jax.Array  # i32 [n] row of the page table
+    first_row: jax.Array  # i32 [n] tokens [first_row, end_row) of the tile belong to the segment
+    end_row: jax.Array  # i32 [n]
+    position: jax.Array  # i32 [n] position that token 0 of the tile would have in the sequence, may be negative
+    first_page: jax.Array  # i32 [n] first page of the sequence that holds a visible key
+    end_key: jax.Array  # i32 [n] one past the last key any token of the segment sees
+    num_computed: jax.Array  # i32 [n] keys of the sequence that are older than this step
+
+
+class Schedule(NamedTuple):
+    single: Walk
+    runs: Walk | None
+
+
+def block_q_of(num_tokens: int, group_size: int) -> int:
+    """Tokens per tile of `runs`: smaller where few tokens or large groups would make most rows of a tile idle."""
+    wanted = min(MAX_BLOCK_Q, num_tokens // 8, ROWS // group_size)
+    return max(1 << max(wanted, 1).bit_length() - 1, MIN_BLOCK_Q)
+
+
+def has_runs(num_tokens: int, num_seqs: int) -> bool:
+    """True when a batch of this shape needs `runs`: more tokens than sequences."""
+    return num_tokens > num_seqs
+
+
+def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int) -> Schedule:
+    """Cut a batch of T = num_tokens tokens into segments; a few integer operations on [T, S] and smaller."""
+    num_seqs = batch.kv_lens.shape[0]
+    index = jnp.arange(num_seqs, dtype=jnp.int32)
+    live = index < batch.num_seqs
+    if not has_runs(num_tokens, num_seqs):
+        return Schedule(_walk(batch, spec, live, num_tokens, 1, page_size), None)
+    single = _walk(batch, spec, live & (index < batch.num_decode), num_seqs, 1, page_size)
+    block_q = block_q_of(num_tokens, spec.group_size)
+    return Schedule(single, _walk(batch, spec, live & (index >= batch.num_decode), num_tokens, block_q, page_size))
+
+
+def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_q: int, page_size: int) -> Walk:
+    """Segments of the `chosen` sequences (bool [S]) among the first `num_tokens` tokens."""
+    num_seqs = chosen.shape[0]
+    start, end = batch.cu_q_lens[:-1], batch.cu_q_lens[1:]
+    chosen = chosen & (end > start)
+    first_tile = start // block_q
+    counts = jnp.where(chosen, (end - 1) // block_q - first_tile + 1, 0)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    num_tiles = -(-num_tokens // block_q)
+    # Every tile starts at most one segment of its own and every sequence one more.
+    num_segments = num_tokens if block_q == 1 else min(num_tiles + num_seqs, num_tokens)
+    index = jnp.arange(num_segments, dtype=jnp.int32)
+    seq = jnp.minimum(_count(index[:, None] >= ends), num_seqs - 1)
+    tile = first_tile[seq] + index - (ends - counts)[seq]
+    first_token = tile * block_q
+    first_row = jnp.maximum(start[seq] - first_token, 0)
+    end_row = jnp.minimum(end[seq] - first_token, block_q)
+    kv_lens = batch.kv_lens[seq]
+    position = kv_lens - end[seq] + first_token
+    end_key = position + end_row if spec.causal else kv_lens
+    first_key = 0 if spec.window is None else jnp.maximum(position + first_row + 1 - spec.window, 0)
+    first_page = jnp.broadcast_to(first_key // page_size, seq.shape).astype(jnp.int32)
+    # Compared rather than searched: on TPU a [tiles, n] comparison is one small fusion.
+    worked = index < ends[-1]
+    tiles = jnp.arange(num_tiles + 1, dtype=jnp.int32)
+    tile_start = _count(worked & (tile < tiles[:, None]))
+    num_computed = kv_lens - (end - start)[seq]
+    return Walk(tile_start, tile, seq, first_row, end_row, position, first_page, end_key, num_computed)
+
+
+def _count(mask: jax.Array) -> jax.Array:
+    """How many of the last axis are true."""
+    return jnp.sum(mask, axis=-1, dtype=jnp.int32)

@@ -1,0 +1,127 @@
+"""Sizes of the TPU attention kernel: where each head lies in a row of the pool, and how much is worked at a time.
+
+Owns the choice of block sizes against a VMEM budget. Knows nothing of batches: everything here is static.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kv.pages import LANES
+
+SUBLANES = 8
+# v5p and tpu7x have 64 MiB of VMEM a core, v5e and v6e twice that. The rest is left to XLA's own fusions.
+VMEM_LIMIT_BYTES = 56 << 20
+BUFFER_BYTES = 24 << 20  # for all blocks in flight together
+SCORE_BYTES = 3 << 20  # for scores and weights of the heads worked on together; twice that is alive
+# A block in flight hides the latency of the next: about 2 us at the 3 TB/s of the fastest chip.
+IN_FLIGHT_BYTES = 6 << 20
+MAX_BUFFERS = 8
+SMEM_TABLE_BYTES = 900 << 10  # of the 1 MiB of all chips
+
+
+class Window(NamedTuple):
+    """Whole lane tiles of a pool row [start, start + size) that contain one head's keys or values from `offset` on.
+
+    Operands are sliced at whole lane tiles because a slice that starts inside one is a rotation of every register.
+    What else lies in the window meets zeros of the query, or is cut off the result.
+    """
+
+    start: int
+    size: int
+    offset: int
+
+
+class Blocks(NamedTuple):
+    pages: int  # pages of one sequence per block of keys
+    buffers: int  # blocks in VMEM: one being worked, the others on their way
+    tiles: int  # tiles per grid step
+    heads: int  # kv heads worked on together: these have their softmax while the next ones have their scores
+
+
+def key_windows(num_kv_heads: int, head_dim: int, v_head_dim: int) -> tuple[Window, ...]:
+    """Where the keys of each kv head lie in a row of the pool."""
+    width = head_dim + v_head_dim
+    return tuple(_window(head * width, head_dim) for head in range(num_kv_heads))
+
+
+def value_windows(num_kv_heads: int, head_dim: int, v_head_dim: int) -> tuple[Window, ...]:
+    """Where the values of each kv head lie in a row of the pool."""
+    width = head_dim + v_head_dim
+    return tuple(_window(head * width + head_dim, v_head_dim) for head in range(num_kv_heads))
+
+
+def _window(column: int, size: int) -> Window:
+    start = column // LANES * LANES
+    return Window(start, _round_up(column + size, LANES) - start, column - start)
+
+
+def buffer_lanes(row_lanes: int) -> int:
+    """Lanes that a row of `row_lanes` takes in VMEM.
+
+    Tiles of one head lie a row apart. Where that is a multiple of four tiles they share a bank of VMEM, which gives one
+    a cycle; an unused tile at the end of each row spreads them.
+    """
+    return row_lanes + (LANES if row_lanes % (4 * LANES) == 0 else 0)
+
+
+def choose_blocks(
+    *, rows: int, num_kv_heads: int, row_bytes: int, page_size: int, max_pages: int, num_tiles: int, single: bool
+) -> Blocks:
+    """Block sizes for tiles of `rows` query rows per kv head over a pool of `row_bytes` a token.
+
+    single: tiles of one token, which are bound by bandwidth: long blocks amortise the work per block. Otherwise the
+    matrix unit is the bound, and short blocks waste less of it on keys past the causal edge.
+    """
+    # Keys lie along lanes in the scores: a block is a whole number of lane tiles.
+    unit = LANES // math.gcd(page_size, LANES)
+    wanted = 1024 if single else 512
+    fitting = BUFFER_BYTES // 3 // (row_bytes * page_size)
+    pages = max(min(wanted // page_size, fitting, _round_up(max_pages, unit)) // unit, 1) * unit
+    block_bytes = pages * page_size * row_bytes
+    buffers = 1 + max(2, min(-(-IN_FLIGHT_BYTES // block_bytes), MAX_BUFFERS - 1))
+    while buffers > 2 and buffers * block_bytes > BUFFER_BYTES:
+        buffers -= 1
+    scores = rows * pages * page_size * (4 + 4)
+    phases = -(-num_kv_heads // max(min(SCORE_BYTES // scores, 8), 1))
+    heads = -(-num_kv_heads // phases)
+    return Blocks(pages, buffers, min(8, num_tiles) if single else 1, heads)
+
+
+def fits_smem(page_table_shape: tuple[int, ...]) -> bool:
+    """True if a page table [S, W] can be in SMEM as a whole."""
+    num_seqs, width = page_table_shape
+    return _round_up(num_seqs, SUBLANES) * _round_up(width, LANES) * 4 <= SMEM_TABLE_BYTES
+
+
+def num_cores() -> int:
+    """Cores that share a kernel call on the target of the trace: 2 on v5p, 1 elsewhere and where there is no TPU."""
+    return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
+
+
+def mxu_columns() -> int:
+    """Columns of a matrix unit of the target of the trace; 128 where there is no TPU."""
+    return pltpu.get_tpu_info().mxu_column_size if pltpu.is_tpu_device() else LANES
+
+
+def check_dtypes(query: np.dtype, pool: np.dtype) -> None:
+    """Raises ValueError for element types the kernel cannot read."""
+    if query not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"TPU attention needs queries of float32 or bfloat16, got {query}")
+    if pool not in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8):
+        raise ValueError(f"TPU attention cannot read a KV pool of {pool}: there is no such type on TPU")
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises ValueError unless pages are whole rows of tiles."""
+    if page_size % SUBLANES:
+        raise ValueError(f"TPU attention needs page_size to be a multiple of {SUBLANES}, got {page_size}")
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,1 @@
+"""Ragged paged attention in plain XLA."""

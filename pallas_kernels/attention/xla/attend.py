@@ -1,0 +1,244 @@
+"""Paged attention for the CPU, and for GPUs without a kernel: plain XLA whose cost follows the actual lengths.
+
+Online softmax over kv blocks (Milakov & Gimelshein 2018, arXiv 1805.02867; FlashAttention, Dao et al. 2022, arXiv
+2205.14135) on the work list of schedule.py: one loop with a dynamic trip count takes one (tile, kv
+block) at a time, gathers the block's pages, folds them into the running maximum, denominator and accumulator of the
+tile's rows and writes the normalised result back. Several short sequences share a tile, because on the CPU an
+operation costs about a microsecond before it does any work.
+
+The loop body is compiled once per layer and step shape, so it is written for few and large operations: lengths turn
+into masks and scalars in the schedule, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.attention.xla.schedule import Schedule, Tiles, block_kv_of
+from pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv: KVPages,
+    batch: RaggedBatch,
+    schedule: Schedule,
+    *,
+    spec: AttentionSpec,
+    sinks: jax.Array | None,
+    tree_mask: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """o [T, N, Hv] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = kv.data.shape[1]  # inside shard_map fewer than the spec of the pool says
+    # bfloat16 queries over a bfloat16 pool: both products take bfloat16 operands, sums stay float32.
+    operand_dtype = jnp.bfloat16 if q.dtype == kv.dtype == jnp.bfloat16 else jnp.float32
+    rows = q.astype(operand_dtype).reshape(num_tokens, num_kv_heads, -1, head_dim)
+    scale = jnp.full((num_kv_heads,), spec.sm_scale, jnp.float32)
+    if kv.k_scale is not None:
+        scale = scale * kv.k_scale
+    sink = jnp.full((num_q_heads,), -jnp.inf) if sinks is None else sinks
+    step = _Step(kv, batch, spec, scale, sink.reshape(num_kv_heads, -1), tree_mask)
+    o, lse = _attend_single(rows, step, schedule)
+    if schedule.runs is not None:
+        in_single = (schedule.rank < schedule.single.seqs.size)[:, None, None]
+        run_o, run_lse = _attend_runs(rows, step, schedule.runs)
+        o, lse = jnp.where(in_single[..., None], o, run_o), jnp.where(in_single, lse, run_lse)
+    there = (jnp.arange(num_tokens) < batch.cu_q_lens[batch.num_seqs])[:, None, None]
+    o, lse = jnp.where(there[..., None], o, 0.0), jnp.where(there, lse, -jnp.inf)
+    if kv.v_scale is not None:
+        o = o * kv.v_scale[:, None, None]
+    return o.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, num_q_heads)
+
+
+class _Step(NamedTuple):
+    """What every tile of the step reads."""
+
+    kv: KVPages
+    batch: RaggedBatch
+    spec: AttentionSpec
+    scale: jax.Array  # f32 [K] of the logits
+    sink: jax.Array  # f32 [K, G] logit that is in the denominator from the start, -inf: none
+    tree_mask: jax.Array | None  # u32 [T, words]
+
+
+def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
+    """Attend rows q [T, K, G, H] of the `single` tiles; returns [T, K, G, Hv], [T, K, G], undefined for others."""
+    tiles = schedule.single
+    width = tiles.seqs.shape[1]
+
+    def read(tile):
+        tokens = tiles.tokens[tile]
+        return q[tokens], None if step.tree_mask is None else step.tree_mask[tokens, None]
+
+    def write(results, tile, new):
+        return jax.tree.map(lambda old, rows: lax.dynamic_update_slice_in_dim(old, rows, tile * width, 0), results, new)
+
+    shape = (tiles.seqs.size, *q.shape[1:3])
+    init = jnp.zeros((*shape, step.spec.v_head_dim), jnp.float32), jnp.zeros(shape, jnp.float32)
+    o, lse = _walk(tiles, step, read, write, init)
+    rank = jnp.minimum(schedule.rank, tiles.seqs.size - 1)
+    return o[rank], lse[rank]
+
+
+def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+    """Attend rows q [T, K, G, H] of the `runs` tiles; returns [T, K, G, Hv], [T, K, G], undefined for others.
+
+    A tile at the end of its sequence runs over the tokens that follow. Tiles are in token order, so that whoever owns
+    those tokens writes them later.
+    """
+    num_tokens, num_kv_heads, group, _ = q.shape
+    block_q = tiles.start.shape[2]
+    padded = num_tokens + block_q
+    by_head = jnp.pad(q.swapaxes(0, 1), ((0, 0), (0, block_q), (0, 0), (0, 0)))  # [K, T + Q, G, H]
+    tree_mask = None if step.tree_mask is None else jnp.pad(step.tree_mask, ((0, block_q), (0, 0)))
+
+    def read(tile):
+        first = tiles.tokens[tile, 0]
+        rows = lax.dynamic_slice_in_dim(by_head, first, block_q, axis=1).reshape(1, num_kv_heads, block_q * group, -1)
+        return rows, None if tree_mask is None else lax.dynamic_slice_in_dim(tree_mask, first, block_q)[None]
+
+    def write(results, tile, new):
+        return jax.tree.map(
+            lambda old, rows: lax.dynamic_update_slice_in_dim(
+                old, rows.reshape(num_kv_heads, block_q, *old.shape[2:]), tiles.tokens[tile, 0], axis=1
+            ),
+            results,
+            new,
+        )
+
+    shape = (num_kv_heads, padded, group)
+    init = jnp.zeros((*shape, step.spec.v_head_dim), jnp.float32), jnp.zeros(shape, jnp.float32)
+    o, lse = _walk(tiles, step, read, write, init)
+    return o[:, :num_tokens].swapaxes(0, 1), lse[:, :num_tokens].swapaxes(0, 1)
+
+
+def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: tuple[jax.Array, jax.Array]):
+    """Run the work list of `tiles` and return `results` with every tile written.
+
+    read: tile -> its rows [B, K, M, H] with M = Q * G, and their tree mask u32 [B, Q, words] or None.
+    write: results, tile, (o [B, K, M, Hv], lse [B, K, M]) -> results. Called for every block of a tile; the last wins.
+    """
+    num_seqs, block_q = tiles.start.shape[1:]
+    num_kv_heads, group = step.sink.shape
+    shape = (num_seqs, num_kv_heads, block_q * group)
+    sink = jnp.broadcast_to(jnp.tile(step.sink, (1, block_q)), shape)
+    start = (sink, (sink > -jnp.inf).astype(jnp.float32), jnp.zeros((*shape, step.spec.v_head_dim), jnp.float32))
+
+    def attend_block(carry):
+        tile, block, softmax, results = carry
+        rows, tree = read(tile)
+        is_first = block == tiles.first_block[tile]
+        softmax = jax.tree.map(lambda fresh, running: jnp.where(is_first, fresh, running), start, softmax)
+        k, v = (_operand(stored, rows.dtype, step.kv.spec) for stored in _gather_block(tiles, tile, block, step))
+        visible = _visible(tiles, tile, block, k.shape[2], tree, step.batch)
+        softmax = _fold_block(softmax, rows, k, v, visible, step)
+        results = write(results, tile, _normalised(*softmax))
+        done = block >= tiles.last_block[tile]  # not ==: a batch that contradicts itself must still end
+        next_tile = tile + done
+        next_block = jnp.where(done, tiles.first_block[jnp.minimum(next_tile, len(tiles.first_block) - 1)], block + 1)
+        return next_tile, next_block, softmax, results
+
+    carry = (jnp.int32(0), tiles.first_block[0], start, results)
+    return lax.while_loop(lambda carry: carry[0] < tiles.num_tiles, attend_block, carry)[3]
+
+
+def _fold_block(softmax, q, k, v, visible, step: _Step):
+    """Online softmax: (largest, total [B, K, M], acc [B, K, M, Hv]) after keys k [B, K, kv, H] and values v.
+
+    q: [B, K, M, H]. visible: bool [B, Q, kv]; the G rows of a token see the same keys.
+    """
+    largest, total, acc = softmax
+    logits = _batch_dot(q, k, 3) * step.scale[:, None, None]  # [B, K, M, kv]
+    if (cap := step.spec.soft_cap) is not None:
+        logits = cap * jnp.tanh(logits / cap)
+    num_seqs, block_q, block_kv = visible.shape
+    by_token = logits.reshape(num_seqs, logits.shape[1], block_q, -1, block_kv)
+    logits = jnp.where(visible[:, None, :, None], by_token, -jnp.inf).reshape(logits.shape)
+    new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
+    shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)  # a row that has seen nothing: exp(-inf - 0) = 0
+    weights = jnp.exp(logits - shift[..., None])
+    decay = jnp.exp(largest - shift)
+    total = total * decay + jnp.sum(weights, axis=-1)
+    return new_largest, total, acc * decay[..., None] + _batch_dot(weights.astype(v.dtype), v, 2)
+
+
+def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp; a row that has seen nothing gives 0 and -inf."""
+    return acc / jnp.where(total > 0, total, 1.0)[..., None], largest + jnp.log(total)
+
+
+def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch) -> jax.Array:
+    """bool [B, Q, block_kv]: the keys of a block that each token of a tile sees."""
+    positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+    visible = (positions >= tiles.start[tile][..., None]) & (positions < tiles.end[tile][..., None])
+    if tree is None:
+        return visible
+    seqs = tiles.seqs[tile]
+    num_computed = batch.kv_lens[seqs] - (batch.cu_q_lens[seqs + 1] - batch.cu_q_lens[seqs])
+    new = positions - num_computed[:, None]  # [B, block_kv]
+    word = jnp.clip(new // 32, 0, tree.shape[-1] - 1)
+    words = jnp.take_along_axis(tree, jnp.broadcast_to(word[:, None], visible.shape), axis=-1)
+    seen = (words >> (new % 32).astype(jnp.uint32)[:, None]) & 1
+    return visible & ((new < 0)[:, None] | (seen == 1))
+
+
+def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
+    """Keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored.
+
+    Slots outside [low, high) may hold NaN: their values are 0 (their keys are masked as logits), and a page id there
+    may be anything, the gather clips it. The two branches of the cond differ in the mask only: most blocks need none
+    and are copied at memory bandwidth. The cond also keeps XLA from fusing the reshapes below into the gathers, which
+    would then compute an index per element and take three times as long.
+    """
+    kv, spec = step.kv, step.kv.spec
+    num_pages, num_kv_heads, _ = kv.data.shape
+    block_kv = block_kv_of(spec.page_size, tiles.start[0].size)
+    block_pages = block_kv // spec.page_size
+    num_seqs = tiles.seqs.shape[1]
+    page_table, heads = step.batch.page_table, jnp.arange(num_kv_heads, dtype=jnp.int32)
+    column = jnp.minimum(block * block_pages + jnp.arange(block_pages, dtype=jnp.int32), page_table.shape[1] - 1)
+    page_ids = page_table[tiles.seqs[tile][:, None, None], column]  # [B, 1, block_pages]
+    rows = (page_ids * num_kv_heads + heads[:, None]).reshape(-1)
+    flat = kv.data.reshape(num_pages * num_kv_heads, -1)
+    key_width, value_width = spec.page_size * spec.head_dim, spec.page_size * spec.v_head_dim
+
+    def whole():
+        return _gather_columns(flat, rows, 0, key_width), _gather_columns(flat, rows, key_width, value_width)
+
+    def masked():
+        keys, values = whole()
+        positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+        in_use = (positions >= tiles.low[tile][:, None]) & (positions < tiles.high[tile][:, None])
+        in_use = in_use.reshape(num_seqs, 1, block_pages, spec.page_size, 1)
+        shape = (num_seqs, num_kv_heads, block_pages, spec.page_size, spec.v_head_dim)
+        return keys, jnp.where(in_use, values.reshape(shape), 0).reshape(values.shape)
+
+    is_whole = (block >= tiles.whole_from[tile]) & (block < tiles.whole_to[tile])
+    keys, values = lax.cond(is_whole, whole, masked)
+    keys = keys.reshape(num_seqs, num_kv_heads, block_kv, spec.head_dim)
+    values = values.reshape(num_seqs, num_kv_heads, block_kv, spec.v_head_dim)
+    return keys, values
+
+
+def _operand(stored: jax.Array, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:
+    """Stored bits as the operand of a product with `dtype`, bfloat16 (the pool's own dtype then) or float32."""
+    return bits(stored, dtype) if dtype == jnp.bfloat16 else from_storage(stored, spec)
+
+
+def _gather_columns(data: jax.Array, rows: jax.Array, column: int, width: int) -> jax.Array:
+    """[n, width]: columns [column, column + width) of rows i32[n] of data [R, C]; rows out of range are clipped."""
+    dims = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+    index = jnp.stack([rows, jnp.full_like(rows, column)], axis=-1)
+    return lax.gather(data, index, dims, (1, width), mode=lax.GatherScatterMode.CLIP)
+
+
+def _batch_dot(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
+    """Contract the last axis of a [B, K, M, x] with axis `contract` of b [B, K, ., .], in float32."""
+    return lax.dot_general(a, b, (((3,), (contract,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)

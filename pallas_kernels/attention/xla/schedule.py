@@ -1,0 +1,137 @@
+"""The work list of one step for the XLA implementation: which tile of rows meets which blocks of keys.
+
+Owns integers only. It sees lengths, never page ids, queries or keys, so that all layers share one schedule. A row is
+one new token; a tile is B sequences x Q tokens, and walks the kv blocks that at least one of its rows sees.
+
+- `single`: B sequences of one token each, ordered by length, so that the rows of a tile need about equally many blocks.
+- `runs`: Q consecutive tokens of one sequence, for sequences with several new tokens. A batch of at most as many
+  tokens as sequences is all `single`, one row per token, and has no `runs`: half the program to compile.
+
+kv blocks start at multiples of the block size in the sequence's own positions, so that the order in which a row adds
+up its keys does not depend on the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+
+BLOCK_SEQS = 16
+BLOCK_Q = 128
+BLOCK_KV = 128
+
+
+class Tiles(NamedTuple):
+    """n tiles, of which the first `num_tiles` have rows; tokens of one sequence never span two B."""
+
+    num_tiles: jax.Array  # i32 []
+    seqs: jax.Array  # i32 [n, B] row of the page table
+    tokens: jax.Array  # i32 [n, B] first of the Q tokens
+    start: jax.Array  # i32 [n, B, Q] first key a row sees
+    end: jax.Array  # i32 [n, B, Q] one past the last key a row sees; 0 for a row that is not there
+    low: jax.Array  # i32 [n, B] first key any of the Q rows sees
+    high: jax.Array  # i32 [n, B] one past the last key any of them sees
+    first_block: jax.Array  # i32 [n] kv blocks of the tile: [first_block, last_block]
+    last_block: jax.Array  # i32 [n]
+    whole_from: jax.Array  # i32 [n] blocks in [whole_from, whole_to) lie in [low, high) of all B sequences
+    whole_to: jax.Array  # i32 [n]
+
+
+class Schedule(NamedTuple):
+    single: Tiles
+    rank: jax.Array  # i32 [T] row (tile * B + index) of `single` that holds a token, n * B if none does
+    runs: Tiles | None
+
+
+def block_kv_of(page_size: int, num_rows: int) -> int:
+    """Keys per block: whole pages, BLOCK_KV where the page size divides it; twice that for a tile of one row.
+
+    One row's work on a block is smaller than what starting it costs.
+    """
+    wanted = BLOCK_KV if num_rows > 1 else 2 * BLOCK_KV
+    return max(wanted // page_size, 1) * page_size
+
+
+def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int) -> Schedule:
+    """Cut a batch of T = num_tokens tokens into tiles: a few integer operations on [S], [T] and [T / Q, S]."""
+    num_seqs = batch.kv_lens.shape[0]
+    single_kv, runs_kv = block_kv_of(page_size, min(num_tokens, num_seqs)), block_kv_of(page_size, num_tokens)
+    live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
+    q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
+    if num_tokens <= num_seqs:
+        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        ended = _count(live & (tokens[:, None] >= batch.cu_q_lens[1:]))
+        seqs, there = jnp.minimum(ended, num_seqs - 1), ended < batch.num_seqs
+    else:
+        seqs = jnp.arange(num_seqs, dtype=jnp.int32)
+        tokens, there = batch.cu_q_lens[:-1], q_lens == 1
+    single, rank = _single_tiles(batch, q_lens, seqs, tokens, there, spec, num_tokens, single_kv)
+    runs = None if num_tokens <= num_seqs else _run_tiles(batch, q_lens, spec, num_tokens, runs_kv)
+    return Schedule(single, rank, runs)
+
+
+def _single_tiles(batch, q_lens, seqs, tokens, there, spec, num_tokens: int, block_kv: int) -> tuple[Tiles, jax.Array]:
+    """Rows (seqs[r], tokens[r]) i32 [R] where `there`, in tiles [n, B, 1], and the rank of each token."""
+    num_rows = seqs.shape[0]
+    width = min(BLOCK_SEQS, num_rows)
+    start, end = _visible_keys(batch, q_lens, seqs, tokens - batch.cu_q_lens[seqs], there, spec)
+    order = jnp.argsort(-_ceil_div(end, block_kv)).astype(jnp.int32)
+    pad = (0, -num_rows % width)
+
+    def tiled(rows):
+        return jnp.pad(rows[order], pad).reshape(-1, width)
+
+    num_tiles = _ceil_div(_count(there), width)
+    tokens = jnp.where(there, tokens, num_tokens)
+    rank = jnp.full((num_tokens,), num_rows + pad[1], jnp.int32)
+    rank = rank.at[tokens[order]].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
+    tokens = tiled(jnp.minimum(tokens, num_tokens - 1))
+    return _tiles(num_tiles, tiled(seqs), tokens, tiled(start)[..., None], tiled(end)[..., None], block_kv), rank
+
+
+def _run_tiles(batch, q_lens, spec, num_tokens: int, block_kv: int) -> Tiles:
+    """Every sequence of several tokens in tiles [n, 1, Q], in token order."""
+    num_seqs, block_q = q_lens.shape[0], min(BLOCK_Q, num_tokens)
+    tiles = jnp.where(q_lens > 1, _ceil_div(q_lens, block_q), 0)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    index = jnp.arange(num_tokens // block_q + min(num_seqs, num_tokens // 2), dtype=jnp.int32)
+    seqs = jnp.minimum(_count(index[:, None] >= ends), num_seqs - 1)
+    offset = (index - (ends - tiles)[seqs]) * block_q
+    rows = offset[:, None] + jnp.arange(block_q, dtype=jnp.int32)
+    there = (rows < q_lens[seqs, None]) & (index < ends[-1])[:, None]
+    start, end = _visible_keys(batch, q_lens, seqs[:, None], rows, there, spec)
+    tokens = jnp.minimum(batch.cu_q_lens[seqs] + offset, num_tokens)
+    return _tiles(ends[-1], seqs[:, None], tokens[:, None], start[:, None], end[:, None], block_kv)
+
+
+def _visible_keys(batch, q_lens, seqs, index, there, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    """Range [start, end) of keys that new token `index` of sequence `seqs` sees; empty where not `there`."""
+    position = batch.kv_lens[seqs] - q_lens[seqs] + index
+    end = jnp.where(there, position + 1 if spec.causal else batch.kv_lens[seqs], 0)
+    start = jnp.zeros_like(end) if spec.window is None else jnp.maximum(end - spec.window, 0)
+    return start, end
+
+
+def _tiles(num_tiles, seqs, tokens, start, end, block_kv: int) -> Tiles:
+    """Derive the block ranges of tiles from what their rows see."""
+    never = jnp.iinfo(jnp.int32).max
+    low = jnp.min(jnp.where(end > 0, start, never), axis=-1)
+    high = jnp.max(end, axis=-1)
+    first_block = jnp.min(low, axis=-1) // block_kv
+    last_block = _ceil_div(jnp.max(high, axis=-1), block_kv) - 1
+    whole_from = jnp.max(low // block_kv + (low % block_kv > 0), axis=-1)
+    whole_to = jnp.min(high // block_kv, axis=-1)
+    return Tiles(num_tiles, seqs, tokens, start, end, low, high, first_block, last_block, whole_from, whole_to)
+
+
+def _count(mask: jax.Array) -> jax.Array:
+    """How many of the last axis are true."""
+    return jnp.sum(mask, axis=-1, dtype=jnp.int32)
+
+
+def _ceil_div(x: jax.Array, y: int) -> jax.Array:
+    return (x + y - 1) // y

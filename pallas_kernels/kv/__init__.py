@@ -1,0 +1,1 @@
+"""Pages of keys and values: how they are stored, and how new ones are written."""

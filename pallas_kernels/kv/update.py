@@ -1,0 +1,46 @@
+"""Writing the new keys and values of one step into the pool: the public operation.
+
+Owns validation and the choice of implementation. Knows nothing of sequences: a token goes where its slot says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv.pages import KVPages, holds_heads
+from pallas_kernels.registry import kernel
+
+
+def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, platform: str) -> Any:
+    """How the tokens of a step group into aligned pieces of pages, a pytree to hand to `kv_cache_update`.
+
+    Build it once per step: it depends on the offsets of slot_mapping i32[T] within their pages and on which of them
+    follow each other, so all layers share it. platform: a registry row.
+    """
+    return kernel("kv_update_schedule", platform)(slot_mapping, page_size=page_size)
+
+
+def kv_cache_update(
+    kv: KVPages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, schedule: Any = None
+) -> KVPages:
+    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool and return it.
+
+    A slot is page * page_size + offset. Slots outside the pool are dropped, -1 (padding) among them; real slots must
+    be distinct. Quantised pools store round(x / scale), saturating. Donate `kv` when jitting: the update is in place.
+    schedule: of `kv_update_schedule` for the same step, None to build it here.
+    Raises ValueError when shapes or dtypes do not fit the pool.
+    """
+    spec, num_tokens = kv.spec, slot_mapping.shape[0]
+    num_heads = k.shape[1] if k.ndim == 3 and holds_heads(kv, k.shape[1]) else spec.num_kv_heads
+    for name, array, width in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
+        wanted = (num_tokens, num_heads, width)
+        if array.shape != wanted:
+            raise ValueError(f"kv_cache_update: {name} must have shape {wanted}, got {array.shape}")
+    if slot_mapping.dtype != jnp.int32:
+        raise ValueError(f"kv_cache_update: slot_mapping must be int32, got {slot_mapping.dtype}")
+    if schedule is None:
+        schedule = kv_update_schedule(slot_mapping, page_size=spec.page_size, platform=kv.layout)
+    return kernel("kv_cache_update", kv.layout)(kv, k, v, slot_mapping, schedule=schedule)

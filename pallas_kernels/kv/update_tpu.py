@@ -1,0 +1,226 @@
+"""Writing new keys and values on TPU: a Mosaic kernel that moves aligned groups of eight tokens of a page.
+
+Owns the write to the "tpu" layout [P, page_size, C], in place. Knows nothing of sequences or layers.
+
+A token is one row of a page, but eight rows are the least a DMA can address, whatever the dtype. So the unit of work is
+a run: consecutive tokens that land on consecutive rows of one group of eight. The kernel reads the group (not when
+the run fills it), puts the new rows in and writes it back, many groups in flight. Rows of 8 and 16 bits share 32-bit
+words with their neighbours; all arithmetic is on words, so that every bit of the other rows survives.
+
+Which tokens form runs does not change when a layer shifts all slots by whole pages: the step builds the list once, and
+each layer looks the destination of a run up in its own slot_mapping.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kv.pages import LANES, KVPages, to_storage
+
+GROUP = 8  # rows of a page that one DMA moves
+GROUPS_IN_FLIGHT = 32
+READS_AHEAD = 16
+WINDOW_BYTES = 2 << 20  # of new tokens held in VMEM, twice
+VMEM_LIMIT_BYTES = 40 << 20  # the default does not hold the groups of very wide rows
+
+
+class UpdateRuns(NamedTuple):
+    """The runs of one step; entries past `count` are never read."""
+
+    first: jax.Array  # i32 [T] token that a run starts with
+    length: jax.Array  # i32 [T] tokens of a run, 1 to GROUP
+    count: jax.Array  # i32 [] runs
+    reads_ahead: jax.Array  # i32 [] reads that may overtake a write; 0 when two runs meet in one group
+
+
+def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int) -> UpdateRuns:
+    """Cut slot_mapping i32[T] into runs, by comparing all tokens with all: a sort or a scatter would cost more.
+
+    Raises ValueError for a page size that is not a multiple of 8.
+    """
+    if page_size % GROUP:
+        raise ValueError(f"the TPU KV write needs a page_size that is a multiple of {GROUP}, got {page_size}")
+    real = slot_mapping >= 0
+    previous = jnp.concatenate([jnp.full((1,), -2, jnp.int32), slot_mapping[:-1]])
+    starts = real & ((slot_mapping != previous + 1) | (slot_mapping % GROUP == 0))
+    run_of_token = jnp.cumsum(starts, dtype=jnp.int32) - 1
+    run = jnp.arange(slot_mapping.shape[0], dtype=jnp.int32)[:, None]
+    group = jnp.where(starts, slot_mapping // GROUP, -1)
+    # Sequences never share a page that is being written, so a step's runs meet only in hand-made batches.
+    meets = (group[:, None] == group) & starts & (run < run[:, 0])
+    return UpdateRuns(
+        first=jnp.sum(run_of_token < run, axis=1, dtype=jnp.int32),
+        length=jnp.sum((run_of_token == run) & real, axis=1, dtype=jnp.int32),
+        count=jnp.sum(starts, dtype=jnp.int32),
+        reads_ahead=jnp.where(jnp.any(meets), 0, READS_AHEAD).astype(jnp.int32),
+    )
+
+
+def kv_cache_update(
+    kv: KVPages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, schedule: UpdateRuns, interpret: Any = False
+) -> KVPages:
+    """The pool with k [T, K, H] and v [T, K, Hv] in their slots; arguments as the public operation has checked them.
+
+    schedule: of `kv_update_schedule` for slot_mapping, or for one that differs by a whole number of pages.
+    interpret: what `pl.pallas_call` takes, to run on a CPU.
+    Raises ValueError for a pool of float16, which the TPU does not have.
+    """
+    if kv.data.dtype == jnp.float16:
+        raise ValueError("the TPU KV write cannot store float16: there is no such type on TPU, use bfloat16")
+    keys, values = (to_storage(x, kv.spec, kv.layout, scale) for x, scale in ((k, kv.k_scale), (v, kv.v_scale)))
+    width = kv.data.shape[-1]
+    num_tokens, num_tiles = k.shape[0], width // LANES
+    window = min(pl.cdiv(num_tokens, GROUP) * GROUP, max(WINDOW_BYTES // (4 * LANES * num_tiles) // GROUP, 1) * GROUP)
+    num_windows = pl.cdiv(num_tokens, window)
+    words = _token_words(jnp.concatenate([keys, values], axis=-1).reshape(num_tokens, -1))
+    # A window holds the group before and after its tokens too: a run is read as the eight rows that its group gets.
+    words = jnp.pad(words, ((GROUP, num_windows * window + GROUP - num_tokens), (0, width - words.shape[1])))
+    words = words.reshape(-1, num_tiles, LANES).swapaxes(0, 1)
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    scalars = jnp.stack([schedule.count, schedule.reads_ahead])
+    data = pl.pallas_call(
+        functools.partial(_write_runs, page_size=kv.page_size, window=window),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(num_windows,),
+            in_specs=[
+                pl.BlockSpec(
+                    (pl.Element(num_tiles), pl.Element(window + 2 * GROUP), pl.Element(LANES)),
+                    lambda step, *_: (0, step * window, 0),
+                ),
+                in_hbm,
+            ],
+            out_specs=in_hbm,
+            scratch_shapes=[
+                pltpu.VMEM((GROUPS_IN_FLIGHT, GROUP, width), kv.data.dtype),
+                pltpu.SemaphoreType.DMA((GROUPS_IN_FLIGHT,)),
+                pltpu.SemaphoreType.DMA((GROUPS_IN_FLIGHT,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(kv.data.shape, kv.data.dtype),
+        input_output_aliases={5: 0},
+        # Slots have been compared with the pool's size; checking every copy again would cost as much as making it.
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        interpret=interpret,
+        name="kv_cache_update",
+    )(scalars, schedule.first, schedule.length, slot_mapping, words, kv.data)
+    return replace(kv, data=data)
+
+
+def _token_words(rows: jax.Array) -> jax.Array:
+    """u32 words that hold each element of the narrower `rows` as often as it fits."""
+    bits = lax.bitcast_convert_type(rows, jnp.dtype(f"uint{8 * rows.dtype.itemsize}")).astype(jnp.uint32)
+    return bits * jnp.uint32({1: 0x01010101, 2: 0x00010001, 4: 1}[rows.dtype.itemsize])
+
+
+def _write_runs(
+    scalars,  # SMEM: runs, reads ahead
+    first,  # SMEM [T]
+    length,  # SMEM [T]
+    slots,  # SMEM [T]
+    words,  # VMEM u32 [tiles, window + 2 * GROUP, LANES]: tokens from window * step - GROUP on
+    _,
+    pool,  # HBM [P, page_size, C]
+    groups,  # VMEM [GROUPS_IN_FLIGHT, GROUP, C]
+    read_sems,
+    write_sems,
+    next_run,  # SMEM [1]
+    *,
+    page_size: int,
+    window: int,
+):
+    """One window of new tokens: the runs that start in it. Run r uses buffer r % GROUPS_IN_FLIGHT."""
+    step, count, reads_ahead = pl.program_id(0), scalars[0], scalars[1]
+    overlapped = reads_ahead > 0
+
+    def stored(run):
+        slot = slots[first[run]]
+        return (slot >= 0) & (slot < pool.shape[0] * page_size)
+
+    def place(run):
+        slot = slots[first[run]]
+        row = pl.multiple_of(lax.div(lax.rem(slot, page_size), GROUP) * GROUP, GROUP)
+        return pool.at[lax.div(slot, page_size), pl.ds(row, GROUP)]
+
+    anywhere = pool.at[0, pl.ds(0, GROUP)]  # a wait counts bytes, it does not look where they are
+
+    def read(run, at):
+        buffer = lax.rem(run, GROUPS_IN_FLIGHT)
+        return pltpu.make_async_copy(at, groups.at[buffer], read_sems.at[buffer])
+
+    def write(run, at):
+        buffer = lax.rem(run, GROUPS_IN_FLIGHT)
+        return pltpu.make_async_copy(groups.at[buffer], at, write_sems.at[buffer])
+
+    def start_read(run):
+        pl.when(stored(run) & (length[run] < GROUP))(lambda: read(run, place(run)).start())
+
+    def wait_write(run):
+        pl.when(stored(run))(lambda: write(run, anywhere).wait())
+
+    @pl.when(step == 0)
+    def _():
+        next_run[0] = 0
+
+        @pl.loop(0, jnp.minimum(count, reads_ahead))
+        def _(run):
+            start_read(run)
+
+    def body(run):
+        ahead = run + reads_ahead
+
+        @pl.when(ahead < count)
+        def _():
+            pl.when(overlapped & (ahead >= GROUPS_IN_FLIGHT))(lambda: wait_write(ahead - GROUPS_IN_FLIGHT))
+            start_read(ahead)
+
+        @pl.when(stored(run))
+        def _():
+            pl.when(length[run] < GROUP)(lambda: read(run, anywhere).wait())
+            row = lax.rem(slots[first[run]], GROUP)
+            source = first[run] - row + GROUP - step * window
+            _put_rows(groups, lax.rem(run, GROUPS_IN_FLIGHT), words, source, row, length[run])
+            write(run, place(run)).start()
+            pl.when(~overlapped)(lambda: write(run, anywhere).wait())
+
+        return run + 1
+
+    def starts_here(run):
+        return (run < count) & (first[jnp.minimum(run, first.shape[0] - 1)] < (step + 1) * window)
+
+    next_run[0] = lax.while_loop(starts_here, body, next_run[0])
+
+    @pl.when(overlapped & (step == pl.num_programs(0) - 1))
+    def _():
+        @pl.loop(jnp.maximum(count - GROUPS_IN_FLIGHT, 0), count)
+        def _(run):
+            wait_write(run)
+
+
+def _put_rows(groups, buffer, words, source, row, length):
+    """Rows [row, row + length) of a group in VMEM become those of the eight tokens from `source` on."""
+    per_word = 4 // groups.dtype.itemsize
+    bits = 32 // per_word
+    masks = []
+    for part in range(per_word):  # row per_word * i + part of the group lies in these bits of word i
+        index = lax.broadcasted_iota(jnp.int32, (GROUP // per_word, LANES), 0) * per_word + part
+        field = jnp.uint32((2**bits - 1) << bits * part)
+        masks.append(jnp.where((index >= row) & (index < row + length), field, jnp.uint32(0)))
+    kept = ~functools.reduce(jnp.bitwise_or, masks)
+    for tile in range(words.shape[0]):
+        lanes = slice(tile * LANES, (tile + 1) * LANES)
+        old = pltpu.bitcast(groups[buffer, :, lanes], jnp.uint32)
+        new = old & kept
+        for part, mask in enumerate(masks):
+            rows = pl.ds(source + part, GROUP // per_word, stride=per_word)
+            new |= words[tile, rows, :] & mask
+        groups[buffer, :, lanes] = pltpu.bitcast(new, groups.dtype)

@@ -1,0 +1,40 @@
+"""Writing new keys and values with XLA: one in-place scatter for keys, one for values, on the layout of CPU and GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.kv.pages import KVPages, to_storage
+
+
+def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int) -> None:
+    """A scatter needs nothing but the slots."""
+
+
+def kv_cache_update(kv: KVPages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, schedule: Any) -> KVPages:
+    """The pool with k [T, K, H] and v [T, K, Hv] in their slots; arguments as the public operation has checked them."""
+    spec, num_pages = kv.spec, kv.data.shape[0]
+    keys, values = to_storage(k, spec, kv.layout, kv.k_scale), to_storage(v, spec, kv.layout, kv.v_scale)
+    if slot_mapping.shape[0] == 1:
+        # XLA:CPU copies the whole pool for a scatter of one row; two rows stay in place.
+        keys, values = (jnp.pad(rows, ((0, 1), (0, 0), (0, 0))) for rows in (keys, values))
+        slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=-1)
+    page = jnp.where(slot_mapping < 0, num_pages, slot_mapping // spec.page_size)  # out of range: dropped
+    offset = slot_mapping % spec.page_size
+    data = _scatter_rows(kv.data, keys, page, offset * spec.head_dim)
+    data = _scatter_rows(data, values, page, spec.page_size * spec.head_dim + offset * spec.v_head_dim)
+    return replace(kv, data=data)
+
+
+def _scatter_rows(data: jax.Array, rows: jax.Array, page: jax.Array, column: jax.Array) -> jax.Array:
+    """data [P, K, C] with rows [T, K, c] written to page i32[T], columns [column, column + c)."""
+    dims = lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
+    )
+    index = jnp.stack([page, column], axis=-1)
+    return lax.scatter(data, index, rows, dims, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP)

@@ -1,0 +1,161 @@
+"""The line under the fair policy: whoever has been served least comes next.
+
+The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. While
+two clients both have requests waiting, what they are served differs by no more than twice the larger of INPUT_WEIGHT *
+the longest input and OUTPUT_WEIGHT * the tokens that run at once, however long that lasts (their theorem 4.4). Knows
+nothing of pages or of what a step computes, only whose its tokens are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from scheduler.policy.waiting import WaitingQueue
+from scheduler.request import Request
+
+# Service of one token, as in the paper.
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+
+_NOBODY = np.iinfo(np.int64).max
+
+
+class FairQueue:
+    """A line for each client, in order of arrival, and a counter of the service that it received.
+
+    The next request is the first one of the client with the least counter; of equals, the one that arrived first. An
+    input is charged when its request is first admitted, less what the prefix cache held, for a token that is not
+    computed takes nothing from the others; an output token when the step that samples it is scheduled. What preemption
+    has computed again is charged to nobody.
+
+    A client that begins to wait is lifted to the least counter of those that wait already, or to that of the client
+    that waited last, so that time in which it wanted nothing earns it nothing. A counter that the next lift would
+    raise anyway is forgotten once its client neither waits nor runs, and all are when nobody does: what is remembered
+    is the clients with requests and those that received more than the ones that wait.
+
+    Attributes:
+      num_tokens: prompt tokens of those in line.
+    """
+
+    def __init__(self, num_ranks: int = 1, max_num_seqs: int = 1):
+        self.num_tokens = 0
+        self._num_waiting = 0
+        # Whose request runs in a slot, a client's number.
+        self._owner = np.zeros((num_ranks, max_num_seqs), np.int64)
+        self._forget_all()
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no particular order."""
+        for number in self._numbers.values():
+            yield from self._lines[number]
+
+    @property
+    def service(self) -> dict[str, int]:
+        """The counters that are remembered, by client."""
+        return {client: int(self._service[number]) for client, number in self._numbers.items()}
+
+    def num_waiting(self, client: str) -> int:
+        """Requests of one client in line."""
+        number = self._numbers.get(client)
+        return 0 if number is None else len(self._lines[number])
+
+    def push(self, request: Request) -> None:
+        """Into its client's line: a new one at the end, one that was preempted at its old place, the front."""
+        number = self._numbers.get(request.client)
+        if number is None:
+            number = self._add(request.client)
+        begins, level = self._head[number] == _NOBODY, self._level()
+        self._lines[number].push(request)
+        self._head[number] = min(self._head[number], request.arrival_index)
+        self._num_waiting += 1
+        self.num_tokens += request.num_prompt_tokens
+        self._last = None
+        if begins:
+            self._service[number] = max(int(self._service[number]), level)
+            self._forget(level)
+
+    def first(self) -> Request | None:
+        """The next request in line, left in place; None when nobody waits."""
+        if not self._num_waiting:
+            return None
+        waiting = np.flatnonzero(self._head != _NOBODY)
+        least = waiting[self._service[waiting] == self._service[waiting].min()]
+        return self._lines[int(least[np.argmin(self._head[least])])].first()
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out, wherever it stands."""
+        number = self._numbers[request.client]
+        line = self._lines[number]
+        line.remove(request)
+        head = line.first()
+        self._head[number] = _NOBODY if head is None else head.arrival_index
+        self._num_waiting -= 1
+        self.num_tokens -= request.num_prompt_tokens
+        if head is None:
+            self._last = number
+        self._forget_if_idle()
+
+    def start(self, request: Request, num_tokens: int) -> None:
+        """Takes out a request that has got a slot, and charges `num_tokens` of input."""
+        number = self._numbers[request.client]
+        self._owner[request.rank, request.slot] = number
+        self._running[number] += 1
+        self._service[number] += INPUT_WEIGHT * num_tokens
+        self.remove(request)
+
+    def charge_outputs(self, rank: int, slots: np.ndarray) -> None:
+        """Charges one output token for each of `slots`, whose step has been scheduled."""
+        counts = np.bincount(self._owner[rank, slots], minlength=len(self._service))
+        self._service += OUTPUT_WEIGHT * counts
+
+    def stop(self, request: Request) -> None:
+        """Told of a request that has lost its slot, once it waits again if it is to."""
+        self._running[self._numbers[request.client]] -= 1
+        self._forget_if_idle()
+
+    def _level(self) -> int:
+        """What a client's counter is at least, once it waits."""
+        if self._num_waiting:
+            return int(self._service[self._head != _NOBODY].min())
+        return 0 if self._last is None else int(self._service[self._last])
+
+    def _add(self, client: str) -> int:
+        if not self._free:
+            size = len(self._lines)
+            more = np.full(size + 8, _NOBODY)
+            self._service, self._head = np.append(self._service, more), np.append(self._head, more)
+            self._running = np.append(self._running, np.zeros_like(more))
+            self._lines += [WaitingQueue() for _ in more]
+            self._clients += [""] * len(more)
+            self._free += range(len(self._lines) - 1, size - 1, -1)
+        number = self._numbers[client] = self._free.pop()
+        self._clients[number] = client
+        self._service[number] = 0
+        return number
+
+    def _forget(self, level: int) -> None:
+        """Forgets clients that want nothing and that a lift to `level` would set to as much as they have, or more."""
+        idle = (self._service <= level) & (self._head == _NOBODY) & (self._running == 0)
+        for number in np.flatnonzero(idle).tolist():
+            del self._numbers[self._clients[number]]
+            self._service[number] = _NOBODY
+            self._free.append(number)
+
+    def _forget_if_idle(self) -> None:
+        if not self._num_waiting and not self._running.any():
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._numbers: dict[str, int] = {}
+        # By a client's number; service is _NOBODY for a number that is free, head the arrival_index of the first in
+        # line and _NOBODY without one.
+        self._service, self._running, self._head = (np.zeros(0, np.int64) for _ in range(3))
+        self._lines: list[WaitingQueue] = []
+        self._clients: list[str] = []
+        self._free: list[int] = []
+        # The client that was the last to wait, while nobody does.
+        self._last: int | None = None

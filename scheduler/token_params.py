@@ -1,0 +1,78 @@
+"""What a step must know of how a request samples: numbers and token ids, no text.
+
+A caller's parameters are jaxengine's SamplingParams, where they are checked; these are the part of them that crosses to
+the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+# Features of a request the compiled step may skip when no row of the batch has them.
+RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS = (1 << bit for bit in range(7))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """What an output must keep to, as jaxengine.grammars compiles it.
+
+    Attributes:
+      kind: "json", "regex", "choice" or "grammar".
+      text: a JSON schema, a regular expression, a JSON list of strings, or a context-free grammar.
+      options: of JSON: whitespace and additional properties.
+    """
+
+    kind: str
+    text: str
+    options: dict[str, str | bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenParams:
+    """Field names are those of SamplingParams.
+
+    Attributes:
+      min_tokens: no stop token ends the request before it has so many.
+      logprobs, prompt_logprobs: entries to report for each token, None for none.
+      logit_bias: what is added to the logits of tokens, by id.
+      bad_words: token sequences that the request must not complete.
+      grammar: what its output must keep to.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
+
+    @cached_property
+    def features(self) -> int:
+        """Which optional parts of the step a request with these parameters needs."""
+        biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
+        penalties = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        wanted = (
+            (RANDOM, self.temperature > 0),
+            (TRUNCATION, self.top_k > 0 or self.top_p < 1 or self.min_p > 0),
+            (PENALTIES, penalties),
+            (BIAS, biased),
+            (MASK, self.grammar is not None),
+            (LOGPROBS, self.logprobs is not None),
+            (PROMPT_LOGPROBS, self.prompt_logprobs is not None),
+        )
+        return sum(feature for feature, needed in wanted if needed)
+
+    @property
+    def waits_for_token(self) -> bool:
+        """Whether what it may take next depends on the token sampled last, so that the host must see that first."""
+        return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)

@@ -1,0 +1,55 @@
+"""`bench host` measures what it says: all sequences decode, nothing ends unless asked, and the JSON has its field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxengine.bench import host
+from jaxengine.commands.cli import main
+from scheduler.scheduler import Scheduler
+
+
+@pytest.mark.parametrize("num_seqs", [1, 7])
+def test_every_measured_step_decodes_all_sequences(num_seqs, monkeypatch):
+    rows = []
+    schedule = Scheduler.schedule
+
+    def watched(self, now=0.0):
+        step = schedule(self, now)
+        rows.append((step.num_rows, sum(batch.num_decode for batch in step.batches)))
+        return step
+
+    monkeypatch.setattr(Scheduler, "schedule", watched)
+    result = host.measure(num_seqs, 20, rounds=2)
+    assert rows[-40:] == [(num_seqs, num_seqs)] * 40
+    assert result["us_per_step"] == pytest.approx(result["schedule"] + result["pack"] + result["update"], abs=0.2)
+
+
+def test_turnover_ends_requests_and_begins_new_ones(monkeypatch):
+    admitted = []
+    schedule = Scheduler.schedule
+
+    def watched(self, now=0.0):
+        step = schedule(self, now)
+        admitted.append(sum(len(batch.admitted) for batch in step.batches))
+        return step
+
+    monkeypatch.setattr(Scheduler, "schedule", watched)
+    host.measure(8, 100, turnover=20, rounds=1)
+    # 8 sequences of 20 tokens on average over 100 steps: about 40 ends.
+    assert 20 <= sum(admitted[10:]) <= 80
+
+
+def test_json_holds_one_number_for_one_size(tmp_path, capsys):
+    assert main(["bench", "host", "--num-seqs", "4", "--num-steps", "5", "--json", str(tmp_path / "one.json")]) == 0
+    found = json.loads((tmp_path / "one.json").read_text())
+    assert found["us_per_step"] > 0 and found["results"][0]["num_seqs"] == 4
+    assert found["machine"]["python"] and "us_per_step" in capsys.readouterr().out
+
+
+def test_json_holds_a_number_for_each_of_several_sizes(tmp_path):
+    arguments = ["bench", "host", "--num-seqs", "1", "3", "--num-steps", "5", "--json", str(tmp_path / "two.json")]
+    assert main(arguments) == 0
+    assert sorted(json.loads((tmp_path / "two.json").read_text())["us_per_step"]) == ["1", "3"]

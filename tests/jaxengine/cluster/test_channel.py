@@ -1,0 +1,177 @@
+"""Messages between processes: what is written is read, and nothing else is, whoever sends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from jaxengine.cluster.channel import (
+    MAX_MESSAGE_BYTES,
+    Channel,
+    ClusterError,
+    Message,
+    accept_channel,
+    connect_channel,
+    decode,
+    encode,
+    read_key,
+)
+from jaxengine.config.engine_config import ConfigError
+
+KEY = b"k" * 32
+STEP = Message("step", {"num_tokens": 8, "num_seqs": 8}, [np.arange(12, dtype=np.int32).reshape(2, 6)])
+
+
+def with_header(header: object, data: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(4, "little") + raw + data
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        STEP,
+        Message("end", {}),
+        Message("change", {"name": "bias row"}, [np.array(3, np.int32), np.linspace(0, 1, 5, dtype=np.float32)]),
+        Message("step", {"num_tokens": 1, "num_seqs": 1}, [np.zeros((0, 3), np.int32)]),
+    ],
+)
+def test_a_message_comes_as_it_was_sent(message):
+    found = decode(encode(message))
+    assert (found.op, found.fields) == (message.op, message.fields)
+    for one, other in zip(found.arrays, message.arrays, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and np.array_equal(one, other)
+        assert one.flags.aligned
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (b"", "a header of 0"),
+        (b"\xff\xff\xff\xff[]", "a header of 4294967295"),
+        (with_header(b"{]"), "not JSON"),
+        (with_header(b"[" * 60000), "not JSON"),
+        (with_header({"op": "step"}), "not [operation, fields, arrays]"),
+        (with_header(["run", {}, []]), "a message's operation is 'run'"),
+        (with_header(["step", {"num_tokens": 8}, []]), "must have the fields num_tokens, num_seqs"),
+        (with_header(["step", {"num_tokens": True, "num_seqs": 8}, []]), "must have the fields"),
+        (with_header(["end", {}, None]), "dtypes and shapes"),
+        (with_header(["end", {}, [["object", [1]]]], bytes(8)), "dtypes and shapes"),
+        (with_header(["end", {}, [["int32", [-1]]]], bytes(8)), "dtypes and shapes"),
+        (with_header(["end", {}, [["int32", [2**30, 2**30, 2**30]]]], bytes(8)), "in the middle of an array"),
+        (encode(STEP)[:-1], "in the middle of an array"),
+        (encode(STEP) + b"\0", "1 bytes more"),
+    ],
+)
+def test_other_bytes_are_one_clear_error(payload, said):
+    with pytest.raises(ClusterError) as caught:
+        decode(payload)
+    assert said in str(caught.value)
+
+
+def test_no_bytes_are_another_error():
+    rng = np.random.default_rng(0)
+    whole = encode(STEP)
+    for _ in range(2000):
+        changed = bytearray(whole[: rng.integers(len(whole) + 1)])
+        for place in rng.integers(0, max(1, len(changed)), 3):
+            changed[place : place + 1] = rng.bytes(1)
+        try:
+            decode(bytes(changed))
+        except ClusterError:
+            continue
+
+
+@pytest.fixture
+def ends():
+    """Both ends of a connection, not yet a channel."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        server.accept()[0] as other,
+    ):
+        yield one, other
+
+
+def channels(key: bytes, other_key: bytes) -> tuple[Channel, Channel]:
+    """A worker's and host 0's."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(connect_channel, "127.0.0.1", server.getsockname()[1], key)
+        connection = server.accept()[0]
+        try:
+            host0 = accept_channel(connection, other_key)
+        except ClusterError as error:
+            connection.close()
+            raise ClusterError(f"{error}; {worker.exception()}") from None
+        return worker.result(), host0
+
+
+def test_who_knows_the_key_is_heard():
+    worker, host0 = channels(KEY, KEY)
+    for number in range(3):
+        worker.send("plan", num_pages=number, programs="x")
+        assert host0.receive().fields == {"num_pages": number, "programs": "x"}
+        host0.send("step", STEP.arrays, **STEP.fields)
+        assert np.array_equal(worker.receive().arrays[0], STEP.arrays[0])
+    worker.close()
+    with pytest.raises(OSError):
+        host0.receive()
+    host0.close()
+
+
+def test_who_does_not_is_not():
+    with pytest.raises(ClusterError, match="it has another cluster key; host 0 has another cluster key"):
+        channels(KEY, b"l" * 32)
+
+
+def test_what_is_not_a_worker_is_refused(ends):
+    one, other = ends
+    one.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: */*\r\n\r\n" + bytes(100))
+    with pytest.raises(ClusterError, match="not a worker"):
+        accept_channel(other, KEY)
+
+
+@pytest.mark.parametrize("change", ["a byte", "again", "back"])
+def test_a_message_of_somebody_else_is_refused(ends, change):
+    one, other = ends
+    Channel(one, b"there", b"back").send("end")
+    sent = bytearray(other.recv(1000))
+    there, back = (b"back", b"there") if change == "back" else (b"there", b"back")
+    reader = Channel(one, back, there)
+    if change == "again":
+        other.sendall(sent)
+        assert reader.receive().op == "end"
+    elif change == "a byte":
+        sent[-20] ^= 1
+    other.sendall(sent)
+    with pytest.raises(ClusterError, match="not sent by the other end"):
+        reader.receive()
+
+
+def test_a_message_that_claims_to_be_large_is_not_waited_for(ends):
+    one, other = ends
+    one.sendall((MAX_MESSAGE_BYTES + 1).to_bytes(8, "little") + bytes(32))
+    with pytest.raises(ClusterError, match=f"claims {MAX_MESSAGE_BYTES + 1} bytes"):
+        Channel(other, b"", b"").receive()
+    with pytest.raises(ClusterError, match="allowed are"):
+        Channel(other, b"", b"").send("change", [np.zeros(MAX_MESSAGE_BYTES, np.int32)], name="x")
+
+
+def test_a_key_file_is_its_owners_alone(tmp_path):
+    file = tmp_path / "key"
+    file.write_bytes(b"  " + KEY + b"\n")
+    os.chmod(file, 0o600)
+    assert read_key(str(file)) == KEY
+    os.chmod(file, 0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_key(str(file))
+    os.chmod(file, 0o600)
+    file.write_bytes(b"short")
+    for wrong, said in ((str(file), "holds 5 bytes"), (None, "nnodes"), (str(tmp_path / "no"), "No such file")):
+        with pytest.raises(ConfigError, match=said):
+            read_key(wrong)

@@ -1,0 +1,128 @@
+"""The chat loop over an engine that answers with what it was sent."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import jaxengine.api.llm
+from jaxengine.commands.chat import chat, stream
+from jaxengine.commands.cli import main
+from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from scheduler.errors import RequestError
+
+
+class FakeCore:
+    """Streams the conversation's own text back, a word a step."""
+
+    def __init__(self):
+        self.inputs = self
+        self.prepared, self.aborted, self.params = [], [], []
+        self._words: list[str] = []
+
+    def chat_prompt(self, messages):
+        text = "|".join(f"{message['role'][0]}:{message['content']}" for message in messages)
+        return {"prompt": text, "prompt_token_ids": list(text)}
+
+    def prepare(self, prompt, params):
+        if len(prompt["prompt_token_ids"]) > 40:
+            raise RequestError("prompt is too long", param="prompt")
+        self.params.append(params)
+        self.prepared.append(prompt["prompt"])
+        return SimpleNamespace(request_id=str(len(self.prepared)), text=prompt["prompt"])
+
+    def add(self, prepared):
+        self._words = ["", *(word + " " for word in prepared.text.split())]
+
+    def step(self):
+        if self.interrupt:
+            self.interrupt = False
+            raise KeyboardInterrupt
+        text, self._words = self._words[0], self._words[1:]
+        finished = not self._words
+        completion = CompletionOutput(0, text, [1], finish_reason="stop" if finished else None)
+        return [RequestOutput("1", None, [1], [completion], finished)]
+
+    interrupt = False
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+
+
+class FakeLLM:
+    def __init__(self, **options):
+        self.options = options
+        self.core = FakeCore()
+        FakeLLM.last = self
+
+    def get_default_sampling_params(self):
+        return SamplingParams(temperature=0.5, top_k=7)
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    monkeypatch.setattr(jaxengine.api.llm, "LLM", FakeLLM)
+
+    def run(lines, *arguments):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        status = main(["chat", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_each_line_is_answered_with_the_conversation_so_far(talk):
+    status, out, _ = talk("hi\n\nyou\n")
+    assert status == 0
+    assert FakeLLM.last.core.prepared == ["u:hi", "u:hi|a:u:hi |u:you"]
+    assert out == "u:hi \nu:hi|a:u:hi |u:you \n"
+
+
+def test_exit_leaves_and_clear_forgets(talk):
+    talk("one\n/clear\ntwo\n/exit\nthree\n", "--system", "S")
+    assert FakeLLM.last.core.prepared == ["s:S|u:one", "s:S|u:two"]
+
+
+def test_options_reach_the_engine_and_the_request(talk):
+    talk("hi\n", "--max-tokens", "9", "--dtype", "bfloat16")
+    assert FakeLLM.last.options == {"dtype": "bfloat16"}
+    params = FakeLLM.last.core.params[0]
+    assert params.max_tokens == 9 and params.top_k == 7 and params.output_kind is RequestOutputKind.DELTA
+
+
+def test_an_answer_may_fill_the_context_unless_told_otherwise(talk):
+    talk("hi\n")
+    assert FakeLLM.last.core.params[0].max_tokens is None
+
+
+def test_a_conversation_that_is_too_long_is_said_and_the_chat_goes_on(talk):
+    status, out, err = talk("x" * 50 + "\nhi\n")
+    assert status == 0 and "too long" in err and "/clear" in err
+    assert FakeLLM.last.core.prepared == ["u:hi"] and out == "u:hi \n"
+
+
+def test_a_wrong_sampling_option_is_said_before_the_model_is_loaded(talk):
+    FakeLLM.last = None
+    status, _, err = talk("hi\n", "--temperature", "9")
+    assert status == 2 and "temperature" in err and FakeLLM.last is None
+
+
+def test_ctrl_c_ends_the_answer_and_frees_the_request(monkeypatch, capsys):
+    monkeypatch.setattr(jaxengine.api.llm, "LLM", FakeLLM)
+    monkeypatch.setattr(FakeCore, "interrupt", True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    assert chat({}, {}) == 0
+    assert FakeLLM.last.core.aborted == ["1"] and "[stopped]" in capsys.readouterr().out
+
+
+def test_leaving_a_stream_early_aborts_its_request():
+    llm = FakeLLM()
+    pieces = stream(llm, [{"role": "user", "content": "a b c"}], SamplingParams())
+    next(pieces)
+    pieces.close()
+    assert llm.core.aborted == ["1"]

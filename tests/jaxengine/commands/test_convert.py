@@ -1,0 +1,55 @@
+"""`jaxengine convert`: the converted folder is the same model, for the sizes it was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.commands.cli import main
+from jaxengine.config.engine_config import ConfigError
+from models.weights.errors import ModelFileError
+
+PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+
+def tokens(llm):
+    return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_a_converted_model_is_the_same_model(tiny_options, tmp_path, make_llm, capsys):
+    source, folder = tiny_options["model"], tmp_path / "converted"
+    assert main(["convert", str(folder), "--model", source, "--disable-log-stats"]) == 0
+    converted = {**tiny_options, "model": str(folder)}
+    assert tokens(LLM(**converted)) == tokens(make_llm())
+    assert tokens(LLM(**converted, load_format="orbax")) == tokens(make_llm())
+
+    assert main(["convert", str(folder), "--model", source, "--disable-log-stats"]) == 2
+    assert "exists; a checkpoint is written to a new folder" in capsys.readouterr().err
+    with pytest.raises(ModelFileError, match="convert the model again"):
+        LLM(**{**converted, "dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match="allowed: auto, orbax, dummy"):
+        LLM(**converted, load_format="safetensors")
+    with pytest.raises(ConfigError, match="allowed: auto, safetensors, dummy"):
+        LLM(**tiny_options, load_format="orbax")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pipeline-parallel-size", "2"], "pipeline_parallel_size is 2; allowed: 1"),
+        (["--tensor-parallel-size", "64"], "parallel sizes whose product is at most"),
+    ],
+)
+def test_what_cannot_be_converted(tiny_options, tmp_path, capsys, options, message):
+    folder = tmp_path / "converted"
+    assert main(["convert", str(folder), "--model", tiny_options["model"], *options]) == 2
+    assert message in capsys.readouterr().err and not Path(folder).exists()
+
+
+def test_a_gguf_file_is_not_converted(tmp_path, capsys):
+    """Its tokenizer is inside it, not a file beside the weights."""
+    assert main(["convert", str(tmp_path / "converted"), "--disable-log-stats"]) == 2
+    assert "allowed: a Hugging Face folder or hub id with safetensors" in capsys.readouterr().err

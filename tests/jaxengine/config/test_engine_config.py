@@ -1,0 +1,129 @@
+"""Options are honoured or refused by name; what is left open follows from model and platform."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxengine.config.engine_config import _NOT_BUILT, CompilationConfig, ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.runner.memory import plan_memory
+from models.config.model_config import ModelConfig
+
+MODEL = ModelConfig("LlamaForCausalLM", 128, 64, 128, 2, 4, 2, 16, 1e-5, 1e4, 1000, (None, None))
+CPU = PLATFORMS["cpu"]
+
+
+def test_unknown_option_names_a_near_one():
+    with pytest.raises(ConfigError, match="did you mean max_num_seqs") as error:
+        EngineConfig.from_options(max_num_seq=3)
+    assert error.value.param == "max_num_seq"
+
+
+@pytest.mark.parametrize("name", sorted(_NOT_BUILT))
+def test_options_not_built_are_refused_unless_they_ask_for_nothing(name):
+    for default in _NOT_BUILT[name]:
+        EngineConfig.from_options(**{name: default})
+    for value in (7, "x", True):
+        if not any(type(value) is type(default) and value == default for default in _NOT_BUILT[name]):
+            with pytest.raises(ConfigError, match="not supported yet") as error:
+                EngineConfig.from_options(**{name: value})
+            assert error.value.param == name
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
+def test_every_option_refuses_a_value_of_another_type(field):
+    wrong = 3.5 if str(field.type).startswith("str") or "int" in str(field.type) else "yes"
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(**{field.name: wrong})
+    assert error.value.param.startswith(field.name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 0},
+        {"max_num_seqs": True},
+        {"gpu_memory_utilization": 0.0},
+        {"gpu_memory_utilization": 1.5},
+        {"gpu_memory_utilization": float("nan")},
+        {"dtype": "float16"},
+        {"scheduling_policy": "lifo"},
+        {"load_format": "pt"},
+        {"logprobs_mode": "all"},
+        {"block_size": -1},
+        {"compilation_config": {"cudagraph_capture_sizes": [0]}},
+        {"compilation_config": {"sizes": [1]}},
+        {"compilation_config": {"mode": 1}},
+        {"compilation_config": 3},
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError):
+        EngineConfig.from_options(**options)
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().seed = 1  # type: ignore[misc]
+
+
+def test_resolved_leaves_nothing_open():
+    config = EngineConfig().resolved(MODEL, CPU)
+    assert (config.dtype, config.kv_cache_dtype) == ("float32", "float32")
+    assert (config.max_model_len, config.block_size, config.max_num_seqs) == (1000, 16, 32)
+    assert EngineConfig().resolved(MODEL, PLATFORMS["tpu"]).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"max_model_len": 1001}, "max_model_len"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, "max_num_batched_tokens"),
+        ({"enable_chunked_prefill": False, "long_prefill_token_threshold": 8}, "long_prefill_token_threshold"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together_are_refused(options, param):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(**options).resolved(MODEL, CPU)
+    assert error.value.param == param
+
+
+def test_capture_sizes_become_buckets():
+    config = EngineConfig(
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        compilation_config=CompilationConfig(cudagraph_capture_sizes=(1, 2, 4), prefill_sizes=(32,)),
+    ).resolved(MODEL, CPU)
+    shapes = [(bucket.num_tokens, bucket.num_seqs) for bucket in config.buckets(CPU)]
+    assert shapes == [(1, 1), (2, 2), (4, 4), (16, 16), (32, 16), (64, 16)]
+    too_large = dataclasses.replace(config, compilation_config=CompilationConfig(cudagraph_capture_sizes=(32,)))
+    with pytest.raises(ConfigError, match="allowed are 1 to 16"):
+        too_large.buckets(CPU)
+
+
+def plan(**options):
+    config = EngineConfig(**options).resolved(MODEL, CPU)
+    return plan_memory(config, total=1 << 30, weights=100 << 20, workspace=28 << 20, page_bytes=1 << 14)
+
+
+def test_pages_follow_from_memory():
+    quarter = plan(gpu_memory_utilization=0.25, max_num_seqs=512, max_num_batched_tokens=512)
+    assert quarter.num_pages == ((256 - 100 - 28) << 20) >> 14
+    assert plan(kv_cache_memory_bytes=4 << 20).num_pages == 256
+    assert plan(num_gpu_blocks_override=99, kv_cache_memory_bytes=1 << 14).num_pages == 99
+    assert f"{quarter.num_pages * 16:,} tokens" in quarter.table()
+
+
+def test_no_more_pages_than_are_useful():
+    assert plan(gpu_memory_utilization=1.0, max_num_seqs=1).num_pages == 2 * 63
+
+
+def test_a_plan_that_does_not_fit_says_what_would():
+    with pytest.raises(ConfigError, match="at most 512 .* raise gpu_memory_utilization") as error:
+        plan(kv_cache_memory_bytes=32 << 14)
+    assert error.value.param == "max_model_len"

@@ -1,0 +1,190 @@
+"""Structured outputs through the engine: every kind, together with other parameters, and requests beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+
+from jaxengine.requests.sampling_params import SamplingParams
+from scheduler.errors import RequestError
+
+WORDS = "[a-z]{3,6}( [a-z]{3,6}){0,3}"
+
+
+def params_of(constraint, /, **fields):
+    return SamplingParams(**{"max_tokens": 60, "seed": 5, **fields}, structured_outputs=constraint)
+
+
+def generate(llm, *params, prompt="Once upon a time"):
+    outputs = llm.generate([prompt] * len(params), list(params), use_tqdm=False)
+    return [completion for output in outputs for completion in output.outputs]
+
+
+def tokens_of(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(chat_llm):
+    yield
+    engine = chat_llm.core.engine
+    assert engine.scheduler.num_free_pages == engine.scheduler.num_pages and not engine.scheduler.num_unfinished
+    assert not engine.masks._keys and not engine.masks._masks and not engine.masks.worker._sequences
+    assert engine.runner.compiles.count == 0
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": r"[a-z]{2,4}-[0-9]{3}"}, r"[a-z]{2,4}-[0-9]{3}"),
+        ({"choice": ["yes", "no", "a.b|c", 'say "é"\n']}, r'yes|no|a\.b\|c|say "é"\n'),
+        ({"grammar": 'start: "(" start ")" | DIGIT\nDIGIT: /[0-9]{1,3}/'}, r"\(*\d{1,3}\)*"),
+        ({"grammar": 'root ::= "x" [0-9] "y"'}, r"x\dy"),
+    ],
+    ids=["regex", "choice", "lark", "gbnf"],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_kind(chat_llm, constraint, pattern, temperature):
+    for each in generate(chat_llm, *[params_of(constraint, temperature=temperature, seed=seed) for seed in range(4)]):
+        assert (each.finish_reason, each.stop_reason) == ("stop", None)
+        assert re.fullmatch(pattern, each.text), each.text
+
+
+def test_json_object(chat_llm):
+    constraint = {"json_object": True, "disable_any_whitespace": True}
+    found = generate(chat_llm, *[params_of(constraint, seed=seed, max_tokens=12) for seed in range(40)])
+    ended = [each.text for each in found if each.finish_reason == "stop"]
+    assert ended and all(isinstance(json.loads(text), dict) for text in ended)
+    assert all(each.text.startswith("{") for each in found)
+
+
+def test_each_of_n_has_its_own(chat_llm):
+    (output,) = chat_llm.generate(["Names:"], params_of({"regex": WORDS}, n=6), use_tqdm=False)
+    texts = [each.text for each in output.outputs]
+    assert all(re.fullmatch(WORDS, text) for text in texts) and len(set(texts)) > 1
+
+
+def test_stop_token_only_where_the_grammar_may_end(chat_llm):
+    """min_tokens keeps the end away where more may follow, and is an error where nothing may."""
+    eos = chat_llm.get_tokenizer().eos_token_id
+    eager = {"logit_bias": {eos: 100.0}}
+    (short,) = generate(chat_llm, params_of({"regex": "[a-z]{4}([a-z]*)"}, **eager))
+    assert re.fullmatch("[a-z]{4,}", short.text) and short.finish_reason == "stop" and short.stop_reason is None
+    (longer,) = generate(chat_llm, params_of({"regex": "[a-z]{4}([a-z]*)"}, min_tokens=20, **eager))
+    assert len(longer.token_ids) == 21 and longer.token_ids[-1] == eos
+    (error,) = generate(chat_llm, params_of({"choice": ["yes"]}, min_tokens=9))
+    assert error.finish_reason == "error"
+    assert re.fullmatch("structured_outputs allows nothing more after . tokens, min_tokens is 9", error.stop_reason)
+
+
+def test_ignore_eos_ends_with_the_grammar(chat_llm):
+    eos = chat_llm.get_tokenizer().eos_token_id
+    (each,) = generate(chat_llm, params_of({"regex": "[a-z]+"}, ignore_eos=True, logit_bias={eos: 100.0}))
+    assert each.finish_reason == "stop" and each.token_ids[-1] == eos and len(each.token_ids) == 2
+
+
+def test_other_parameters_cut_further(chat_llm):
+    tokenizer = chat_llm.get_tokenizer()
+    cat, dog, ten = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("cat", "dog", "10"))
+    (allowed,) = generate(chat_llm, params_of({"regex": "[a-z]{3,9}"}, allowed_token_ids=[cat, dog, ten], max_tokens=3))
+    assert set(allowed.token_ids) <= {cat, dog} and re.fullmatch("(cat|dog){1,3}", allowed.text)
+    (bad,) = generate(chat_llm, params_of({"choice": ["cat", "dog"]}, bad_words=["cat", "c"], logit_bias={cat: 90.0}))
+    assert bad.text == "dog"
+    (stopped,) = generate(chat_llm, params_of({"regex": "[a-z]{50}"}, stop=["a", "e"]))
+    assert stopped.finish_reason == "stop" and stopped.stop_reason in "ae"
+    (nothing,) = generate(chat_llm, params_of({"regex": "[a-z]+"}, allowed_token_ids=[ten]))
+    assert nothing.finish_reason == "error" and "no token is allowed by structured_outputs" in nothing.stop_reason
+
+
+def test_logprobs_are_raw(chat_llm):
+    (each,) = generate(chat_llm, params_of({"regex": "[a-z]{12}"}, logprobs=3))
+    assert len(each.logprobs) == len(each.token_ids)
+    (first,) = generate(chat_llm, SamplingParams(max_tokens=1, logprobs=3, temperature=0.0))
+    best = {token: entry.logprob for token, entry in first.logprobs[0].items()}
+    assert best.items() <= {token: entry.logprob for token, entry in each.logprobs[0].items()}.items()
+
+
+def test_neighbours_are_not_touched(chat_llm):
+    """Nor are those that take a masked request's slot later."""
+    free = [SamplingParams(max_tokens=30, seed=seed, ignore_eos=True) for seed in range(8)]
+    alone = tokens_of(generate(chat_llm, *free))
+    masked = [params_of({"regex": WORDS}, seed=seed) for seed in range(8)]
+    masked_alone = tokens_of(generate(chat_llm, *masked))
+    mixed = tokens_of(generate(chat_llm, *[one for pair in zip(masked, free, strict=True) for one in pair]))
+    assert mixed[1::2] == alone and mixed[::2] == masked_alone
+
+
+def test_preemption_and_cached_prefixes_change_nothing(chat_llm, chat_options):
+    """Eight long requests do not fit into the pool; also with no step ahead."""
+    from jaxengine import LLM
+
+    params = [params_of({"regex": "[a-z ]{700,}"}, seed=seed, max_tokens=190) for seed in range(8)]
+    scheduler, prompt = chat_llm.core.engine.scheduler, "word " * 40
+    alone = tokens_of(generate(chat_llm, *params[:2], prompt=prompt))
+    before = scheduler.num_preemptions, scheduler.num_prefix_hits
+    together = tokens_of(generate(chat_llm, *params, prompt=prompt))
+    assert together[:2] == alone
+    assert scheduler.num_preemptions > before[0] and scheduler.num_prefix_hits > before[1]
+    with LLM(**chat_options, async_scheduling=False, enable_prefix_caching=False) as other:
+        assert tokens_of(generate(other, *params, prompt=prompt)) == together
+        assert other.core.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "(a"},
+        {"regex": "(?=a)b"},
+        {"grammar": "start: nothing"},
+        {"json": {"type": "string", "pattern": "("}},
+        {"json": {"type": "nonsense"}},
+        {"json": '{"$ref": "#/nowhere"}'},
+    ],
+    ids=str,
+)
+def test_a_bad_grammar_is_refused_and_the_next_request_runs(chat_llm, constraint):
+    good = params_of({"choice": ["yes", "no"]}, n=2)
+    with pytest.raises(RequestError, match="structured_outputs cannot be used") as caught:
+        generate(chat_llm, good, params_of(constraint, n=3), SamplingParams(max_tokens=50, ignore_eos=True))
+    assert caught.value.param == "structured_outputs"
+    assert {each.text for each in generate(chat_llm, good)} <= {"yes", "no"}
+
+
+def test_abort_and_deadline_while_the_grammar_compiles(chat_llm):
+    core, slow = chat_llm.core, {"regex": "((((a{100}){100}){100}){100})"}
+    prompts = {"prompt": "x"}
+    core.add(core.inputs.prepare(prompts, params_of(slow, n=2), request_id="aborted"))
+    core.add(core.inputs.prepare(prompts, params_of(slow), request_id="late", timeout=0.05))
+    core.add(core.inputs.prepare(prompts, params_of({"regex": "a{2}"}), request_id="good"))
+    assert core.engine.scheduler.num_waiting == 4 and core.step() == []
+    outputs = {output.request_id: output for output in core.abort("aborted")}
+    end = time.monotonic() + 20
+    while core.has_unfinished:
+        assert time.monotonic() < end
+        outputs |= {output.request_id: output for output in core.step()}
+    reasons = {name: output.outputs[0].finish_reason for name, output in outputs.items()}
+    assert reasons == {"aborted": "abort", "late": "abort", "good": "stop"}
+    assert outputs["good"].outputs[0].text == "aa"
+    assert core.take_refused() == []
+
+
+def test_a_request_that_ends_the_process_fails_alone(chat_llm):
+    """The process is replaced in the middle of everybody's outputs."""
+    core = chat_llm.core
+    alone = tokens_of(generate(chat_llm, *[params_of({"regex": "[a-z]{60}"}, seed=seed) for seed in range(4)]))
+    for seed in range(4):
+        prepared = core.inputs.prepare(
+            {"prompt": "Once upon a time"}, params_of({"regex": "[a-z]{60}"}, seed=seed), request_id=f"r{seed}"
+        )
+        core.add(prepared)
+    found, killed = {}, False
+    while core.has_unfinished:
+        for output in core.step():
+            found[output.request_id] = output.outputs[0].token_ids
+            if not killed and len(output.outputs[0].token_ids) > 3:
+                core.engine.masks.worker._process.kill()
+                killed = True
+    assert killed and [found[f"r{seed}"] for seed in range(4)] == alone

@@ -1,0 +1,152 @@
+"""Which devices an engine takes, and what it says when it cannot have them. One device is here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxengine import LLM
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.runner.devices import build_split, choose_devices, choose_stages
+from models.config.experts import ExpertsConfig
+from models.config.model_config import ModelConfig
+from sharding.layout import MESH_AXES, RAGGED, MeshLayout
+from sharding.mesh import make_mesh
+from sharding.stages import Stage
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tie_word_embeddings=True,
+    sliding_window=(None,) * 4,
+)
+DEVICES = [f"device {index}" for index in range(8)]
+
+
+def config(**options):
+    return EngineConfig.from_options(**options).resolved(MODEL, PLATFORMS["cpu"])
+
+
+def test_the_first_devices_are_taken():
+    options = EngineConfig.from_options(tensor_parallel_size=2, data_parallel_size=3)
+    assert choose_devices(options, DEVICES, None) == (options, DEVICES[:6])
+
+
+def test_too_few_devices():
+    options = EngineConfig.from_options(tensor_parallel_size=2, pipeline_parallel_size=8)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 8; allowed: .* at most 8, .* it is 16") as error:
+        choose_devices(options, DEVICES, None)
+    assert error.value.param == "pipeline_parallel_size"
+
+
+def test_a_mesh_says_the_sizes():
+    mesh = make_mesh(MeshLayout(), jax.devices()[:1])
+    options = EngineConfig()
+    assert choose_devices(options, None, mesh) == (options, [jax.devices()[0]])
+    with pytest.raises(ConfigError, match="no mesh beside devices or parallel sizes"):
+        choose_devices(options, jax.devices(), mesh)
+    with pytest.raises(ConfigError, match="no mesh beside devices or parallel sizes"):
+        choose_devices(EngineConfig.from_options(tensor_parallel_size=2), None, mesh)
+    with pytest.raises(ConfigError, match="a mesh with the axes data, attn, model"):
+        choose_devices(options, None, Mesh(np.array(jax.devices()[:1]), ("x",)))
+
+
+def test_an_engine_on_a_mesh_or_a_device_of_the_caller(tiny_options):
+    mesh = make_mesh(MeshLayout(), jax.devices()[:1])
+    assert tuple(mesh.axis_names) == MESH_AXES
+    for where in ({"mesh": mesh}, {"devices": jax.devices()[:1]}):
+        llm = LLM(**tiny_options, **where)
+        assert llm.core.runner.num_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 5}, r"tensor_parallel_size is 5; allowed: 1, 2, 3, 4, 6, 8, 12, 16 for this model"),
+        ({"tensor_parallel_size": 3, "replicate_kv_heads": True}, r"allowed: 1, 2, 4, 8 for this model"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_model(options, message):
+    resolved = config(**options)
+    with pytest.raises(ConfigError, match=message):
+        build_split(MODEL, resolved, resolved.mesh_layout(MODEL), Stage(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 5}, "pipeline_parallel_size is 5; allowed: at most 4"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": (1, 2)}, "pipeline_layers is .*add up to 4"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": (4,)}, "2 integers of at least 1"),
+        ({"pipeline_layers": (4.0,)}, "1 integers of at least 1"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel is True; allowed: False: .* has no experts"),
+        ({"all2all_backend": "pplx"}, "all2all_backend is 'pplx'; allowed: allgather_reducescatter, ragged_all_to_all"),
+        ({"all2all_backend": RAGGED}, f"'{RAGGED}'; allowed: allgather_reducescatter without enable_expert_parallel"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; allowed: 1 to"),
+        ({"data_parallel_size": True}, "data_parallel_size is True; allowed: a value of type int"),
+    ],
+)
+def test_options_that_the_model_cannot_do(options, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**options)
+
+
+def test_layers_are_split_by_bytes_unless_said_otherwise():
+    resolved = config(pipeline_parallel_size=2)
+    # The embedding is on both stages; equal layers are split in halves.
+    assert [len(stage.layers) for stage in choose_stages(MODEL, resolved, MeshLayout())] == [2, 2]
+    resolved = config(pipeline_parallel_size=3, pipeline_layers=[1, 1, 2])
+    assert [len(stage.layers) for stage in choose_stages(MODEL, resolved, MeshLayout())] == [1, 1, 2]
+
+
+def test_ranks_that_split_a_batch_share_its_limits():
+    """Four kv heads over eight devices: two ranks of four."""
+    sizes = {"cudagraph_capture_sizes": [4, 16], "prefill_sizes": [64]}
+    resolved = config(tensor_parallel_size=8, max_num_seqs=16, max_num_batched_tokens=128, compilation_config=sizes)
+    assert resolved.mesh_layout(MODEL) == MeshLayout(attn=2, model=4)
+    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (8, 64)
+    buckets = resolved.buckets(PLATFORMS["cpu"])
+    assert [bucket.num_seqs for bucket in buckets.decode] == [2, 8]
+    replicas = config(data_parallel_size=2, max_num_seqs=16, max_num_batched_tokens=128)
+    assert (replicas.max_num_seqs, replicas.max_num_batched_tokens) == (16, 128)
+
+
+MIXTURE = replace(MODEL, architecture="Qwen3MoeForCausalLM", experts=ExpertsConfig(6, 2, 32))
+
+
+def test_experts_need_devices_that_divide_them():
+    options = EngineConfig.from_options(tensor_parallel_size=4, enable_expert_parallel=True)
+    resolved = options.resolved(MIXTURE, PLATFORMS["cpu"])
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 4; allowed: 1, 2, 3, 6 for this model"):
+        build_split(MIXTURE, resolved, resolved.mesh_layout(MIXTURE), Stage(0, 4))
+
+
+def test_how_tokens_reach_whole_experts():
+    options = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    for platform in PLATFORMS.values():
+        default = EngineConfig.from_options(**options).resolved(MIXTURE, platform)
+        assert not default.mesh_layout(MIXTURE).sends_rows
+    ragged = EngineConfig.from_options(**options, all2all_backend=RAGGED)
+    for name in ("cpu", "tpu"):
+        assert ragged.resolved(MIXTURE, PLATFORMS[name]).mesh_layout(MIXTURE).sends_rows
+    for name in ("gpu", "gpu_xla"):
+        with pytest.raises(ConfigError, match="allowed: allgather_reducescatter on CUDA devices") as error:
+            ragged.resolved(MIXTURE, PLATFORMS[name])
+        assert error.value.param == "all2all_backend"
+    alone = replace(ragged, data_parallel_size=1).resolved(MIXTURE, PLATFORMS["cpu"])
+    assert not alone.mesh_layout(MIXTURE).sends_rows

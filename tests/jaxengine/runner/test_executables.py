@@ -1,0 +1,112 @@
+"""The cache of compiled programs: what it gives back, what it refuses, what it survives."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxengine.config.engine_config import ConfigError
+from jaxengine.runner.executables import ExecutableCache, program_sources
+
+DEVICES = jax.devices()[:1]
+ARGUMENTS = (jax.ShapeDtypeStruct((4,), np.float32),)
+
+
+def double(x):
+    return x * 2
+
+
+def get(cache, function=double, arguments=ARGUMENTS, **changes):
+    return cache.get("double", function, arguments, 0, **{"donate": (), **changes})
+
+
+def run(compiled):
+    return np.asarray(compiled(jnp.arange(4.0))).tolist()
+
+
+def test_second_time_loads(tmp_path):
+    first, second = ExecutableCache(str(tmp_path), DEVICES), ExecutableCache(str(tmp_path), DEVICES)
+    assert run(get(first)) == run(get(second)) == [0, 2, 4, 6]
+    assert (first.num_compiled, first.num_loaded) == (1, 0)
+    assert (second.num_compiled, second.num_loaded) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"donate": (0,)}, {"description": "other"}, {"arguments": (jax.ShapeDtypeStruct((5,), np.float32),)}],
+    ids=str,
+)
+def test_what_matters_is_in_the_key(tmp_path, changes):
+    get(ExecutableCache(str(tmp_path), DEVICES))
+    cache = ExecutableCache(str(tmp_path), DEVICES)
+    get(cache, **changes)
+    assert (cache.num_compiled, cache.num_loaded) == (1, 0)
+
+
+def test_nothing_is_kept_without_a_directory(tmp_path):
+    cache = ExecutableCache("", DEVICES)
+    assert run(get(cache)) == [0, 2, 4, 6]
+    assert run(get(cache)) == [0, 2, 4, 6]
+    assert cache.num_compiled == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 10, None])
+def test_a_damaged_file_is_compiled_again(tmp_path, damage):
+    get(ExecutableCache(str(tmp_path), DEVICES))
+    (file,) = tmp_path.glob("*.xla")
+    content = file.read_bytes()
+    file.write_bytes(content[:-5] if damage is None else damage)
+    cache = ExecutableCache(str(tmp_path), DEVICES)
+    assert run(get(cache)) == [0, 2, 4, 6]
+    assert cache.num_compiled == 1
+    assert file.read_bytes() == content or len(file.read_bytes()) > len(content) // 2
+
+
+def test_a_directory_others_may_write_is_refused(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chmod(shared, 0o777)
+    with pytest.raises(ConfigError) as error:
+        ExecutableCache(str(shared), DEVICES)
+    assert error.value.param == "compile_cache_dir"
+
+
+def test_a_new_directory_is_private(tmp_path):
+    ExecutableCache(str(tmp_path / "a" / "b"), DEVICES)
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+def test_old_files_go(tmp_path):
+    old, young = tmp_path / "old.xla", tmp_path / "young.xla"
+    for file in (old, young):
+        file.write_bytes(b"")
+    os.utime(old, (0, time.time() - 40 * 24 * 3600))
+    ExecutableCache(str(tmp_path), DEVICES)
+    assert not old.exists() and young.exists()
+
+
+def test_numbers_are_remembered(tmp_path):
+    calls = []
+    for _ in range(2):
+        cache = ExecutableCache(str(tmp_path), DEVICES)
+        assert cache.get_number("n", ARGUMENTS, "", lambda: calls.append(1) or 42) == 42
+    assert len(calls) == 1
+
+
+def test_what_decides_the_programs_is_found_by_its_imports():
+    root = Path(__file__).parents[3]
+    found = {str(path.relative_to(root)) for path in program_sources(root)}
+    assert {
+        "jaxengine/runner/step.py",
+        "jaxengine/sampling/token_choice.py",
+        "models/forward_batch.py",
+        "sharding/rules.py",
+    } <= found
+    assert not any(path.startswith(("jaxengine/server", "jaxengine/bench", "jaxengine/check")) for path in found)
+    assert "jaxengine/engine/engine.py" not in found

@@ -1,0 +1,173 @@
+"""The fields of chat completions and of responses: every one acts or is refused, and none is forgotten here."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxengine.server.http.app import create_app
+from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.responses.protocol import ResponsesRequest
+from jaxengine.server.options import ServerConfig
+from tests.jaxengine.server.asgi_client import post
+from tests.jaxengine.server.field_matrix import check_acts, check_refused
+from tests.jaxengine.server.scripted_engine import ScriptedEngine
+
+TEXT = (
+    '<think>Hm.</think>Yes.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+)
+HI = [{"role": "user", "content": "Hi"}]
+ANSWER = [*HI, {"role": "assistant", "content": "Well"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
+    "{{ tools }}{{ mood }}{{ documents }}{{ reasoning_effort }}{{ 'begin' if add_generation_prompt }}"
+)
+SCHEMA = {"type": "object"}
+
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "top_k": 7,
+    "min_p": 0.125,
+    "presence_penalty": -1.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.25,
+    "seed": 3,
+    "stop": ["x"],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "logit_bias": {"7": 1},
+    "structured_outputs": {"regex": "a+"},
+    "priority": 3,
+    "cache_salt": "salt",
+    "timeout": 9,
+    "request_id": "mine",
+    "user": "me",
+    "stream": True,
+}
+# Field -> a value, or (value, fields that it needs beside it).
+CHAT = {
+    **SAMPLING,
+    "messages": ANSWER,
+    "model": ("alias", {}),
+    "n": 2,
+    "stop_token_ids": [5],
+    "min_tokens": 2,
+    "spaces_between_special_tokens": False,
+    "allowed_token_ids": [5],
+    "bad_words": ["no"],
+    "prompt_logprobs": 1,
+    "stream_options": ({"include_usage": True}, {"stream": True}),
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+    "echo": (True, {"messages": ANSWER, "continue_final_message": True}),
+    "truncate_prompt_tokens": 3,
+    "truncation_side": ("right", {"truncate_prompt_tokens": 3}),
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": (True, {"logprobs": True}),
+    "logprobs": True,
+    "top_logprobs": (2, {"logprobs": True}),
+    "max_tokens": 5,
+    "max_completion_tokens": 6,
+    "tools": TOOLS,
+    "tool_choice": ("none", {"tools": TOOLS}),
+    "parallel_tool_calls": (False, {"tools": TOOLS}),
+    "reasoning_effort": "low",
+    "include_reasoning": False,
+    "add_generation_prompt": False,
+    "continue_final_message": (True, {"messages": ANSWER}),
+    "documents": [{"text": "x"}],
+    "chat_template": "{{ messages[0].content }}",
+    "chat_template_kwargs": {"mood": "!"},
+    "return_prompt_text": True,
+}
+FUNCTIONS = [{"type": "function", "name": "f"}]
+RESPONSES = {
+    **SAMPLING,
+    "input": "Ho",
+    "model": ("alias", {}),
+    "instructions": "Be brief.",
+    "store": False,
+    "background": True,
+    "max_output_tokens": 6,
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": (2, {"include": ["message.output_text.logprobs"]}),
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
+    "tools": FUNCTIONS,
+    "tool_choice": ("none", {"tools": FUNCTIONS}),
+    "parallel_tool_calls": (False, {"tools": FUNCTIONS}),
+    "truncation": ("auto", {"input": "word " * 300, "max_output_tokens": 9}),
+    "metadata": {"a": "b"},
+    "reasoning": {"effort": "low"},
+    "chat_template_kwargs": {"mood": "!"},
+}
+# Shown by tests of their own: they need a tokenizer, or a response, that is not here.
+ELSEWHERE = {"add_special_tokens", "previous_response_id"}
+
+
+@pytest.fixture(scope="module")
+def engine(chat_engine):
+    return ScriptedEngine(chat_engine, TEXT, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    options = {"served_model_name": ("tiny", "alias"), "trust_request_chat_template": True}
+    parsers = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    return create_app(engine, ServerConfig(**options, **parsers))
+
+
+def test_no_field_is_forgotten():
+    assert ChatRequest.model_fields.keys() - ELSEWHERE == CHAT.keys()
+    assert ResponsesRequest.model_fields.keys() - ELSEWHERE == RESPONSES.keys()
+
+
+@pytest.mark.parametrize("name", CHAT)
+async def test_a_field_of_chat_acts(app, engine, name, caplog):
+    case = CHAT[name]
+    value, beside = case if isinstance(case, tuple) else (case, {})
+    await check_acts(app, engine, "/v1/chat/completions", {"messages": HI, **beside}, name, value, caplog)
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+async def test_a_field_of_responses_acts(app, engine, name, caplog):
+    case = RESPONSES[name]
+    value, beside = case if isinstance(case, tuple) else (case, {})
+    if name == "truncation":
+        assert (await post(app, "/v1/responses", **beside)).error["param"] == "input"
+        assert (await post(app, "/v1/responses", **beside, truncation=value)).status == 200
+        return
+    await check_acts(app, engine, "/v1/responses", {"input": "Hi", **beside}, name, value, caplog)
+
+
+@pytest.mark.parametrize("name", ChatRequest.refused)
+async def test_a_field_of_chat_is_refused(app, name):
+    await check_refused(app, "/v1/chat/completions", {"messages": HI}, name, ChatRequest.refused[name])
+
+
+@pytest.mark.parametrize("name", ResponsesRequest.refused)
+async def test_a_field_of_responses_is_refused(app, name):
+    await check_refused(app, "/v1/responses", {"input": "Hi"}, name, ResponsesRequest.refused[name])
+
+
+async def test_a_field_nobody_knows_is_named_in_a_header(app):
+    answer = await post(app, "/v1/chat/completions", messages=HI, prompt_cache_key="x")
+    assert answer.status == 200 and answer.headers["x-unknown-fields"] == "prompt_cache_key"
+
+
+WRONG = (None, True, 7, 1.5, "x", [], [None], [[1]], {}, {"a": None}, -1, 1e308, 10**30)
+
+
+@pytest.mark.parametrize(
+    ("path", "model"), [("/v1/chat/completions", ChatRequest), ("/v1/responses", ResponsesRequest)]
+)
+async def test_wrong_types_end_in_no_server_error(app, path, model):
+    """Every field with every kind of value: sound or a bad request that names a field, nothing else."""
+    base = {"messages": HI} if model is ChatRequest else {"input": "Hi"}
+    for name in model.model_fields:
+        for value in WRONG:
+            answer = await post(app, path, **{**base, name: value})
+            assert answer.status in (200, 400, 404), (name, value, answer.body)
+            if answer.status != 200:
+                assert answer.error["param"] is not None, (name, value, answer.body)

@@ -1,0 +1,232 @@
+"""Tool calls and reasoning through the real OpenAI client; what the model writes is scripted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxengine.config.engine_config import ConfigError
+from jaxengine.server.http.app import create_app
+from jaxengine.server.options import ServerConfig
+from tests.jaxengine.server.asgi_client import post
+from tests.jaxengine.server.openai_client import openai_client
+from tests.jaxengine.server.scripted_engine import ScriptedEngine
+
+PATH = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Hi"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": PARAMETERS}}
+NOW = {"type": "function", "function": {"name": "now"}}
+ASK = {"model": "tiny", "messages": HI, "tools": [WEATHER, NOW]}
+CALLS = (
+    'Sure.<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>\n'
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+)
+FORCED = '[{"name": "weather", "parameters": {"city": "Zürich"}}, {"name": "now", "parameters": {}}]'
+THOUGHT = "<think>Hm, ü.</think>\n\nYes."
+
+
+@pytest.fixture
+def scripted(chat_engine):
+    """scripted(texts, options): a client, and the engine behind it."""
+
+    def build(*texts: str, **options):
+        engine = ScriptedEngine(chat_engine, *texts)
+        return openai_client(create_app(engine, ServerConfig(served_model_name="tiny", **options))), engine
+
+    return build
+
+
+AUTO = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+
+
+def schema_asked_for(engine):
+    return json.loads(engine.calls[-1][1].structured_outputs.json)
+
+
+async def collected(stream):
+    """(content, reasoning, calls by index, finish reasons, last chunk) of a stream of one answer."""
+    content, reasoning, calls, reasons, chunk = "", "", {}, [], None
+    async for chunk in stream:
+        for choice in chunk.choices:
+            delta = choice.delta
+            content += delta.content or ""
+            reasoning += getattr(delta, "reasoning", None) or ""
+            reasons.append(choice.finish_reason)
+            for call in delta.tool_calls or ():
+                if call.id is not None:
+                    assert call.index == len(calls) and call.type == "function"
+                    calls[call.index] = [call.id, call.function.name, ""]
+                calls[call.index][2] += call.function.arguments
+    assert all(reason is None for reason in reasons[:-1])
+    return content, reasoning, list(calls.values()), reasons[-1], chunk
+
+
+async def test_calls_the_model_chose(scripted):
+    client, engine = scripted(CALLS, **AUTO)
+    (choice,) = (await client.chat.completions.create(**ASK)).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Sure."
+    found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert found == [("weather", {"city": "Zürich"}), ("now", {})]
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert engine.calls[-1][1].structured_outputs is None
+    content, _, calls, reason, _ = await collected(await client.chat.completions.create(**ASK, stream=True))
+    assert (content, reason) == ("Sure.", "tool_calls")
+    assert [(name, json.loads(text)) for _, name, text in calls] == found
+
+
+async def test_an_answer_without_calls_stays_an_answer(scripted):
+    client, _ = scripted("<tool_call> is a word.", **AUTO)
+    (choice,) = (await client.chat.completions.create(**ASK)).choices
+    assert (choice.finish_reason, choice.message.content) == ("stop", "<tool_call> is a word.")
+    assert choice.message.tool_calls is None
+
+
+@pytest.mark.parametrize("extra", [{"tool_choice": "none"}, {"tools": None}])
+async def test_calls_nobody_asked_for_are_content(scripted, extra):
+    client, _ = scripted(CALLS, **AUTO)
+    (choice,) = (await client.chat.completions.create(**{**ASK, **extra})).choices
+    assert (choice.finish_reason, choice.message.content) == ("stop", CALLS)
+
+
+async def test_one_call_at_most(scripted):
+    client, _ = scripted(CALLS, **AUTO)
+    whole = await client.chat.completions.create(**ASK, parallel_tool_calls=False)
+    assert [call.function.name for call in whole.choices[0].message.tool_calls] == ["weather"]
+    stream = await client.chat.completions.create(**ASK, parallel_tool_calls=False, stream=True)
+    assert [name for _, name, _ in (await collected(stream))[2]] == ["weather"]
+
+
+async def test_answers_of_one_request_are_read_apart(scripted):
+    client, _ = scripted(CALLS, "No.", **AUTO)
+    choices = (await client.chat.completions.create(**ASK, n=2)).choices
+    assert [choice.finish_reason for choice in choices] == ["tool_calls", "stop"]
+    assert [choice.message.content for choice in choices] == ["Sure.", "No."]
+    last: dict[int, str] = {}
+    async for chunk in await client.chat.completions.create(**ASK, n=2, stream=True):
+        last |= {choice.index: choice.finish_reason for choice in chunk.choices}
+    assert last == {0: "tool_calls", 1: "stop"}
+
+
+async def test_calls_that_are_required(scripted):
+    client, engine = scripted(FORCED, reasoning_parser="deepseek_r1")
+    (choice,) = (await client.chat.completions.create(**ASK, tool_choice="required")).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert found == [("weather", {"city": "Zürich"}), ("now", {})]
+    schema = schema_asked_for(engine)
+    assert schema["minItems"] == 1 and len(schema["items"]["anyOf"]) == 2 and "maxItems" not in schema
+    _, _, calls, _, _ = await collected(
+        await client.chat.completions.create(**ASK, tool_choice="required", stream=True)
+    )
+    assert [(name, json.loads(text)) for _, name, text in calls] == found
+    await client.chat.completions.create(**ASK, tool_choice="required", parallel_tool_calls=False)
+    assert schema_asked_for(engine)["maxItems"] == 1
+
+
+async def test_the_function_that_is_named(scripted):
+    client, engine = scripted('{"city": "Zürich"}')
+    named = {"type": "function", "function": {"name": "weather"}}
+    (choice,) = (await client.chat.completions.create(**ASK, tool_choice=named)).choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Zürich"})
+    assert choice.finish_reason == "tool_calls"
+    assert schema_asked_for(engine) == {**PARAMETERS, "additionalProperties": False}
+
+
+async def test_a_long_answer_is_read_as_a_short_one(scripted):
+    client, _ = scripted("word " * 10_000 + CALLS, **AUTO)
+    (choice,) = (await client.chat.completions.create(**ASK)).choices
+    assert choice.message.content == "word " * 10_000 + "Sure." and len(choice.message.tool_calls) == 2
+
+
+async def test_special_tokens_are_shown_to_parsers_that_need_them(scripted):
+    client, engine = scripted(
+        '[TOOL_CALLS][{"name": "now", "arguments": {}}]', **{**AUTO, "tool_call_parser": "mistral"}
+    )
+    (choice,) = (await client.chat.completions.create(**ASK)).choices
+    assert choice.message.tool_calls[0].function.name == "now" and len(choice.message.tool_calls[0].id) == 9
+    assert engine.calls[-1][1].skip_special_tokens is False
+    await client.chat.completions.create(**{**ASK, "tool_choice": "none"})
+    assert engine.calls[-1][1].skip_special_tokens is True
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_is_told_apart_and_counted(scripted, stream):
+    client, engine = scripted(THOUGHT, reasoning_parser="qwen3")
+    ask = {"model": "tiny", "messages": HI}
+    if stream:
+        options = {"include_usage": True}
+        answer = await client.chat.completions.create(**ask, stream=True, stream_options=options)
+        content, reasoning, _, reason, last = await collected(answer)
+    else:
+        last = await client.chat.completions.create(**ask)
+        (choice,) = last.choices
+        content, reasoning, reason = choice.message.content, choice.message.reasoning, choice.finish_reason
+        assert choice.message.reasoning_content == reasoning
+    assert (content, reasoning, reason) == ("\n\nYes.", "Hm, ü.", "stop")
+    expected = len(engine.inputs.tokenizer.encode("Hm, ü."))
+    assert last.usage.completion_tokens_details.reasoning_tokens == expected
+
+
+async def test_reasoning_may_be_left_out(scripted):
+    client, _ = scripted(THOUGHT, reasoning_parser="qwen3")
+    answer = await client.chat.completions.create(model="tiny", messages=HI, extra_body={"include_reasoning": False})
+    assert answer.choices[0].message.content == "\n\nYes."
+    assert not hasattr(answer.choices[0].message, "reasoning")
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+async def test_reasoning_that_a_message_has_begun(scripted):
+    client, _ = scripted("more.</think>Yes.", reasoning_parser="qwen3")
+    messages = [*HI, {"role": "assistant", "content": "<think>Some and"}]
+    answer = await client.chat.completions.create(
+        model="tiny", messages=messages, extra_body={"continue_final_message": True}
+    )
+    assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == ("more.", "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": [WEATHER] * 2}, "tools"),
+        ({"tools": [WEATHER] * 129}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}, "tool_choice": "required"}, "structured_outputs"),
+        ({}, "tool_choice"),
+    ],
+)
+async def test_what_is_wrong_is_named(chat_engine, fields, param):
+    app = create_app(chat_engine, ServerConfig(served_model_name="tiny"))
+    answer = await post(app, PATH, **{**ASK, **fields})
+    assert answer.status == 400 and answer.error["param"] == param, answer.error
+
+
+async def test_definitions_of_several_tools_must_agree(scripted):
+    client, engine = scripted(FORCED)
+
+    def tool(name: str, kind: str):
+        schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": kind}}}
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    ask = {"model": "tiny", "messages": HI, "tool_choice": "required"}
+    await client.chat.completions.create(**ask, tools=[tool("f", "string"), tool("g", "string")])
+    schema = schema_asked_for(engine)
+    assert schema["$defs"] == {"A": {"type": "string"}}
+    assert all("$defs" not in each["properties"]["parameters"] for each in schema["items"]["anyOf"])
+    app = create_app(engine, ServerConfig(served_model_name="tiny"))
+    answer = await post(app, PATH, **ask, tools=[tool("f", "string"), tool("g", "number")])
+    assert answer.error["param"] == "tools"
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_ends_the_start(chat_engine, option):
+    with pytest.raises(ConfigError, match=f"{option} is 'other'; allowed: .*mistral"):
+        create_app(chat_engine, ServerConfig(**{option: "other"}))

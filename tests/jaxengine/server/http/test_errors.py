@@ -1,0 +1,361 @@
+"""What a request must not do: reach a route without a key, take memory or time, or have the server fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+import tracemalloc
+from collections import defaultdict
+
+import pytest
+import schemathesis
+from fastapi import APIRouter
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from starlette.routing import Route
+
+from jaxengine.server.http.app import ROUTERS, create_app
+from jaxengine.server.http.limits import read_json
+from jaxengine.server.http.tokenize import DetokenizeRequest
+from jaxengine.server.observe.scrub import scrub
+from jaxengine.server.options import ServerConfig
+from tests.jaxengine.server.asgi_client import Answer, Connection, http_client, idle, post
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def app(chat_engine):
+    return create_app(chat_engine, ServerConfig(request_timeout=2.0))
+
+
+@pytest.fixture
+def locked_config(tmp_path):
+    """Two keys of clients and one of operators."""
+    keys = tmp_path / "admin"
+    keys.write_text("root\n")
+    options = {"api_key": ("first", "second"), "enable_admin": True, "admin_key_file": str(keys)}
+    return ServerConfig(**options, root_path="/proxy", enable_tokenizer_info_endpoint=True)
+
+
+@pytest.fixture
+def locked(chat_engine, locked_config):
+    return create_app(chat_engine, locked_config)
+
+
+async def send(app, body: bytes, path: str = PATH, **headers: str) -> Answer:
+    async with http_client(app) as client:
+        return Answer(await client.post(path, content=body, headers={"Content-Type": "application/json", **headers}))
+
+
+def routes_of(app, engine, config):
+    """(method, path) of every route, those of the framework included."""
+    routes = [route for router in ROUTERS for route in router(engine, config).routes]
+    assert len(routes) > 15 and all(isinstance(route, Route) for route in routes)
+    routes += [route for route in app.routes if isinstance(route, Route)]
+    return {(method, re.sub(r"{[^}]*}", "x", route.path)) for route in routes for method in route.methods}
+
+
+async def test_no_route_answers_without_a_key(locked, locked_config, chat_engine):
+    routes = routes_of(locked, chat_engine, locked_config)
+    assert {("POST", PATH), ("GET", "/openapi.json"), ("POST", "/abort_requests"), ("GET", "/v1/models/x")} < routes
+    assert ("GET", "/tokenizer_info") in routes
+    async with http_client(locked) as client:
+        for method, path in [*routes, ("GET", "/nowhere"), ("OPTIONS", PATH), ("GET", "/health/../load")]:
+            response = await client.request(method, path)
+            # The page at / is the same for all and holds nothing of the engine.
+            assert response.status_code == (200 if path in ("/health", "/ping", "/") else 401), (method, path)
+        for path in ("/proxy/load", "/%2Fhealth", "/Health", "/health/", "/v1/health", "/proxyload"):
+            assert (await client.get(path)).status_code == 401, path
+        assert (await client.get("/proxy/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "value", ["Bearer wrong", "Bearer firs", "Bearer firstx", "Basic first", "first", "Bearer", ""]
+)
+async def test_what_is_no_key(locked, value):
+    async with http_client(locked) as client:
+        response = await client.get("/load", headers={"Authorization": value})
+        assert response.status_code == 401 and response.json()["error"]["type"] == "AuthenticationError"
+        assert response.headers["www-authenticate"] == "Bearer"
+        two = [("Authorization", value), ("Authorization", "Bearer first")]
+        assert (await client.get("/load", headers=two)).status_code == 401
+
+
+async def test_every_key_opens_what_it_is_for(locked):
+    for key, status in (("first", 403), ("second", 403), ("root", 200)):
+        async with http_client(locked, key) as client:
+            assert (await client.get("/load")).status_code == 200
+            assert (await client.post("/reset_prefix_cache")).status_code == status
+
+
+async def test_operators_routes_need_their_key_where_others_need_none(chat_engine, tmp_path):
+    keys = tmp_path / "admin"
+    keys.write_text("root\n")
+    app = create_app(chat_engine, ServerConfig(enable_admin=True, admin_key_file=str(keys)))
+    async with http_client(app) as client:
+        assert (await client.get("/load")).status_code == 200
+        assert (await client.post("/reset_prefix_cache")).status_code == 401
+    async with http_client(create_app(chat_engine, ServerConfig())) as client:
+        assert (await client.post("/reset_prefix_cache")).status_code == 404
+
+
+async def test_browsers_ask_before_they_have_a_key(chat_engine):
+    app = create_app(chat_engine, ServerConfig(api_key=("k",), allowed_origins=("https://a.example",)))
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    async with http_client(app) as client:
+        allowed = await client.options(PATH, headers={"Origin": "https://a.example", **asks})
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        other = await client.options(PATH, headers={"Origin": "https://b.example", **asks})
+        assert "access-control-allow-origin" not in other.headers
+
+
+async def test_headers_have_a_limit(app):
+    for headers in ({"X": "a" * (1 << 20)}, {f"X-{number}": "a" * 1000 for number in range(100)}):
+        assert (await send(app, b"{}", **headers)).error["code"] == 431
+
+
+async def test_a_body_has_a_limit(app):
+    for length in ("200000000", "9" * 5000, "-1", "1e3"):
+        answer = await send(app, b"{}", **{"Content-Length": length})
+        assert answer.status == (413 if length.isdigit() else 400)
+        assert answer.headers["connection"] == "close"
+
+
+async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
+    piece = b" " * (1 << 20)
+    tracemalloc.start()
+    connection = Connection(app, PATH, *[piece] * 200)
+    await connection.ended()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert connection.status == 413 and connection.num_bodies_taken == 33
+    assert peak < 8 << 20  # the pieces are one object
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"1",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "n": 1e2}',
+        b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}",
+        b'{"prompt": "a", "x": "\\ud800"}',
+        b'{"prompt": "\\udfff"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\xff"}',
+        '{"prompt": "a"}'.encode("utf-16"),
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "a", "x": "\\' + b'"[' * 1000,
+        b"\x1f\x8b\x08\x00",
+    ],
+    ids=repr,
+)
+async def test_what_is_no_json_is_refused(app, body):
+    start = time.process_time()
+    assert (await send(app, body)).error["code"] == 400
+    assert time.process_time() - start < 1
+
+
+def test_brackets_in_strings_do_not_count():
+    value = {"a": "[{" * 1000, "b": '"\\[[[' * 100, "c": [[]] * 100, "d": "\U0001f600"}
+    assert read_json(json.dumps(value).encode()) == value
+
+
+async def test_only_json_is_read(app):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", ""):
+        answer = await send(app, b'{"prompt": "a"}', **{"Content-Type": kind})
+        assert answer.error["code"] == 415
+    assert (
+        await send(app, b'{"prompt": [1], "max_tokens": 1}', **{"Content-Type": "Application/JSON; charset=utf-8"})
+    ).status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 10**9}, "n"),
+        ({"n": -1}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 1.0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 10_000, "max_tokens": None}, "min_tokens"),
+        ({"temperature": 1e308}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"top_k": -2}, "top_k"),
+        ({"logprobs": 10**6}, "logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"bad_words": ["a" * 10_000]}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"stop_token_ids": [2**40]}, "stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": "1"}}, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [[[1]]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [49152]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": [1] * 256}, "prompt"),
+        ({"prompt": "a " * 500_000}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"priority": 1}, "priority"),
+        ({"request_id": "a\nb"}, "request_id"),
+        ({"request_id": "a" * 129}, "request_id"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "a" * 1025}, "cache_salt"),
+        ({"timeout": 0}, "timeout"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncation_side": "up"}, "truncation_side"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream_options": {"other": 1}, "stream": True}, "stream_options"),
+        ({"stream_options": {"include_obfuscation": True}, "stream": True}, "include_obfuscation"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_json": {}}, "guided_json"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+async def test_a_value_out_of_bounds_is_named(app, fields, param):
+    start = time.process_time()
+    answer = await post(app, PATH, **{"prompt": "a", **fields})
+    assert (answer.status, answer.error["param"], answer.error["type"]) == (400, param, "BadRequestError")
+    assert param in answer.error["message"] and len(answer.body) < 3000
+    assert time.process_time() - start < 1
+
+
+async def test_ids_that_clients_choose_stay_harmless(app, caplog):
+    for name, kept in (("abc-1_2", True), ("a b", False), ("a" * 129, False), ("", False), ("a;b", False)):
+        answer = await send(app, b'{"prompt": [1], "max_tokens": 1}', **{"X-Request-Id": name})
+        assert answer.status == 200 and (answer.headers["x-request-id"] == name) == kept
+        assert re.fullmatch(r"cmpl-[A-Za-z0-9_-]+", answer.json["id"])
+        assert answer.json["id"].startswith(f"cmpl-{name}" if kept else "cmpl-")
+    # One id for several calls at once is what proxies do; only request_id is a name of its own.
+    body = b'{"prompt": [1], "max_tokens": 9, "ignore_eos": true}'
+    answers = await asyncio.gather(*(send(app, body, **{"X-Request-Id": "same"}) for _ in range(3)))
+    assert [answer.status for answer in answers] == [200] * 3 and len({answer.json["id"] for answer in answers}) == 3
+    answers = await asyncio.gather(*(post(app, PATH, prompt=[1], request_id="same") for _ in range(2)))
+    assert sorted(answer.status for answer in answers) == [200, 400]
+
+
+async def test_fields_that_nobody_knows_are_named(app, caplog):
+    unknown = {"extra": 1, "bad\r\nX-Injected: 1": 2, "\u4f60": 3, "a" * 500: 4}
+    answer = await post(app, PATH, prompt=[1], max_tokens=1, **unknown)
+    assert answer.status == 200 and "x-injected" not in answer.headers
+    assert answer.headers["x-unknown-fields"] == "extra, bad??X-Injected??1, ?, " + "a" * 64
+    assert "extra" in caplog.text and "\r" not in caplog.text
+    many = await post(app, PATH, prompt=[1], max_tokens=1, **{f"f{number}": 1 for number in range(10_000)})
+    assert len(many.headers["x-unknown-fields"]) < 200
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("no file /home/user/model/config.json here", "no file <path> here"),
+        ("<Thing at 0x7f3a2b1c4d50>", "<Thing at <address>>"),
+        (r"C:\Users\me\x.txt is bad", "<path> is bad"),
+        ('failed: Traceback (most recent call last):\n  File "/a/b.py", line 3\nX', "failed: <traceback>"),
+        ("temperature must be from 0 to 2, got 1/3", "temperature must be from 0 to 2, got 1/3"),
+        ("a" * 5000, "a" * 2000 + "..."),
+    ],
+)
+def test_messages_do_not_show_the_server_from_inside(message, told):
+    assert scrub(message) == told
+
+
+async def test_nobody_waits_for_a_parser(app):
+    """Bodies that are costly to look at leave the server answering others."""
+    costly = asyncio.create_task(send(app, b"[" + b"[],[]," * 100_000 + b"1]"))
+    longest = 0.0
+    while not costly.done():
+        start = time.perf_counter()
+        async with http_client(app) as client:
+            await asyncio.sleep(0)
+            assert (await client.get("/health")).status_code == 200
+        longest = max(longest, time.perf_counter() - start)
+    assert costly.result().status == 400 and longest < 5
+
+
+def test_a_router_whose_bodies_are_not_guarded_is_no_part_of_the_application(chat_engine, monkeypatch):
+    def careless(*_):
+        routes = APIRouter()
+
+        @routes.post("/careless")
+        async def read(body: DetokenizeRequest) -> int:
+            return len(body.tokens)
+
+        return routes
+
+    monkeypatch.setattr("jaxengine.server.http.app.ROUTERS", (*ROUTERS, careless))
+    with pytest.raises(TypeError, match="/careless"):
+        create_app(chat_engine, ServerConfig())
+
+
+async def test_nothing_is_left_behind(app, chat_engine):
+    await idle(chat_engine)
+    assert app.state.traffic.num_running == 0
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_no_request_that_fits_the_document_or_nearly_does_is_the_servers_fault(chat_engine, mode):
+    app = create_app(chat_engine, ServerConfig(request_timeout=0.1))
+    operations = [each.ok() for each in schemathesis.openapi.from_asgi("/openapi.json", app).get_all_operations()]
+    assert len(operations) > 8
+    statuses = defaultdict(set)
+    for operation in operations:
+        # Bodies have many fields; the rest has next to none.
+        thorough = 20 if mode is GenerationMode.POSITIVE else 8
+        count = thorough if operation.method == "post" and operation.body else 2
+
+        @settings(
+            max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case):
+            if isinstance(case.body, dict) and mode is GenerationMode.POSITIVE and "messages" in case.body:
+                case.body["messages"] = [{"role": "user", "content": "hi"}]  # the document does not say more
+            response = case.call()
+            statuses[operation.label].add(response.status_code)  # noqa: B023
+            assert response.status_code < 500, (response.status_code, response.content[:500])
+            if response.status_code >= 400:
+                error = response.json()["error"]
+                assert error["code"] == response.status_code
+                assert not re.search(r"0x[0-9a-f]{6,}|/work/|/site-packages/|Traceback", error["message"])
+
+        with contextlib.suppress(Unsatisfiable):  # a route without arguments cannot be asked wrongly
+            check()
+        assert statuses[operation.label] or mode is GenerationMode.NEGATIVE
+    if mode is GenerationMode.POSITIVE:
+        assert all(200 in statuses[f"POST {path}"] for path in (PATH, "/v1/chat/completions", "/tokenize"))

@@ -1,0 +1,242 @@
+"""Every field of a completion request acts or is refused by name; none is taken in silence.
+
+A field is either a row of CASES, which says how to see that it acts, or one of `CompletionRequest.refused`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from jaxengine.requests.sampling_params import RequestOutputKind
+from jaxengine.server.http.app import create_app
+from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.options import ServerConfig
+from tests.jaxengine.server.asgi_client import Answer, Recorder, post
+
+PATH = "/v1/completions"
+TEXT = "The quick brown fox"
+BASE = {"prompt": TEXT, "max_tokens": 3, "ignore_eos": True, "seed": 1}
+
+
+class Seen(NamedTuple):
+    """What a request came to: how the engine was called, how texts were encoded, what was logged and answered."""
+
+    calls: list[Any]
+    special: list[bool]
+    log: str
+    answer: Answer
+
+    @property
+    def prompt(self) -> Any:
+        return self.calls[0][0]
+
+    @property
+    def params(self) -> Any:
+        return self.calls[0][1]
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        return self.answer.json["choices"][0]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        return self.answer.json["usage"]
+
+
+class Case(NamedTuple):
+    """A value of a field, and what it does to a request that has `others` already.
+
+    seen: whether it acted, from the request without it and the one with it.
+    """
+
+    value: Any
+    seen: Callable[[Seen, Seen], bool]
+    others: dict[str, Any] = {}
+
+
+def as_param(name: str, value: Any, expected: Any = None) -> tuple[str, Case]:
+    """A field that the engine gets as a sampling parameter; the sampler's tests show what each of them does."""
+    expected = value if expected is None else expected
+    return name, Case(
+        value,
+        lambda before, after: getattr(after.params, name) == expected and getattr(before.params, name) != expected,
+    )
+
+
+CASES: dict[str, Case] = {
+    **dict(
+        [
+            as_param("allowed_token_ids", [5, 6], (5, 6)),
+            as_param("bad_words", ["dog"], ("dog",)),
+            as_param("frequency_penalty", 0.5),
+            as_param("ignore_eos", False),
+            as_param("include_stop_str_in_output", True),
+            as_param("logit_bias", {"7": 2}, {7: 2.0}),
+            as_param("min_p", 0.1),
+            as_param("min_tokens", 2),
+            as_param("presence_penalty", 0.5),
+            as_param("repetition_penalty", 1.5),
+            as_param("seed", 5),
+            as_param("skip_special_tokens", False),
+            as_param("spaces_between_special_tokens", False),
+            as_param("stop", ["x"], ("x",)),
+            as_param("stop_token_ids", [4], (4,)),
+            as_param("temperature", 0.5),
+            as_param("top_k", 7),
+            as_param("top_p", 0.9),
+        ]
+    ),
+    "add_special_tokens": Case(False, lambda before, after: (before.special, after.special) == ([True], [False])),
+    # Only n is allowed, which asks for nothing.
+    "best_of": Case(2, lambda before, after: after.answer.error["param"] == "best_of"),
+    "cache_salt": Case("pepper", lambda before, after: after.prompt["cache_salt"] == "pepper"),
+    "echo": Case(True, lambda before, after: after.choice["text"] == TEXT + before.choice["text"]),
+    "logprobs": Case(
+        2, lambda before, after: before.choice["logprobs"] is None and len(after.choice["logprobs"]["tokens"]) == 3
+    ),
+    "max_tokens": Case(2, lambda before, after: after.usage["completion_tokens"] == 2),
+    "model": Case(
+        "other", lambda before, after: [each.answer.json["model"] for each in (before, after)] == ["tiny", "other"]
+    ),
+    "n": Case(2, lambda before, after: len(after.answer.json["choices"]) == 2),
+    "priority": Case(1, lambda before, after: [each.calls[0][3] for each in (before, after)] == [0, 1]),
+    "prompt": Case("Another", lambda before, after: after.prompt["prompt"] == "Another"),
+    "prompt_logprobs": Case(
+        1, lambda before, after: len(after.choice["prompt_logprobs"]) == after.usage["prompt_tokens"]
+    ),
+    "request_id": Case("mine", lambda before, after: after.answer.json["id"] == after.calls[0][2] == "cmpl-mine"),
+    "response_format": Case(
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [7]}}},
+        lambda before, after: json.loads(after.choice["text"]) == 7,
+        {"ignore_eos": False, "max_tokens": 20},
+    ),
+    "return_token_ids": Case(
+        True,
+        lambda before, after: (
+            "token_ids" not in before.choice
+            and len(after.choice["token_ids"]) == 3
+            and after.choice["prompt_token_ids"] == after.prompt["prompt_token_ids"]
+        ),
+    ),
+    "return_tokens_as_token_ids": Case(
+        True,
+        lambda before, after: (
+            all(token.startswith("token_id:") for token in after.choice["logprobs"]["tokens"])
+            and before.choice["logprobs"]["tokens"] != after.choice["logprobs"]["tokens"]
+        ),
+        {"logprobs": 1},
+    ),
+    "stream": Case(
+        True,
+        lambda before, after: (
+            1 <= len(after.answer.events) <= 3 and after.params.output_kind is RequestOutputKind.DELTA
+        ),
+    ),
+    "stream_options": Case(
+        {"include_usage": True, "continuous_usage_stats": True},
+        lambda before, after: (
+            all("usage" in event for event in after.answer.events)
+            and not any("usage" in event for event in before.answer.events)
+        ),
+        {"stream": True},
+    ),
+    "structured_outputs": Case(
+        {"choice": ["certainly"]},
+        lambda before, after: after.choice["text"] == "certainly",
+        {"ignore_eos": False, "max_tokens": 20},
+    ),
+    "timeout": Case(0.001, lambda before, after: after.choice["stop_reason"] == "timeout", {"max_tokens": 200}),
+    "truncate_prompt_tokens": Case(
+        2, lambda before, after: after.prompt["prompt_token_ids"] == before.prompt["prompt_token_ids"][-2:]
+    ),
+    "truncation_side": Case(
+        "right",
+        lambda before, after: (
+            len(after.prompt["prompt_token_ids"]) == 2
+            and before.prompt["prompt_token_ids"] != after.prompt["prompt_token_ids"]
+        ),
+        {"truncate_prompt_tokens": 2},
+    ),
+    "user": Case("some one", lambda before, after: "'some one'" in after.log and "'some one'" not in before.log),
+}
+
+
+@pytest.fixture
+def ask(chat_engine, caplog, monkeypatch):
+    """Sends a request and tells what came of it."""
+    recorder, tokenizer = Recorder(chat_engine), chat_engine.inputs.tokenizer
+    app = create_app(recorder, ServerConfig(served_model_name=("tiny", "other")))
+    encode_batch, special = tokenizer.encode_batch, []
+
+    def encode(texts, add_special_tokens=True):
+        special.append(add_special_tokens)
+        return encode_batch(texts, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", encode)
+    caplog.set_level(logging.DEBUG, "jaxengine.server.http")
+
+    async def send(fields: dict[str, Any]) -> Seen:
+        for record in (recorder.calls, special, caplog.records):
+            record.clear()
+        caplog.clear()
+        answer = await post(app, PATH, **fields)
+        return Seen(list(recorder.calls), special[:1], caplog.text, answer)
+
+    return send
+
+
+def test_every_field_has_a_row():
+    assert set(CASES) == set(CompletionRequest.model_fields)
+    assert not set(CASES) & set(CompletionRequest.refused)
+
+
+@pytest.mark.parametrize("field", sorted(CASES))
+async def test_a_field_acts(ask, field):
+    case = CASES[field]
+    fields = {**BASE, **case.others}
+    before, after = await ask(fields), await ask({**fields, field: case.value})
+    assert before.answer.status == 200, before.answer.body
+    assert case.seen(before, after), after.answer.body
+    if field not in ("prompt", "max_tokens"):
+        default = await ask({**{name: value for name, value in fields.items() if name != field}, field: None})
+        assert default.answer.status == 200  # as clients say that they leave it open
+
+
+@pytest.mark.parametrize("field", sorted(CompletionRequest.refused))
+async def test_a_field_that_is_not_built_is_refused(ask, field):
+    for value in ("x", 7, {"a": 1}, [[1]]):
+        refused = (await ask({**BASE, field: value})).answer
+        assert refused.status == 400 and refused.error["param"] == field and field in refused.error["message"]
+    for value in (None, *CompletionRequest.refused[field]):
+        seen = await ask({**BASE, field: value})
+        assert seen.answer.status == 200 and "x-unknown-fields" not in seen.answer.headers
+
+
+SAMPLES = {str: "\u2603", int: 3, float: 0.5, bool: True, list: [{}], dict: {"\u2603": [1]}}
+
+
+def kinds_of(annotation: Any) -> set[type]:
+    """JSON types that may be right for a field. What SAMPLES holds for list, dict and Literal never is."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return kinds_of(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (list, dict, typing.Literal):
+        return set()
+    parts = typing.get_args(annotation)
+    return set().union(*map(kinds_of, parts)) if parts else {annotation} | ({int} if annotation is float else set())
+
+
+@pytest.mark.parametrize("field", sorted(CASES))
+async def test_a_value_of_another_type_is_refused(ask, field):
+    right = kinds_of(CompletionRequest.model_fields[field].annotation)
+    wrong = [sample for kind, sample in SAMPLES.items() if kind not in right]
+    assert len(wrong) >= 4
+    for value in wrong:
+        refused = (await ask({**BASE, "stream": field == "stream_options", field: value})).answer
+        assert refused.status == 400 and refused.error["param"] == field, (value, refused.body)
+        assert field in refused.error["message"]

@@ -1,0 +1,287 @@
+"""/v1/responses through the real OpenAI client: answers, streams, conversations, work in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.server.http.app import create_app
+from jaxengine.server.http.responses import store as response_store
+from jaxengine.server.http.responses.store import ResponseStore, StoredResponse
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import OverloadedError
+from tests.jaxengine.server.asgi_client import Recorder, idle, post
+from tests.jaxengine.server.openai_client import openai_client
+from tests.jaxengine.server.scripted_engine import ScriptedEngine
+
+PATH = "/v1/responses"
+ASK = {"model": "tiny", "input": "Hi", "max_output_tokens": 8, "extra_body": {"seed": 5, "ignore_eos": True}}
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+PARSERS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+THINKS_AND_CALLS = (
+    '<think>Hm, ü.</think>Yes.<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def app(chat_engine):
+    return create_app(chat_engine, ServerConfig(served_model_name="tiny"))
+
+
+@pytest.fixture
+def client(app):
+    return openai_client(app)
+
+
+@pytest.fixture
+def scripted(chat_engine):
+    def build(*texts: str, **options):
+        engine = ScriptedEngine(chat_engine, *texts)
+        return openai_client(create_app(engine, ServerConfig(served_model_name="tiny", **options))), engine
+
+    return build
+
+
+async def test_a_response_is_a_chat_completion(client, chat_engine):
+    response = await client.responses.create(**ASK, instructions="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    chat = await client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=8, extra_body=ASK["extra_body"]
+    )
+    assert response.output_text == chat.choices[0].message.content
+    assert response.id.startswith("resp_") and response.object == "response" and response.model == "tiny"
+    # Eight tokens were not enough, and the response says so.
+    assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+    assert (response.instructions, response.max_output_tokens) == ("Be brief.", 8)
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.usage.output_tokens == 8
+    (item,) = response.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
+
+
+async def test_a_stream_tells_the_whole_story(client):
+    whole = await client.responses.create(**ASK)
+    events = [event async for event in await client.responses.create(**ASK, stream=True)]
+    kinds = [event.type for event in events]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * len(deltas),
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+    assert events[2].item.content == [] and events[3].part.text == ""
+
+
+async def test_reasoning_text_and_calls_are_items(scripted):
+    client, _ = scripted(THINKS_AND_CALLS, **PARSERS)
+    ask = {"model": "tiny", "input": "Hi", "tools": [TOOL]}
+    whole = await client.responses.create(**ask)
+    thought, message, call = whole.output
+    assert whole.status == "completed"
+    assert (thought.type, thought.content[0].text) == ("reasoning", "Hm, ü.")
+    assert (message.type, message.content[0].text) == ("message", "Yes.")
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Zürich"})
+    assert call.call_id and whole.usage.output_tokens_details.reasoning_tokens > 0
+    # The client puts the pieces of a stream together itself.
+    async with client.responses.stream(**ask) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.output[2].arguments == call.arguments and final.output_text == "Yes."
+    for kind in ("reasoning_text.delta", "reasoning_text.done", "function_call_arguments.delta"):
+        assert f"response.{kind}" in kinds
+    assert kinds[-1] == "response.completed"
+
+
+async def test_logprobs_are_included_when_asked_for(client):
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = await client.responses.create(**ASK, **include)
+    tokens = whole.output[0].content[0].logprobs
+    assert len(tokens) == 8 and all(len(token.top_logprobs) == 2 for token in tokens)
+    events = [event async for event in await client.responses.create(**ASK, **include, stream=True)]
+    done = next(event for event in events if event.type == "response.output_text.done")
+    streamed = [
+        token.token for event in events if event.type == "response.output_text.delta" for token in event.logprobs
+    ]
+    assert [token.token for token in done.logprobs] == [token.token for token in tokens]
+    assert streamed == [token.token for token in tokens][: len(streamed)]
+
+
+async def test_a_conversation_goes_on(scripted):
+    client, engine = scripted("One.", "Two.")
+    first = await client.responses.create(model="tiny", input="Count", instructions="Slowly.")
+    second = await client.responses.create(model="tiny", input="On", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    prompt = engine.calls[-1][0]["prompt"]
+    assert [prompt.count(word) for word in ("Count", "One.", "On<", "Slowly.")] == [1, 1, 1, 0]
+    assert (await client.responses.retrieve(second.id)).output_text == second.output_text
+    await client.responses.delete(first.id)
+    for response_id in (first.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response_id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.create(model="tiny", input="On", previous_response_id=first.id)
+
+
+async def test_calls_and_their_outputs_are_sent_back(scripted):
+    client, engine = scripted(THINKS_AND_CALLS, **PARSERS)
+    first = await client.responses.create(model="tiny", input="Hi", tools=[TOOL])
+    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "rain"}
+    # A conversation that the client keeps: every item of the answer goes back as it came.
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}, *first.output, result]
+    await client.responses.create(model="tiny", input=items, tools=[TOOL], store=False)
+    kept = engine.calls[-1][0]["prompt"]
+    await client.responses.create(model="tiny", input=[result], tools=[TOOL], previous_response_id=first.id)
+    assert engine.calls[-1][0]["prompt"] == kept
+    assert kept.endswith("<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n") and "Yes." in kept
+
+
+async def test_responses_that_are_not_stored(client, chat_engine):
+    response = await client.responses.create(**ASK, store=False)
+    assert response.store is False
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(response.id)
+    # One of several processes would not find what another one keeps.
+    app = create_app(chat_engine, ServerConfig(api_server_count=2))
+    for fields in ({"store": True}, {"background": True}, {"previous_response_id": "resp_x"}):
+        answer = await post(app, PATH, input="Hi", **fields)
+        assert answer.status == 400 and answer.error["param"] in fields
+    assert (await post(app, PATH, input="Hi", max_output_tokens=1)).json["store"] is False
+
+
+async def test_a_key_opens_its_own_responses_only(chat_engine):
+    app = create_app(chat_engine, ServerConfig(api_key=("one", "two"), served_model_name="tiny"))
+    one, two = (openai_client(app).with_options(api_key=key) for key in ("one", "two"))
+    response = await one.responses.create(**ASK)
+    assert (await one.responses.retrieve(response.id)).id == response.id
+    for call in (two.responses.retrieve, two.responses.cancel, two.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            await call(response.id)
+
+
+async def test_work_in_the_background(client):
+    begun = await client.responses.create(**ASK, background=True)
+    assert begun.status == "queued" and begun.background
+    while (found := await client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+        await asyncio.sleep(0.01)
+    assert found.output_text == (await client.responses.create(**ASK)).output_text
+    assert (await client.responses.cancel(begun.id)).status == found.status
+
+
+async def test_work_in_the_background_is_cancelled(client, chat_engine, app):
+    ask = {**ASK, "max_output_tokens": 200}
+    begun = await client.responses.create(**ask, background=True)
+    assert app.state.traffic.num_running == 1
+    assert (await client.responses.cancel(begun.id)).status == "cancelled"
+    assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+    await idle(chat_engine)
+    assert app.state.traffic.num_running == 0
+    at_once = await client.responses.create(**ASK)
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.cancel(at_once.id)
+
+
+async def test_a_failure_in_the_background_is_told(chat_engine):
+    engine = Recorder(chat_engine)
+    engine.fail_after, engine.failure = 0, EngineDeadError("the device is gone")
+    client = openai_client(create_app(engine, ServerConfig(served_model_name="tiny")))
+    begun = await client.responses.create(**ASK, background=True)
+    found = await client.responses.retrieve(begun.id)
+    assert found.status == "failed" and found.error.code == "server_error"
+    assert "device" not in found.error.message
+    await idle(chat_engine)
+
+
+async def test_a_deadline_fails_the_response(app):
+    answer = await post(app, PATH, input="Hi", max_output_tokens=200, ignore_eos=True, timeout=0.02)
+    assert answer.json["status"] == "failed" and "time" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 7}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}]}, "input"),
+        ({"input": "word " * 300}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"reasoning": {"summary": "auto"}}, "summary"),
+        ({"text": {"verbosity": "high"}}, "verbosity"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"background": True, "stream": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"previous_response_id": "resp_none"}, "response_id"),
+        ({"conversation": "x"}, "conversation"),
+        ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
+    ],
+)
+async def test_what_is_wrong_is_named(app, fields, param):
+    answer = await post(app, PATH, **{"input": "Hi", **fields})
+    assert answer.status in (400, 404) and answer.error["param"] == param, answer.body
+
+
+async def test_a_name_that_is_taken_is_refused(app, client):
+    taken = await client.responses.create(**{**ASK, "extra_body": {"request_id": "resp_mine"}})
+    assert taken.id == "resp_mine"
+    assert (await post(app, PATH, input="Hi", request_id="resp_mine")).error["param"] == "request_id"
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        await client.responses.retrieve("resp_mine", stream=True)
+
+
+def stored(number: int, size: int = 1) -> StoredResponse:
+    return StoredResponse("me", {"id": str(number), "text": "x" * size}, [])
+
+
+async def test_the_store_is_bounded():
+    store = ResponseStore(max_responses=3, max_bytes=10_000)
+    for number in range(5):
+        store.put(stored(number))
+    assert [str(number) in store for number in range(5)] == [False, False, True, True, True]
+    store.put(stored(5, 9_950))
+    assert "4" not in store and "5" in store
+    store.put(stored(5))
+    store.put(stored(6, 9_000))
+    assert "5" in store and "6" in store
+    waiting = asyncio.Event()
+    tasks = [asyncio.create_task(waiting.wait()) for _ in range(3)]
+    full = ResponseStore(max_responses=3)
+    for number, task in enumerate(tasks):
+        each = stored(number)
+        full.put(each)
+        each.task = task
+    with pytest.raises(OverloadedError):
+        full.put(stored(9))
+    waiting.set()
+    await asyncio.gather(*tasks)
+    full.put(stored(9))
+    assert "0" not in full and "9" in full
+    assert response_store.MAX_BYTES <= 64 << 20

@@ -1,0 +1,64 @@
+"""A step's tokens on their way from the engine's process to those that speak with clients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxengine.engine.output import EmittedTokens, EngineOutput, TokenScores
+from jaxengine.server.link import messages
+from jaxengine.server.link.messages import Update
+
+
+def _emitted(rows, scored):
+    """rows: (client, handle, token id); scored: indexes of those with a logprob, minus a hundredth of the token id."""
+    tags = np.array([client << 32 | handle for client, handle, _ in rows], np.int64)
+    token_ids = np.array([token for *_, token in rows], np.int32)
+    scores = None
+    if scored:
+        logprobs = (-token_ids[scored] / 100).astype(np.float32)
+        ones = np.ones(len(scored), np.int32)
+        scores = TokenScores(logprobs, ones, token_ids[scored][:, None], logprobs[:, None])
+    return EmittedTokens(tags, token_ids, np.array(scored, np.int64), scores)
+
+
+def _seen(update):
+    """(handle, token id, logprob or None) of an update that went over the wire."""
+    read = messages.decode_from_engine(messages.encode(update))
+    assert isinstance(read, Update)
+    found = []
+    for each in messages.output_of(read, lambda handle: pytest.fail("tokens need no request")).emitted:
+        logprobs = {} if each.scores is None else dict(zip(each.scored.tolist(), each.scores.logprobs, strict=True))
+        pairs = zip(each.tags.tolist(), each.token_ids.tolist(), strict=True)
+        found += [(*pair, logprobs.get(index)) for index, pair in enumerate(pairs)]
+    return found
+
+
+_LAST = (1 << 31) - 1
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3], ids="ranks={}".format)
+def test_tokens_and_scores_reach_their_process(parts):
+    """Of one rank and of several, with scores in some of them, the greatest handle among them."""
+    rows = [(1, 7, 10), (2, 7, 11), (1, _LAST, 12), (2, 1, 13), (1, 3, 14), (2, _LAST, 15)]
+    scored = {2, 3, 5}
+    bounds = np.linspace(0, len(rows), parts + 1).astype(int).tolist()
+    emitted = [
+        _emitted(rows[first:last], [index - first for index in sorted(scored) if first <= index < last])
+        for first, last in zip(bounds, bounds[1:], strict=False)
+    ]
+    updates = messages.updates_of(EngineOutput(emitted=emitted), [1, 2])
+    for client in (1, 2):
+        expected = [
+            (handle, token, pytest.approx(-token / 100) if index in scored else None)
+            for index, (owner, handle, token) in enumerate(rows)
+            if owner == client
+        ]
+        assert _seen(updates[client]) == expected
+
+
+def test_the_only_process_gets_all():
+    rows = [(4, 2, 20), (4, 9, 21), (4, 5, 22)]
+    updates = messages.updates_of(EngineOutput(emitted=[_emitted(rows[:2], []), _emitted(rows[2:], [0])]), [4])
+    assert list(updates) == [4]
+    assert _seen(updates[4]) == [(2, 20, None), (9, 21, None), (5, 22, pytest.approx(-0.22))]

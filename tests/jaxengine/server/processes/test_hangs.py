@@ -1,0 +1,64 @@
+"""An engine that stands still without having ended: it says at what, is killed, and has a successor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.engine.timeline import StepRecord, Timeline
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.processes.engine_process import EngineServer
+from scheduler.buckets import Bucket
+from tests.jaxengine.server.processes.test_processes import LONG, PROMPT, collect, connected, until
+from tests.jaxengine.server.server_process import is_alive
+
+
+def test_an_engine_that_hangs_is_killed_and_started_again(make_server):
+    async def run():
+        server = make_server(fresh=True, grpc_port=None, engine_hang_timeout=2.0)
+        async with connected(server) as engine, httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
+            old = server.engine_pid
+            # To have nothing to do is not to hang.
+            await asyncio.sleep(5)
+            assert server.engine_pid == old and "not finished" not in server.errors()
+            stream = engine.generate(PROMPT, LONG)
+            await anext(stream)
+            os.kill(old, signal.SIGSTOP)
+            stopped = time.monotonic()
+            with pytest.raises(EngineDeadError):
+                async for _ in stream:
+                    pass
+            assert 2 < time.monotonic() - stopped < 12
+            while (await client.get("/health")).status_code != 503:
+                assert time.monotonic() < stopped + 20
+            await until(lambda: not engine.errored, 60)
+            assert len((await collect(engine, LONG))[-1].outputs[0].token_ids) == 200
+            assert server.engine_pid != old and not is_alive(old)
+        assert "the engine hangs; its process is killed" in server.errors()
+        assert "was killed by signal 9; it is started again" in server.errors()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_hangs_says_at_what(tmp_path, caplog, capfd):
+    timeline, now = Timeline(), time.monotonic()
+    for number in (6, 7):
+        step = StepRecord(number, now, now, now, now - 3, None, Bucket(4, 4), 3, 4, 3, 100, 3, 0, 3, [], [], [])
+        timeline._steps.append(step)
+    timeline._steps[0].updated = now
+    scheduler = SimpleNamespace(config=SimpleNamespace(max_num_seqs=4, num_ranks=1))
+    core: Any = SimpleNamespace(engine=SimpleNamespace(scheduler=scheduler, timeline=timeline))
+    server = EngineServer(core, f"ipc://{tmp_path}/engine", ServerConfig(), lambda event: None)
+    with caplog.at_level("ERROR", "jaxengine"):
+        # As the thread of orders does, while the one that steps does not come to read any.
+        server.order({"order": "explain"})
+    assert [record.message for record in caplog.records] == ["step 7 (decode S=4, 3 rows) was dispatched 3.0 s ago"]
+    assert "test_an_engine_that_hangs_says_at_what" in capfd.readouterr().err

@@ -1,0 +1,84 @@
+"""Two replicas behind one endpoint, one of which is killed while both work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+
+import httpx
+import pytest
+
+ray = pytest.importorskip("ray", reason="pip install 'jaxengine[ray]'")
+
+NUM_REQUESTS = 200
+
+
+@pytest.fixture(scope="module")
+def url():
+    """Of Ray Serve's HTTP proxy."""
+    from ray import serve
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    ray.shutdown()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+async def ask(client, prompt):
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def test_an_engine_over_two_hosts_is_one_replica(url, chat_options):
+    from ray import serve
+
+    from jaxengine.server.ray_serve import app
+
+    over_two = {"nnodes": 2, "master_port": free_port(), "tensor_parallel_size": 2, "placement_strategy": "PACK"}
+    found = []
+    for options in ({}, over_two):
+        serve.run(app({**chat_options, **options}), name="jaxengine")
+        with httpx.Client(base_url=url, timeout=120) as client:
+            body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+            found.append(client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"])
+        serve.delete("jaxengine")
+    assert found[0] == found[1]
+
+
+def test_a_killed_replica_costs_no_request_that_had_not_begun(url, chat_options):
+    from ray import serve
+
+    from jaxengine.server.ray_serve import app
+
+    serve.run(app({**chat_options, "min_replicas": "2", "max_replicas": 2, "target_ongoing_requests": 8}), name="two")
+    handle = serve.get_deployment_handle("Replica", "two")
+    pids: set[int] = set()
+    while len(pids) < 2:
+        pids.add(json.loads(handle.describe.remote().result(timeout_s=60))["pid"])
+    prompts = [[number % 97 + 3, number % 89 + 5, 7] for number in range(NUM_REQUESTS)]
+
+    async def ask_all(kill):
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            tasks = [asyncio.ensure_future(ask(client, prompt)) for prompt in prompts]
+            if kill:
+                while sum(task.done() for task in tasks) < NUM_REQUESTS // 10:
+                    await asyncio.sleep(0.01)
+                os.kill(min(pids), signal.SIGKILL)
+            return await asyncio.gather(*tasks)
+
+    killed = asyncio.run(ask_all(kill=True))
+    assert killed == asyncio.run(ask_all(kill=False))
+    serve.delete("two")

@@ -1,0 +1,116 @@
+"""ModelConfig from GGUF metadata."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models.config.fields import ModelConfigError
+from models.config.model_config import ModelConfig
+from models.config.rope import RopeScaling
+from models.registry import read_gguf
+
+SHARED = {
+    "block_count": 2,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "context_length": 512,
+}
+
+
+def metadata(architecture: str = "llama", **changes) -> dict:
+    fields = {**SHARED, **{key.replace("__", "."): value for key, value in changes.items()}}
+    prefixed = {f"{architecture}.{key}": value for key, value in fields.items() if value is not None}
+    return {
+        "general.architecture": architecture,
+        "tokenizer.ggml.tokens": [str(i) for i in range(128)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 7,
+        **prefixed,
+    }
+
+
+def test_llama():
+    assert read_gguf(metadata()) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
+        sliding_window=(None, None),
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_ids=(2, 7),
+    )
+
+
+def test_numpy_scalars_become_python_values():
+    config = read_gguf(metadata(block_count=np.uint32(2), rope__freq_base=np.float32(5e5)), tie_word_embeddings=False)
+    assert type(config.num_layers) is int and type(config.rope_theta) is float
+    assert config.rope_theta == 5e5 and not config.tie_word_embeddings
+    hash(config)
+
+
+def test_qwen():
+    qwen2 = read_gguf(metadata("qwen2"))
+    assert qwen2.architecture == "Qwen2ForCausalLM" and qwen2.attention_bias
+    qwen3 = read_gguf(metadata("qwen3", attention__key_length=32, attention__value_length=32))
+    assert qwen3.architecture == "Qwen3ForCausalLM" and qwen3.qk_norm and qwen3.head_dim == 32
+
+
+def test_rope_scaling():
+    linear = read_gguf(metadata(rope__scaling__type="linear", rope__scaling__factor=2.0))
+    assert linear.rope_scaling == RopeScaling("linear", 2.0)
+    yarn = metadata("qwen2", rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    yarn["qwen2.rope.scaling.original_context_length"] = 128
+    assert read_gguf(yarn).rope_scaling.original_max_position_embeddings == 128
+    explicit = read_gguf(metadata(), rope_factors=(1.0,) * 6 + (4.0, 8.0))
+    assert explicit.rope_scaling == RopeScaling("factors", factors=(1.0,) * 6 + (4.0, 8.0))
+
+
+def test_sliding_window_shorter_than_the_context_counts():
+    assert read_gguf(metadata(attention__sliding_window=512)).sliding_window == (None, None)
+    assert read_gguf(metadata(attention__sliding_window=64)).sliding_window == (64, 64)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"block_count": None}, "llama.block_count is missing"),
+        ({"embedding_length": "64"}, "llama.embedding_length must be an integer"),
+        ({"block_count": 2**20}, "llama.block_count.*<= 4096"),
+        ({"attention.head_count": np.array([4, 4])}, "llama.attention.head_count must be an integer"),
+        ({"attention.head_count": 6, "attention.head_count_kv": 6}, "embedding_length must be a multiple"),
+        ({"attention.head_count_kv": 3}, "num_heads must be a multiple of num_kv_heads"),
+        ({"attention.value_length": 32}, "llama.attention.value_length must be the head dimension 16"),
+        ({"rope.dimension_count": 8}, "llama.rope.dimension_count must be the head dimension 16"),
+        ({"rope.scaling.type": "longrope"}, "llama.rope.scaling.type must be none, linear or yarn"),
+        ({"rope.scaling.type": "linear"}, "llama.rope.scaling.factor is missing"),
+        ({"expert_count": 8}, "llama.expert_count must be 0 or absent"),
+    ],
+)
+def test_unusable_metadata(changes, message):
+    raw = metadata() | {f"llama.{key}": value for key, value in changes.items()}
+    with pytest.raises(ModelConfigError, match=message):
+        read_gguf({key: value for key, value in raw.items() if value is not None})
+
+
+def test_unknown_architecture_and_wrong_rope_factors():
+    with pytest.raises(ModelConfigError, match="general.architecture must be one of llama, qwen2, qwen3, got 'mamba'"):
+        read_gguf(metadata("mamba"))
+    with pytest.raises(ModelConfigError, match="general.architecture is missing"):
+        read_gguf({})
+    with pytest.raises(ModelConfigError, match="head_dim / 2 = 8 values, got 3"):
+        read_gguf(metadata(), rope_factors=(1.0, 2.0, 3.0))
+    with pytest.raises(ModelConfigError, match="finite numbers > 0"):
+        read_gguf(metadata(), rope_factors=(0.0,) * 8)

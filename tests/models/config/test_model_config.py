@@ -1,0 +1,176 @@
+"""ModelConfig from config.json: what is read, and that what cannot be used is named in one error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from models.config.fields import ModelConfigError
+from models.config.hf import read_config_json
+from models.config.model_config import ModelConfig
+from models.config.rope import RopeScaling
+from models.registry import read_hf
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 5],
+}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def test_llama():
+    config = read_hf({**LLAMA, "attention_bias": True})
+    assert config == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        max_position_embeddings=512,
+        sliding_window=(None, None, None),
+        attention_bias=True,
+        output_bias=True,
+        bos_token_id=1,
+        eos_token_ids=(2, 5),
+    )
+    assert len({config, dataclasses.replace(config)}) == 1
+
+
+def test_families_differ_where_they_should():
+    mistral, qwen2, qwen3 = (read_hf(raw) for raw in (MISTRAL, QWEN2, QWEN3))
+    assert mistral.sliding_window == (64, 64, 64) and not mistral.attention_bias
+    assert qwen2.attention_bias and not qwen2.output_bias and not qwen2.qk_norm
+    assert qwen3.qk_norm and not qwen3.attention_bias and qwen3.head_dim == 32
+    assert read_hf({**MISTRAL, "sliding_window": None}).sliding_window == (None,) * 3
+
+
+def test_windows_of_qwen_layers():
+    used = {**QWEN2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    assert read_hf(used).sliding_window == (None, 8, 8)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read_hf({**used, "layer_types": kinds}).sliding_window == (8, None, 8)
+    assert read_hf({**used, "use_sliding_window": False}).sliding_window == (None,) * 3
+
+
+def test_rope_is_read_alike_from_both_generations_of_transformers():
+    old = read_hf({**LLAMA, "rope_scaling": LLAMA3_ROPE})
+    without_theta = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    new = read_hf({**without_theta, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}})
+    assert old == new
+    assert old.rope_scaling == RopeScaling("llama3", 8.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def test_rope_types():
+    def scaling(**rope):
+        return read_hf({**LLAMA, "rope_scaling": rope}).rope_scaling
+
+    assert scaling(rope_type="default") is None
+    assert scaling(type="linear", factor=2.0) == RopeScaling("linear", 2.0)
+    yarn = scaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
+    assert yarn is not None and yarn.attention_factor == pytest.approx(1.138629436)
+    assert scaling(rope_type="yarn", factor=4.0, attention_factor=1.5).attention_factor == 1.5
+
+
+def test_code_in_a_config_is_not_followed():
+    pointing_at_code = {**LLAMA, "auto_map": {"AutoModelForCausalLM": "evil.Model"}, "trust_remote_code": True}
+    assert read_hf(pointing_at_code) == read_hf(LLAMA)
+
+
+BAD = {
+    "unknown architecture": ({"architectures": ["EvilForCausalLM"]}, "architectures.*LlamaForCausalLM.*Evil"),
+    "no architecture": ({"architectures": None}, "architectures is missing"),
+    "two architectures": ({"architectures": ["LlamaForCausalLM", "Qwen2ForCausalLM"]}, "architectures must be"),
+    "missing size": ({"hidden_size": None}, "hidden_size is missing"),
+    "bool for int": ({"num_hidden_layers": True}, "num_hidden_layers must be an integer"),
+    "text for int": ({"vocab_size": "256"}, "vocab_size must be an integer.*'256'"),
+    "float for int": ({"num_attention_heads": 4.0}, "num_attention_heads must be an integer"),
+    "negative": ({"intermediate_size": -96}, "intermediate_size must be an integer >= 1"),
+    "zero": ({"num_key_value_heads": 0}, "num_key_value_heads must be an integer >= 1"),
+    "absurd layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers.*<= 4096"),
+    "absurd size": ({"vocab_size": 10**30}, "vocab_size must be an integer"),
+    "heads not divisible": ({"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
+    "hidden not divisible": ({"num_attention_heads": 6, "num_key_value_heads": 6}, "hidden_size must be a multiple"),
+    "odd head": ({"head_dim": 15}, "head_dim must be even"),
+    "int for bool": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+    "text for number": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a finite number"),
+    "nan": ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),
+    "infinite theta": ({"rope_theta": float("inf")}, "rope_theta must be a finite number"),
+    "theta one": ({"rope_theta": 1.0}, "rope_theta must be a finite number > 1"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "unknown rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type.*linear.*'dynamic'"),
+    "rope not a mapping": ({"rope_scaling": [2.0]}, "rope_scaling must be a mapping"),
+    "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+    "rope context missing": (
+        {"rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": None}},
+        "original_max_position_embeddings is missing",
+    ),
+    "rope factors swapped": ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.0}}, "high_freq_factor must be"),
+    "rope per layer type": ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one mapping for all layers"),
+    "eos outside": ({"eos_token_id": 256}, "token ids must lie in"),
+    "eos bool": ({"eos_token_id": [True]}, "eos_token_id must be a token id"),
+}
+
+
+@pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD.keys())
+def test_unusable_config(changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_hf({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    "raw, message",
+    [
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window must be an integer >= 1"),
+        ({key: value for key, value in MISTRAL.items() if key != "sliding_window"}, "sliding_window is missing"),
+        ({**QWEN2, "use_sliding_window": True}, "sliding_window is missing"),
+        (
+            {**QWEN3, "use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear_attention"] * 3},
+            "layer_types must be a list of 3 of full_attention, sliding_attention",
+        ),
+        ([], "must be a mapping"),
+    ],
+)
+def test_unusable_config_of_other_families(raw, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_hf(raw)
+
+
+def test_config_json_of_a_folder(tmp_path, checkpoints):
+    assert read_hf(read_config_json(checkpoints / "llama3_sharded")).eos_token_ids == (2, 3)
+    with pytest.raises(ModelConfigError, match="cannot be read"):
+        read_config_json(tmp_path)
+    for content in ("{", "[" * 100_000, '{"a": ' + "1" * 5000 + "}", "\ud800"):
+        (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+        with pytest.raises(ModelConfigError, match="cannot be read as JSON"):
+            read_config_json(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([LLAMA]))
+    with pytest.raises(ModelConfigError, match="must hold a JSON object"):
+        read_config_json(tmp_path)

@@ -1,0 +1,253 @@
+"""Checkpoint tensors to parameters: layout, dtype, what is refused, and how little memory it takes on the way."""
+
+from __future__ import annotations
+
+import tracemalloc
+import weakref
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.config.model_config import ModelConfig
+from models.config.rope import RopeScaling
+from models.registry import build_model
+from models.weights.declare import declared_params
+from models.weights.dummy import dummy_params
+from models.weights.errors import ModelFileError
+from models.weights.load import load_params
+from sharding.layout import MeshLayout
+from sharding.stages import Stage
+
+CONFIG = ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    max_position_embeddings=64,
+    sliding_window=(None, None),
+    attention_bias=True,
+)
+
+
+class ArraySource:
+    """A WeightSource over arrays in memory."""
+
+    path = "memory"
+
+    def __init__(self, tensors: dict[str, np.ndarray]):
+        self.tensors = tensors
+
+    def names(self):
+        return self.tensors.keys()
+
+    def shape(self, name):
+        return self.tensors[name].shape
+
+    def read(self, name, rows=slice(None), columns=slice(None)):
+        array = self.tensors[name]
+        return (array[rows] if array.ndim == 1 else array[rows, columns]).copy()
+
+    def close(self):
+        pass
+
+
+def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    model = build_model(config, dtype=jnp.float32)
+    return {
+        source.name: rng.standard_normal(param.source_shape(source), np.float32)
+        for param in declared_params(model)
+        for source in param.decl.sources
+    }
+
+
+def load(tensors: dict[str, np.ndarray], config: ModelConfig = CONFIG, dtype=jnp.float32, **options) -> nnx.State:
+    return load_params(build_model(config, dtype=dtype), ArraySource(tensors), dtype=dtype, **options)
+
+
+def test_layout():
+    tensors = random_tensors(CONFIG)
+    state = load(tensors)
+    attention, prefix = state["layers"][1]["attention"], "model.layers.1.self_attn"
+    qkv = np.concatenate([tensors[f"{prefix}.{part}_proj.weight"] for part in "qkv"]).T
+    np.testing.assert_array_equal(attention["qkv"]["weight"][...], qkv)
+    bias = np.concatenate([tensors[f"{prefix}.{part}_proj.bias"] for part in "qkv"])
+    np.testing.assert_array_equal(attention["qkv"]["bias"][...], bias)
+    np.testing.assert_array_equal(attention["out"]["weight"][...], tensors[f"{prefix}.o_proj.weight"].T)
+    gate_up = np.concatenate([tensors[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]).T
+    np.testing.assert_array_equal(state["layers"][0]["mlp"]["gate_up"]["weight"][...], gate_up)
+    np.testing.assert_array_equal(state["embed"]["weight"][...], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(state["lm_head"]["weight"][...], tensors["lm_head.weight"].T)
+
+
+def test_state_fits_the_model_it_was_loaded_for():
+    model = build_model(CONFIG, dtype=jnp.float32)
+    expected = jax.tree.structure(nnx.state(model))
+    assert jax.tree.structure(load(random_tensors(CONFIG))) == expected
+    assert jax.tree.structure(dummy_params(model)) == expected
+
+
+@pytest.mark.parametrize("stored, wanted", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")])
+def test_dtype_conversion(stored, wanted):
+    stored, wanted = (np.dtype(getattr(ml_dtypes, d, d)) for d in (stored, wanted))
+    tensors = {name: array.astype(stored) for name, array in random_tensors(CONFIG).items()}
+    state = load(tensors, dtype=wanted)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {wanted}
+    loaded = np.asarray(state["layers"][0]["mlp"]["down"]["weight"][...])
+    np.testing.assert_array_equal(loaded, tensors["model.layers.0.mlp.down_proj.weight"].T.astype(wanted))
+
+
+def test_dtype_must_be_the_models():
+    model = build_model(CONFIG, dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="dtype must be that of the model, bfloat16"):
+        load_params(model, ArraySource(random_tensors(CONFIG)), dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.bias", "lm_head.weight"])
+def test_missing_tensor(name):
+    tensors = random_tensors(CONFIG)
+    del tensors[name]
+    with pytest.raises(ModelFileError, match=f"missing.*{name}"):
+        load(tensors)
+
+
+def test_unexpected_shape():
+    tensors = random_tensors(CONFIG)
+    tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((32, 16), np.float32)
+    with pytest.raises(ModelFileError, match=r"shape must be \(16, 32\), got \(32, 16\).*layers.0.self_attn.k_proj"):
+        load(tensors)
+
+
+def test_unused_tensor():
+    tensors = random_tensors(CONFIG)
+    load(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)})
+    with pytest.raises(ModelFileError, match="no use for this tensor.*layers.2.mlp"):
+        load(tensors | {"model.layers.2.mlp.up_proj.weight": np.zeros((48, 32), np.float32)})
+
+
+def test_integers_are_not_weights():
+    tensors = random_tensors(CONFIG)
+    tensors["model.norm.weight"] = np.ones(32, np.int8)
+    with pytest.raises(ModelFileError, match="floating-point numbers, got int8.*model.norm.weight"):
+        load(tensors)
+
+
+def test_source_that_breaks_its_word():
+    class Liar(ArraySource):
+        def read(self, name, rows=slice(None), columns=slice(None)):
+            return self.tensors[name][:1]
+
+    with pytest.raises(ModelFileError, match="announced with shape"):
+        load_params(build_model(CONFIG, dtype=jnp.float32), Liar(random_tensors(CONFIG)), dtype=jnp.float32)
+
+
+def test_tied_checkpoint_may_repeat_the_embedding():
+    tied = replace(CONFIG, tie_word_embeddings=True)
+    tensors = random_tensors(tied)
+    load(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, tied)
+    with pytest.raises(ModelFileError, match="differs from model.embed_tokens.weight.*lm_head.weight"):
+        load(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, tied)
+
+
+def test_rope_factors_of_the_file_must_be_in_the_config():
+    factors = (1.0, 1.0, 2.0, 8.0)
+    tensors = random_tensors(CONFIG) | {"rope_freqs.weight": np.array(factors, np.float32)}
+    load(tensors, replace(CONFIG, rope_scaling=RopeScaling("factors", factors=factors)))
+    for scaling in (None, RopeScaling("linear", 8.0), RopeScaling("factors", factors=(1.0, 1.0, 2.0, 4.0))):
+        with pytest.raises(ModelFileError, match="rope_scaling differs"):
+            load(tensors, replace(CONFIG, rope_scaling=scaling))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_share_one_checkpoint(tied):
+    config = replace(CONFIG, tie_word_embeddings=tied)
+    tensors, model = random_tensors(config), partial(build_model, config, dtype=jnp.float32)
+    whole = load(tensors, config)
+    for stage in (Stage(0, 1, is_last=False), Stage(1, 2, is_first=False)):
+        part = load_params(model(stage=stage), ArraySource(tensors), dtype=jnp.float32)
+        jax.tree.map(np.testing.assert_array_equal, part["layers"][0], whole["layers"][stage.first_layer])
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            dummy_params(model(stage=stage))["layers"][0],
+            dummy_params(model())["layers"][stage.first_layer],
+        )
+        with pytest.raises(ModelFileError, match="no use for this tensor.*other"):
+            load_params(
+                model(stage=stage), ArraySource(tensors | {"other": tensors["model.norm.weight"]}), dtype="float32"
+            )
+
+
+def test_repeated_heads_and_padding():
+    model = build_model(CONFIG, dtype=jnp.float32, mesh=MeshLayout(model=4))  # 2 kv heads for 4 devices
+    tensors = random_tensors(CONFIG)
+    state = load_params(model, ArraySource(tensors), dtype=jnp.float32)
+    table = np.asarray(state["embed"]["weight"][...])
+    np.testing.assert_array_equal(table[:64], tensors["model.embed_tokens.weight"])
+    assert table.shape == (512, 32) and not table[64:].any()
+    k = tensors["model.layers.0.self_attn.k_proj.bias"]
+    bias = np.asarray(state["layers"][0]["attention"]["qkv"]["bias"][...])
+    np.testing.assert_array_equal(bias[32:64], np.concatenate([k[:8], k[:8], k[8:], k[8:]]))
+
+
+def test_progress_counts_every_byte():
+    calls = []
+    state = load(random_tensors(CONFIG), progress=lambda *call: calls.append(call))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert calls[-1][0] == total and {call[1] for call in calls} == {total}
+    assert (np.diff([call[0] for call in calls]) > 0).all()
+    assert "layers.1.attention.qkv.bias" in [call[2] for call in calls]
+
+
+def test_host_memory_stays_near_one_weight():
+    config = replace(CONFIG, hidden_size=256, intermediate_size=512, num_layers=12, sliding_window=(None,) * 12)
+    alive: list[weakref.ref] = []
+
+    class FreshArrays(ArraySource):
+        def shape(self, name):
+            return shapes[name]
+
+        def read(self, name, rows=slice(None), columns=slice(None)):
+            assert sum(ref() is not None for ref in alive) <= 1, "a tensor outlived the reading of the next"
+            array = np.ones(shapes[name], np.float32)
+            if name.endswith("_proj.weight"):  # those that are joined or turned; others may become the device's memory
+                alive.append(weakref.ref(array))
+            return array
+
+    model = build_model(config, dtype=jnp.float32)
+    shapes = {source.name: p.source_shape(source) for p in declared_params(model) for source in p.decl.sources}
+    sizes = [param.num_bytes for param in declared_params(model)]
+    tracemalloc.start()
+    state = load_params(model, FreshArrays(dict.fromkeys(shapes)), dtype=jnp.float32)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(jax.tree.leaves(state)) == len(sizes)
+    assert peak < 3 * max(sizes) + (256 << 10) < sum(sizes) / 3
+
+
+def test_dummy_weights_are_deterministic_and_sane():
+    model = build_model(replace(CONFIG, vocab_size=512, hidden_size=128), dtype=jnp.float32)
+    first, again, other = (dummy_params(model, seed=seed) for seed in (3, 3, 4))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first["embed"]["weight"][...], other["embed"]["weight"][...])
+    down = [np.asarray(layer["mlp"]["down"]["weight"][...]) for _, layer in first["layers"].items()]
+    assert not np.array_equal(*down)
+    assert np.std(down[0]) == pytest.approx(48**-0.5, rel=0.05)
+    table = np.asarray(first["embed"]["weight"][...])
+    for vectors in (table[:64], table.T[:64]):
+        assert np.abs(np.corrcoef(vectors) - np.eye(64)).max() < 6 / vectors.shape[1] ** 0.5
+    assert set(np.asarray(first["norm"]["weight"][...])) == {1.0}
+    nnx.update(model, first)
+    hidden = np.random.default_rng(0).standard_normal((8, 128)).astype(np.float32)
+    assert 0.5 < np.std(model.logits(jnp.asarray(hidden))) < 2

@@ -1,0 +1,148 @@
+"""Storage of pages: writes touch the named slots only, bit for bit, in place, and pages can be exchanged."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kv.pages import (
+    LAYOUTS,
+    KVSpec,
+    alloc,
+    export_pages,
+    import_pages,
+    page_bytes,
+    partition_spec,
+    pool_shape,
+)
+from pallas_kernels.kv.update import kv_cache_update
+from tests.pallas_kernels.checks import CHECKS, SLOTS
+from tests.pallas_kernels.implementations import IN_PROCESS, Implementation
+
+DTYPES = ["float32", "bfloat16", "float16"]
+QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "int8"]
+update = jax.jit(kv_cache_update, donate_argnums=0)
+
+
+def spec(dtype: str, **changes: int) -> KVSpec:
+    fields = {"num_pages": 6, "page_size": 16, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8}
+    return KVSpec(**{**fields, **changes}, dtype=dtype)
+
+
+@pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
+@pytest.mark.parametrize("pattern", SLOTS)
+@pytest.mark.parametrize("dtype", DTYPES + QUANTIZED)
+def test_update_writes_named_slots_only(dtype, pattern, implementation):
+    CHECKS["update"](dtype, pattern, implementation)
+
+
+@pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
+@pytest.mark.parametrize("sizes", [(64, 1, 80, 80), (16, 2, 192, 128), (8, 5, 16, 64)])
+def test_update_of_other_shapes(sizes, implementation):
+    CHECKS["update_sizes"]("bfloat16", *sizes, implementation)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_pages_move_between_layouts_bit_for_bit(source, target, dtype):
+    CHECKS["exchange"](source, dtype, Implementation(target, target))
+
+
+def test_update_of_one_padding_token_changes_nothing():
+    kv = import_pages(alloc(spec("float32")), jnp.arange(6), jnp.ones((6, 16, 2, 2, 8)))
+    new = jnp.zeros((1, 2, 8))
+    after = kv_cache_update(kv, new, new, jnp.full((1,), -1, jnp.int32))
+    np.testing.assert_array_equal(after.data, kv.data)
+
+
+@pytest.mark.parametrize("dtype", DTYPES + QUANTIZED)
+def test_export_import_round_trip(dtype):
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.standard_normal((6, 16, 2, 2, 8)) * 30, jnp.float32).astype(dtype)
+    full = import_pages(alloc(spec(dtype)), jnp.arange(6), values)
+    ids = jnp.asarray([4, 1, 5])
+    exported = export_pages(full, ids)
+    assert exported.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(np.asarray(exported), np.asarray(values)[np.asarray(ids)])
+    other = import_pages(alloc(spec(dtype)), jnp.asarray([0, -1, 2]), exported)
+    np.testing.assert_array_equal(np.asarray(export_pages(other, jnp.asarray([0, 2]))), np.asarray(exported)[[0, 2]])
+    assert not np.asarray(other.data)[[1, 3, 4, 5]].any(), "a page id of -1 must be dropped"
+
+
+def test_export_of_written_tokens_is_canonical():
+    rng = np.random.default_rng(1)
+    k, v = (rng.standard_normal((3, 2, 8)).astype(np.float32) for _ in range(2))
+    slots = np.asarray([5 * 16 + 3, 2, 16 * 6 - 1], np.int32)
+    kv = kv_cache_update(alloc(spec("float32")), jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots))
+    pages = np.asarray(export_pages(kv, jnp.arange(6)))
+    np.testing.assert_array_equal(pages[slots // 16, slots % 16, 0], k)
+    np.testing.assert_array_equal(pages[slots // 16, slots % 16, 1], v)
+    assert np.count_nonzero(pages) == k.size + v.size
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_quantized_codes_are_scaled_and_saturate(dtype):
+    kv = alloc(spec(dtype))
+    kv = type(kv)(kv.data, jnp.asarray([0.5, 2.0]), jnp.asarray([1e-4, 1e3]), kv.spec, kv.layout)
+    k = jnp.full((1, 2, 8), 3.0).at[0, 0, 0].set(1e9).at[0, 0, 1].set(-1e9)
+    v = jnp.stack([jnp.full((8,), 2e-4), jnp.full((8,), 5e3)])[None]
+    kv = kv_cache_update(kv, k, v, jnp.zeros((1,), jnp.int32))
+    codes = np.asarray(export_pages(kv, jnp.asarray([0])), np.float32)[0, 0]
+    limit = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int8": 127}[dtype]
+    np.testing.assert_array_equal(codes[0, 0, :3], [limit, -limit, 6])
+    np.testing.assert_array_equal(codes[0, 1], 2 if dtype == "int8" else 1.5)
+    np.testing.assert_array_equal(codes[1], [[2] * 8, [5] * 8])
+
+
+@pytest.mark.parametrize("dtype", DTYPES + QUANTIZED)
+@pytest.mark.parametrize("num_tokens", [1, 32])
+def test_update_is_in_place(dtype, num_tokens):
+    kv = jax.eval_shape(lambda: alloc(spec(dtype, num_pages=4096)))
+    new = jax.ShapeDtypeStruct((num_tokens, 2, 8), jnp.float32)
+    memory = update.lower(kv, new, new, jax.ShapeDtypeStruct((num_tokens,), jnp.int32)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < kv.data.size * kv.data.dtype.itemsize // 10
+    assert memory.alias_size_in_bytes >= kv.data.size * kv.data.dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", DTYPES + QUANTIZED)
+def test_page_bytes_is_what_alloc_takes(dtype):
+    shape = spec(dtype, v_head_dim=12)
+    assert alloc(shape).data.nbytes == page_bytes(shape) * shape.num_pages
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_partition_spec_splits_pages_and_heads(layout):
+    shape = pool_shape(spec("bfloat16", num_kv_heads=16), layout)
+    half = pool_shape(spec("bfloat16", num_kv_heads=16, num_pages=12), layout)
+    more = pool_shape(spec("bfloat16", num_kv_heads=32), layout)
+    got = partition_spec(layout, head_axis="model", data_axis="data")
+    for axis, name in enumerate(got):
+        assert (name == "data") == (half[axis] != shape[axis])
+        assert (name == "model") == (more[axis] != shape[axis])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: KVSpec(4, 0, 1, 8, 8, "float32"), "KVSpec.page_size must be at least 1, got 0"),
+        (lambda: KVSpec(2**28, 16, 1, 8, 8, "float32"), "do not fit int32"),
+        (lambda: alloc(spec("float64")), "KVSpec.dtype 'float64' is not supported, allowed: float32"),
+        (lambda: alloc(spec("float32"), layout="abacus"), "layout 'abacus' is not implemented, allowed: cpu"),
+        (lambda: export_pages(alloc(spec("float32", v_head_dim=4)), jnp.arange(2)), "no canonical form"),
+        (
+            lambda: import_pages(alloc(spec("float32")), jnp.arange(2), jnp.zeros((2, 16, 2, 2, 4))),
+            "import_pages needs",
+        ),
+        (
+            lambda: kv_cache_update(alloc(spec("float32")), *[jnp.zeros((3, 2, 7))] * 2, jnp.zeros(3, jnp.int32)),
+            "k must",
+        ),
+        (lambda: kv_cache_update(alloc(spec("float32")), *[jnp.zeros((3, 2, 8))] * 2, jnp.zeros(3)), "must be int32"),
+    ],
+)
+def test_errors_name_field_and_value(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,136 @@
+"""Grouped products against a float64 loop over groups, for every implementation, all compiled for the CPU."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.matmul.grouped import grouped_matmul
+from pallas_kernels.matmul.grouped_xla import block_rows_of
+from pallas_kernels.registry import KERNELS, kernel
+
+IN, OUT = 40, 24
+# What rows of the registry run, each once.
+IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if op == "grouped_matmul"}
+# name: rows, rows of each group, and which groups are here. Few shapes: compiling is what takes time.
+CASES = {
+    "one row": (1, [0, 0, 1, 0], (0, 4)),
+    "fewer rows than groups": (4, [0, 1, 0, 0, 2, 0, 1, 0], (0, 8)),
+    "no rows in any group": (61, [0, 0, 0, 0, 0, 0], (0, 6)),
+    "all rows in one group": (61, [0, 61, 0, 0, 0, 0], (0, 6)),
+    "all rows in the last group": (61, [0, 0, 0, 0, 0, 61], (0, 6)),
+    "empty groups at both ends": (61, [0, 7, 0, 1, 53, 0], (0, 6)),
+    "whole blocks": (61, [16, 0, 16, 0, 29, 0], (0, 6)),
+    "rows after the last group": (61, [3, 0, 17, 9, 1, 1], (0, 6)),
+    "groups in the middle": (61, [11, 0, 5, 17, 0, 20], (2, 5)),
+    "first groups": (61, [11, 0, 5, 17, 0, 20], (0, 3)),
+    "last groups": (61, [11, 0, 5, 17, 0, 28], (3, 6)),
+    "none of the rows": (61, [5, 0, 0, 0, 7, 9], (1, 4)),
+}
+
+
+def oracle(x: np.ndarray, w: np.ndarray, sizes: list[int], first: int) -> np.ndarray:
+    """float64 [M, out], one group after the other."""
+    out = np.zeros((x.shape[0], w.shape[2]))
+    ends = np.cumsum(sizes)
+    for group, matrix in enumerate(w.astype(np.float64), start=first):
+        rows = slice(ends[group] - sizes[group], ends[group])
+        out[rows] = x[rows].astype(np.float64) @ matrix
+    return out
+
+
+def operands(num_rows: int, num_groups: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(num_rows)
+    x, w = rng.standard_normal((num_rows, IN)), rng.standard_normal((num_groups, IN, OUT)) * IN**-0.5
+    return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+
+
+@cache
+def compiled(function):
+    return jax.jit(partial(function, out_dtype=jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name, dtype):
+    num_rows, sizes, (first, end) = CASES[name]
+    x, w = operands(num_rows, end - first, dtype)
+    expected = oracle(np.asarray(x, np.float64), np.asarray(w, np.float64), sizes, first)
+    outside = np.ones(num_rows, bool)
+    outside[sum(sizes[:first]) : sum(sizes[:end])] = False
+    # What belongs to no group here must not matter.
+    x = jnp.where(outside[:, None], jnp.nan, x)
+    for function, platform in IMPLEMENTATIONS.items():
+        got = np.asarray(compiled(function)(x, w, jnp.asarray(sizes, jnp.int32), jnp.int32(first)))
+        assert got.shape == expected.shape and got.dtype == np.float32
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5, err_msg=platform)
+        assert not got[outside].any(), platform
+
+
+def test_the_operation_passes_everything_on():
+    _, sizes, (first, end) = CASES["groups in the middle"]
+    x, w = operands(61, end - first, "bfloat16")
+    expected = oracle(np.asarray(x, np.float64), np.asarray(w, np.float64), sizes, first)
+    run = jax.jit(partial(grouped_matmul, out_dtype=jnp.float32))
+    got = run(x, w, jnp.asarray(sizes, jnp.int32), group_offset=jnp.int32(first))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("cpu", "while"), ("cuda", "ragged_dot"), ("tpu", "ragged_dot")])
+def test_the_platform_compiled_for_decides(platform, expected):
+    x, w = operands(61, 6, "float32")
+    traced = jax.jit(grouped_matmul).trace(x, w, jnp.zeros(6, jnp.int32))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert {name for name in ("while", "ragged_dot") if f"{name}" in text} == {expected}
+
+
+def test_results_have_the_dtype_of_the_rows():
+    x, w = operands(9, 2, "bfloat16")
+    sizes = jnp.array([4, 5], jnp.int32)
+    rounded, exact = grouped_matmul(x, w, sizes), grouped_matmul(x, w, sizes, out_dtype=jnp.float32)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """Bit for bit: the same rows and groups, with other rows of the same and of other groups between them."""
+    x, w = operands(48, 4, "float32")
+    run = compiled(kernel("grouped_matmul", "cpu"))
+    few = run(x, w, jnp.array([0, 5, 0, 0], jnp.int32), jnp.int32(0))[:5]
+    moved = jnp.concatenate([x[5:30], x[:5], x[30:]])
+    many = run(moved, w, jnp.array([7, 41, 0, 0], jnp.int32), jnp.int32(0))[25:30]
+    np.testing.assert_array_equal(few, many)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_program_holds_no_copy_of_the_matrices(dtype):
+    """Neither all rows times all matrices nor a conversion of all matrices: memory for a few of them at most."""
+    w = jax.ShapeDtypeStruct((64, 128, 128), dtype)
+    x, sizes = jax.ShapeDtypeStruct((32, 128), dtype), jax.ShapeDtypeStruct((64,), "int32")
+    memory = jax.jit(grouped_matmul).lower(x, w, sizes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 128 * 128 * 4
+
+
+@pytest.mark.parametrize(("rows", "groups", "block"), [(1, 8, 2), (8, 128, 2), (24, 8, 4), (64, 8, 8), (9999, 8, 16)])
+def test_blocks_are_as_long_as_an_average_group(rows, groups, block):
+    assert block_rows_of(rows, groups) == block
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": jnp.zeros((4, 7))}, r"x \[M, in\] and w \[G, in, out\] must agree, got \(4, 7\) and \(2, 8, 3\)"),
+        ({"w": jnp.zeros((8, 3))}, "must agree"),
+        ({"x": jnp.zeros((4, 8), jnp.bfloat16)}, "must both be bfloat16 or float32, got bfloat16 and float32"),
+        ({"group_sizes": jnp.zeros(2)}, r"must be int32 \[E\] with E >= 2, got float32 \(2,\)"),
+        ({"group_sizes": jnp.zeros(1, jnp.int32)}, r"E >= 2, got int32 \(1,\)"),
+    ],
+)
+def test_unfit_operands(changes, message):
+    fit = {"x": jnp.zeros((4, 8)), "w": jnp.zeros((2, 8, 3)), "group_sizes": jnp.zeros(2, jnp.int32)}
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(**(fit | changes))

@@ -1,0 +1,121 @@
+"""Faults of the TPU attention kernel, its schedule and the arrangement around it."""
+
+from __future__ import annotations
+
+from tests.pallas_kernels.mutants.mutant import Mutant, attention
+
+SECONDS = 40
+
+_TPU = "attention/tpu/*"
+
+
+def _on(*cases: str):
+    return attention("tpu-lazy", "bfloat16", *cases)
+
+
+def _eager(*cases: str):
+    return attention("tpu-eager", "bfloat16", *cases)
+
+
+_ANY = _on("mixed", "q tile straddles a kv block")
+_BLOCKS = _on("block edges", "mixed")
+_WINDOW = _on("window 16")
+_SINKS = _on("sinks and window")
+_SUMS = attention("tpu-far-lazy", "bfloat16", "block edges", "mixed")
+_CODES = _on("fp8 e4m3 keys and values")
+
+MUTANTS = [
+    Mutant(
+        "wait dropped",
+        _TPU,
+        "        wait_for(refs, plan, segment, item, slot)\n",
+        "",
+        _on("mixed") + _eager("mixed"),
+    ),
+    Mutant("start dropped", _TPU, "_page_copy(refs, page, slot, index).start()", "pass", _ANY),
+    Mutant(
+        "buffer reused early",
+        _TPU,
+        "lax.rem(slot + buffers - 1, buffers)",
+        "lax.rem(slot + buffers, buffers)",
+        _on("mixed") + _eager("mixed"),
+    ),
+    Mutant(
+        "first page of a block never fetched",
+        _TPU,
+        "            act(index)\n",
+        "            act(max(index, 1))\n",
+        _BLOCKS,
+    ),
+    Mutant(
+        "copies past the last item",
+        _TPU,
+        "    @pl.when(item[0] < end)\n",
+        "    @pl.when(item[0] <= end)\n",
+        _ANY,
+    ),
+    Mutant("page off by one", _TPU, "segment.seq, first + index]", "segment.seq, first + index + 1]", _ANY),
+    Mutant(
+        "last page dropped",
+        _TPU,
+        "pl.cdiv(segment.end_key, plan.page_size) - segment",
+        "pl.cdiv(segment.end_key - 1, plan.page_size) - segment",
+        _on("block edges", "page edges"),
+    ),
+    Mutant("causal sees one too many", _TPU, "segment.position + row + 1 if", "segment.position + row + 2 if", _ANY),
+    Mutant("causal drops the last key", _TPU, "segment.position + row + 1 if", "segment.position + row if", _ANY),
+    Mutant("window one too wide", _TPU, "key >= end - spec.window", "key >= end - spec.window - 1", _WINDOW),
+    Mutant("window one too narrow", _TPU, "key >= end - spec.window", "key > end - spec.window", _WINDOW),
+    Mutant(
+        "window starts a page late",
+        _TPU,
+        "first_key // page_size, seq.shape)",
+        "-(-first_key // page_size), seq.shape)",
+        _WINDOW,
+    ),
+    Mutant(
+        "block taken as whole too early",
+        _TPU,
+        "segment.position + 1 if plan.spec.causal",
+        "segment.position + plan.block_q if plan.spec.causal",
+        _ANY,
+    ),
+    Mutant("stale values past the end", _TPU, "(word + row < high)", "(word + row < high + 1)", _ANY),
+    Mutant("stale values before the window", _TPU, "(word + row >= low) & ", "", _WINDOW),
+    Mutant(
+        "another sequence's rows join",
+        _TPU,
+        "key < jnp.where(member, end, 0)",
+        "key < end",
+        _on("single tokens behind runs", "mixed"),
+    ),
+    Mutant(
+        "wrong key head",
+        _TPU,
+        "_operand(refs, plan, slot, window), contract_last",
+        "_operand(refs, plan, slot, plan.keys[0]), contract_last",
+        _ANY,
+    ),
+    Mutant("last heads not folded", _TPU, "range(0, num_heads + phase, phase)", "range(0, num_heads, phase)", _ANY),
+    Mutant(
+        "keys read as values",
+        _TPU,
+        "        window = plan.values[head]\n        values",
+        "        window = plan.keys[head]\n        values",
+        _on("dims (128, 128)"),
+    ),
+    Mutant("scale dropped", _TPU, "scores *= refs.logit_scale[head]", "scores *= refs.logit_scale[0] * 0 + 1", _ANY),
+    Mutant("scale of keys dropped", _TPU, "else scale * kv.k_scale)", "else scale)", _CODES),
+    Mutant("scale of values dropped", _TPU, " * refs.value_scale[head]", "", _CODES),
+    Mutant("decay dropped", _TPU, "_across(decay[head], window.size) * refs.acc", "refs.acc", _BLOCKS),
+    Mutant("denominator not decayed", _TPU, "= decay[head] * refs.total[head] +", "= refs.total[head] +", _BLOCKS),
+    Mutant("sums counted twice", _TPU, "jnp.where(lane == 0, 1.0, 0.0)", "jnp.where(lane < 2, 1.0, 0.0)", _SUMS),
+    Mutant("sums of the values' columns", _TPU, "product[:, window.size :]", "product[:, :LANES]", _SUMS),
+    Mutant("state not reset", _TPU, "        refs.total[...] = jnp.zeros_like(refs.total)\n", "", _ANY),
+    Mutant("sink counted twice", _TPU, "+ jnp.exp2(sink - with_sink)", "+ 2 * jnp.exp2(sink - with_sink)", _SINKS),
+    Mutant("sinks of the wrong heads", _TPU, "member == index, refs", "member == index + 1, refs", _SINKS),
+    Mutant("log-sum-exp in base 2", _TPU, "largest / LOG2E + jnp.log", "largest + jnp.log", _ANY),
+    Mutant("soft cap not scaled back", _TPU, "* (cap * LOG2E)", "* LOG2E", _on("soft cap 30")),
+    Mutant("tree bits shifted", _TPU, "word, bit & 31", "word, (bit + 1) & 31", _on("tree branches")),
+    Mutant("padding tiles not zeroed", _TPU, "        refs.o[...] = jnp.zeros_like(refs.o)\n", "", _ANY),
+]

@@ -1,0 +1,122 @@
+"""Faults of the XLA work list and of the XLA write."""
+
+from __future__ import annotations
+
+from tests.pallas_kernels.mutants.mutant import Mutant, attention
+
+SECONDS = 60
+
+_SCHEDULE, _ATTENTION, _UPDATE = "attention/xla/schedule", "attention/xla/attend", "kv/update_xla"
+
+
+def _on(*cases: str):
+    return attention("cpu", "float32", *cases)
+
+
+_ANY = _on("mixed", "q tile straddles a kv block")
+_WINDOW = _on("window 16")
+_WRITE = (("update", "cpu", "float32", "scattered 40"),)
+_CODES = _on("fp8 e4m3 keys and values")
+
+MUTANTS = [
+    Mutant("causal sees one too many", _SCHEDULE, "position + 1 if", "position + 2 if", _ANY),
+    Mutant("causal drops the last key", _SCHEDULE, "position + 1 if", "position if", _ANY),
+    Mutant("first key dropped", _SCHEDULE, "jnp.zeros_like(end)", "jnp.ones_like(end)", _ANY),
+    Mutant("window one too wide", _SCHEDULE, "end - spec.window", "end - spec.window - 1", _WINDOW),
+    Mutant("window one too narrow", _SCHEDULE, "end - spec.window", "end - spec.window + 1", _WINDOW),
+    Mutant(
+        "last kv block skipped",
+        _SCHEDULE,
+        "high, axis=-1), block_kv) - 1",
+        "high, axis=-1), block_kv) - 2",
+        _on("block edges"),
+    ),
+    Mutant(
+        "block past the end walked as whole",
+        _SCHEDULE,
+        "jnp.min(high // block_kv, axis=-1)",
+        "jnp.max(_ceil_div(high, block_kv), axis=-1)",
+        _ANY,
+    ),
+    Mutant(
+        "last sequence forgotten",
+        _SCHEDULE,
+        "< batch.num_seqs\n    q_lens",
+        "< batch.num_seqs - 1\n    q_lens",
+        _ANY,
+    ),
+    Mutant("tile follows the wrong sequence", _SCHEDULE, "index[:, None] >= ends", "index[:, None] > ends", _ANY),
+    Mutant(
+        "decode bucket: token of the wrong sequence",
+        _SCHEDULE,
+        "tokens[:, None] >= batch",
+        "tokens[:, None] > batch",
+        _on("runs in a decode bucket"),
+    ),
+    Mutant("wrong page", _ATTENTION, "block * block_pages + jnp", "block * block_pages + 1 + jnp", _ANY),
+    Mutant(
+        "values read as keys",
+        _ATTENTION,
+        "return _gather_columns(flat, rows, 0, key_width), ",
+        "return _gather_columns(flat, rows, key_width, value_width), ",
+        _ANY,
+    ),
+    Mutant(
+        "head map off by one",
+        _ATTENTION,
+        "num_kv_heads + heads[:, None]",
+        "num_kv_heads + (heads[:, None] + 1) % num_kv_heads",
+        _ANY,
+    ),
+    Mutant("scale dropped", _ATTENTION, " * step.scale[:, None, None]", "", _ANY),
+    Mutant("scale 5 % too large", _ATTENTION, "spec.sm_scale, jnp", "1.05 * spec.sm_scale, jnp", _ANY),
+    Mutant("scale of keys dropped", _ATTENTION, "scale = scale * kv.k_scale", "scale = scale * 1", _CODES),
+    Mutant("scale of values dropped", _ATTENTION, "o = o * kv.v_scale[:, None, None]", "o = o * 1", _CODES),
+    Mutant("accumulator not decayed", _ATTENTION, "acc * decay[..., None] +", "acc +", _on("block edges")),
+    Mutant("state not reset between tiles", _ATTENTION, "jnp.where(is_first, fresh, running)", "running", _ANY),
+    Mutant(
+        "unseen values not zeroed",
+        _ATTENTION,
+        "jnp.where(in_use, values.reshape(shape), 0)",
+        "values.reshape(shape)",
+        _ANY,
+    ),
+    Mutant("soft cap not scaled back", _ATTENTION, "cap * jnp.tanh", "jnp.tanh", _on("soft cap 30")),
+    Mutant("sinks forgotten", _ATTENTION, "else sinks\n", "else sinks - jnp.inf\n", _on("sinks and window")),
+    Mutant("tree bits shifted", _ATTENTION, "(new % 32)", "((new + 1) % 32)", _on("tree branches")),
+    Mutant(
+        "run written one token late",
+        _ATTENTION,
+        "tiles.tokens[tile, 0], axis=1",
+        "tiles.tokens[tile, 0] + 1, axis=1",
+        _ANY,
+    ),
+    Mutant(
+        "padding written to slot 0",
+        _UPDATE,
+        "jnp.where(slot_mapping < 0, num_pages,",
+        "jnp.where(slot_mapping < 0, 0,",
+        _WRITE,
+    ),
+    Mutant(
+        "padding wraps to the last page",
+        _UPDATE,
+        "jnp.where(slot_mapping < 0, num_pages,",
+        "jnp.where(slot_mapping < 0, num_pages - 1,",
+        _WRITE,
+    ),
+    Mutant(
+        "values in the next slot",
+        _UPDATE,
+        "+ offset * spec.v_head_dim",
+        "+ (offset + 1) % spec.page_size * spec.v_head_dim",
+        _WRITE,
+    ),
+    Mutant(
+        "values written are ones",
+        _UPDATE,
+        "to_storage(v, spec, kv.layout, kv.v_scale)",
+        "to_storage(v * 0 + 1, spec, kv.layout, kv.v_scale)",
+        _WRITE,
+    ),
+]
