@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -61,17 +62,19 @@ class ExecutableCache:
       num_compiled, num_loaded: what `get` did so far.
     """
 
-    def __init__(self, directory: str | None, devices: Sequence[Any], *, family: str | None = None):
+    def __init__(self, directory: str | None, devices: Sequence[Any], *, family: type | None = None):
         """directory: None for the user's cache directory, "" to keep nothing. devices: what the programs run on.
 
-        family: the module of the model's class, None for programs without a model.
+        family: the model's class, None for programs without a model. Nothing is kept of one whose source is unknown.
         """
         self.num_compiled = 0
         self.num_loaded = 0
         self._devices = devices
-        self._family = family
+        self._family = None if family is None else _source_file(family)
         self._directory = None
-        if directory != "":
+        if family is not None and self._family is None:
+            logger.warning("compiled steps of %s are not kept: its source is not in a file", family.__name__)
+        elif directory != "":
             self._directory = Path(directory).expanduser() if directory else default_cache_dir()
             _make_private(self._directory)
             _prune(self._directory)
@@ -145,12 +148,16 @@ def _prune(directory: Path) -> None:
                 path.unlink()
 
 
+def _source_file(family: type) -> Path | None:
+    file = getattr(sys.modules.get(family.__module__), "__file__", None)
+    return None if file is None else Path(file).resolve()
+
+
 @functools.cache
-def _environment(device: Any, family: str | None) -> tuple[str, ...]:
+def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
     """What every program's machine code depends on."""
-    modules = (*kernel_modules(platform_of(device)), *filter(None, (family,)))
     return (
-        source_digest(Path(__file__).resolve().parents[2], modules),
+        source_digest(Path(__file__).resolve().parents[2], kernel_modules(platform_of(device)), family),
         jax.__version__,
         jaxlib.version.__version__,
         device.platform,

@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels.registry import KERNELS, kernel
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, IN_PROCESS
-from tests.pallas_kernels.matmul import test_grouped
+from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED
 from tests.pallas_kernels.test_interpreted import quick_groups
 
 # Check -> the operations it compares with the oracle.
@@ -16,17 +16,17 @@ CHECKED = {
 }
 
 
-def tested() -> set:
-    """The functions that attention and update checks run, in this process or in an interpreter, and grouped products'."""
+def run_by_tests() -> set:
+    """The functions that attention and update checks run, here or in an interpreter, and grouped products'."""
     jobs = {(job[0], job[1]) for group in quick_groups() for job in group}
     jobs |= {(check, implementation.name) for implementation in IN_PROCESS for check in CHECKED}
     ops = ((op, IMPLEMENTATIONS[name].platform) for check, name in jobs for op in CHECKED.get(check, ()))
-    return {kernel(*row) for row in ops} | set(test_grouped.IMPLEMENTATIONS)
+    return {kernel(*row) for row in ops} | set(GROUPED)
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=str)
 def test_every_row_is_under_conformance(row):
-    assert kernel(*row) in tested(), f"{row} is a row of the registry that no conformance case runs"
+    assert kernel(*row) in run_by_tests(), f"{row} is a row of the registry that no conformance case runs"
 
 
 def test_every_implementation_is_a_row():

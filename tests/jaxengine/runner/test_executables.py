@@ -12,6 +12,8 @@ import pytest
 
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.runner.executables import ExecutableCache
+from models.families.llama import LlamaForCausalLM
+from models.families.qwen2 import Qwen2ForCausalLM
 
 DEVICES = jax.devices()[:1]
 ARGUMENTS = (jax.ShapeDtypeStruct((4,), np.float32),)
@@ -99,7 +101,13 @@ def test_numbers_are_remembered(tmp_path):
 
 
 def test_the_family_is_in_the_key(tmp_path):
-    for family in ("models.families.llama", "models.families.qwen2"):
+    for family in (LlamaForCausalLM, Qwen2ForCausalLM):
         cache = ExecutableCache(str(tmp_path), DEVICES, family=family)
         get(cache)
         assert (cache.num_compiled, cache.num_loaded) == (1, 0)
+
+
+def test_nothing_is_kept_of_a_family_without_a_file(tmp_path):
+    typed_in = type("TypedIn", (LlamaForCausalLM,), {"__module__": "nowhere"})
+    get(ExecutableCache(str(tmp_path), DEVICES, family=typed_in))
+    assert not list(tmp_path.iterdir())

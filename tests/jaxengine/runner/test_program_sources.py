@@ -13,8 +13,8 @@ from models.kv_cache import kernel_modules
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("jaxengine", "models", "pallas_kernels", "scheduler", "sharding")
-FAMILY = "models.families.qwen2"
-MODULES = (FAMILY, *kernel_modules("cpu"))
+FAMILY = "models/families/qwen2.py"
+KERNELS = kernel_modules("cpu")
 
 
 @pytest.fixture
@@ -58,17 +58,17 @@ def change_an_operator(path: Path) -> None:
     ],
 )
 def test_a_change_of_what_is_traced_changes_the_digest(tree, path):
-    before = source_digest(tree, MODULES)
+    before = source_digest(tree, KERNELS, tree / FAMILY)
     change_an_operator(tree / path)
-    assert source_digest(tree, MODULES) != before
+    assert source_digest(tree, KERNELS, tree / FAMILY) != before
 
 
 def test_the_familys_own_file_and_the_compilers_options_change_the_digest(tree):
-    before = source_digest(tree, MODULES)
-    for path in (FAMILY.replace(".", "/") + ".py", "jaxengine/runner/executables.py"):
+    before = source_digest(tree, KERNELS, tree / FAMILY)
+    for path in (FAMILY, "jaxengine/runner/executables.py"):
         with (tree / path).open("a") as file:
             file.write("\n\nADDED = 1\n")
-        before, last = source_digest(tree, MODULES), before
+        before, last = source_digest(tree, KERNELS, tree / FAMILY), before
         assert before != last
 
 
@@ -91,14 +91,14 @@ def test_the_familys_own_file_and_the_compilers_options_change_the_digest(tree):
     ],
 )
 def test_what_no_program_is_traced_from_leaves_the_digest(tree, path):
-    before = source_digest(tree, MODULES)
+    before = source_digest(tree, KERNELS, tree / FAMILY)
     with (tree / path).open("a") as file:
         file.write("\n\nADDED = 1\n")
-    assert source_digest(tree, MODULES) == before
+    assert source_digest(tree, KERNELS, tree / FAMILY) == before
 
 
 def test_docstrings_comments_and_lines_leave_the_digest(tree):
-    before = source_digest(tree, MODULES)
+    before = source_digest(tree, KERNELS, tree / FAMILY)
     for path in tree.rglob("*.py"):
         parsed = ast.parse(path.read_text())
         for node in ast.walk(parsed):
@@ -106,7 +106,7 @@ def test_docstrings_comments_and_lines_leave_the_digest(tree):
                 assert isinstance(node.body[0], ast.Expr)
                 node.body[0].value = ast.Constant("Something else.")
         path.write_text("# A comment.\n\n\n" + ast.unparse(parsed))  # unparse lays out anew and drops comments
-    assert source_digest(tree, MODULES) == before
+    assert source_digest(tree, KERNELS, tree / FAMILY) == before
 
 
 def test_every_platform_has_its_own_kernels():
@@ -122,10 +122,31 @@ def test_every_platform_has_its_own_kernels():
 
 
 def test_an_import_in_a_function_counts(tree):
-    before = source_digest(tree, MODULES)
+    before = source_digest(tree, KERNELS, tree / FAMILY)
     (tree / "models/layers/added.py").write_text('"""New."""\n\nSCALE = 2\n')
     with (tree / "models/layers/mlp.py").open("a") as file:
         file.write("\n\ndef scale():\n    from models.layers import added\n\n    return added.SCALE\n")
-    with_import = source_digest(tree, MODULES)
+    with_import = source_digest(tree, KERNELS, tree / FAMILY)
     (tree / "models/layers/added.py").write_text('"""New."""\n\nSCALE = 3\n')
-    assert len({before, with_import, source_digest(tree, MODULES)}) == 3
+    assert len({before, with_import, source_digest(tree, KERNELS, tree / FAMILY)}) == 3
+
+
+def test_a_users_own_family_counts_with_what_it_imports(tree, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    family, helper, stranger = folder / "my_model.py", folder / "my_layers.py", folder / "other.py"
+    family.write_text("import my_layers\nfrom models.families.llama import LlamaForCausalLM\n")
+    helper.write_text("from jax import numpy\nSCALE = 1\n")
+    stranger.write_text("X = 1\n")
+    found = program_sources(tree, KERNELS, family)
+    assert {family, helper, tree / "models/families/llama.py"} <= set(found) and stranger not in found
+    before = source_digest(tree, KERNELS, family)
+    helper.write_text("from jax import numpy\nSCALE = 2\n")
+    assert source_digest(tree, KERNELS, family) != before
+
+
+def test_among_other_packages_only_ours_are_followed(tree):
+    for name in ("jax", "numpy", "flax"):
+        (tree / name).mkdir()
+        (tree / name / "__init__.py").write_text("X = 1\n")
+    tops = {path.relative_to(tree).parts[0] for path in program_sources(tree, KERNELS, tree / FAMILY)}
+    assert tops == set(PACKAGES)
