@@ -23,7 +23,7 @@ from pallas_kernels.attention.hopper.mosaic_gpu import WARPGROUP_ROWS
 from pallas_kernels.attention.hopper.prefill import prefill_attention
 from pallas_kernels.attention.hopper.schedule import DECODE_KEYS
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from pallas_kernels.attention.xla import attend as paged_attention_xla
+from pallas_kernels.attention.xla import attend as xla_attend
 from pallas_kernels.attention.xla import schedule as xla_schedule
 from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.tuning import HopperAttention, Tuning
@@ -103,9 +103,7 @@ def ragged_paged_attention(
             schedule = xla_schedule.attention_schedule(
                 batch, spec, num_tokens=num_tokens, page_size=page_size, tuning=schedule.tuning
             )
-        return paged_attention_xla.ragged_paged_attention(
-            q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask
-        )
+        return xla_attend.ragged_paged_attention(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask)
     assert isinstance(schedule, kernel_schedule.Schedule)
     prefill, sizes = schedule.prefill, schedule.tuning.hopper_attention
     o, lse = decode_attention(q, kv, batch, schedule.decode, spec=spec, sinks=sinks, sizes=sizes, interpret=interpret)
