@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -15,12 +16,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as jax_kernel
 
 from benchmarks.tpu_profile import bare_kernel, drop_copies, fix_trips
-from pallas_kernels.attention.op import AttentionSpec, attention_schedule, ragged_paged_attention
+from pallas_kernels.attention.op import AttentionSpec, ragged_paged_attention
 from pallas_kernels.attention.ragged_batch import RaggedBatch
-from pallas_kernels.attention.tpu import attend as our_call
 from pallas_kernels.attention.tpu import kernel as our_kernel
 from pallas_kernels.attention.tpu import pages as our_pages
+from pallas_kernels.attention.tpu.schedule import block_q_of
 from pallas_kernels.kv.pages import KVSpec, alloc
+from pallas_kernels.tuning import TpuAttention, tuning_of
 
 Case = tuple[Callable, Any, dict]  # what `tpu_profile.profile` wants of a builder
 TILES = 8  # of one token, in a grid step of ours
@@ -59,11 +61,9 @@ def ours(
                 our_kernel._close_head(refs, plan, sub, head)
 
     our_kernel._work_item = work_item
-    our_call.num_cores = lambda: 1  # cycles of one core
     drop_copies(our_pages)
     fix_trips(our_kernel, lambda _: trips)
-    block_q = our_call.schedules.block_q_of(num_tokens, heads[0] // heads[1])
-    our_call.schedules.block_q_of = lambda *_: block_q
+    block_q = block_q_of(TpuAttention(), num_tokens, heads[0] // heads[1])
     num_tokens = TILES if decode else block_q  # what one grid step holds
     num_seqs = num_tokens if decode else 1
     spec = AttentionSpec(*heads, head_dim, head_dim, head_dim**-0.5)
@@ -71,8 +71,11 @@ def ours(
     q = jax.ShapeDtypeStruct((num_tokens, heads[0], head_dim), jnp.bfloat16)
 
     def attend(q, kv, batch):
-        schedule = attention_schedule(batch, spec, num_tokens=num_tokens, page_size=page_size, platform="tpu")
-        return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule)
+        table = tuning_of("tpu")  # of the chip that is being traced for
+        # Cycles of one core, and tiles of the whole step's size in this part of it.
+        sizes = replace(table.tpu_attention, cores=1, min_block_q=block_q, max_block_q=block_q)
+        tuning = replace(table, tpu_attention=sizes)
+        return ragged_paged_attention(q, kv, batch, spec=spec, tuning=tuning)
 
     name = "paged_attention_single" if decode else "paged_attention_runs"
     return *bare_kernel(attend, (q, kv, _batch(num_seqs, num_tokens, max_pages)), name), facts

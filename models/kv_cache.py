@@ -15,11 +15,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from models.causal_lm import CausalLM
 from pallas_kernels.kv.pages import KVPages, alloc, page_bytes, partition_spec
-from pallas_kernels.registry import platform_of
+from pallas_kernels.registry import kernel_modules, platform_of
 from sharding.layout import RULES
 from sharding.rules import logical_to_spec, whole_shape
 
-__all__ = ["KVPages", "abstract_kv", "kv_partition", "make_kv", "page_bytes_all_layers", "platform_of"]
+__all__ = [
+    "KVPages",
+    "abstract_kv",
+    "kernel_modules",
+    "kv_partition",
+    "make_kv",
+    "page_bytes_all_layers",
+    "platform_of",
+]
 
 
 def page_bytes_all_layers(model: CausalLM, page_size: int, dtype: Any, *, layout: str) -> int:

@@ -50,6 +50,16 @@ def kernel(op: str, platform: str) -> Callable:
     return getattr(importlib.import_module(f"pallas_kernels.{module}"), op)
 
 
+def kernel_modules(platform: str) -> tuple[str, ...]:
+    """The modules that a program compiled for `platform` can hold kernels of.
+
+    "gpu" and "gpu_xla" count as one: where an operation is chosen by what jax compiles for, all CUDA cards share a row.
+    """
+    family = platform.partition("_")[0]
+    rows = {module for (_, row), module in _MODULES.items() if row.partition("_")[0] == family}
+    return tuple(sorted(f"pallas_kernels.{module}" for module in rows))
+
+
 def platform_of(device: Any) -> str:
     """The rows for a jax device: "cpu", "tpu", "gpu" (Mosaic GPU kernels) or "gpu_xla" (any other CUDA card).
 

@@ -68,23 +68,15 @@ def sources() -> dict[str, tuple[Path, ast.Module]]:
     return found
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def imports(tree: ast.AST, *, at_import_time: bool) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of each import. `at_import_time`: only what importing the module runs, so neither function
-    bodies nor `if TYPE_CHECKING` blocks. `from a import b` yields a.b: the caller shortens it where b is no module."""
-    for node in ast.iter_child_nodes(tree):
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of each import, those in functions and under TYPE_CHECKING among them. `from a import b`
+    yields a.b: the caller shortens it where b is no module."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative import; write the full name"
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
-        elif at_import_time and (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_type_checking(node)):
-            continue
-        else:
-            yield from imports(node, at_import_time=at_import_time)
 
 
 def allowed(name: str, prefixes: tuple[str, ...]) -> bool:
@@ -110,7 +102,7 @@ def test_imports_follow_the_arrows():
     wrong = []
     for module, (path, tree) in sources().items():
         package = module.partition(".")[0]
-        for name, line in imports(tree, at_import_time=False):
+        for name, line in imports(tree):
             top = name.partition(".")[0]
             if top in PACKAGES and top != package and not allowed(name, ARROWS[package]):
                 wrong.append(f"{where(path, line)}: {package} must not import {name}")
@@ -124,7 +116,7 @@ def test_outside_imports_are_declared_and_fit_the_room():
     wrong, used = [], set()
     for module, (path, tree) in sources().items():
         room = OUTSIDE[module.partition(".")[0]]
-        for name, line in imports(tree, at_import_time=False):
+        for name, line in imports(tree):
             top = name.partition(".")[0]
             if top in PACKAGES or top in sys.stdlib_module_names:
                 continue
@@ -139,7 +131,7 @@ def test_no_circular_imports():
     modules = sources()
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for module, (_, tree) in modules.items():
-        for name, _ in imports(tree, at_import_time=True):
+        for name, _ in imports(tree):
             target = name if name in modules else name.rpartition(".")[0]
             # `import a.b` inside package a runs a/__init__.py first, which every module of a depends on anyway.
             if target in modules and target != module and not module.startswith(target + "."):
@@ -182,7 +174,7 @@ def test_nothing_unsafe_is_imported():
     wrong = [
         f"{where(path, line)}: {name}"
         for path, tree in sources().values()
-        for name, line in imports(tree, at_import_time=False)
+        for name, line in imports(tree)
         if name.partition(".")[0] in UNSAFE_MODULES
     ]
     assert not wrong, "\n".join(wrong)
@@ -229,15 +221,15 @@ def test_no_switches_in_the_environment():
     [
         ("import a.b", ["a.b"]),
         ("from a import b, c", ["a.b", "a.c"]),
-        ("def f():\n    import a", []),
-        ("if TYPE_CHECKING:\n    import a\nimport b", ["b"]),
+        ("def f():\n    import a", ["a"]),
+        ("if TYPE_CHECKING:\n    import a\nelse:\n    import b", ["a", "b"]),
         ("class C:\n    import a", ["a"]),
         ("try:\n    import a\nexcept ImportError:\n    import b", ["a", "b"]),
     ],
 )
 def test_the_reader_of_imports_sees_them(code, expected):
     """The rules above are only as good as this walk."""
-    assert [name for name, _ in imports(ast.parse(code), at_import_time=True)] == expected
+    assert [name for name, _ in imports(ast.parse(code))] == expected
 
 
 def test_the_short_run_names_tests_that_exist():

@@ -1,13 +1,12 @@
 """Compiled programs on disk, so that a second start compiles nothing.
 
-A file's name is a digest of everything that decides the machine code: our sources, jax, the device, the compiler's
-flags and the program's own description. Loading one runs code from the file, so the directory must belong to the user
-alone; one that others may write is refused.
+A file's name is a digest of everything that decides the machine code: the sources it was traced from, jax, the device,
+the compiler's flags and the program's own description. Loading one runs code from the file, so the directory must
+belong to the user alone; one that others may write is refused.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import hashlib
@@ -15,6 +14,7 @@ import logging
 import os
 import platform
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +26,11 @@ import jaxlib.version
 from jax.experimental import serialize_executable
 
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.runner.program_sources import source_digest
+from models.kv_cache import kernel_modules, platform_of
 
 logger = logging.getLogger(__name__)
 
-# Every source of these decides what a step computes; of the other two packages, what `_PROGRAMS` imports.
-_WHOLE_PACKAGES = ("pallas_kernels", "sharding", "models")
-_PROGRAMS = ("jaxengine.runner.step_programs", "jaxengine.runner.executables")
 _DIGEST_BYTES = 32
 _UNUSED_SECONDS = 30 * 24 * 3600
 
@@ -63,13 +62,19 @@ class ExecutableCache:
       num_compiled, num_loaded: what `get` did so far.
     """
 
-    def __init__(self, directory: str | None, devices: Sequence[Any]):
-        """directory: None for the user's cache directory, "" to keep nothing. devices: what the programs run on."""
+    def __init__(self, directory: str | None, devices: Sequence[Any], *, family: type | None = None):
+        """directory: None for the user's cache directory, "" to keep nothing. devices: what the programs run on.
+
+        family: the model's class, None for programs without a model. Nothing is kept of one whose source is unknown.
+        """
         self.num_compiled = 0
         self.num_loaded = 0
         self._devices = devices
+        self._family = None if family is None else _source_file(family)
         self._directory = None
-        if directory != "":
+        if family is not None and self._family is None:
+            logger.warning("compiled steps of %s are not kept: its source is not in a file", family.__name__)
+        elif directory != "":
             self._directory = Path(directory).expanduser() if directory else default_cache_dir()
             _make_private(self._directory)
             _prune(self._directory)
@@ -122,7 +127,7 @@ class ExecutableCache:
             return None
         shapes = [(leaf.shape, str(leaf.dtype), str(leaf.format)) for leaf in jax.tree.leaves(arguments)]
         devices = [device.id for device in self._devices]
-        environment = _environment(self._devices[0])
+        environment = _environment(self._devices[0], self._family)
         key = repr((environment, devices, name, donate, shapes, str(jax.tree.structure(arguments)), description))
         return self._directory / f"{hashlib.sha256(key.encode()).hexdigest()}.xla"
 
@@ -143,15 +148,16 @@ def _prune(directory: Path) -> None:
                 path.unlink()
 
 
+def _source_file(family: type) -> Path | None:
+    file = getattr(sys.modules.get(family.__module__), "__file__", None)
+    return None if file is None else Path(file).resolve()
+
+
 @functools.cache
-def _environment(device: Any) -> tuple[str, ...]:
+def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
     """What every program's machine code depends on."""
-    sources = hashlib.sha256()
-    root = Path(__file__).resolve().parents[2]
-    for path in program_sources(root):
-        sources.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return (
-        sources.hexdigest(),
+        source_digest(Path(__file__).resolve().parents[2], kernel_modules(platform_of(device)), family),
         jax.__version__,
         jaxlib.version.__version__,
         device.platform,
@@ -163,24 +169,6 @@ def _environment(device: Any) -> tuple[str, ...]:
         os.environ.get("XLA_FLAGS", ""),
         os.environ.get("LIBTPU_INIT_ARGS", ""),
     )
-
-
-def program_sources(root: Path) -> list[Path]:
-    """The files that decide what the programs are; a change of the server, say, compiles nothing anew."""
-    found = {path for package in _WHOLE_PACKAGES for path in (root / package).rglob("*.py")}
-    waiting = [root / (name.replace(".", "/") + ".py") for name in _PROGRAMS]
-    while waiting:
-        path = waiting.pop()
-        if path in found or not path.is_file():
-            continue
-        found.add(path)
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            else:
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            waiting += [root / (name.replace(".", "/") + ".py") for name in names]
-    return sorted(found)
 
 
 def _cpu_flags() -> str:

@@ -42,7 +42,7 @@ class StageRunner:
         if self._several_processes and devices[0].platform != "cpu" and cache_dir != "":
             logger.info("compiled steps over several processes are not kept on disk: tried on the CPU only")
             cache_dir = ""
-        self.executables = ExecutableCache(cache_dir, devices)
+        self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
         self._ranks = named_sharding(programs.mesh, ("batch",))
         self._params = jax.tree.leaves(params)
         self._steps: dict[Bucket, jax.stages.Compiled] = {}

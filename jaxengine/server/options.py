@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,3 +164,11 @@ def _is(value: object, kind: str) -> bool:
     if kind == "float":
         return type(value) in (int, float)
     return type(value).__name__ == kind
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address; names other than localhost may be anybody's."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"

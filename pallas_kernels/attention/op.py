@@ -1,6 +1,6 @@
 """Attention of a ragged batch of new tokens over paged keys and values: the public operation.
 
-Owns validation and the choice of implementation; the arithmetic is in paged_attention_<platform>.py and its oracle in
+Owns validation and the choice of implementation; the arithmetic is in the room of each implementation, its oracle in
 reference.py. Knows nothing of models, layers or requests: a layer hands in its own page table.
 """
 
@@ -14,21 +14,30 @@ import jax.numpy as jnp
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch, check_batch
 from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.registry import kernel, platform_of
+from pallas_kernels.tuning import Tuning, tuning_of
 
 __all__ = ["AttentionSpec", "RaggedBatch", "attention_schedule", "ragged_paged_attention"]
 
 
 def attention_schedule(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, platform: str | None = None
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    page_size: int,
+    platform: str | None = None,
+    tuning: Tuning | None = None,
 ) -> Any:
     """The order in which a step's work is walked, a pytree to hand to `ragged_paged_attention`.
 
     Build it once per step; all layers with equal `window` and `causal` share it. It depends on lengths only, never on
     page ids. num_tokens: T. platform: a registry row, None for the default device's.
+    tuning: how much is worked on at a time, None for what the table has for the chip. Attention keeps to it.
     """
     check_batch(batch, num_tokens)
-    build = kernel("attention_schedule", platform or platform_of(jax.devices()[0]))
-    return build(batch, spec, num_tokens=num_tokens, page_size=page_size)
+    platform = platform or platform_of(jax.devices()[0])
+    build = kernel("attention_schedule", platform)
+    return build(batch, spec, num_tokens=num_tokens, page_size=page_size, tuning=tuning or tuning_of(platform))
 
 
 def ragged_paged_attention(
@@ -42,6 +51,7 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None = None,
     return_lse: bool = False,
     platform: str | None = None,
+    tuning: Tuning | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype (and lse f32 [T, N]).
 
@@ -50,7 +60,7 @@ def ragged_paged_attention(
     Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. Slots that no token of the batch
     sees may hold NaN.
 
-    schedule: of `attention_schedule` for the same batch, None to build it here.
+    schedule: of `attention_schedule` for the same batch, None to build it here, as `tuning` says.
     sinks: f32 [N], one more logit per head in the softmax denominator, with value 0.
     tree_mask: u32 [T, ceil(Q / 32)] for sequences of at most Q new tokens; bit b of a token's row says that it sees
         new token b of its own sequence. Bits narrow the causal range: a parent comes before its children.
@@ -69,7 +79,10 @@ def ragged_paged_attention(
         _check_tree_mask(tree_mask, num_tokens, spec)
     attend = kernel("ragged_paged_attention", platform)
     if schedule is None:
-        schedule = attention_schedule(batch, spec, num_tokens=num_tokens, page_size=kv.page_size, platform=platform)
+        sizes = {"num_tokens": num_tokens, "page_size": kv.page_size}
+        schedule = attention_schedule(batch, spec, **sizes, platform=platform, tuning=tuning)
+    elif tuning is not None:
+        raise ValueError("ragged_paged_attention: give tuning to attention_schedule: a schedule brings its own")
     o, lse = attend(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask)
     return (o, lse) if return_lse else o
 

@@ -12,25 +12,34 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv.pages import KVPages, holds_heads
 from pallas_kernels.registry import kernel
+from pallas_kernels.tuning import Tuning, tuning_of
 
 
-def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, platform: str) -> Any:
+def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, platform: str, tuning: Tuning | None = None) -> Any:
     """How the tokens of a step group into aligned pieces of pages, a pytree to hand to `kv_cache_update`.
 
     Build it once per step: it depends on the offsets of slot_mapping i32[T] within their pages and on which of them
     follow each other, so all layers share it. platform: a registry row.
+    tuning: how much is worked on at a time, None for what the table has for the chip. The update keeps to it.
     """
-    return kernel("kv_update_schedule", platform)(slot_mapping, page_size=page_size)
+    build = kernel("kv_update_schedule", platform)
+    return build(slot_mapping, page_size=page_size, tuning=tuning or tuning_of(platform))
 
 
 def kv_cache_update(
-    kv: KVPages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, schedule: Any = None
+    kv: KVPages,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    schedule: Any = None,
+    tuning: Tuning | None = None,
 ) -> KVPages:
     """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool and return it.
 
     A slot is page * page_size + offset. Slots outside the pool are dropped, -1 (padding) among them; real slots must
     be distinct. Quantised pools store round(x / scale), saturating. Donate `kv` when jitting: the update is in place.
-    schedule: of `kv_update_schedule` for the same step, None to build it here.
+    schedule: of `kv_update_schedule` for the same step, None to build it here, as `tuning` says.
     Raises ValueError when shapes or dtypes do not fit the pool.
     """
     spec, num_tokens = kv.spec, slot_mapping.shape[0]
@@ -42,5 +51,7 @@ def kv_cache_update(
     if slot_mapping.dtype != jnp.int32:
         raise ValueError(f"kv_cache_update: slot_mapping must be int32, got {slot_mapping.dtype}")
     if schedule is None:
-        schedule = kv_update_schedule(slot_mapping, page_size=spec.page_size, platform=kv.layout)
+        schedule = kv_update_schedule(slot_mapping, page_size=spec.page_size, platform=kv.layout, tuning=tuning)
+    elif tuning is not None:
+        raise ValueError("kv_cache_update: give tuning to kv_update_schedule: a schedule brings its own")
     return kernel("kv_cache_update", kv.layout)(kv, k, v, slot_mapping, schedule=schedule)

@@ -14,8 +14,8 @@ each layer looks the destination of a run up in its own slot_mapping.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,30 +24,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv.pages import LANES, KVPages, to_storage
+from pallas_kernels.tuning import TpuUpdate, Tuning
 
 GROUP = 8  # rows of a page that one DMA moves
-GROUPS_IN_FLIGHT = 32
-READS_AHEAD = 16
-WINDOW_BYTES = 2 << 20  # of new tokens held in VMEM, twice
-VMEM_LIMIT_BYTES = 40 << 20  # the default does not hold the groups of very wide rows
 
 
-class UpdateRuns(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UpdateRuns:
     """The runs of one step; entries past `count` are never read."""
 
     first: jax.Array  # i32 [T] token that a run starts with
     length: jax.Array  # i32 [T] tokens of a run, 1 to GROUP
     count: jax.Array  # i32 [] runs
     reads_ahead: jax.Array  # i32 [] reads that may overtake a write; 0 when two runs meet in one group
+    sizes: TpuUpdate = field(metadata={"static": True})
 
 
-def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int) -> UpdateRuns:
+def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> UpdateRuns:
     """Cut slot_mapping i32[T] into runs, by comparing all tokens with all: a sort or a scatter would cost more.
 
     Raises ValueError for a page size that is not a multiple of 8.
     """
     if page_size % GROUP:
         raise ValueError(f"the TPU KV write needs a page_size that is a multiple of {GROUP}, got {page_size}")
+    sizes = tuning.tpu_update
     real = slot_mapping >= 0
     previous = jnp.concatenate([jnp.full((1,), -2, jnp.int32), slot_mapping[:-1]])
     starts = real & ((slot_mapping != previous + 1) | (slot_mapping % GROUP == 0))
@@ -60,7 +61,8 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int) -> UpdateRuns
         first=jnp.sum(run_of_token < run, axis=1, dtype=jnp.int32),
         length=jnp.sum((run_of_token == run) & real, axis=1, dtype=jnp.int32),
         count=jnp.sum(starts, dtype=jnp.int32),
-        reads_ahead=jnp.where(jnp.any(meets), 0, READS_AHEAD).astype(jnp.int32),
+        reads_ahead=jnp.where(jnp.any(meets), 0, sizes.reads_ahead).astype(jnp.int32),
+        sizes=sizes,
     )
 
 
@@ -77,8 +79,9 @@ def kv_cache_update(
         raise ValueError("the TPU KV write cannot store float16: there is no such type on TPU, use bfloat16")
     keys, values = (to_storage(x, kv.spec, kv.layout, scale) for x, scale in ((k, kv.k_scale), (v, kv.v_scale)))
     width = kv.data.shape[-1]
-    num_tokens, num_tiles = k.shape[0], width // LANES
-    window = min(pl.cdiv(num_tokens, GROUP) * GROUP, max(WINDOW_BYTES // (4 * LANES * num_tiles) // GROUP, 1) * GROUP)
+    num_tokens, num_tiles, sizes = k.shape[0], width // LANES, schedule.sizes
+    most_groups = max(sizes.window_bytes // (4 * LANES * num_tiles) // GROUP, 1)
+    window = min(pl.cdiv(num_tokens, GROUP), most_groups) * GROUP
     num_windows = pl.cdiv(num_tokens, window)
     words = _token_words(jnp.concatenate([keys, values], axis=-1).reshape(num_tokens, -1))
     # A window holds the group before and after its tokens too: a run is read as the eight rows that its group gets.
@@ -100,16 +103,16 @@ def kv_cache_update(
             ],
             out_specs=in_hbm,
             scratch_shapes=[
-                pltpu.VMEM((GROUPS_IN_FLIGHT, GROUP, width), kv.data.dtype),
-                pltpu.SemaphoreType.DMA((GROUPS_IN_FLIGHT,)),
-                pltpu.SemaphoreType.DMA((GROUPS_IN_FLIGHT,)),
+                pltpu.VMEM((sizes.groups_in_flight, GROUP, width), kv.data.dtype),
+                pltpu.SemaphoreType.DMA((sizes.groups_in_flight,)),
+                pltpu.SemaphoreType.DMA((sizes.groups_in_flight,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(kv.data.shape, kv.data.dtype),
         input_output_aliases={5: 0},
         # Slots have been compared with the pool's size; checking every copy again would cost as much as making it.
-        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT_BYTES),
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, vmem_limit_bytes=sizes.vmem_limit_bytes),
         interpret=interpret,
         name="kv_cache_update",
     )(scalars, schedule.first, schedule.length, slot_mapping, words, kv.data)
@@ -130,7 +133,7 @@ def _write_runs(
     words,  # VMEM u32 [tiles, window + 2 * GROUP, LANES]: tokens from window * step - GROUP on
     _,
     pool,  # HBM [P, page_size, C]
-    groups,  # VMEM [GROUPS_IN_FLIGHT, GROUP, C]
+    groups,  # VMEM [groups in flight, GROUP, C]
     read_sems,
     write_sems,
     next_run,  # SMEM [1]
@@ -138,9 +141,10 @@ def _write_runs(
     page_size: int,
     window: int,
 ):
-    """One window of new tokens: the runs that start in it. Run r uses buffer r % GROUPS_IN_FLIGHT."""
+    """One window of new tokens: the runs that start in it. Run r uses buffer r % in_flight."""
     step, count, reads_ahead = pl.program_id(0), scalars[0], scalars[1]
     overlapped = reads_ahead > 0
+    in_flight = groups.shape[0]
 
     def stored(run):
         slot = slots[first[run]]
@@ -154,11 +158,11 @@ def _write_runs(
     anywhere = pool.at[0, pl.ds(0, GROUP)]  # a wait counts bytes, it does not look where they are
 
     def read(run, at):
-        buffer = lax.rem(run, GROUPS_IN_FLIGHT)
+        buffer = lax.rem(run, in_flight)
         return pltpu.make_async_copy(at, groups.at[buffer], read_sems.at[buffer])
 
     def write(run, at):
-        buffer = lax.rem(run, GROUPS_IN_FLIGHT)
+        buffer = lax.rem(run, in_flight)
         return pltpu.make_async_copy(groups.at[buffer], at, write_sems.at[buffer])
 
     def start_read(run):
@@ -180,7 +184,7 @@ def _write_runs(
 
         @pl.when(ahead < count)
         def _():
-            pl.when(overlapped & (ahead >= GROUPS_IN_FLIGHT))(lambda: wait_write(ahead - GROUPS_IN_FLIGHT))
+            pl.when(overlapped & (ahead >= in_flight))(lambda: wait_write(ahead - in_flight))
             start_read(ahead)
 
         @pl.when(stored(run))
@@ -188,7 +192,7 @@ def _write_runs(
             pl.when(length[run] < GROUP)(lambda: read(run, anywhere).wait())
             row = lax.rem(slots[first[run]], GROUP)
             source = first[run] - row + GROUP - step * window
-            _put_rows(groups, lax.rem(run, GROUPS_IN_FLIGHT), words, source, row, length[run])
+            _put_rows(groups, lax.rem(run, in_flight), words, source, row, length[run])
             write(run, place(run)).start()
             pl.when(~overlapped)(lambda: write(run, anywhere).wait())
 
@@ -201,7 +205,7 @@ def _write_runs(
 
     @pl.when(overlapped & (step == pl.num_programs(0) - 1))
     def _():
-        @pl.loop(jnp.maximum(count - GROUPS_IN_FLIGHT, 0), count)
+        @pl.loop(jnp.maximum(count - in_flight, 0), count)
         def _(run):
             wait_write(run)
 

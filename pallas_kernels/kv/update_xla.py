@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.kv.pages import KVPages, to_storage
+from pallas_kernels.tuning import Tuning
 
 
-def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int) -> None:
+def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tuning) -> None:
     """A scatter needs nothing but the slots."""
 
 

@@ -34,7 +34,7 @@ The kernel notes' conformance list, and where each of its points is:
 30 permutation invariance         checks.page_ids, checks.order, checks.neighbours
 31 determinism                    checks.determinism
 32 update then attend             checks.update_then_attend
-33 donation                       test_invariants.py, test_kv_pages.py (CPU); jaxengine check reads the other targets
+33 donation                       test_invariants.py, kv/test_pages.py (CPU); jaxengine check reads the other targets
 34 no recompile                   checks.one_program_per_bucket
 35 bidirectional                  "bidirectional"; prefix-LM ranges are not part of the operation
 36 lse                            every case; checks.halves

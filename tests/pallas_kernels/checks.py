@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
+from pallas_kernels.tuning import HopperAttention, Tuning
 from tests.pallas_kernels import conformance
 from tests.pallas_kernels.cases import BY_NAME, MIXED_KV, MIXED_Q
 from tests.pallas_kernels.conformance import attend, check_attention, check_update, compiled, operands, pool, watched
@@ -127,7 +128,7 @@ def splits(implementation: Implementation) -> None:
         problem = build(case, "bfloat16", "normal")
         want = expected(case, problem)
         for num_ctas in (1, 7) if sinks is None else (7,):
-            split = replace(implementation, schedule_options=(("num_ctas", num_ctas),))
+            split = replace(implementation, tuning=Tuning(hopper_attention=HopperAttention(num_ctas=num_ctas)))
             with watched(split, f"{num_ctas} splits"):
                 got = attend(case, problem, "bfloat16", split)
             conformance.check_close(got, want, problem, "bfloat16", f"{num_ctas} splits, sinks {sinks}")

@@ -7,7 +7,7 @@ a row refuses must raise ValueError; nothing is skipped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 
 from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.registry import kernel, platform_of
+from pallas_kernels.tuning import HopperAttention, TpuAttention, TpuUpdate, Tuning, tuning_of
 from tests.pallas_kernels.pools import QUANTIZED
 from tests.pallas_kernels.problems import Case
 
@@ -27,6 +28,7 @@ class Implementation:
     interpret: the kernels' `interpret` argument, made when first needed.
     refuses: why a case of a query dtype is not supported, None if it is.
     elsewhere: why its own kernels leave a case to the XLA work list, None if they take it.
+    tuning: how much is worked on at a time, None for what the table has.
     """
 
     name: str
@@ -36,24 +38,26 @@ class Implementation:
     refuses: Callable[[Case, str], str | None] = lambda case, dtype: None
     elsewhere: Callable[[Case, str], str | None] | None = None
     default_dims: tuple[int, int] = (16, 16)
-    schedule_options: tuple[tuple[str, Any], ...] = ()
-    prepare: Callable[[], None] = lambda: None
+    tuning: Tuning | None = None
     overrides: dict[str, Callable] = field(default_factory=dict, hash=False, compare=False)
 
     def _kernel(self, op: str) -> Callable:
         return self.overrides.get(op) or kernel(op, self.platform)
 
+    def _tuning(self) -> Tuning:
+        return self.tuning or tuning_of(self.platform)
+
     def _options(self) -> dict[str, Any]:
         return {} if self.interpret is None else {"interpret": self.interpret()}
 
     def schedule(self, batch, spec, **sizes: int) -> Any:
-        return self._kernel("attention_schedule")(batch, spec, **sizes, **dict(self.schedule_options))
+        return self._kernel("attention_schedule")(batch, spec, **sizes, tuning=self._tuning())
 
     def attend(self, q, kv, batch, schedule, **options) -> tuple[jax.Array, jax.Array]:
         return self._kernel("ragged_paged_attention")(q, kv, batch, schedule, **options, **self._options())
 
     def update(self, kv: KVPages, k, v, slot_mapping) -> KVPages:
-        schedule = self._kernel("kv_update_schedule")(slot_mapping, page_size=kv.page_size)
+        schedule = self._kernel("kv_update_schedule")(slot_mapping, page_size=kv.page_size, tuning=self._tuning())
         options = self._options() if self.platform == "tpu" else {}
         return self._kernel("kv_cache_update")(kv, k, v, slot_mapping, schedule=schedule, **options)
 
@@ -65,7 +69,6 @@ class Implementation:
         """Once per process, before the first kernel."""
         if self.interpreter is not None:
             self.interpreter().install()
-        self.prepare()
 
     def forget(self) -> None:
         if self.interpreter is not None:
@@ -109,34 +112,15 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _small_tpu_blocks() -> None:
-    """Blocks of 128 keys in three buffers, writes of four groups, so that small problems meet every border there is."""
-    from pallas_kernels.attention.tpu import attend as paged_attention_tpu
-    from pallas_kernels.kv import update_tpu as kv_update_tpu
-
-    kv_update_tpu.GROUPS_IN_FLIGHT, kv_update_tpu.READS_AHEAD, kv_update_tpu.WINDOW_BYTES = 4, 2, 1
-
-    choose = paged_attention_tpu.choose_blocks
-
-    def choose_small(*, page_size: int, single: bool, **sizes):
-        blocks = choose(page_size=page_size, single=single, **sizes)
-        return blocks._replace(
-            pages=min(blocks.pages, max(128 // page_size, 1)), buffers=3, tiles=min(blocks.tiles, 3), heads=1
-        )
-
-    paged_attention_tpu.choose_blocks = choose_small
-
-
-def _far_page_table_and_two_cores() -> None:
-    """As on a chip of two cores with wide matrix units whose scalar memory does not hold the page table; small blocks
-    too."""
-    from pallas_kernels.attention.tpu import attend as paged_attention_tpu
-
-    _small_tpu_blocks()
-    paged_attention_tpu.fits_smem = lambda shape: False
-    paged_attention_tpu.num_cores = lambda: 2
-    paged_attention_tpu.mxu_columns = lambda: 256
-
+# Blocks of 128 keys in three buffers, writes of four groups, so that small problems meet every border there is.
+_SMALL_TPU = Tuning(
+    tpu_attention=TpuAttention(single_keys=128, run_keys=128, single_tiles=3, max_heads=1, max_buffers=3),
+    tpu_update=TpuUpdate(groups_in_flight=4, reads_ahead=2, window_bytes=1),
+)
+# As on a chip of two cores with wide matrix units whose scalar memory does not hold the page table.
+_FAR_TPU = replace(
+    _SMALL_TPU, tpu_attention=replace(_SMALL_TPU.tpu_attention, smem_table_bytes=1, cores=2, mxu_columns=256)
+)
 
 CPU = Implementation("cpu", "cpu")
 GPU_XLA = Implementation("gpu_xla", "gpu_xla")
@@ -149,13 +133,13 @@ TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER = (
         _tpu_refuses,
         lambda case, dtype: None,
         default_dims=(64, 64),
-        prepare=prepare,
+        tuning=tuning,
     )
-    for name, dma, prepare in (
-        ("tpu-lazy", "on_wait", _small_tpu_blocks),
-        ("tpu-eager", "eager", _small_tpu_blocks),
-        ("tpu-far-lazy", "on_wait", _far_page_table_and_two_cores),
-        ("tpu-far-eager", "eager", _far_page_table_and_two_cores),
+    for name, dma, tuning in (
+        ("tpu-lazy", "on_wait", _SMALL_TPU),
+        ("tpu-eager", "eager", _SMALL_TPU),
+        ("tpu-far-lazy", "on_wait", _FAR_TPU),
+        ("tpu-far-eager", "eager", _FAR_TPU),
     )
 )
 MOSAIC_GPU = Implementation(
@@ -165,7 +149,7 @@ MOSAIC_GPU = Implementation(
     lambda: _mosaic_gpu_interpreter().interpret_params(),
     elsewhere=_not_mosaic_gpu,
     default_dims=(64, 64),
-    schedule_options=(("num_ctas", 3),),
+    tuning=Tuning(hopper_attention=HopperAttention(num_ctas=3)),
 )
 ACCELERATOR = None if jax.default_backend() == "cpu" else platform_of(jax.devices()[0])
 DEVICE = [] if ACCELERATOR is None else [Implementation("device", ACCELERATOR, default_dims=(64, 64))]

@@ -19,30 +19,16 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from tests.pallas_kernels.mutants import (
-    gpu_decode as mutants_gpu_decode,
-)
-from tests.pallas_kernels.mutants import (
-    gpu_prefill as mutants_gpu_prefill,
-)
-from tests.pallas_kernels.mutants import (
-    tpu as mutants_tpu,
-)
-from tests.pallas_kernels.mutants import (
-    tpu_write as mutants_tpu_write,
-)
-from tests.pallas_kernels.mutants import (
-    xla as mutants_xla,
-)
+from tests.pallas_kernels.mutants import gpu_decode, gpu_prefill, tpu, tpu_write, xla
 from tests.pallas_kernels.mutants.mutant import Mutant
 from tests.pallas_kernels.worker import ROOT, Worker
 
 GATES: dict[str, ModuleType] = {
-    "xla": mutants_xla,
-    "tpu": mutants_tpu,
-    "tpu-write": mutants_tpu_write,
-    "gpu-decode": mutants_gpu_decode,
-    "gpu-prefill": mutants_gpu_prefill,
+    "xla": xla,
+    "tpu": tpu,
+    "tpu-write": tpu_write,
+    "gpu-decode": gpu_decode,
+    "gpu-prefill": gpu_prefill,
 }
 
 
@@ -53,6 +39,11 @@ def source_of(mutant: Mutant) -> Path:
     if sum(counts.values()) != 1:
         raise ValueError(f"mutant {mutant.name!r}: its pattern occurs {sum(counts.values())} times in {mutant.modules}")
     return next(source for source, count in counts.items() if count)
+
+
+def module_of(mutant: Mutant) -> str:
+    """The dotted name under which the file is imported."""
+    return ".".join(source_of(mutant).relative_to(ROOT).with_suffix("").parts)
 
 
 def mutated(mutant: Mutant) -> str:
@@ -72,7 +63,7 @@ class _Loader(SourceFileLoader):
 class _Finder(MetaPathFinder):
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
-        self._name = f"pallas_kernels.{source_of(mutant).stem}"
+        self._name = module_of(mutant)
 
     def find_spec(self, fullname, path, target=None):
         if fullname != self._name:
@@ -87,7 +78,7 @@ def plant(identity: str) -> None:
     """Make this process import the mutant "gate:name"; before anything imports its module."""
     gate, name = identity.split(":", 1)
     mutant = next(mutant for mutant in GATES[gate].MUTANTS if mutant.name == name)
-    assert f"pallas_kernels.{source_of(mutant).stem}" not in sys.modules
+    assert module_of(mutant) not in sys.modules
     sys.meta_path.insert(0, _Finder(mutant))
 
 

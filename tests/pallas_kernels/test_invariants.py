@@ -11,10 +11,10 @@ import pytest
 
 from pallas_kernels.attention.op import attention_schedule, ragged_paged_attention
 from pallas_kernels.attention.ragged_batch import AttentionSpec
-from pallas_kernels.attention.xla import schedule as paged_attention_schedule
 from pallas_kernels.kv.pages import KVSpec, alloc
 from pallas_kernels.kv.update import kv_cache_update
 from pallas_kernels.registry import kernel
+from pallas_kernels.tuning import TpuUpdate, Tuning, XlaAttention
 from tests.pallas_kernels.cases import MIXED_KV, MIXED_Q
 from tests.pallas_kernels.checks import CHECKS, INVARIANTS
 from tests.pallas_kernels.conformance import attend, check_attention, pool, ragged_batch
@@ -64,11 +64,9 @@ def test_donated_pool_is_never_copied(num_tokens, num_seqs, dtype):
 
 
 @pytest.mark.parametrize(("block_q", "block_kv", "block_seqs"), [(8, 32, 3), (24, 48, 2), (64, 256, 8)])
-def test_any_block_size_gives_the_oracle(monkeypatch, block_q, block_kv, block_seqs):
-    monkeypatch.setattr(paged_attention_schedule, "BLOCK_Q", block_q)
-    monkeypatch.setattr(paged_attention_schedule, "BLOCK_KV", block_kv)
-    monkeypatch.setattr(paged_attention_schedule, "BLOCK_SEQS", block_seqs)
-    implementation = replace(CPU, name=f"blocks {block_q} {block_kv} {block_seqs}")
+def test_any_block_size_gives_the_oracle(block_q, block_kv, block_seqs):
+    tuning = Tuning(xla_attention=XlaAttention(block_seqs, block_q, block_kv))
+    implementation = replace(CPU, name=f"blocks {block_q} {block_kv} {block_seqs}", tuning=tuning)
     for family in ("normal", "uniform"):
         check_attention(CASE, "float32", family, implementation)
 
@@ -103,6 +101,9 @@ def public(q=(96, 4, 16), q_dtype=jnp.float32, kv_dtype="float32", spec=SPEC, fi
         (lambda: public(tree_mask=jnp.zeros((96, 1), jnp.uint32), spec=replace(SPEC, window=4)), "tree_mask needs"),
         (lambda: public(platform="tpu"), "platform 'tpu' cannot read a pool of layout 'cpu'"),
         (lambda: kernel("ragged_paged_attention", "abacus"), "not implemented for platform 'abacus', allowed: cpu"),
+        (lambda: public(schedule=0, tuning=Tuning()), "give tuning to attention_schedule"),
+        (lambda: XlaAttention(block_q=0), "XlaAttention.block_q must be a whole number from 1 on, got 0"),
+        (lambda: TpuUpdate(reads_ahead=32), r"reads_ahead must be less than groups_in_flight \(32\), got 32"),
         (lambda: AttentionSpec(6, 4, 8, 8, 1.0), "num_q_heads .6. must be a multiple of num_kv_heads .4."),
         (lambda: AttentionSpec(4, 4, 8, 8, 1.0, window=0), "window must be at least 1 or None, got 0"),
         (lambda: AttentionSpec(4, 4, 8, 8, 1.0, soft_cap=-1.0), "soft_cap must be positive or None, got -1.0"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 
 from tests.pallas_kernels.findings import FITTED_TO
 from tests.pallas_kernels.mutants.mutant import Mutant
-from tests.pallas_kernels.mutations import GATES, killer, mutated, source_of
+from tests.pallas_kernels.mutations import GATES, killer, module_of, mutated, source_of
 
 MUTANTS = {f"{gate}:{mutant.name}": mutant for gate, module in GATES.items() for mutant in module.MUTANTS}
 # What only a running kernel can show: the rest differs from these in its arithmetic.
@@ -25,9 +26,11 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize("identity", MUTANTS)
-def test_pattern_occurs_once(identity):
+def test_pattern_occurs_once_in_a_module_that_can_be_imported(identity):
     mutant = MUTANTS[identity]
     compile(mutated(mutant), str(source_of(mutant)), "exec")
+    spec = importlib.util.find_spec(module_of(mutant))
+    assert spec is not None and spec.origin == str(source_of(mutant))
 
 
 def test_every_kernel_has_a_dozen():

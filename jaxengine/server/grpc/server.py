@@ -22,8 +22,7 @@ from jaxengine.server.grpc.inference import InferenceService
 from jaxengine.server.grpc.service import OpenCalls, handlers
 from jaxengine.server.keys import Keys
 from jaxengine.server.names import served_names
-from jaxengine.server.options import MIB, ServerConfig
-from jaxengine.server.processes.sockets import is_loopback
+from jaxengine.server.options import MIB, ServerConfig, is_loopback
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]

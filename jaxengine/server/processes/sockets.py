@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import math
 import socket
 
@@ -38,14 +37,6 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; names other than localhost may be anybody's."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:

@@ -23,8 +23,8 @@ from typing import Any
 
 from jaxengine._siblings import HOME
 from jaxengine.config.engine_config import EngineConfig
-from jaxengine.server.options import ServerConfig
-from jaxengine.server.processes.sockets import is_loopback, listen, reserve_port
+from jaxengine.server.options import ServerConfig, is_loopback
+from jaxengine.server.processes.sockets import listen, reserve_port
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,10 @@ from pallas_kernels.attention.hopper.mosaic_gpu import WARPGROUP_ROWS
 from pallas_kernels.attention.hopper.prefill import prefill_attention
 from pallas_kernels.attention.hopper.schedule import DECODE_KEYS
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-from pallas_kernels.attention.xla import attend as paged_attention_xla
+from pallas_kernels.attention.xla import attend as xla_attend
 from pallas_kernels.attention.xla import schedule as xla_schedule
 from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.tuning import HopperAttention, Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +68,11 @@ def why_not(
 
 
 def attention_schedule(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, num_ctas: int | None = None
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
 ) -> kernel_schedule.Schedule | xla_schedule.Schedule:
-    """Items of the step for the kernels, or the XLA work list where the shapes alone say that it serves them.
-
-    num_ctas: persistent CTAs of each kernel, one per SM of the default device if None.
-    """
-    if why_not(spec, page_size):
-        return xla_schedule.attention_schedule(batch, spec, num_tokens=num_tokens, page_size=page_size)
-    return kernel_schedule.attention_schedule(
-        batch, spec, num_tokens=num_tokens, page_size=page_size, num_ctas=num_ctas
-    )
+    """Items of the step for the kernels, or the XLA work list where the shapes alone say that it serves them."""
+    build = (xla_schedule if why_not(spec, page_size) else kernel_schedule).attention_schedule
+    return build(batch, spec, num_tokens=num_tokens, page_size=page_size, tuning=tuning)
 
 
 def ragged_paged_attention(
@@ -105,19 +100,16 @@ def ragged_paged_attention(
     if reason is not None:
         _log_once(reason)
         if isinstance(schedule, kernel_schedule.Schedule):
-            schedule = xla_schedule.attention_schedule(batch, spec, num_tokens=num_tokens, page_size=page_size)
-        return paged_attention_xla.ragged_paged_attention(
-            q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask
-        )
+            schedule = xla_schedule.attention_schedule(
+                batch, spec, num_tokens=num_tokens, page_size=page_size, tuning=schedule.tuning
+            )
+        return xla_attend.ragged_paged_attention(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask)
     assert isinstance(schedule, kernel_schedule.Schedule)
-    decode, prefill = schedule
-    o, lse = decode_attention(q, kv, batch, decode, spec=spec, sinks=sinks, interpret=interpret)
+    prefill, sizes = schedule.prefill, schedule.tuning.hopper_attention
+    o, lse = decode_attention(q, kv, batch, schedule.decode, spec=spec, sinks=sinks, sizes=sizes, interpret=interpret)
     if prefill is None:
         return o, lse
-    num_ctas = decode.cta_items.shape[0] - 1
-    run_o, run_lse = prefill_attention(
-        q, kv, batch, prefill, spec=spec, sinks=sinks, num_ctas=num_ctas, interpret=interpret
-    )
+    run_o, run_lse = prefill_attention(q, kv, batch, prefill, spec=spec, sinks=sinks, sizes=sizes, interpret=interpret)
     in_run = (prefill.token_item < prefill.items.shape[0])[:, None]
     return jnp.where(in_run[..., None], run_o, o), jnp.where(in_run, run_lse, lse)
 
@@ -135,13 +127,14 @@ def decode_attention(
     *,
     spec: AttentionSpec,
     sinks: jax.Array | None,
+    sizes: HopperAttention,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """o [T, N, H] and lse f32 [T, N] of the tokens that stand in rows of `items`, 0 and -inf for all others."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, group = spec.num_kv_heads, spec.group_size
     num_rows, width = items.row_tokens.shape
-    shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype)
+    shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype, sizes.decode_stages)
     padding = shape.rows - width * group
     is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
     rows = q if is_identity else q[jnp.minimum(items.row_tokens, num_tokens - 1)]
@@ -159,7 +152,7 @@ def decode_attention(
     partials = decode_partials(
         rows, kv.data.reshape(-1, head_dim), batch.page_table, scale, items, shape, interpret=interpret
     )
-    o, lse = merge_partials(*partials, items, sinks, v_scale, q.dtype, interpret=interpret)
+    o, lse = merge_partials(*partials, items, sinks, v_scale, q.dtype, sizes=sizes, interpret=interpret)
 
     def by_token(x, fill):
         x = x.reshape(num_rows, num_kv_heads, shape.rows, *x.shape[2:])[:, :, : width * group]

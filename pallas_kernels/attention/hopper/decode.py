@@ -38,7 +38,6 @@ from pallas_kernels.attention.hopper.schedule import (
 from pallas_kernels.attention.ragged_batch import AttentionSpec
 
 NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that -inf - NOTHING = -inf
-MAX_STAGES = 6
 OUTPUT_COLUMNS = 128  # of the accumulator that are staged in shared memory at a time
 RESERVED_BYTES = 4 * 1024  # of shared memory: barriers, cross-warp reductions, row statistics
 
@@ -52,6 +51,7 @@ class DecodeShape:
     tokens: int  # most new tokens of a row
     dtype: Any  # of queries and of wgmma's operands
     kv_dtype: Any
+    max_stages: int  # blocks in shared memory
 
     @property
     def rows(self) -> int:
@@ -82,7 +82,7 @@ class DecodeShape:
         per_block = 2 * DECODE_KEYS * head_dim * jnp.dtype(self.kv_dtype).itemsize
         for queries in (2, 1):
             if (blocks := (SHARED_MEMORY_BYTES - fixed - queries * query) // per_block) >= 2:
-                return min(blocks, MAX_STAGES), queries
+                return min(blocks, self.max_stages), queries
         raise ValueError(f"head_dim {head_dim} with page_size {self.page_size} overflows shared memory on layout 'gpu'")
 
 

@@ -17,9 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, LOG2E, launch
 from pallas_kernels.attention.hopper.schedule import DecodeItems
+from pallas_kernels.tuning import HopperAttention
 
-STAGES = 8  # partials in flight
-CTAS_PER_SM = 4  # a unit is mostly latency: several at a time
 NOTHING = -1e30  # maximum of a row that has seen nothing, the logit of a sink that is not there
 
 
@@ -50,6 +49,8 @@ def merge_partials(
     sinks: jax.Array | None,
     v_scale: jax.Array,
     dtype: Any,
+    *,
+    sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Output [R * K, M, H] of `dtype` and log-sum-exp f32 [R * K, M] of every pair.
@@ -57,6 +58,7 @@ def merge_partials(
     o, largest, total: of `decode_partials`. sinks: f32 [K, M] logits, None for none. v_scale: f32 [K] multiplies the
     output. A row that saw nothing gives 0, and -inf unless it has a sink.
     """
+    stages = sizes.merge_stages
     num_pairs, (_, rows, head_dim) = items.pair_items.shape[0] - 1, o.shape
     base2 = jnp.full((v_scale.shape[0], rows), NOTHING) if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING)
     out, largest, total = launch(
@@ -69,13 +71,13 @@ def merge_partials(
             jax.ShapeDtypeStruct((num_pairs, rows), jnp.float32),
         ],
         scratch=[
-            plgpu.SMEM((STAGES, BOX_ROWS, head_dim), jnp.float32),
-            plgpu.SMEM((STAGES, BOX_ROWS), jnp.float32),
-            plgpu.SMEM((STAGES, BOX_ROWS), jnp.float32),
+            plgpu.SMEM((stages, BOX_ROWS, head_dim), jnp.float32),
+            plgpu.SMEM((stages, BOX_ROWS), jnp.float32),
+            plgpu.SMEM((stages, BOX_ROWS), jnp.float32),
             plgpu.SMEM((BOX_ROWS, head_dim), dtype),
-            plgpu.Barrier(num_barriers=STAGES, num_arrivals=3),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=3),
         ],
-        num_ctas=min(CTAS_PER_SM * (items.cta_items.shape[0] - 1), num_pairs * rows // BOX_ROWS),
+        num_ctas=min(sizes.merge_ctas_per_sm * sizes.num_ctas, num_pairs * rows // BOX_ROWS),
         num_warpgroups=1,
         interpret=interpret,
     )
@@ -100,7 +102,7 @@ def _merge(refs: _Refs, pair, group, step):
     first, end = refs.pair_items[pair], refs.pair_items[pair + 1]
     head = lax.rem(pair, jnp.int32(refs.v_scale.shape[0]))
     rows = pl.ds(group * BOX_ROWS, BOX_ROWS)
-    shape = refs.out_smem.shape
+    shape, stages = refs.out_smem.shape, refs.o_smem.shape[0]
     row = lax.broadcasted_iota(jnp.int32, shape, 0)
 
     def spread(scalars):
@@ -113,20 +115,20 @@ def _merge(refs: _Refs, pair, group, step):
     def load(item):
         @pl.when(item < end)
         def _():
-            slot = lax.rem(step + item - first, jnp.int32(STAGES))
+            slot = lax.rem(step + item - first, jnp.int32(stages))
             full = refs.full.at[slot]
             plgpu.copy_gmem_to_smem(refs.o.at[item, rows], refs.o_smem.at[slot], full)
             plgpu.copy_gmem_to_smem(refs.largest.at[item, rows], refs.largest_smem.at[slot], full)
             plgpu.copy_gmem_to_smem(refs.total.at[item, rows], refs.total_smem.at[slot], full)
 
-    for ahead in range(STAGES - 1):
+    for ahead in range(stages - 1):
         load(first + ahead)
 
     def merge_item(item, carry):
         acc, largest, total = carry
-        slot = lax.rem(step + item - first, jnp.int32(STAGES))
+        slot = lax.rem(step + item - first, jnp.int32(stages))
         plgpu.commit_smem()  # every warp has read the slot of the last iteration, which the next copy overwrites
-        load(item + STAGES - 1)
+        load(item + stages - 1)
         plgpu.barrier_wait(refs.full.at[slot])
         item_largest = [refs.largest_smem[slot, r] for r in range(BOX_ROWS)]
         new_largest = [jnp.maximum(a, b) for a, b in zip(largest, item_largest, strict=True)]

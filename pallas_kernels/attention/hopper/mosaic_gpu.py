@@ -25,7 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 LOG2E = 1.4426950408889634
 WARPGROUP_ROWS = 64  # rows of one wgmma
 BOX_ROWS = 8  # a tiled TMA box starts at a row that must be provably a multiple of this
-HOPPER_SMS = 132  # H100 SXM, H200
 SHARED_MEMORY_BYTES = 227 * 1024  # per CTA on sm_90 and sm_100
 
 
@@ -92,8 +91,3 @@ def tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((BOX_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def multiprocessors() -> int:
-    """SMs of the default device's kind; those of an H100 where no GPU is present, as when compiling ahead of time."""
-    return getattr(jax.devices()[0], "core_count", None) or HOPPER_SMS

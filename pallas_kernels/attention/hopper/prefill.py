@@ -36,6 +36,7 @@ from pallas_kernels.attention.hopper.prefill_load import (
 from pallas_kernels.attention.hopper.schedule import PREFILL_TOKEN, PrefillItems, prefill_block_q
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.tuning import HopperAttention
 
 PRODUCER = 2  # the warpgroup after the two that compute
 # An SM has 512 registers per lane of a warpgroup; widening needs more of them than starting copies.
@@ -52,19 +53,29 @@ def prefill_attention(
     *,
     spec: AttentionSpec,
     sinks: jax.Array | None,
-    num_ctas: int,
+    sizes: HopperAttention,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """o [T, N, H] in q's dtype and lse f32 [T, N] of the tokens of `items`; every other row holds anything.
 
-    q: [T, N, H] of two bytes. num_ctas: persistent CTAs, one per SM. interpret: see `mosaic_gpu.launch`.
+    q: [T, N, H] of two bytes. interpret: see `mosaic_gpu.launch`.
     Raises ValueError where shared memory does not hold two blocks of keys and values.
     """
     num_tokens, num_heads, head_dim = q.shape
     block_q = prefill_block_q(spec)
     padded = max(block_q, -(-num_tokens // BOX_ROWS) * BOX_ROWS)
     q = q if padded == num_tokens else jnp.pad(q, ((0, padded - num_tokens), (0, 0), (0, 0)))
-    shape = Shape(spec, padded, kv.page_size, block_q, q.dtype, kv.data.dtype, num_ctas, sinks is not None)
+    shape = Shape(
+        spec,
+        padded,
+        kv.page_size,
+        block_q,
+        q.dtype,
+        kv.data.dtype,
+        sizes.num_ctas,
+        sinks is not None,
+        sizes.prefill_stages,
+    )
     num_items, rows = items.items.shape[0], (shape.num_groups, TILE_ROWS)
     ones = jnp.ones((spec.num_kv_heads,), jnp.float32)
     scales = [ones if scale is None else scale for scale in (kv.k_scale, kv.v_scale)]
@@ -79,7 +90,7 @@ def prefill_attention(
             jax.ShapeDtypeStruct((num_items, *rows), jnp.float32),
         ],
         scratch=scratch(shape),
-        num_ctas=num_ctas,
+        num_ctas=sizes.num_ctas,
         num_warpgroups=3,
         interpret=interpret,
     )

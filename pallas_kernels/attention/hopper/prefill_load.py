@@ -33,7 +33,6 @@ from pallas_kernels.attention.ragged_batch import AttentionSpec
 
 TILE_ROWS = 2 * WARPGROUP_ROWS
 RAW_STAGES = 2  # blocks of a one-byte pool that arrive while one is widened
-MAX_STAGES = 4
 OUTPUT_COLUMNS = 64
 RESERVED_BYTES = 4096  # of shared memory: maxima, sinks, barriers, the compiler's reductions
 
@@ -49,6 +48,7 @@ class Shape(NamedTuple):
     kv_dtype: Any
     num_ctas: int
     has_sinks: bool
+    max_stages: int  # blocks in shared memory
 
     @property
     def heads(self) -> int:
@@ -108,7 +108,7 @@ class Shape(NamedTuple):
         stages = (SHARED_MEMORY_BYTES - used) // (2 * self.block_kv * head_dim * width)
         if stages < 2:
             raise ValueError(f"head_dim {head_dim} overflows shared memory on layout 'gpu'")
-        return min(stages, MAX_STAGES)
+        return min(stages, self.max_stages)
 
 
 class Refs(NamedTuple):

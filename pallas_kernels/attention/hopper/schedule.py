@@ -12,25 +12,24 @@ schedule; XLA computes it once per step. Two kernels read it:
 A batch of at most as many tokens as sequences is all decode, one row per token: its program has no prefill kernel, and
 still serves any batch.
 
-`prefill_attention(q, kv, batch, items, *, spec, sinks, num_ctas, interpret) -> (o [T, N, Hv] in q's dtype, lse f32
+`prefill_attention(q, kv, batch, items, *, spec, sinks, sizes, interpret) -> (o [T, N, Hv] in q's dtype, lse f32
 [T, N])` of prefill.py takes `PrefillItems`. Scales, soft cap, window and sinks are its own matter.
 Its results are used for the tokens with `token_item[t] < I` and for no others.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS, multiprocessors
+from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.tuning import HopperAttention, Tuning
 
-DECODE_TOKENS = 8  # most new tokens of a decode row
 DECODE_KEYS = 64  # keys of a decode block; a page holds a whole number of blocks or a block of pages
-PAIR_COST = 2  # what a pair costs besides its blocks (queries in, results out), in blocks
-MIN_PART_COST = 4  # a CTA's part is not cut smaller than this, in blocks
 
 # Columns of `DecodeItems.items`.
 DECODE_PAIR = 0  # row * num_kv_heads + kv head
@@ -74,9 +73,12 @@ class PrefillItems(NamedTuple):
     token_item: jax.Array  # i32 [T] item of a token, I if no tile holds it
 
 
-class Schedule(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Schedule:
     decode: DecodeItems
     prefill: PrefillItems | None
+    tuning: Tuning = field(metadata={"static": True})  # that the work was cut to
 
 
 def prefill_block_q(spec: AttentionSpec) -> int:
@@ -86,12 +88,10 @@ def prefill_block_q(spec: AttentionSpec) -> int:
 
 
 def attention_schedule(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, num_ctas: int | None = None
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds.
-
-    num_ctas: persistent CTAs of each kernel, one per SM of the default device if None.
-    """
+    """Cut a batch of T = num_tokens tokens into items; `spec` counts the heads that this device holds."""
+    sizes = tuning.hopper_attention
     num_seqs, num_columns = batch.page_table.shape
     live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
     q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
@@ -101,13 +101,12 @@ def attention_schedule(
     there = seqs < batch.num_seqs
     seqs = jnp.minimum(seqs, num_seqs - 1)
     index = tokens - batch.cu_q_lens[seqs]  # of a token in its sequence
-    num_ctas = num_ctas or multiprocessors()
     if num_tokens <= num_seqs:
         position = kv_lens[seqs] - q_lens[seqs] + index
         pairs = _pairs(seqs, position, there.astype(jnp.int32), kv_lens[seqs], spec)
         places = jnp.where(there, tokens, num_tokens)
-        return Schedule(DecodeItems(*_cut(pairs, spec, num_ctas), places[:, None], places), None)
-    width = min(num_tokens // num_seqs, DECODE_TOKENS, WARPGROUP_ROWS // spec.group_size)
+        return Schedule(DecodeItems(*_cut(pairs, spec, sizes), places[:, None], places), None, tuning)
+    width = min(num_tokens // num_seqs, sizes.decode_tokens, WARPGROUP_ROWS // spec.group_size)
     counts = jnp.where(q_lens <= width, q_lens, 0)
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
     pairs = _pairs(rows, kv_lens - q_lens, counts, kv_lens, spec)
@@ -115,11 +114,11 @@ def attention_schedule(
     row_tokens = jnp.where(places < counts[:, None], batch.cu_q_lens[:-1, None] + places, num_tokens)
     in_row = there & (q_lens[seqs] <= width)
     token_places = jnp.where(in_row, seqs * width + index, num_seqs * width)
-    decode = DecodeItems(*_cut(pairs, spec, num_ctas), row_tokens, token_places)
+    decode = DecodeItems(*_cut(pairs, spec, sizes), row_tokens, token_places)
     runs = jnp.where(q_lens > width, q_lens, 0)
     most = min(num_seqs, num_tokens // (width + 1))
     token_seqs = jnp.where(there & ~in_row, seqs, num_seqs)
-    return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec))
+    return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec), tuning)
 
 
 class _Pairs(NamedTuple):
@@ -148,20 +147,20 @@ def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.A
     return begin, end
 
 
-def _cut(rows: _Pairs, spec: AttentionSpec, num_ctas: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Put the pairs in line and cut it: `cta_items`, `items` and `pair_items` of DecodeItems."""
-    num_heads = spec.num_kv_heads
+    num_heads, num_ctas, pair_cost = spec.num_kv_heads, sizes.num_ctas, sizes.pair_cost
     pairs = jax.tree.map(lambda x: jnp.repeat(x, num_heads), rows)
     num_pairs = pairs.seqs.shape[0]
     num_items = num_pairs + num_ctas - 1
-    cost = jnp.where(pairs.num_blocks > 0, pairs.num_blocks + PAIR_COST, 0)
+    cost = jnp.where(pairs.num_blocks > 0, pairs.num_blocks + pair_cost, 0)
     ends = jnp.cumsum(cost, dtype=jnp.int32)
-    part = jnp.maximum((ends[-1] + num_ctas - 1) // num_ctas, MIN_PART_COST)
+    part = jnp.maximum((ends[-1] + num_ctas - 1) // num_ctas, sizes.min_part_cost)
     cuts = jnp.arange(1, num_ctas, dtype=jnp.int32) * part
     cut_pairs = jnp.sum(cuts[:, None] >= ends, axis=-1, dtype=jnp.int32)  # num_pairs for a cut past the end
     of = jnp.minimum(cut_pairs, num_pairs - 1)
     # A cut into what comes before a pair's first block is a cut before the pair.
-    skipped = cuts - (ends - cost)[of] - PAIR_COST
+    skipped = cuts - (ends - cost)[of] - pair_cost
     inside = (cut_pairs < num_pairs) & (skipped > 0)
 
     before = _starts(cost > 0) + jnp.sum(

@@ -23,7 +23,6 @@ from pallas_kernels.attention.tpu.schedule import Schedule, Walk
 from pallas_kernels.attention.tpu.tiles import (
     LANES,
     SUBLANES,
-    VMEM_LIMIT_BYTES,
     Window,
     buffer_lanes,
     check_dtypes,
@@ -31,11 +30,10 @@ from pallas_kernels.attention.tpu.tiles import (
     choose_blocks,
     fits_smem,
     key_windows,
-    mxu_columns,
-    num_cores,
     value_windows,
 )
 from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.tuning import TpuAttention
 
 attention_schedule = schedules.attention_schedule
 
@@ -59,10 +57,12 @@ def ragged_paged_attention(
     check_dtypes(q.dtype, kv.data.dtype)
     check_page_size(kv.page_size)
     num_tokens, num_seqs = q.shape[0], batch.kv_lens.shape[0]
-    call = functools.partial(_attend, kv=kv, batch=batch, spec=spec, sinks=sinks, interpret=interpret)
+    call = functools.partial(
+        _attend, kv=kv, batch=batch, spec=spec, sinks=sinks, sizes=schedule.sizes, interpret=interpret
+    )
     if schedule.runs is None:
         return call(q, tree_mask, schedule.single, block_q=1)
-    block_q = schedules.block_q_of(num_tokens, spec.group_size)
+    block_q = schedules.block_q_of(schedule.sizes, num_tokens, spec.group_size)
     o, lse = call(q, tree_mask, schedule.runs, block_q=block_q)
     head_of = functools.partial(lax.slice_in_dim, start_index=0, limit_index=num_seqs)
     tree_head = None if tree_mask is None else head_of(tree_mask)
@@ -83,6 +83,7 @@ def _attend(
     spec: AttentionSpec,
     sinks: jax.Array | None,
     block_q: int,
+    sizes: TpuAttention,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """One kernel call: o and lse of the tokens of `walk`, 0 and -inf for all others."""
@@ -93,6 +94,7 @@ def _attend(
     padded_group = group if block_q > 1 else -(-group // SUBLANES) * SUBLANES
     num_tiles = -(-num_tokens // block_q)
     blocks = choose_blocks(
+        sizes,
         rows=padded_group * block_q,
         num_kv_heads=num_kv_heads,
         row_bytes=buffer_lanes(kv.data.shape[2]) * kv.data.dtype.itemsize,
@@ -101,7 +103,7 @@ def _attend(
         num_tiles=num_tiles,
         single=block_q == 1,
     )
-    cores = num_cores()
+    cores = sizes.cores
     padded_tiles = -(-num_tiles // (blocks.tiles * cores)) * blocks.tiles * cores
     padded_tokens = padded_tiles * block_q
     plan = Plan(
@@ -116,12 +118,12 @@ def _attend(
         sinks is not None,
         0 if tree_mask is None else tree_mask.shape[1],
         cores,
-        mxu_columns(),
+        sizes.mxu_columns,
     )
     queries = _arrange_queries(q.astype(plan.operand_dtype), plan, num_kv_heads, padded_tokens)
     o, lse = _call_kernel(
         walk,
-        *_place_page_table(batch.page_table),
+        *_place_page_table(batch.page_table, sizes),
         *_scales(kv, spec, num_kv_heads),
         None if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING_SEEN).reshape(num_kv_heads, group),
         queries,
@@ -129,14 +131,15 @@ def _attend(
         kv.data,
         plan=plan,
         o_dtype=q.dtype,
+        vmem_limit_bytes=sizes.vmem_limit_bytes,
         interpret=interpret,
     )
     return _arrange_results(o, lse, plan, group, num_tokens)
 
 
-def _place_page_table(page_table: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+def _place_page_table(page_table: jax.Array, sizes: TpuAttention) -> tuple[jax.Array | None, jax.Array | None]:
     """The table [S, W] for SMEM, or [S, 1, W'] for HBM if it is too large."""
-    if fits_smem(page_table.shape):
+    if fits_smem(sizes, page_table.shape):
         return page_table, None
     # A row is copied on its own, so it must be a whole tile: [1, W'] is one, a row of [S, W] is not.
     return None, _pad_axis(page_table, 1, -(-page_table.shape[1] // LANES) * LANES)[:, None]
@@ -195,6 +198,7 @@ def _call_kernel(
     *,
     plan: Plan,
     o_dtype: jnp.dtype,
+    vmem_limit_bytes: int,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The pallas_call; operands as `Refs` describes them, for all tiles."""
@@ -254,7 +258,7 @@ def _call_kernel(
         ],
         # Steps hand the blocks in flight to each other; cores do not.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes
         ),
         interpret=interpret,
         name="paged_attention_single" if block_q == 1 else "paged_attention_runs",

@@ -12,16 +12,14 @@ tile. A kernel call works through its segments in order, each from its first pag
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-
-MAX_BLOCK_Q = 128
-MIN_BLOCK_Q = 16  # rows of a bfloat16 tile: with fewer the heads of a group could not be stacked without a shuffle
-ROWS = 512  # query rows (tokens x heads of a group) that keep the matrix unit busy on one tile of keys
+from pallas_kernels.tuning import TpuAttention, Tuning
 
 
 class Walk(NamedTuple):
@@ -38,15 +36,18 @@ class Walk(NamedTuple):
     num_computed: jax.Array  # i32 [n] keys of the sequence that are older than this step
 
 
-class Schedule(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Schedule:
     single: Walk
     runs: Walk | None
+    sizes: TpuAttention = field(metadata={"static": True})  # that the tiles were cut to
 
 
-def block_q_of(num_tokens: int, group_size: int) -> int:
+def block_q_of(sizes: TpuAttention, num_tokens: int, group_size: int) -> int:
     """Tokens per tile of `runs`: smaller where few tokens or large groups would make most rows of a tile idle."""
-    wanted = min(MAX_BLOCK_Q, num_tokens // 8, ROWS // group_size)
-    return max(1 << max(wanted, 1).bit_length() - 1, MIN_BLOCK_Q)
+    wanted = min(sizes.max_block_q, num_tokens // 8, sizes.run_rows // group_size)
+    return max(1 << max(wanted, 1).bit_length() - 1, sizes.min_block_q)
 
 
 def has_runs(num_tokens: int, num_seqs: int) -> bool:
@@ -54,16 +55,19 @@ def has_runs(num_tokens: int, num_seqs: int) -> bool:
     return num_tokens > num_seqs
 
 
-def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int) -> Schedule:
+def attention_schedule(
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
+) -> Schedule:
     """Cut a batch of T = num_tokens tokens into segments; a few integer operations on [T, S] and smaller."""
-    num_seqs = batch.kv_lens.shape[0]
+    num_seqs, sizes = batch.kv_lens.shape[0], tuning.tpu_attention
     index = jnp.arange(num_seqs, dtype=jnp.int32)
     live = index < batch.num_seqs
     if not has_runs(num_tokens, num_seqs):
-        return Schedule(_walk(batch, spec, live, num_tokens, 1, page_size), None)
+        return Schedule(_walk(batch, spec, live, num_tokens, 1, page_size), None, sizes)
     single = _walk(batch, spec, live & (index < batch.num_decode), num_seqs, 1, page_size)
-    block_q = block_q_of(num_tokens, spec.group_size)
-    return Schedule(single, _walk(batch, spec, live & (index >= batch.num_decode), num_tokens, block_q, page_size))
+    block_q = block_q_of(sizes, num_tokens, spec.group_size)
+    runs = _walk(batch, spec, live & (index >= batch.num_decode), num_tokens, block_q, page_size)
+    return Schedule(single, runs, sizes)
 
 
 def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_q: int, page_size: int) -> Walk:

@@ -1,6 +1,7 @@
 """Sizes of the TPU attention kernel: where each head lies in a row of the pool, and how much is worked at a time.
 
-Owns the choice of block sizes against a VMEM budget. Knows nothing of batches: everything here is static.
+Owns the rules that choose blocks within the sizes of `tuning.TpuAttention`. Knows nothing of batches: everything here
+is static.
 """
 
 from __future__ import annotations
@@ -10,19 +11,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv.pages import LANES
+from pallas_kernels.tuning import TpuAttention
 
 SUBLANES = 8
-# v5p and tpu7x have 64 MiB of VMEM a core, v5e and v6e twice that. The rest is left to XLA's own fusions.
-VMEM_LIMIT_BYTES = 56 << 20
-BUFFER_BYTES = 24 << 20  # for all blocks in flight together
-SCORE_BYTES = 3 << 20  # for scores and weights of the heads worked on together; twice that is alive
-# A block in flight hides the latency of the next: about 2 us at the 3 TB/s of the fastest chip.
-IN_FLIGHT_BYTES = 6 << 20
-MAX_BUFFERS = 8
-SMEM_TABLE_BYTES = 900 << 10  # of the 1 MiB of all chips
 
 
 class Window(NamedTuple):
@@ -71,7 +64,15 @@ def buffer_lanes(row_lanes: int) -> int:
 
 
 def choose_blocks(
-    *, rows: int, num_kv_heads: int, row_bytes: int, page_size: int, max_pages: int, num_tiles: int, single: bool
+    sizes: TpuAttention,
+    *,
+    rows: int,
+    num_kv_heads: int,
+    row_bytes: int,
+    page_size: int,
+    max_pages: int,
+    num_tiles: int,
+    single: bool,
 ) -> Blocks:
     """Block sizes for tiles of `rows` query rows per kv head over a pool of `row_bytes` a token.
 
@@ -80,33 +81,23 @@ def choose_blocks(
     """
     # Keys lie along lanes in the scores: a block is a whole number of lane tiles.
     unit = LANES // math.gcd(page_size, LANES)
-    wanted = 1024 if single else 512
-    fitting = BUFFER_BYTES // 3 // (row_bytes * page_size)
+    wanted = sizes.single_keys if single else sizes.run_keys
+    fitting = sizes.buffer_bytes // 3 // (row_bytes * page_size)
     pages = max(min(wanted // page_size, fitting, _round_up(max_pages, unit)) // unit, 1) * unit
     block_bytes = pages * page_size * row_bytes
-    buffers = 1 + max(2, min(-(-IN_FLIGHT_BYTES // block_bytes), MAX_BUFFERS - 1))
-    while buffers > 2 and buffers * block_bytes > BUFFER_BYTES:
+    buffers = 1 + max(2, min(-(-sizes.in_flight_bytes // block_bytes), sizes.max_buffers - 1))
+    while buffers > 2 and buffers * block_bytes > sizes.buffer_bytes:
         buffers -= 1
     scores = rows * pages * page_size * (4 + 4)
-    phases = -(-num_kv_heads // max(min(SCORE_BYTES // scores, 8), 1))
+    phases = -(-num_kv_heads // max(min(sizes.score_bytes // scores, sizes.max_heads), 1))
     heads = -(-num_kv_heads // phases)
-    return Blocks(pages, buffers, min(8, num_tiles) if single else 1, heads)
+    return Blocks(pages, buffers, min(sizes.single_tiles, num_tiles) if single else 1, heads)
 
 
-def fits_smem(page_table_shape: tuple[int, ...]) -> bool:
+def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:
     """True if a page table [S, W] can be in SMEM as a whole."""
     num_seqs, width = page_table_shape
-    return _round_up(num_seqs, SUBLANES) * _round_up(width, LANES) * 4 <= SMEM_TABLE_BYTES
-
-
-def num_cores() -> int:
-    """Cores that share a kernel call on the target of the trace: 2 on v5p, 1 elsewhere and where there is no TPU."""
-    return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
-
-
-def mxu_columns() -> int:
-    """Columns of a matrix unit of the target of the trace; 128 where there is no TPU."""
-    return pltpu.get_tpu_info().mxu_column_size if pltpu.is_tpu_device() else LANES
+    return _round_up(num_seqs, SUBLANES) * _round_up(width, LANES) * 4 <= sizes.smem_table_bytes
 
 
 def check_dtypes(query: np.dtype, pool: np.dtype) -> None:

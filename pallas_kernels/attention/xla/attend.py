@@ -22,6 +22,7 @@ from jax import lax
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.attention.xla.schedule import Schedule, Tiles, block_kv_of
 from pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage
+from pallas_kernels.tuning import XlaAttention
 
 
 def ragged_paged_attention(
@@ -44,7 +45,7 @@ def ragged_paged_attention(
     if kv.k_scale is not None:
         scale = scale * kv.k_scale
     sink = jnp.full((num_q_heads,), -jnp.inf) if sinks is None else sinks
-    step = _Step(kv, batch, spec, scale, sink.reshape(num_kv_heads, -1), tree_mask)
+    step = _Step(kv, batch, spec, scale, sink.reshape(num_kv_heads, -1), tree_mask, schedule.sizes)
     o, lse = _attend_single(rows, step, schedule)
     if schedule.runs is not None:
         in_single = (schedule.rank < schedule.single.seqs.size)[:, None, None]
@@ -66,6 +67,7 @@ class _Step(NamedTuple):
     scale: jax.Array  # f32 [K] of the logits
     sink: jax.Array  # f32 [K, G] logit that is in the denominator from the start, -inf: none
     tree_mask: jax.Array | None  # u32 [T, words]
+    sizes: XlaAttention
 
 
 def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
@@ -199,7 +201,7 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     """
     kv, spec = step.kv, step.kv.spec
     num_pages, num_kv_heads, _ = kv.data.shape
-    block_kv = block_kv_of(spec.page_size, tiles.start[0].size)
+    block_kv = block_kv_of(step.sizes, spec.page_size, tiles.start[0].size)
     block_pages = block_kv // spec.page_size
     num_seqs = tiles.seqs.shape[1]
     page_table, heads = step.batch.page_table, jnp.arange(num_kv_heads, dtype=jnp.int32)

@@ -13,16 +13,14 @@ up its keys does not depend on the other rows of the batch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
-
-BLOCK_SEQS = 16
-BLOCK_Q = 128
-BLOCK_KV = 128
+from pallas_kernels.tuning import Tuning, XlaAttention
 
 
 class Tiles(NamedTuple):
@@ -41,25 +39,31 @@ class Tiles(NamedTuple):
     whole_to: jax.Array  # i32 [n]
 
 
-class Schedule(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Schedule:
     single: Tiles
     rank: jax.Array  # i32 [T] row (tile * B + index) of `single` that holds a token, n * B if none does
     runs: Tiles | None
+    sizes: XlaAttention = field(metadata={"static": True})  # that the tiles were cut to
 
 
-def block_kv_of(page_size: int, num_rows: int) -> int:
-    """Keys per block: whole pages, BLOCK_KV where the page size divides it; twice that for a tile of one row.
+def block_kv_of(sizes: XlaAttention, page_size: int, num_rows: int) -> int:
+    """Keys per block: whole pages, `block_kv` where the page size divides it; twice that for a tile of one row.
 
     One row's work on a block is smaller than what starting it costs.
     """
-    wanted = BLOCK_KV if num_rows > 1 else 2 * BLOCK_KV
+    wanted = sizes.block_kv if num_rows > 1 else 2 * sizes.block_kv
     return max(wanted // page_size, 1) * page_size
 
 
-def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int) -> Schedule:
+def attention_schedule(
+    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
+) -> Schedule:
     """Cut a batch of T = num_tokens tokens into tiles: a few integer operations on [S], [T] and [T / Q, S]."""
-    num_seqs = batch.kv_lens.shape[0]
-    single_kv, runs_kv = block_kv_of(page_size, min(num_tokens, num_seqs)), block_kv_of(page_size, num_tokens)
+    num_seqs, sizes = batch.kv_lens.shape[0], tuning.xla_attention
+    single_kv = block_kv_of(sizes, page_size, min(num_tokens, num_seqs))
+    runs_kv = block_kv_of(sizes, page_size, num_tokens)
     live = jnp.arange(num_seqs, dtype=jnp.int32) < batch.num_seqs
     q_lens = jnp.where(live, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], 0)
     if num_tokens <= num_seqs:
@@ -69,15 +73,18 @@ def attention_schedule(batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: i
     else:
         seqs = jnp.arange(num_seqs, dtype=jnp.int32)
         tokens, there = batch.cu_q_lens[:-1], q_lens == 1
-    single, rank = _single_tiles(batch, q_lens, seqs, tokens, there, spec, num_tokens, single_kv)
-    runs = None if num_tokens <= num_seqs else _run_tiles(batch, q_lens, spec, num_tokens, runs_kv)
-    return Schedule(single, rank, runs)
+    single, rank = _single_tiles(batch, q_lens, seqs, tokens, there, spec, num_tokens, sizes.block_seqs, single_kv)
+    if num_tokens <= num_seqs:
+        return Schedule(single, rank, None, sizes)
+    return Schedule(single, rank, _run_tiles(batch, q_lens, spec, num_tokens, sizes.block_q, runs_kv), sizes)
 
 
-def _single_tiles(batch, q_lens, seqs, tokens, there, spec, num_tokens: int, block_kv: int) -> tuple[Tiles, jax.Array]:
+def _single_tiles(
+    batch, q_lens, seqs, tokens, there, spec, num_tokens: int, block_seqs: int, block_kv: int
+) -> tuple[Tiles, jax.Array]:
     """Rows (seqs[r], tokens[r]) i32 [R] where `there`, in tiles [n, B, 1], and the rank of each token."""
     num_rows = seqs.shape[0]
-    width = min(BLOCK_SEQS, num_rows)
+    width = min(block_seqs, num_rows)
     start, end = _visible_keys(batch, q_lens, seqs, tokens - batch.cu_q_lens[seqs], there, spec)
     order = jnp.argsort(-_ceil_div(end, block_kv)).astype(jnp.int32)
     pad = (0, -num_rows % width)
@@ -93,9 +100,9 @@ def _single_tiles(batch, q_lens, seqs, tokens, there, spec, num_tokens: int, blo
     return _tiles(num_tiles, tiled(seqs), tokens, tiled(start)[..., None], tiled(end)[..., None], block_kv), rank
 
 
-def _run_tiles(batch, q_lens, spec, num_tokens: int, block_kv: int) -> Tiles:
+def _run_tiles(batch, q_lens, spec, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
     """Every sequence of several tokens in tiles [n, 1, Q], in token order."""
-    num_seqs, block_q = q_lens.shape[0], min(BLOCK_Q, num_tokens)
+    num_seqs, block_q = q_lens.shape[0], min(block_q, num_tokens)
     tiles = jnp.where(q_lens > 1, _ceil_div(q_lens, block_q), 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     index = jnp.arange(num_tokens // block_q + min(num_seqs, num_tokens // 2), dtype=jnp.int32)

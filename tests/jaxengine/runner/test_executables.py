@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,9 @@ import numpy as np
 import pytest
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.runner.executables import ExecutableCache, program_sources
+from jaxengine.runner.executables import ExecutableCache
+from models.families.llama import LlamaForCausalLM
+from models.families.qwen2 import Qwen2ForCausalLM
 
 DEVICES = jax.devices()[:1]
 ARGUMENTS = (jax.ShapeDtypeStruct((4,), np.float32),)
@@ -99,14 +100,14 @@ def test_numbers_are_remembered(tmp_path):
     assert len(calls) == 1
 
 
-def test_what_decides_the_programs_is_found_by_its_imports():
-    root = Path(__file__).parents[3]
-    found = {str(path.relative_to(root)) for path in program_sources(root)}
-    assert {
-        "jaxengine/runner/step.py",
-        "jaxengine/sampling/token_choice.py",
-        "models/forward_batch.py",
-        "sharding/rules.py",
-    } <= found
-    assert not any(path.startswith(("jaxengine/server", "jaxengine/bench", "jaxengine/check")) for path in found)
-    assert "jaxengine/engine/engine.py" not in found
+def test_the_family_is_in_the_key(tmp_path):
+    for family in (LlamaForCausalLM, Qwen2ForCausalLM):
+        cache = ExecutableCache(str(tmp_path), DEVICES, family=family)
+        get(cache)
+        assert (cache.num_compiled, cache.num_loaded) == (1, 0)
+
+
+def test_nothing_is_kept_of_a_family_without_a_file(tmp_path):
+    typed_in = type("TypedIn", (LlamaForCausalLM,), {"__module__": "nowhere"})
+    get(ExecutableCache(str(tmp_path), DEVICES, family=typed_in))
+    assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ MUTANTS = [
     Mutant(
         "buffer reused while it is being written",
         _UPDATE,
-        "(lambda: wait_write(ahead - GROUPS_IN_FLIGHT))",
+        "(lambda: wait_write(ahead - in_flight))",
         "(lambda: None)",
         _both("runs"),
     ),
@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "meeting runs overtake",
         _UPDATE,
-        "jnp.where(jnp.any(meets), 0, READS_AHEAD)",
-        "jnp.where(jnp.any(meets), READS_AHEAD, READS_AHEAD)",
+        "jnp.where(jnp.any(meets), 0, sizes.reads_ahead)",
+        "jnp.where(jnp.any(meets), sizes.reads_ahead, sizes.reads_ahead)",
         _MEET,
     ),
     Mutant("run goes on across groups", _UPDATE, "| (slot_mapping % GROUP == 0))", ")", _ANY),

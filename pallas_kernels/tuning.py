@@ -1,0 +1,115 @@
+"""How much each implementation works on at a time: one table, by chip.
+
+Owns every size that is a choice and not a fact of an implementation's structure. How a shape (heads, dtype, page,
+tokens) divides these sizes into tiles is a rule beside its kernel, which is handed its sizes as an argument. Knows
+nothing of kernels. Sizes change how long a step takes and in which order sums are taken, never what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import jax
+
+
+class _Sizes:
+    """Whole numbers of at least 1; raises ValueError for others."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # pyright: ignore[reportArgumentType] - every subclass is a dataclass
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{type(self).__name__}.{field.name} must be a whole number from 1 on, got {value!r}")
+
+
+@dataclass(frozen=True)
+class XlaAttention(_Sizes):
+    """Of attention.xla."""
+
+    block_seqs: int = 16  # sequences of a tile of single tokens
+    block_q: int = 128  # tokens of a tile of one sequence
+    block_kv: int = 128  # keys of a block; twice that for a tile of one row
+
+
+@dataclass(frozen=True)
+class TpuAttention(_Sizes):
+    """Of attention.tpu. `single` tiles hold one token and are bound by bandwidth, `run` tiles several."""
+
+    max_block_q: int = 128  # tokens of a run tile
+    min_block_q: int = 16  # rows of a bfloat16 tile: with fewer the heads of a group could not be stacked as they are
+    run_rows: int = 512  # query rows (tokens x heads of a group) that keep the matrix unit busy on one tile of keys
+    single_tiles: int = 8  # of a grid step
+    single_keys: int = 1024  # of a block: long blocks amortise the work per block
+    run_keys: int = 512  # of a block: short ones waste less on keys past the causal edge
+    max_heads: int = 8  # kv heads worked on together
+    max_buffers: int = 8  # blocks in VMEM
+    buffer_bytes: int = 24 << 20  # for all blocks in VMEM together
+    score_bytes: int = 3 << 20  # for scores and weights of the heads worked on together; twice that is alive
+    # A block in flight hides the latency of the next: about 2 us at the 3 TB/s of the fastest chip.
+    in_flight_bytes: int = 6 << 20
+    # v5p and tpu7x have 64 MiB of VMEM a core, v5e and v6e twice that. The rest is left to XLA's own fusions.
+    vmem_limit_bytes: int = 56 << 20
+    smem_table_bytes: int = 900 << 10  # the largest page table in scalar memory, which has 1 MiB on all chips
+    cores: int = 1  # that share a kernel call
+    mxu_columns: int = 128  # of a matrix unit
+
+
+@dataclass(frozen=True)
+class HopperAttention(_Sizes):
+    """Of attention.hopper."""
+
+    num_ctas: int = 132  # persistent ones of each kernel: one per SM, of which H100 SXM and H200 have 132
+    decode_tokens: int = 8  # most new tokens of a decode row
+    pair_cost: int = 2  # what a (row, kv head) pair costs besides its blocks (queries in, results out), in blocks
+    min_part_cost: int = 4  # a CTA's part is not cut smaller than this, in blocks
+    decode_stages: int = 6  # most blocks in shared memory
+    prefill_stages: int = 4
+    merge_stages: int = 8  # partials in flight
+    merge_ctas_per_sm: int = 4  # a unit of merging is mostly latency: several at a time
+
+
+@dataclass(frozen=True)
+class TpuUpdate(_Sizes):
+    """Of kv.update_tpu."""
+
+    groups_in_flight: int = 32
+    reads_ahead: int = 16  # less than groups_in_flight: a read waits for the write of the group it replaces
+    window_bytes: int = 2 << 20  # of new tokens held in VMEM, twice
+    vmem_limit_bytes: int = 40 << 20  # the default does not hold the groups of very wide rows
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reads_ahead >= self.groups_in_flight:
+            raise ValueError(
+                f"TpuUpdate.reads_ahead must be less than groups_in_flight ({self.groups_in_flight}), "
+                f"got {self.reads_ahead}"
+            )
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The sizes of all implementations; each reads its own part."""
+
+    xla_attention: XlaAttention = XlaAttention()
+    tpu_attention: TpuAttention = TpuAttention()
+    hopper_attention: HopperAttention = HopperAttention()
+    tpu_update: TpuUpdate = TpuUpdate()
+
+
+def tuning_of(platform: str) -> Tuning:
+    """The sizes for the chip that the current trace is for, or the usual ones where no such chip is known.
+
+    platform: a row of `registry.KERNELS`.
+    """
+    table = Tuning()
+    if platform == "tpu":
+        from jax.experimental.pallas import tpu as pltpu
+
+        if pltpu.is_tpu_device():
+            chip = pltpu.get_tpu_info()
+            sizes = replace(table.tpu_attention, cores=chip.num_cores, mxu_columns=chip.mxu_column_size)
+            return replace(table, tpu_attention=sizes)
+    if platform == "gpu":
+        if num_sms := getattr(jax.devices()[0], "core_count", None):
+            return replace(table, hopper_attention=replace(table.hopper_attention, num_ctas=num_sms))
+    return table

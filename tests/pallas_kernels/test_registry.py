@@ -1,0 +1,34 @@
+"""Every row of the registry runs under the conformance suite; a row that no test runs is an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from pallas_kernels.registry import KERNELS, kernel
+from tests.pallas_kernels.implementations import IMPLEMENTATIONS, IN_PROCESS
+from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED
+from tests.pallas_kernels.test_interpreted import quick_groups
+
+# Check -> the operations it compares with the oracle.
+CHECKED = {
+    "attention": ("attention_schedule", "ragged_paged_attention"),
+    "update": ("kv_update_schedule", "kv_cache_update"),
+}
+
+
+def run_by_tests() -> set:
+    """The functions that attention and update checks run, here or in an interpreter, and grouped products'."""
+    jobs = {(job[0], job[1]) for group in quick_groups() for job in group}
+    jobs |= {(check, implementation.name) for implementation in IN_PROCESS for check in CHECKED}
+    ops = ((op, IMPLEMENTATIONS[name].platform) for check, name in jobs for op in CHECKED.get(check, ()))
+    return {kernel(*row) for row in ops} | set(GROUPED)
+
+
+@pytest.mark.parametrize("row", KERNELS, ids=str)
+def test_every_row_is_under_conformance(row):
+    assert kernel(*row) in run_by_tests(), f"{row} is a row of the registry that no conformance case runs"
+
+
+def test_every_implementation_is_a_row():
+    platforms = {implementation.platform for implementation in IMPLEMENTATIONS.values()}
+    assert platforms == {platform for _, platform in KERNELS}

@@ -1,0 +1,133 @@
+"""The tiles that the table gives to well-known shapes, written down, so that a change of a size or a rule is seen.
+
+`benchmarks/tpu_cycles.py` and `benchmarks/attention.py` say what a change costs or gains.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.attention.hopper.decode import DecodeShape
+from pallas_kernels.attention.hopper.prefill_load import Shape
+from pallas_kernels.attention.hopper.schedule import prefill_block_q
+from pallas_kernels.attention.ragged_batch import AttentionSpec
+from pallas_kernels.attention.tpu.schedule import block_q_of
+from pallas_kernels.attention.tpu.tiles import SUBLANES, buffer_lanes, choose_blocks, fits_smem
+from pallas_kernels.attention.xla.schedule import block_kv_of
+from pallas_kernels.kv.pages import LANES
+from pallas_kernels.tuning import HopperAttention, TpuAttention, Tuning, XlaAttention, tuning_of
+
+# (query, kv) heads, head dim, page size, bytes of an element, tokens, columns of the page table; then tokens of a run
+# tile, and (pages of a block, buffers, tiles of a grid step, heads at a time) of single and of run tiles.
+TPU_TILES = [
+    ((9, 3), 64, 16, 2, 8192, 513, 128, (64, 8, 8, 3), (32, 8, 1, 2)),
+    ((9, 3), 64, 128, 1, 256, 257, 32, (8, 8, 8, 3), (4, 8, 1, 3)),
+    ((15, 5), 64, 16, 2, 8192, 513, 128, (64, 6, 8, 5), (32, 8, 1, 2)),
+    ((15, 5), 64, 128, 1, 256, 257, 32, (8, 8, 8, 5), (4, 8, 1, 5)),
+    ((32, 32), 64, 16, 2, 8192, 513, 128, (56, 3, 8, 8), (32, 3, 1, 6)),
+    ((32, 32), 64, 128, 1, 256, 257, 32, (8, 3, 8, 8), (4, 4, 1, 8)),
+    ((32, 8), 64, 16, 2, 8192, 513, 128, (64, 4, 8, 8), (32, 7, 1, 1)),
+    ((32, 8), 64, 16, 2, 64, 32, 16, (32, 7, 8, 8), (32, 7, 1, 8)),
+    ((32, 8), 64, 64, 1, 2048, 64, 128, (16, 7, 8, 8), (8, 8, 1, 1)),
+    ((32, 8), 64, 128, 1, 256, 257, 32, (8, 7, 8, 8), (4, 8, 1, 4)),
+    ((32, 8), 64, 128, 4, 512, 3, 64, (3, 5, 8, 8), (3, 5, 1, 4)),
+    ((24, 8), 128, 16, 2, 8192, 513, 128, (64, 3, 8, 8), (32, 4, 1, 2)),
+    ((24, 8), 128, 128, 1, 256, 257, 32, (8, 4, 8, 8), (4, 7, 1, 8)),
+    ((32, 8), 128, 16, 2, 8192, 513, 128, (64, 3, 8, 8), (32, 4, 1, 1)),
+    ((32, 8), 128, 16, 2, 64, 32, 16, (32, 4, 8, 8), (32, 4, 1, 8)),
+    ((32, 8), 128, 64, 1, 2048, 64, 128, (16, 4, 8, 8), (8, 7, 1, 1)),
+    ((32, 8), 128, 128, 1, 256, 257, 32, (8, 4, 8, 8), (4, 7, 1, 4)),
+    ((32, 8), 128, 128, 4, 512, 3, 64, (3, 3, 8, 8), (3, 3, 1, 4)),
+    ((8, 1), 128, 16, 2, 8192, 513, 64, (64, 8, 8, 1), (32, 8, 1, 1)),
+    ((8, 1), 128, 128, 1, 256, 257, 32, (8, 8, 8, 1), (4, 8, 1, 1)),
+    ((14, 2), 64, 16, 2, 8192, 513, 64, (64, 8, 8, 2), (32, 8, 1, 1)),
+    ((14, 2), 64, 128, 1, 256, 257, 32, (8, 8, 8, 2), (4, 8, 1, 2)),
+    ((28, 4), 128, 16, 2, 8192, 513, 64, (64, 4, 8, 4), (32, 7, 1, 1)),
+    ((28, 4), 128, 128, 1, 256, 257, 32, (8, 7, 8, 4), (4, 8, 1, 2)),
+    ((16, 8), 128, 16, 2, 8192, 513, 128, (64, 3, 8, 8), (32, 4, 1, 3)),
+    ((16, 8), 128, 128, 1, 256, 257, 32, (8, 4, 8, 8), (4, 7, 1, 8)),
+    ((64, 8), 128, 16, 2, 8192, 513, 64, (64, 3, 8, 8), (32, 4, 1, 1)),
+    ((64, 8), 128, 128, 1, 256, 257, 32, (8, 4, 8, 8), (4, 7, 1, 3)),
+]
+# (query, kv) heads, head dim, dtype of the pool, page size; then blocks and queries in flight of decode, and tokens of
+# a tile, keys of a block and blocks in flight of prefill.
+HOPPER_TILES = [
+    ((9, 3), 64, "bfloat16", 16, (6, 2), 128, 128, 4),
+    ((9, 3), 64, "int8", 64, (6, 2), 128, 64, 4),
+    ((15, 5), 64, "bfloat16", 16, (6, 2), 128, 128, 4),
+    ((15, 5), 64, "int8", 64, (6, 2), 128, 64, 4),
+    ((32, 32), 64, "bfloat16", 16, (6, 2), 128, 128, 4),
+    ((32, 32), 64, "int8", 64, (6, 2), 128, 64, 4),
+    ((32, 8), 64, "bfloat16", 16, (6, 2), 32, 128, 4),
+    ((32, 8), 64, "int8", 64, (6, 2), 32, 64, 4),
+    ((24, 8), 128, "bfloat16", 16, (4, 2), 128, 128, 2),
+    ((24, 8), 128, "int8", 64, (6, 2), 128, 64, 3),
+    ((32, 8), 128, "bfloat16", 16, (4, 2), 32, 128, 2),
+    ((32, 8), 128, "int8", 64, (6, 2), 32, 64, 3),
+    ((8, 1), 128, "bfloat16", 16, (4, 2), 16, 128, 2),
+    ((8, 1), 128, "int8", 64, (6, 2), 16, 64, 3),
+    ((14, 2), 64, "bfloat16", 16, (6, 2), 128, 128, 4),
+    ((14, 2), 64, "int8", 64, (6, 2), 128, 64, 4),
+    ((28, 4), 128, "bfloat16", 16, (4, 2), 128, 128, 2),
+    ((28, 4), 128, "int8", 64, (6, 2), 128, 64, 3),
+    ((16, 8), 128, "bfloat16", 16, (4, 2), 64, 128, 2),
+    ((16, 8), 128, "int8", 64, (6, 2), 64, 64, 3),
+    ((64, 8), 128, "bfloat16", 16, (4, 2), 16, 128, 2),
+    ((64, 8), 128, "int8", 64, (6, 2), 16, 64, 3),
+    ((8, 8), 256, "bfloat16", 16, (2, 1), 128, 64, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size", "itemsize", "num_tokens", "columns", "block_q", "single", "runs"), TPU_TILES
+)
+def test_tpu_tiles(heads, head_dim, page_size, itemsize, num_tokens, columns, block_q, single, runs):
+    sizes, group = TpuAttention(), heads[0] // heads[1]
+    assert block_q_of(sizes, num_tokens, group) == block_q
+    lanes = -(-heads[1] * 2 * head_dim // LANES) * LANES
+
+    def blocks(rows, num_tiles, is_single):
+        return choose_blocks(
+            sizes,
+            rows=rows,
+            num_kv_heads=heads[1],
+            row_bytes=buffer_lanes(lanes) * itemsize,
+            page_size=page_size,
+            max_pages=columns,
+            num_tiles=num_tiles,
+            single=is_single,
+        )
+
+    assert blocks(-(-group // SUBLANES) * SUBLANES, num_tokens, True) == single
+    assert blocks(group * block_q, -(-num_tokens // block_q), False) == runs
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "kv_dtype", "page_size", "decode", "block_q", "keys", "stages"), HOPPER_TILES
+)
+def test_hopper_tiles(heads, head_dim, kv_dtype, page_size, decode, block_q, keys, stages):
+    sizes, spec = HopperAttention(), AttentionSpec(*heads, head_dim, head_dim, 1.0)
+    dtypes = jnp.dtype("bfloat16"), jnp.dtype(kv_dtype)
+    assert DecodeShape(spec, page_size, 1, *dtypes, sizes.decode_stages).stages() == decode
+    assert prefill_block_q(spec) == block_q
+    prefill = Shape(spec, 4096, page_size, block_q, *dtypes, sizes.num_ctas, False, sizes.prefill_stages)
+    assert (prefill.block_kv, prefill.stages) == (keys, stages)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "several_rows", "one_row"),
+    [(8, 128, 256), (16, 128, 256), (24, 120, 240), (64, 128, 256), (128, 128, 256), (256, 256, 256)],
+)
+def test_xla_blocks(page_size, several_rows, one_row):
+    assert block_kv_of(XlaAttention(), page_size, 2) == several_rows
+    assert block_kv_of(XlaAttention(), page_size, 1) == one_row
+
+
+def test_a_page_table_is_in_scalar_memory_while_it_fits():
+    assert fits_smem(TpuAttention(), (256, 896)) and not fits_smem(TpuAttention(), (256, 1024))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu_xla", "tpu"])
+def test_without_a_chip_the_table_is_the_usual_one(platform):
+    assert tuning_of(platform) == Tuning() and hash(tuning_of(platform)) == hash(Tuning())
