@@ -7,11 +7,13 @@ import json
 
 import pytest
 
+from models.config.attention import LayerAttention
 from models.config.fields import ModelConfigError
 from models.config.hf import read_config_json
 from models.config.model_config import ModelConfig
-from models.config.rope import RopeScaling
+from models.config.rope import Rope, RopeScaling
 from models.registry import read_hf
+from tests.models.tiny import windows_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,16 +48,9 @@ def test_llama():
         vocab_size=256,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
         rms_norm_eps=1e-5,
-        rope_theta=500000.0,
         max_position_embeddings=512,
-        sliding_window=(None, None, None),
-        attention_bias=True,
-        output_bias=True,
+        attention=(LayerAttention(4, 2, 16, Rope(16, 500000.0), bias=True, output_bias=True),) * 3,
         bos_token_id=1,
         eos_token_ids=(2, 5),
     )
@@ -64,18 +59,19 @@ def test_llama():
 
 def test_families_differ_where_they_should():
     mistral, qwen2, qwen3 = (read_hf(raw) for raw in (MISTRAL, QWEN2, QWEN3))
-    assert mistral.sliding_window == (64, 64, 64) and not mistral.attention_bias
-    assert qwen2.attention_bias and not qwen2.output_bias and not qwen2.qk_norm
-    assert qwen3.qk_norm and not qwen3.attention_bias and qwen3.head_dim == 32
-    assert read_hf({**MISTRAL, "sliding_window": None}).sliding_window == (None,) * 3
+    plain = LayerAttention(4, 2, 16, Rope(16, 500000.0))
+    assert mistral.attention == (dataclasses.replace(plain, window=64),) * 3
+    assert qwen2.attention == (dataclasses.replace(plain, bias=True),) * 3
+    assert qwen3.attention == (LayerAttention(4, 2, 32, Rope(32, 500000.0), qk_norm=True),) * 3
+    assert read_hf({**MISTRAL, "sliding_window": None}).attention == (plain,) * 3
 
 
 def test_windows_of_qwen_layers():
     used = {**QWEN2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    assert read_hf(used).sliding_window == (None, 8, 8)
+    assert windows_of(read_hf(used)) == [None, 8, 8]
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert read_hf({**used, "layer_types": kinds}).sliding_window == (8, None, 8)
-    assert read_hf({**used, "use_sliding_window": False}).sliding_window == (None,) * 3
+    assert windows_of(read_hf({**used, "layer_types": kinds})) == [8, None, 8]
+    assert windows_of(read_hf({**used, "use_sliding_window": False})) == [None] * 3
 
 
 def test_rope_is_read_alike_from_both_generations_of_transformers():
@@ -83,12 +79,13 @@ def test_rope_is_read_alike_from_both_generations_of_transformers():
     without_theta = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
     new = read_hf({**without_theta, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}})
     assert old == new
-    assert old.rope_scaling == RopeScaling("llama3", 8.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaling = RopeScaling("llama3", 8.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert old.attention[0].rope == Rope(16, 500000.0, scaling)
 
 
 def test_rope_types():
     def scaling(**rope):
-        return read_hf({**LLAMA, "rope_scaling": rope}).rope_scaling
+        return read_hf({**LLAMA, "rope_scaling": rope}).attention[0].rope.scaling
 
     assert scaling(rope_type="default") is None
     assert scaling(type="linear", factor=2.0) == RopeScaling("linear", 2.0)
@@ -116,7 +113,7 @@ BAD = {
     "absurd size": ({"vocab_size": 10**30}, "vocab_size must be an integer"),
     "heads not divisible": ({"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
     "hidden not divisible": ({"num_attention_heads": 6, "num_key_value_heads": 6}, "hidden_size must be a multiple"),
-    "odd head": ({"head_dim": 15}, "head_dim must be even"),
+    "odd head": ({"head_dim": 15}, "rotary_dim, head_dim or a part of it, must be even"),
     "int for bool": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
     "text for number": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a finite number"),
     "nan": ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),
