@@ -59,7 +59,8 @@ CASES = {
     "parts of experts": (MIXTURE, MeshLayout(2, 2, 2)),
     "whole experts": (MIXTURE, MeshLayout(2, 2, 2, expert_parallel=True)),
 }
-DUMMY_CASES = ("2,2,2", "kv heads copied", "joined, kv heads copied", "parts of experts", "whole experts")  # each takes seconds to compile
+# Each takes seconds to compile.
+DUMMY_CASES = ("2,2,2", "kv heads copied", "joined, kv heads copied", "parts of experts", "whole experts")
 LARGE = with_attention(
     replace(DENSE, vocab_size=16384, hidden_size=256, intermediate_size=1024), head_dim=32, rope=Rope(32)
 )
@@ -105,7 +106,9 @@ def tensors_of(config: ModelConfig, state) -> dict[str, np.ndarray]:
         weight = weight.swapaxes(1, 2) if param.decl.transposed else weight
         start = 0
         for source in param.decl.sources:
-            tensors |= dict(zip(tensor_names(param, source), weight[:, start : start + source.rows], strict=True))
+            rows = slice(source.first, source.first + source.rows)
+            for name, part in zip(tensor_names(param, source), weight[:, start : start + source.rows], strict=True):
+                tensors.setdefault(name, np.zeros(param.source_shape(source), np.float32))[rows] = part
             start += source.rows
     return tensors
 
@@ -120,7 +123,7 @@ def expected_part(param: DeclaredParam, tensors: dict[str, np.ndarray], index: t
     for expert in range(*spans[0]) if decl.num_experts is not None else [0]:
         shares = []
         for source in decl.sources:
-            tensor = tensors[tensor_names(param, source)[expert]]
+            tensor = tensors[tensor_names(param, source)[expert]][source.first : source.first + source.rows]
             heads = tensor.reshape(-1, source.group, *tensor.shape[1:])
             contributed = np.repeat(heads, source.repeat, axis=0).reshape(-1, *tensor.shape[1:])
             contributed = np.concatenate([contributed, np.zeros((source.padding, *tensor.shape[1:]), np.float32)])

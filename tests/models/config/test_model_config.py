@@ -32,6 +32,8 @@ LLAMA = {
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
+GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"]}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -64,6 +66,42 @@ def test_families_differ_where_they_should():
     assert qwen2.attention == (dataclasses.replace(plain, bias=True),) * 3
     assert qwen3.attention == (LayerAttention(4, 2, 32, Rope(32, 500000.0), qk_norm=True),) * 3
     assert read_hf({**MISTRAL, "sliding_window": None}).attention == (plain,) * 3
+
+
+def test_phi3():
+    config = read_hf({**PHI3, "partial_rotary_factor": 0.75, "sliding_window": 7})
+    assert config.attention == (LayerAttention(4, 2, 16, Rope(12, 500000.0), window=7),) * 3
+    nested = {"rope_theta": 500000.0, "rope_type": "default", "partial_rotary_factor": 0.75}
+    assert read_hf({**PHI3, "rope_parameters": nested, "sliding_window": 7}) == config
+    assert read_hf(PHI3).attention == (LayerAttention(4, 2, 16, Rope(16, 500000.0)),) * 3
+
+
+def test_gemma2():
+    config = read_hf(GEMMA2)
+    layer = LayerAttention(4, 2, 256, Rope(256, 500000.0), scale=0.0625, window=4096, soft_cap=50.0)
+    assert config.attention == (layer, dataclasses.replace(layer, window=None), layer)
+    assert config.tie_word_embeddings and config.logit_soft_cap == 30.0
+    changes = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 5, "head_dim": 8}
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = read_hf({**GEMMA2, **changes, "query_pre_attn_scalar": 4, "layer_types": kinds})
+    layer = LayerAttention(4, 2, 8, Rope(8, 500000.0), scale=0.5)
+    assert config.attention == (layer, dataclasses.replace(layer, window=5), layer) and config.logit_soft_cap is None
+
+
+def test_layers_must_fit_one_pool():
+    layer = LayerAttention(4, 2, 16, Rope(16))
+    config = read_hf(LLAMA)
+    for attention in ((), (layer, dataclasses.replace(layer, num_kv_heads=1))):
+        with pytest.raises(ModelConfigError, match="one entry per layer, at least one, with the same num_kv_heads"):
+            dataclasses.replace(config, attention=attention)
+    for changes, message in (
+        ({"window": 0}, "window must be an integer >= 1, got 0"),
+        ({"soft_cap": 0.0}, "soft_cap must be a finite number > 0, got 0.0"),
+        ({"scale": float("inf")}, "scale must be a finite number > 0, got inf"),
+        ({"head_dim": 14}, "rotary_dim must be at most head_dim = 14, got 16"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            dataclasses.replace(layer, **changes)
 
 
 def test_windows_of_qwen_layers():
@@ -152,6 +190,14 @@ def test_unusable_config(changes, message):
             {**QWEN3, "use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear_attention"] * 3},
             "layer_types must be a list of 3 of full_attention, sliding_attention",
         ),
+        ({**PHI3, "rope_scaling": {"type": "longrope"}}, "rope_type of Phi-3 must be default.*got 'longrope'"),
+        ({**PHI3, "rope_scaling": {"type": "su"}}, "rope_type of Phi-3 must be default.*got 'su'"),
+        ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number > 0 and <= 1, got 1.5"),
+        ({**PHI3, "partial_rotary_factor": 0.7}, "rotary_dim, head_dim or a part of it, must be even.*got 11"),
+        ({**GEMMA2, "hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),
+        ({**GEMMA2, "use_bidirectional_attention": True}, "use_bidirectional_attention must be false or absent"),
+        ({**GEMMA2, "layer_types": ["full_attention"]}, "layer_types must be a list of 3"),
+        ({**GEMMA2, "final_logit_softcapping": -1}, "final_logit_softcapping must be a finite number > 0"),
         ([], "must be a mapping"),
     ],
 )

@@ -11,7 +11,7 @@ from models.config.rope import Rope, RopeScaling, rope_frequencies
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP
-from models.layers.norm import RMSNorm
+from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.layers.rope import apply_rope, rope_table
 from models.layers.rows import Rows
 from models.weights.declare import ParamDecl, Source, declare, declared_params
@@ -57,6 +57,13 @@ def test_rms_norm(dtype, tolerance):
     np.testing.assert_allclose(np.asarray(norm(x), np.float64), exact, rtol=tolerance, atol=1e-12)
 
 
+def test_offset_rms_norm():
+    norm, plain = OffsetRMSNorm(64, 1e-5, source="n", build=FLOAT32), RMSNorm(64, 1e-5, source="n", build=FLOAT32)
+    weight, x = random(64), jnp.asarray(random(5, 64))
+    norm.weight[...], plain.weight[...] = jnp.asarray(weight), jnp.asarray(1 + weight)
+    np.testing.assert_allclose(norm(x), plain(x), rtol=1e-6)
+
+
 def test_gated_mlp():
     mlp = GatedMLP(8, 12, source="m", build=FLOAT32)
     gate, up, down, x = random(8, 12), random(8, 12), random(12, 8), random(3, 8)
@@ -90,6 +97,14 @@ def test_rope_is_a_rotation_of_pairs_half_a_head_apart():
     np.testing.assert_allclose(rotated[..., :4], turned.real, atol=1e-3)
     np.testing.assert_allclose(rotated[..., 4:], turned.imag, atol=1e-3)
     np.testing.assert_array_equal(rotated[0], x[0])
+
+
+def test_a_part_of_each_head_is_rotated():
+    x, positions = jnp.asarray(random(4, 2, 10)), jnp.array([0, 1, 7, 1000])
+    table = rope_table(positions, Rope(6, 100.0))
+    rotated = apply_rope(x, *table)
+    np.testing.assert_array_equal(rotated[..., 6:], x[..., 6:])
+    np.testing.assert_array_equal(rotated[..., :6], apply_rope(x[..., :6], *table))
 
 
 def test_rope_scalings():

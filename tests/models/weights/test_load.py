@@ -18,7 +18,7 @@ from models.config.attention import LayerAttention
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope, RopeScaling
 from models.registry import build_model
-from models.weights.declare import declared_params
+from models.weights.declare import ParamDecl, Source, declare, declared_params, parts_of
 from models.weights.dummy import dummy_params
 from models.weights.errors import ModelFileError
 from models.weights.load import load_params
@@ -158,6 +158,65 @@ def test_rope_factors_of_the_file_must_be_in_the_config():
     for scaling in (None, RopeScaling("linear", 8.0), RopeScaling("factors", factors=(1.0, 1.0, 2.0, 4.0))):
         with pytest.raises(ModelFileError, match="rope_scaling differs"):
             load(tensors, with_attention(CONFIG, rope=Rope(8, scaling=scaling)))
+
+
+JOINED = with_attention(replace(CONFIG, architecture="Phi3ForCausalLM"), bias=False)
+
+
+def test_joined_tensors():
+    tensors = random_tensors(JOINED)
+    state = load(tensors, JOINED)
+    prefix = "model.layers.1"
+    assert tensors[f"{prefix}.self_attn.qkv_proj.weight"].shape == (64, 32)
+    for name, module in (("self_attn.qkv_proj", "attention.qkv"), ("mlp.gate_up_proj", "mlp.gate_up")):
+        part, product = module.split(".")
+        loaded = state["layers"][1][part][product]["weight"]["values"][...]
+        np.testing.assert_array_equal(loaded, tensors[f"{prefix}.{name}.weight"].T)
+    short = tensors | {f"{prefix}.self_attn.qkv_proj.weight": np.zeros((63, 32), np.float32)}
+    with pytest.raises(ModelFileError, match=r"shape must be \(64, 32\), got \(63, 32\).*qkv_proj"):
+        load(short, JOINED)
+
+
+class Other(nnx.Module):
+    """As much of a model as the loader asks for: weights of any dtype, over any rows of a tensor "t" [6, 4]."""
+
+    def __init__(self, dtype: str, *sources: Source):
+        self.config, self.build, self.stage = CONFIG, Build("float32"), Stage(0, CONFIG.num_layers)
+        rows = sum(source.rows for source in sources)
+        self.weight = declare((rows, 4), jnp.dtype(dtype), ParamDecl(("embed", None), sources, init_std=1.0))
+
+
+@pytest.mark.parametrize(
+    ("sources", "read"),
+    [
+        ((Source("t", 3, tensor_rows=6), Source("t", 2, first=3, tensor_rows=6)), r"\[0, 3\), \[3, 5\)"),
+        ((Source("t", 3, first=3, tensor_rows=6),), r"\[3, 6\)"),
+        ((Source("t", 4, tensor_rows=6), Source("t", 3, first=3, tensor_rows=6)), r"\[0, 4\), \[3, 6\)"),
+        ((Source("t", 3, tensor_rows=6), Source("t", 4, first=3, tensor_rows=7)), r"\[0, 3\), \[3, 7\)"),
+    ],
+)
+def test_every_row_of_a_tensor_is_read_once(sources, read):
+    with pytest.raises(ValueError, match=f"must be read once each.*the model reads {read}"):
+        load_params(Other("float32", *sources), ArraySource({"t": np.zeros((6, 4), np.float32)}))
+
+
+def test_parts_of_a_tensor_in_another_order():
+    tensor = np.arange(24, dtype=np.float32).reshape(6, 4)
+    first, second = parts_of("t", 2, 4)
+    (leaf,) = jax.tree.leaves(load_params(Other("float32", second, first), ArraySource({"t": tensor})))
+    np.testing.assert_array_equal(leaf, tensor[[2, 3, 4, 5, 0, 1]])
+
+
+def test_every_weight_has_a_dtype_of_its_own():
+    tensor = np.arange(24).reshape(6, 4)
+    for stored, wanted in (("float32", "bfloat16"), ("float16", "float32"), ("int8", "int8")):
+        source = ArraySource({"t": tensor.astype(stored)})
+        (leaf,) = jax.tree.leaves(load_params(Other(wanted, Source("t", 6)), source))
+        assert leaf.dtype == wanted
+        np.testing.assert_array_equal(np.asarray(leaf, np.int32), tensor)
+    for stored, wanted in (("int16", "int8"), ("float32", "int8"), ("int8", "float32")):
+        with pytest.raises(ModelFileError, match=f"a weight must hold (int8|floating-point numbers), got {stored}"):
+            load_params(Other(wanted, Source("t", 6)), ArraySource({"t": tensor.astype(stored)}))
 
 
 @pytest.mark.parametrize("tied", [False, True])
