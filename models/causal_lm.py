@@ -6,37 +6,49 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
+from models.build import Build
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig
 from models.config.model_config import ModelConfig
 from models.forward_batch import ForwardBatch
 from pallas_kernels.kv.pages import KVPages, KVSpec
-from sharding.layout import ONE_DEVICE, MeshLayout
+from sharding.layout import MeshLayout
 from sharding.stages import Stage
 
 
 class CausalLM(Protocol):
     """A flax.nnx module that turns a ragged batch and a KV pool into hidden states and the updated pool.
 
-    Its weights are made with models.weights.declare.declare. Shape letters: models/layers/linear.py.
+    Its weights are declared through Build.weight and models.weights.declare.declare. Shape letters:
+    models/layers/linear.py.
+
+    Attributes:
+      gguf_architecture: the family's general.architecture; None where another class reads it.
+      build: what it was built for, with a stage.
+      layers: of the stage, in order.
     """
 
-    gguf_architecture: ClassVar[str | None]  # the family's general.architecture; None where another class reads it
+    gguf_architecture: ClassVar[str | None]
     config: ModelConfig
-    mesh: MeshLayout
-    stage: Stage
+    build: Build
+    layers: Any
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: Any, mesh: MeshLayout = ONE_DEVICE, stage: Stage | None = None
-    ): ...
+    def __init__(self, config: ModelConfig, build: Build): ...
+
+    @property
+    def mesh(self) -> MeshLayout: ...
+
+    @property
+    def stage(self) -> Stage: ...
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        """What this family adds to, or changes in, the fields that all families read from a config.json."""
+        """Keyword arguments of ModelConfig, but for its architecture, from a config.json."""
         ...
 
     @classmethod
-    def read_gguf(cls, fields: ConfigFields) -> dict[str, Any]:
-        """The same for GGUF metadata."""
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        """The same from GGUF metadata."""
         ...
 
     def __call__(self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array | None = None) -> tuple[jax.Array, KVPages]:

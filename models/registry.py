@@ -7,20 +7,22 @@ from typing import Any
 
 from flax import nnx
 
+from models.build import Build, build_abstract
 from models.causal_lm import CausalLM
 from models.config.fields import ConfigFields, ModelConfigError
-from models.config.gguf import gguf_architecture, gguf_fields, read_gguf_fields
-from models.config.hf import hf_architecture, read_hf_fields
+from models.config.gguf import GGUFConfig, gguf_architecture
+from models.config.hf import hf_architecture
 from models.config.model_config import ModelConfig
+from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.llama import LlamaForCausalLM
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
+from models.families.phi3 import Phi3ForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
 from models.families.qwen3 import Qwen3ForCausalLM
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
 from models.weights.declare import declared_params
-from sharding.layout import ONE_DEVICE, MeshLayout
-from sharding.stages import Stage
+from sharding.layout import MeshLayout
 
 # Keys are the class names that config.json lists under "architectures".
 MODELS: dict[str, type[CausalLM]] = {
@@ -30,6 +32,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
 }
 
 
@@ -50,7 +54,7 @@ def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Hugging Face config.json. Raises ModelConfigError."""
     fields = ConfigFields(raw)
     model = model_for_hf(hf_architecture(fields))
-    return ModelConfig(**{"architecture": model.__name__, **read_hf_fields(fields), **model.read_hf(fields)})
+    return ModelConfig(architecture=model.__name__, **model.read_hf(fields))
 
 
 def read_gguf(
@@ -65,24 +69,16 @@ def read_gguf(
     head, and the content of its `rope_freqs.weight`, if any.
     """
     model = model_for_gguf(gguf_architecture(metadata))
-    shared = read_gguf_fields(metadata, tie_word_embeddings, rope_factors)
-    return ModelConfig(**{"architecture": model.__name__, **shared, **model.read_gguf(gguf_fields(metadata))})
+    gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
+    return ModelConfig(architecture=model.__name__, **model.read_gguf(gguf))
 
 
-def build_model(
-    config: ModelConfig, *, dtype: Any, mesh: MeshLayout = ONE_DEVICE, stage: Stage | None = None
-) -> CausalLM:
+def build_model(config: ModelConfig, build: Build) -> CausalLM:
     """The model of a ModelConfig with ShapeDtypeStructs for weights: nothing is allocated until load_params.
 
-    mesh: the devices it will be split over; stage: the layers to have, default all. Raises ValueError for a mesh over
-    which its weights cannot be split, naming sizes that would do.
+    Raises ValueError for a mesh over which its weights cannot be split.
     """
-    model_class = model_for_hf(config.architecture)
-    model = nnx.eval_shape(lambda: model_class(config, dtype=dtype, mesh=mesh, stage=stage))
-    unsplit = next((param for param in declared_params(model) if not param.splits_over(mesh)), None)
-    if unsplit is not None:
-        raise ValueError(f"{unsplit.name} {list(unsplit.shape)} cannot be split evenly over {mesh}")
-    return model
+    return build_abstract(model_for_hf(config.architecture), config, build)
 
 
 def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], limit: int = 16) -> list[int]:
@@ -91,7 +87,7 @@ def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], lim
     sizes = []
     for size in range(1, limit + 1):
         mesh = mesh_for(size)
-        model = nnx.eval_shape(lambda mesh=mesh: model_class(config, dtype="bfloat16", mesh=mesh))
+        model = nnx.eval_shape(lambda mesh=mesh: model_class(config, Build("bfloat16", mesh)))
         if all(param.splits_over(mesh) for param in declared_params(model)):
             sizes.append(size)
     return sizes

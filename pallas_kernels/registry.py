@@ -28,12 +28,20 @@ _MODULES: dict[tuple[str, str], str] = {
     ("kv_cache_update", "gpu"): "kv.update_xla",
     ("kv_cache_update", "gpu_xla"): "kv.update_xla",
     ("kv_cache_update", "tpu"): "kv.update_tpu",
+    ("matmul", "cpu"): "matmul.dense_cpu",
+    ("matmul", "gpu"): "matmul.dense_xla",
+    ("matmul", "gpu_xla"): "matmul.dense_xla",
+    ("matmul", "tpu"): "matmul.dense_xla",
     ("grouped_matmul", "cpu"): "matmul.grouped_xla",
     ("grouped_matmul", "gpu"): "matmul.grouped_ragged_dot",
     ("grouped_matmul", "gpu_xla"): "matmul.grouped_ragged_dot",
     ("grouped_matmul", "tpu"): "matmul.grouped_ragged_dot",
 }
 KERNELS = tuple(_MODULES)
+
+# What jax calls a platform when it compiles for it, and the row of operations that choose one only then. There all CUDA
+# cards share one implementation.
+PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 # Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
 _MOSAIC_CAPABILITIES = ("9.0",)

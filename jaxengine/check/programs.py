@@ -26,8 +26,8 @@ from jaxengine.runner.devices import build_split, choose_stages
 from jaxengine.runner.step_programs import StepPrograms
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
-from models.families.llama import attention_schedule, kv_update_schedule
 from models.layers.attention import RaggedBatch, attention_spec, kv_cache_update, ragged_paged_attention
+from models.layers.decoder import attention_schedule, kv_update_schedule
 from models.weights.declare import declared_params
 from models.weights.parts import format_of
 from scheduler.buckets import Bucket
@@ -145,8 +145,8 @@ class StagePrograms:
         )
 
     def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[Program]:
-        """One layer's attention, for each kind of window, and its KV write, their schedules being arguments; on a mesh
-        of one device."""
+        """One layer's attention, of each kind the model has, and its KV write, their schedules being arguments; on a
+        mesh of one device."""
         config = self.model.config
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
         kv: Any = self._steps.kv_shapes(num_pages)
@@ -154,31 +154,31 @@ class StagePrograms:
         precious = Precious({math.prod(part_shape(kv.data)): "pool"})
         paging = {"page_size": self.config.block_size, "platform": self._layout}
 
-        def heads(count: int) -> jax.ShapeDtypeStruct:
-            return self._replicate(jax.ShapeDtypeStruct((bucket.num_tokens, count, config.head_dim), jnp.dtype(dtype)))
+        def heads(count: int, head_dim: int) -> jax.ShapeDtypeStruct:
+            return self._replicate(jax.ShapeDtypeStruct((bucket.num_tokens, count, head_dim), jnp.dtype(dtype)))
 
         def kernel(name: str, function: Callable, arguments: tuple[Any, ...], donate: tuple[int, ...], work: Work):
             name = f"{name}, {bucket}"
             return Program(name, self.mesh, False, False, function, arguments, donate, work, precious, None)
 
-        for window in dict.fromkeys(config.sliding_window):
-            spec = attention_spec(config, window)
+        for spec, attention in {attention_spec(attention): attention for attention in config.attention}.items():
 
             def attend(q, kv, batch, schedule, spec=spec):
                 return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule)
 
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
             schedule = self._replicate(jax.eval_shape(plan, batch))
-            name = f"attention{'' if window is None else f' window {window}'}"
-            work = attention_work(config, bucket, kv_dtype, dtype, window, self._context)
-            yield kernel(name, attend, (heads(config.num_heads), kv, batch, schedule), (), work)
+            name = f"attention{'' if spec.window is None else f' window {spec.window}'}"
+            work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
+            yield kernel(name, attend, (heads(spec.num_q_heads, spec.head_dim), kv, batch, schedule), (), work)
 
         def write(kv, k, v, slot_mapping, schedule):
             return kv_cache_update(kv, k, v, slot_mapping, schedule=schedule)
 
         schedule = self._replicate(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
-        rows = heads(config.num_kv_heads)
-        work = update_work(config, bucket, kv_dtype, dtype)
+        attention = config.attention[0]  # what is written is the same in all layers
+        rows = heads(attention.num_kv_heads, attention.head_dim)
+        work = update_work(attention, bucket, kv_dtype, dtype)
         yield kernel("kv write", write, (kv, rows, rows, batch.slot_mapping, schedule), (0,), work)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from models.config.attention import LayerAttention
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 
@@ -41,17 +42,17 @@ def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int,
     return tokens, seen * (seen + 1) // 2 + (tokens - seen) * seen
 
 
-def attention_work(config: Any, bucket: Bucket, kv_dtype: str, dtype: str, window: int | None, context: int) -> Work:
+def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
     """One layer's attention: q and o, the keys and values it sees once each, and both products."""
-    keys, pairs = visible_keys(bucket, context, window)
-    queries = 2 * bucket.num_tokens * config.num_heads * config.head_dim * jnp.dtype(dtype).itemsize
-    cache = 2 * keys * config.num_kv_heads * config.head_dim * jnp.dtype(kv_dtype).itemsize
-    return Work(queries + cache, 4 * pairs * config.num_heads * config.head_dim)
+    keys, pairs = visible_keys(bucket, context, attention.window)
+    queries = 2 * bucket.num_tokens * attention.num_heads * attention.head_dim * jnp.dtype(dtype).itemsize
+    cache = 2 * keys * attention.num_kv_heads * attention.head_dim * jnp.dtype(kv_dtype).itemsize
+    return Work(queries + cache, 4 * pairs * attention.num_heads * attention.head_dim)
 
 
-def update_work(config: Any, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
+def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
     """One layer's KV write: new keys and values read and stored."""
-    width = 2 * bucket.num_tokens * config.num_kv_heads * config.head_dim
+    width = 2 * bucket.num_tokens * attention.num_kv_heads * attention.head_dim
     return Work(width * (jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize), 0)
 
 
@@ -73,9 +74,9 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
             reached, rows = min(1.0, picked), picked
         num_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
         flops += int(2 * size * rows) if len(param.shape) > 1 else 0
-    for window in (config.sliding_window[layer] for layer in model.stage.layers):
-        attention = attention_work(config, bucket, kv_dtype, dtype, window, context)
-        update = update_work(config, bucket, kv_dtype, dtype)
-        num_bytes += (attention.num_bytes + update.num_bytes) // mesh.model
-        flops += attention.flops // mesh.model
+    for attention in (config.attention[layer] for layer in model.stage.layers):
+        attended = attention_work(attention, bucket, kv_dtype, dtype, context)
+        updated = update_work(attention, bucket, kv_dtype, dtype)
+        num_bytes += (attended.num_bytes + updated.num_bytes) // mesh.model
+        flops += attended.flops // mesh.model
     return Work(num_bytes, flops)

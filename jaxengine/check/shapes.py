@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
 from models.config.hf import read_config_json
 from models.config.model_config import ModelConfig
-from models.config.rope import RopeScaling
+from models.config.rope import Rope, RopeScaling
 from models.registry import read_hf
 
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
@@ -36,22 +37,32 @@ def _llama_rope(factor: float) -> RopeScaling | None:
 
 
 def _model(
-    architecture: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **fields: Any
+    architecture: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    rope_theta: float,
+    rope_scaling: RopeScaling | None = None,
+    head_dim: int | None = None,
+    bias: bool = False,
+    qk_norm: bool = False,
+    **fields: Any,
 ) -> ModelConfig:
-    fields.setdefault("head_dim", hidden // heads)
+    head_dim = head_dim or hidden // heads
+    rope = Rope(head_dim, rope_theta, rope_scaling)
+    attention = LayerAttention(heads, kv_heads, head_dim, rope, bias=bias, qk_norm=qk_norm)
     return ModelConfig(
         architecture=architecture,
-        num_layers=layers,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        sliding_window=(None,) * layers,
+        attention=(attention,) * layers,
         **fields,
     )
 
 
-_QWEN_BIAS = {"attention_bias": True}
 _LLAMA, _QWEN2_NAME, _QWEN3_NAME = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 
 SHAPES: dict[str, ModelConfig] = {
@@ -79,9 +90,9 @@ SHAPES: dict[str, ModelConfig] = {
         max_position_embeddings=32768,
     ),
     "qwen2.5-0.5b": _model(
-        _QWEN2_NAME, 24, 896, 4864, 14, 2, vocab_size=151936, tie_word_embeddings=True, **_QWEN2, **_QWEN_BIAS
+        _QWEN2_NAME, 24, 896, 4864, 14, 2, vocab_size=151936, tie_word_embeddings=True, bias=True, **_QWEN2
     ),
-    "qwen2.5-7b": _model(_QWEN2_NAME, 28, 3584, 18944, 28, 4, vocab_size=152064, **_QWEN2, **_QWEN_BIAS),
+    "qwen2.5-7b": _model(_QWEN2_NAME, 28, 3584, 18944, 28, 4, vocab_size=152064, bias=True, **_QWEN2),
     "qwen3-0.6b": _model(_QWEN3_NAME, 28, 1024, 3072, 16, 8, tie_word_embeddings=True, qk_norm=True, **_QWEN3),
     "qwen3-8b": _model(_QWEN3_NAME, 36, 4096, 12288, 32, 8, qk_norm=True, **_QWEN3),
     "qwen3-32b": _model(_QWEN3_NAME, 64, 5120, 25600, 64, 8, qk_norm=True, **_QWEN3),

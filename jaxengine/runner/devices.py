@@ -16,6 +16,7 @@ from jaxengine.config.platforms import Platform
 from jaxengine.runner.model_runner import Progress
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.step_programs import StepPrograms
+from models.build import Build
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
 from models.registry import build_model, tensor_sizes
@@ -119,9 +120,8 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
     whole = build_split(model_config, config, layout, Stage(0, model_config.num_layers))
     sizes, before, after = [0] * model_config.num_layers, 0, 0
     for param in declared_params(whole):
-        layer = next((part for part in param.path if isinstance(part, int)), None)
-        if layer is not None:
-            sizes[layer] += param.num_bytes
+        if param.layer is not None:
+            sizes[param.layer] += param.num_bytes
         elif param.path[0] == "embed":
             before += param.num_bytes
             after += param.num_bytes if model_config.tie_word_embeddings else 0
@@ -133,7 +133,7 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
     """The abstract model of a stage; ConfigError with the sizes that would do if the mesh does not divide it."""
     try:
-        return build_model(model_config, dtype=config.dtype, mesh=layout, stage=stage)
+        return build_model(model_config, Build(config.dtype, layout, stage))
     except ValueError as error:
         sizes = tensor_sizes(
             model_config, lambda size: replace(config, tensor_parallel_size=size).mesh_layout(model_config)
@@ -150,7 +150,7 @@ def load_weights(source: ModelSource, model: CausalLM, mesh: Mesh, config: Resol
         params, size = load_checkpoint(source.weights, model, mesh=mesh), sum(_sizes(model))
         progress(size, size, "all")
         return params
-    return load_params(model, source.weights, dtype=config.dtype, mesh=mesh, progress=progress)
+    return load_params(model, source.weights, mesh=mesh, progress=progress)
 
 
 def _sizes(model: CausalLM) -> list[int]:

@@ -80,7 +80,7 @@ class StepPrograms:
         self._graph, abstract_params = nnx.split(model)
         self._params_tree = jax.tree.structure(abstract_params)
         self._spec = StepSpec(config.block_size, config.max_logprobs, config.logprobs_mode)
-        self.description = repr((model.config, model.mesh, model.stage, config.dtype, self.paging, self._spec))
+        self.description = repr((model.config, model.build, self.paging, self._spec))
 
     @property
     def page_bytes(self) -> int:
@@ -106,7 +106,7 @@ class StepPrograms:
         ranks, config = self.model.mesh.num_ranks, self.model.config
         message = self._shape((ranks, self.packer.layouts[bucket].size), np.int32, _RANKS)
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format) for leaf in params]
-        hidden = self._shape((ranks * bucket.num_tokens, config.hidden_size), params[0].dtype, _RANKS)
+        hidden = self._shape((ranks * bucket.num_tokens, config.hidden_size), self.model.build.dtype, _RANKS)
         return shapes, kv, *self.state_shapes, message, *([] if self.model.stage.is_first else [hidden])
 
     def state_changes(

@@ -6,10 +6,11 @@ Owns the key names of the GGUF specification (ggml/docs/gguf.md). Knows nothing 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from models.config.attention import LayerAttention
 from models.config.fields import MAX_LAYERS, ConfigFields, ModelConfigError
-from models.config.rope import RopeScaling
+from models.config.rope import Rope, RopeScaling
 
 
 def gguf_architecture(metadata: Mapping[str, Any]) -> str:
@@ -17,17 +18,32 @@ def gguf_architecture(metadata: Mapping[str, Any]) -> str:
     return ConfigFields(metadata).text("general.architecture")
 
 
-def gguf_fields(metadata: Mapping[str, Any]) -> ConfigFields:
-    """The metadata of the architecture itself: `llama.block_count` is the field `block_count`."""
-    return ConfigFields(metadata, f"{gguf_architecture(metadata)}.")
+class GGUFConfig(NamedTuple):
+    """All that says what the model of a GGUF file is.
+
+    Attributes:
+      metadata: the file's key-values.
+      tie_word_embeddings: the file lacks an output head.
+      rope_factors: content of its tensor `rope_freqs.weight`, if any.
+    """
+
+    metadata: Mapping[str, Any]
+    tie_word_embeddings: bool
+    rope_factors: tuple[float, ...]
+
+    @property
+    def fields(self) -> ConfigFields:
+        """The metadata of the architecture itself: `llama.block_count` is the field `block_count`."""
+        return ConfigFields(self.metadata, f"{gguf_architecture(self.metadata)}.")
 
 
-def read_gguf_fields(
-    metadata: Mapping[str, Any], tie_word_embeddings: bool, rope_factors: tuple[float, ...]
-) -> dict[str, Any]:
-    """What all families spell alike: keyword arguments of ModelConfig for one GGUF file, but for its architecture."""
+def gguf_fields(gguf: GGUFConfig, **attention: Any) -> dict[str, Any]:
+    """What families spell alike: keyword arguments of ModelConfig for one GGUF file, but for its architecture.
+
+    attention: further fields of every layer's LayerAttention.
+    """
+    metadata, fields = gguf.metadata, gguf.fields
     general = ConfigFields(metadata)
-    fields = gguf_fields(metadata)
     if fields.integer("expert_count", 0, minimum=0):
         raise fields.fail("expert_count", "0 or absent: mixtures of experts are not supported")
     hidden_size = fields.integer("embedding_length")
@@ -38,20 +54,23 @@ def read_gguf_fields(
     bos = general.token_ids("tokenizer.ggml.bos_token_id")
     # A chat model may end its turn with a token of its own: all of them stop generation.
     eos = [i for name in ("eos", "eot", "eom") for i in general.token_ids(f"tokenizer.ggml.{name}_token_id")]
+    scaling = _rope_scaling(fields, max_positions, gguf.rope_factors)
+    layer = LayerAttention(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        rope=Rope(head_dim, fields.number("rope.freq_base", 10000.0), scaling),
+        window=_sliding_window(fields, max_positions),
+        **attention,
+    )
     return {
         "vocab_size": fields.integer("vocab_size", None) or _vocab_size(general),
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("feed_forward_length"),
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": fields.integer("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": fields.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(fields, max_positions, rope_factors),
         "max_position_embeddings": max_positions,
-        "tie_word_embeddings": tie_word_embeddings,
-        "sliding_window": (_sliding_window(fields, max_positions),) * num_layers,
+        "attention": (layer,) * num_layers,
+        "tie_word_embeddings": gguf.tie_word_embeddings,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": tuple(dict.fromkeys(eos)),
     }

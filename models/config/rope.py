@@ -96,9 +96,31 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
     return mscale(1.0)
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Radians per position of each rotated pair, float64[H/2]."""
-    freqs = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+@dataclass(frozen=True)
+class Rope:
+    """The rotation of a layer's queries and keys: the first `rotary_dim` elements of each head, which is even."""
+
+    rotary_dim: int
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 < self.theta < float("inf"):
+            raise ModelConfigError(f"rope_theta must be a finite number > 1, got {self.theta!r}")
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ModelConfigError(
+                f"rotary_dim, head_dim or a part of it, must be even and >= 2, got {self.rotary_dim}"
+            )
+        self.frequencies()  # raises where they do not fit together
+
+    def frequencies(self) -> np.ndarray:
+        """Radians per position of each rotated pair, float64[rotary_dim / 2]."""
+        return rope_frequencies(self.rotary_dim, self.theta, self.scaling)
+
+
+def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Radians per position of each rotated pair, float64[rotary_dim / 2]."""
+    freqs = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if scaling is None:
         return freqs
     if scaling.rope_type == "linear":
@@ -106,9 +128,11 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     if scaling.rope_type == "llama3":
         return _llama3(freqs, scaling)
     if scaling.rope_type == "yarn":
-        return _yarn(freqs, head_dim, theta, scaling)
+        return _yarn(freqs, rotary_dim, theta, scaling)
     if len(scaling.factors) != len(freqs):
-        raise ModelConfigError(f"rope factors must hold head_dim / 2 = {len(freqs)} values, got {len(scaling.factors)}")
+        raise ModelConfigError(
+            f"rope factors must hold rotary_dim / 2 = {len(freqs)} values, got {len(scaling.factors)}"
+        )
     return freqs / np.asarray(scaling.factors)
 
 
@@ -119,15 +143,15 @@ def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return freqs * (kept + (1 - kept) / scaling.factor)
 
 
-def _yarn(freqs: np.ndarray, head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+def _yarn(freqs: np.ndarray, rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     def dimension_with(turns: float) -> float:
         context = scaling.original_max_position_embeddings
-        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension_with(scaling.beta_fast), dimension_with(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     width = high - low if high != low else 0.001
-    stretched = np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
+    stretched = np.clip((np.arange(rotary_dim // 2) - low) / width, 0.0, 1.0)
     return freqs * (1 - stretched) + freqs / scaling.factor * stretched

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields, ModelConfigError
+from models.config.hf import hf_fields
 from models.families.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Llama without biases and with one sliding window for all layers (Jiang et al. 2023, arXiv:2310.06825)."""
+    """Llama without biases and with one sliding window for all layers."""
 
     gguf_architecture: ClassVar[str | None] = None  # GGUF files of Mistral say "llama"
 
@@ -17,5 +18,4 @@ class MistralForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         if "sliding_window" not in fields.raw:
             raise ModelConfigError("sliding_window is missing: null (no window) or an integer >= 1 is allowed")
-        window = fields.integer("sliding_window", None)
-        return {"sliding_window": (window,) * fields.integer("num_hidden_layers")}
+        return hf_fields(fields, windows=fields.integer("sliding_window", None))

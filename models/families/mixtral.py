@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
+from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
-from models.config.model_config import ModelConfig
-from models.families.llama import LlamaForCausalLM
+from models.config.hf import hf_fields
+from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.moe import ExpertNames, MixtureOfExperts
-from sharding.layout import MeshLayout
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
@@ -26,11 +26,8 @@ class MixtralForCausalLM(LlamaForCausalLM):
             num_per_token=fields.integer("num_experts_per_tok"),
             intermediate_size=fields.integer("intermediate_size"),
         )
-        window = fields.integer("sliding_window", None)
-        return {"experts": experts, "sliding_window": (window,) * fields.integer("num_hidden_layers")}
+        return hf_fields(fields, windows=fields.integer("sliding_window", None)) | {"experts": experts}
 
-    @classmethod
-    def make_mlp(cls, config: ModelConfig, *, layer: int, source: str, dtype: Any, mesh: MeshLayout) -> nnx.Module:
-        source = source.removesuffix("mlp") + "block_sparse_moe"
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         names = ExpertNames(gate="w1", up="w3", down="w2")
-        return MixtureOfExperts(config, source=source, names=names, dtype=dtype, mesh=mesh)
+        return MixtureOfExperts(self.config, source=f"{LAYER}.block_sparse_moe", names=names, build=build)

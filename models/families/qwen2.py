@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
+from models.config.hf import hf_fields, windows_by_kind
 from models.families.llama import LlamaForCausalLM
 
 
@@ -14,14 +16,10 @@ def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     if not fields.boolean("use_sliding_window", False):
         return (None,) * num_layers
     window = fields.integer("sliding_window")
-    kinds = fields.value("layer_types", None)
-    if kinds is None:
-        first = fields.integer("max_window_layers", minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    by_kind = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in by_kind for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {num_layers} of {', '.join(by_kind)}")
-    return tuple(by_kind[kind] for kind in kinds)
+    if fields.has("layer_types"):
+        return windows_by_kind(fields, window)
+    first = fields.integer("max_window_layers", minimum=0)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
@@ -31,8 +29,8 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return {"attention_bias": True, "sliding_window": read_layer_windows(fields)}
+        return hf_fields(fields, windows=read_layer_windows(fields), bias=True)
 
     @classmethod
-    def read_gguf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return {"attention_bias": True}
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, bias=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
+from models.config.hf import hf_fields
 from models.families.llama import LlamaForCausalLM
 from models.families.qwen2 import read_layer_windows
 
@@ -17,14 +19,9 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias = fields.boolean("attention_bias", False)
-        return {
-            "qk_norm": True,
-            "attention_bias": bias,
-            "output_bias": bias,
-            "head_dim": fields.integer("head_dim", 128),
-            "sliding_window": read_layer_windows(fields),
-        }
+        windows = read_layer_windows(fields)
+        return hf_fields(fields, windows=windows, head_dim=128, qk_norm=True, bias=bias, output_bias=bias)
 
     @classmethod
-    def read_gguf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return {"qk_norm": True}
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, qk_norm=True)

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
+from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
-from models.config.model_config import ModelConfig
-from models.families.llama import LlamaForCausalLM
+from models.config.hf import hf_fields
+from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.moe import ExpertNames, MixtureOfExperts
-from sharding.layout import MeshLayout
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
@@ -33,20 +33,15 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
             norm_weights=fields.boolean("norm_topk_prob", False),
             dense_layers=_dense_layers(fields, num_layers),
         )
-        return {
-            "experts": experts,
-            "qk_norm": True,
-            "attention_bias": bias,
-            "output_bias": bias,
-            "sliding_window": (window,) * num_layers,
-        }
+        shared = hf_fields(fields, windows=window, qk_norm=True, bias=bias, output_bias=bias)
+        return shared | {"experts": experts}
 
-    @classmethod
-    def make_mlp(cls, config: ModelConfig, *, layer: int, source: str, dtype: Any, mesh: MeshLayout) -> nnx.Module:
-        if config.experts is not None and layer in config.experts.dense_layers:
-            return super().make_mlp(config, layer=layer, source=source, dtype=dtype, mesh=mesh)
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        experts = self.config.experts
+        if experts is not None and layer in experts.dense_layers:
+            return super().make_mlp(layer, build)
         names = ExpertNames(gate="gate_proj", up="up_proj", down="down_proj")
-        return MixtureOfExperts(config, source=source, names=names, dtype=dtype, mesh=mesh)
+        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, build=build)
 
 
 def _dense_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:

@@ -1,49 +1,180 @@
-"""A decoder layer of the usual shape, and the call that traces equal layers once."""
+"""Decoder: what every decoder-only family does around its layers, once per step.
+
+Owns the embedding, step inputs that layers share, the loop over layers, the final norm and the logits. What a layer
+does is its family's own file; a family overrides the lines in which it differs.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from models.build import Build
+from models.config.attention import LayerAttention
+from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
-from models.layers.attention import Attention, StepInputs
+from models.forward_batch import ForwardBatch
+from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads
+from models.layers.embedding import Embedding, own_logits, vocab_source
+from models.layers.linear import Linear
 from models.layers.moe import ExpertLoad
 from models.layers.norm import RMSNorm
-from pallas_kernels.kv.pages import KVPages
+from models.layers.rope import rope_table
+from models.layers.rows import Rows
+from pallas_kernels.attention.op import attention_schedule
+from pallas_kernels.kv.pages import KVPages, KVSpec
+from pallas_kernels.kv.update import kv_update_schedule
 from sharding.layout import MeshLayout
+from sharding.stages import Stage
 
 
-class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class DecoderLayer(Protocol):
+    """One layer of a family: an nnx.Module."""
 
-    def __init__(self, config: ModelConfig, window: int | None, mlp: nnx.Module, *, dtype: Any, mesh: MeshLayout):
-        source, size, eps = "model.layers.{layer}", config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(size, eps, source=f"{source}.input_layernorm", dtype=dtype)
-        self.attention = Attention(config, window, source=f"{source}.self_attn", dtype=dtype, mesh=mesh)
-        self.mlp_norm = RMSNorm(size, eps, source=f"{source}.post_attention_layernorm", dtype=dtype)
-        self.mlp = mlp
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """x[T, D] -> [T, D], and the pool with this step's keys and values of this layer written."""
+        ...
 
-    def __call__(
-        self, x: jax.Array, kv: KVPages, page_offset: jax.Array, step: StepInputs
-    ) -> tuple[jax.Array, KVPages]:
-        with jax.named_scope("attention"):
-            attended, kv = self.attention(self.input_norm(x), kv, page_offset, step)
-            x = x + attended
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x), step.ragged.slot_mapping >= 0), kv
+
+class Decoder(nnx.Module):
+    """A models.causal_lm.CausalLM whose family reads its configuration and makes its layers."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf)
+
+    def __init__(self, config: ModelConfig, build: Build):
+        self.config = config
+        self.build = build = replace(build, stage=build.stage or Stage(0, config.num_layers))
+        stage, size, tied = self.stage, config.hidden_size, config.tie_word_embeddings
+        if stage.is_first or (stage.is_last and tied):
+            self.embed = Embedding(config.vocab_size, size, source="model.embed_tokens", build=build)
+        self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
+        if stage.is_last:
+            self.norm = self.make_norm(build)
+        if stage.is_last and not tied:
+            head = vocab_source("lm_head", config.vocab_size, self.mesh)
+            self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
+
+    @abstractmethod
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        """The DecoderLayer of this number in the whole model; its sources are under "model.layers.{layer}"."""
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        """The norm after the last layer."""
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
+
+    @property
+    def mesh(self) -> MeshLayout:
+        return self.build.mesh
+
+    @property
+    def stage(self) -> Stage:
+        assert self.build.stage is not None
+        return self.build.stage
+
+    def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
+        """i32[T] -> [T, D], what the first layer gets."""
+        return self.embed(token_ids)
+
+    def token_logits(self, hidden: jax.Array) -> jax.Array:
+        """[R, D] -> f32[R, V] as the devices of the vocabulary compute them."""
+        if self.config.tie_word_embeddings:
+            return self.embed.logits(hidden)
+        return self.lm_head(hidden, out_dtype=jnp.float32)
+
+    def __call__(self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array | None = None) -> tuple[jax.Array, KVPages]:
+        """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
+
+        The pool is flat: page p of layer l is its row l * pages_per_layer + p. A stage that is not the first takes the
+        hidden states of the one before, and one that is not the last gives them without the norm; l counts from the
+        stage's first layer. Of layers with experts the module then holds the ExpertLoad, i32[layers, E].
+        """
+        pages_per_layer, rest = divmod(kv.num_pages, len(self.layers))
+        if rest:
+            raise ValueError(f"num_pages must be a multiple of num_layers = {len(self.layers)}, got {kv.num_pages}")
+        steps = self._step_inputs(batch, kv)
+        with jax.named_scope("embed"):
+            x = self.embed_tokens(batch.token_ids) if hidden is None else hidden
+        loads: list[jax.Array] = []
+        for index, (layer, attention) in enumerate(zip(self.layers, self._attention, strict=True)):
+            # The one place that knows where a layer's pages are.
+            pages = LayerPages(batch.ragged, jnp.int32(index * pages_per_layer))
+            graph, state = nnx.split(layer)
+            with jax.named_scope(f"layer_{index}"):
+                x, kv, load = _run_layer(graph, state, x, kv, pages, steps[attention])
+            loads += jax.tree.leaves(load)
+        if loads:
+            self.load = ExpertLoad(jnp.stack(loads))
+        if not self.stage.is_last:
+            return x, kv
+        with jax.named_scope("norm"):
+            return self.norm(x), kv
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[R, D] -> f32[R, V / n] where n devices share the rows; whole on one device."""
+        with jax.named_scope("logits"):
+            return own_logits(self.token_logits(hidden), self.config.vocab_size)
+
+    def kv_spec(self, pages_per_layer: int, page_size: int, kv_dtype: Any) -> KVSpec:
+        """What one device's pool must be to hold `pages_per_layer` pages of `page_size` tokens for each layer here."""
+        attention = self.config.attention[0]  # all have the same heads, see ModelConfig
+        return KVSpec(
+            num_pages=len(self.layers) * pages_per_layer,
+            page_size=page_size,
+            num_kv_heads=num_kv_heads(attention, self.mesh),
+            head_dim=attention.head_dim,
+            v_head_dim=attention.head_dim,
+            dtype=kv_dtype,
+        )
+
+    @property
+    def _attention(self) -> list[LayerAttention]:
+        """Of the layers here."""
+        return [self.config.attention[layer] for layer in self.stage.layers]
+
+    def _step_inputs(self, batch: ForwardBatch, kv: KVPages) -> dict[LayerAttention, StepInputs]:
+        """One for each kind of attention; a rope table for each rope, a schedule for each kernel specification."""
+        attentions = dict.fromkeys(self._attention)
+        tables, schedules = {}, {}
+        for rope in dict.fromkeys(attention.rope for attention in attentions):
+            with jax.named_scope("rope_table"):
+                tables[rope] = rope_table(batch.positions, rope)
+        with jax.named_scope("kv_update_schedule"):
+            update = kv_update_schedule(batch.ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
+        specs = {attention: attention_spec(attention, self.mesh) for attention in attentions}
+        for spec in dict.fromkeys(specs.values()):
+            with jax.named_scope("attention_schedule"):
+                schedules[spec] = attention_schedule(
+                    batch.ragged,
+                    spec,
+                    num_tokens=batch.token_ids.shape[0],
+                    page_size=kv.page_size,
+                    platform=kv.layout,
+                )
+        rows = Rows(is_token=batch.ragged.slot_mapping >= 0)
+        return {
+            attention: StepInputs(rows, tables[attention.rope], schedules[spec], update)
+            for attention, spec in specs.items()
+        }
 
 
 @partial(jax.jit, static_argnums=0)
 def _run_layer(
-    graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, page_offset: jax.Array, step: StepInputs
+    graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
 ) -> tuple[jax.Array, KVPages, nnx.State]:
     """One layer as a function of its weights, and its ExpertLoad if it has experts.
 
     Layers of one kind have equal graphs and share one trace.
     """
     layer = nnx.merge(graph, state)
-    x, kv = layer(x, kv, page_offset, step)
+    x, kv = layer(x, kv, pages, step)
     return x, kv, nnx.pop(layer, ExpertLoad)

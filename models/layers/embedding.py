@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers.linear import matmul
-from models.weights.declare import ParamDecl, Source, declare
+from models.build import Build
+from models.weights.declare import Source
 from sharding.collectives import exchange_tokens, gather_tokens, num_shards, reduce_tokens, shard_index
-from sharding.layout import ONE_DEVICE, MeshLayout
+from sharding.layout import MeshLayout
 
 
 class Embedding(nnx.Module):
     """Token table [V, D]: rows in, and logits out where the checkpoint ties both."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, source: str, dtype: Any, mesh: MeshLayout = ONE_DEVICE):
-        rows = vocab_source(f"{source}.weight", vocab_size, mesh)
-        decl = ParamDecl(("vocab", "embed"), (rows,), init_std=hidden_size**-0.5, row_major=True)
-        self.weight = declare((rows.num_contributed, hidden_size), dtype, decl)
+    def __init__(self, vocab_size: int, hidden_size: int, *, source: str, build: Build):
+        rows = vocab_source(source, vocab_size, build.mesh)
+        self.num_rows = rows.num_contributed
+        self.weight = build.weight((self.num_rows, hidden_size), (rows,), ("vocab", "embed"), table=True)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """i32[T] -> [T, D]"""
-        table = self.weight[...]
-        if num_shards("vocab") == 1:
-            return table[token_ids]
-        rows = gather_tokens(token_ids, "vocab") - shard_index("vocab") * table.shape[0]
+        shards = num_shards("vocab")
+        if shards == 1:
+            return self.weight.rows(token_ids)
+        rows = gather_tokens(token_ids, "vocab") - shard_index("vocab") * (self.num_rows // shards)
         # Adding zeros to the one device's row that holds the token is exact.
-        return reduce_tokens(table.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False), "vocab")
+        return reduce_tokens(self.weight.rows(rows, of_others=True), "vocab")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> f32[R, V], see `own_logits`"""
-        return matmul(gather_tokens(hidden, "vocab"), self.weight[...], contract=1)
+        return self.weight.matmul(gather_tokens(hidden, "vocab"), contract=1)
 
 
 def vocab_source(name: str, vocab_size: int, mesh: MeshLayout) -> Source:

@@ -1,4 +1,4 @@
-"""The layers every family is made of: embedding, linear, RMS norm, gated MLP. No attention, no cache.
+"""The matrix product every layer is made of, with its bias and its exchanges between devices.
 
 Shape letters, here and in all model files: T tokens of the step, S sequences, R rows, N query heads, K key/value heads,
 H head dimension, D hidden size, F feed-forward size, V vocabulary, L layers.
@@ -18,25 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
+from models.build import Build
+from models.layers.rows import Rows
 from models.weights.declare import ParamDecl, Source, declare
 from sharding.collectives import gather_tokens, num_shards, reduce_tokens
-
-_ROW_PARTS = 4
-
-
-def matmul(x: jax.Array, weight: jax.Array, *, contract: int = 0) -> jax.Array:
-    """x [R, in] times weight, over the weight's axis `contract`: float32 [R, out]."""
-    rows = x.shape[0]
-    if rows == 1 and x.dtype == jnp.float32 and contract == 0 and weight.shape[0] % _ROW_PARTS == 0:
-        # As a batch of partial sums XLA:CPU reads the weights faster: `jaxengine bench peers --workloads W1`.
-        x, weight = x.reshape(_ROW_PARTS, 1, -1), weight.reshape(_ROW_PARTS, -1, weight.shape[1])
-        return jnp.sum(lax.dot_general(x, weight, (((2,), (1,)), ((0,), (0,)))), axis=0)
-    if rows == 1 and x.dtype == jnp.bfloat16:
-        # XLA:CPU takes ten times as long for one bfloat16 row as for two; elsewhere rows are padded anyway.
-        x = jnp.pad(x, ((0, 1), (0, 0)))
-    return lax.dot_general(x, weight, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)[:rows]
 
 
 class Linear(nnx.Module):
@@ -47,26 +33,20 @@ class Linear(nnx.Module):
     """
 
     def __init__(
-        self,
-        in_size: int,
-        sources: Sequence[Source],
-        *,
-        axes: tuple[str, str],
-        bias: bool = False,
-        dtype: Any,
+        self, in_size: int, sources: Sequence[Source], *, axes: tuple[str, str], build: Build, bias: bool = False
     ):
         out_size = sum(source.num_contributed for source in sources)
-        weights = tuple(source._replace(name=f"{source.name}.weight") for source in sources)
         self.axes = axes
-        self.weight = declare(
-            (in_size, out_size), dtype, ParamDecl(axes, weights, transposed=True, init_std=in_size**-0.5)
-        )
-        biases = tuple(source._replace(name=f"{source.name}.bias") for source in sources)
-        self.bias = declare((out_size,), dtype, ParamDecl((axes[1],), biases, init_std=0.02)) if bias else None
+        self.weight = build.weight((in_size, out_size), sources, axes)
+        biases = ParamDecl((axes[1],), tuple(source.tensor("bias") for source in sources), init_std=0.02)
+        self.bias = declare((out_size,), build.dtype, biases) if bias else None
 
-    def __call__(self, x: jax.Array, *, out_dtype: Any = None) -> jax.Array:
-        """[R, in] -> [R, out] in `out_dtype` (default: x's)."""
-        y = matmul(gather_tokens(x, self.axes[1]), self.weight[...])
+    def __call__(self, x: jax.Array, rows: Rows | None = None, *, out_dtype: Any = None) -> jax.Array:
+        """[R, in] -> [R, out] in `out_dtype` (default: x's).
+
+        rows: what x's rows are, None where they are not the step's tokens. The weights of a model alone do not ask.
+        """
+        y = self.weight.matmul(gather_tokens(x, self.axes[1]))
         if num_shards(self.axes[0]) > 1:
             y = reduce_tokens(y.astype(x.dtype), self.axes[0])
         if self.bias is not None:

@@ -1,35 +1,51 @@
-"""The feed-forward part of a layer."""
+"""The feed-forward part of a layer, and what it is activated with."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.build import Build
 from models.layers.linear import Linear
+from models.layers.rows import Rows
 from models.weights.declare import Source
 
 
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """GELU in its tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), `gelu_pytorch_tanh` in configurations."""
+    return jax.nn.gelu(x, approximate=True)
+
+
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
 
-    def __init__(self, hidden_size: int, ffn_size: int, *, source: str, bias: bool, dtype: Any):
-        self.gate_up = Linear(
-            hidden_size,
-            (Source(f"{source}.gate_proj", ffn_size), Source(f"{source}.up_proj", ffn_size)),
-            axes=("embed", "ffn"),
-            bias=bias,
-            dtype=dtype,
-        )
+    gate_up: the checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        source: str,
+        build: Build,
+        bias: bool = False,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        gate_up: Sequence[Source] | None = None,
+    ):
+        gate_up = gate_up or (Source(f"{source}.gate_proj", ffn_size), Source(f"{source}.up_proj", ffn_size))
+        self.gate_up = Linear(hidden_size, gate_up, axes=("embed", "ffn"), bias=bias, build=build)
         down = (Source(f"{source}.down_proj", hidden_size),)
-        self.down = Linear(ffn_size, down, axes=("ffn", "embed"), bias=bias, dtype=dtype)
+        self.down = Linear(ffn_size, down, axes=("ffn", "embed"), bias=bias, build=build)
+        self.activation = activation
 
-    def __call__(self, x: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
-        """[T, D] -> [T, D]; padding (is_token False) costs and gets what tokens do."""
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+        """[T, D] -> [T, D]; padding costs and gets what tokens do."""
         with jax.named_scope("gate_up"):
-            gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-            inner = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+            gate, up = jnp.split(self.gate_up(x, rows), 2, axis=-1)
+            inner = self.activation(gate.astype(jnp.float32)) * up.astype(jnp.float32)
         with jax.named_scope("down"):
-            return self.down(inner.astype(x.dtype))
+            return self.down(inner.astype(x.dtype), rows)

@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from models.build import Build
 from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
-from models.layers.linear import matmul
-from models.weights.declare import ParamDecl, Source, declare
-from pallas_kernels.matmul.grouped import grouped_matmul
+from models.layers.rows import Rows
+from models.weights.declare import Source
 from sharding.collectives import (
     exchange_rows,
     gather_tokens,
     join_tokens,
+    num_shards,
     reduce_tokens,
     shard_index,
     share_tokens,
     stack_parts,
 )
-from sharding.layout import MeshLayout
 
 
 class ExpertNames(NamedTuple):
@@ -51,43 +51,31 @@ class MixtureOfExperts(nnx.Module):
     experts can be sent the rows of their tokens instead (`mesh.sends_rows`).
     """
 
-    def __init__(self, config: ModelConfig, *, source: str, names: ExpertNames, dtype: Any, mesh: MeshLayout):
+    def __init__(self, config: ModelConfig, *, source: str, names: ExpertNames, build: Build):
         if config.experts is None:
             raise ModelConfigError(f"experts must be set for {config.architecture}, got None")
         self.experts = experts = config.experts
         size, ffn, count = config.hidden_size, experts.intermediate_size, experts.num_experts
-        self.axis = "experts" if mesh.expert_parallel else "ffn"
-        self.sends_rows = mesh.sends_rows
-        over, within = ("experts", None) if mesh.expert_parallel else (None, "ffn")
-        router = (Source(f"{source}.gate.weight", count),)
-        self.router = declare(
-            (size, count), dtype, ParamDecl(("embed", None), router, transposed=True, init_std=size**-0.5)
+        self.axis = "experts" if build.mesh.expert_parallel else "ffn"
+        self.sends_rows = build.mesh.sends_rows
+        over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
+        self.router = build.weight((size, count), (Source(f"{source}.gate", count),), ("embed", None))
+        gate, up, down = (f"{source}.experts.{{expert}}.{name}" for name in names)
+        self.gate_up = build.weight(
+            (count, size, 2 * ffn), (Source(gate, ffn), Source(up, ffn)), (over, "embed", within), num_experts=count
         )
-        gate, up, down = (f"{source}.experts.{{expert}}.{name}.weight" for name in names)
-        gate_up = ParamDecl(
-            (over, "embed", within),
-            (Source(gate, ffn), Source(up, ffn)),
-            transposed=True,
-            init_std=size**-0.5,
-            num_experts=count,
-        )
-        self.gate_up = declare((count, size, 2 * ffn), dtype, gate_up)
-        down = ParamDecl(
-            (over, within, "embed"), (Source(down, size),), transposed=True, init_std=ffn**-0.5, num_experts=count
-        )
-        self.down = declare((count, ffn, size), dtype, down)
+        self.down = build.weight((count, ffn, size), (Source(down, size),), (over, within, "embed"), num_experts=count)
 
-    def __call__(self, x: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """[T, D] -> [T, D]
 
-        is_token: bool[T], False for padding, which then goes to no expert and gives 0; None if all are tokens. The
-        module then holds its ExpertLoad, which the caller may take with `nnx.pop`.
+        Padding goes to no expert and gives 0. The module then holds its ExpertLoad, which the caller may take with
+        `nnx.pop`.
         """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             weights, ids = self.route(x)
-            if is_token is not None:
-                ids = jnp.where(is_token[:, None], ids, num_experts)
+            ids = jnp.where(rows.is_token[:, None], ids, num_experts)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
         return self._send_rows(x, weights, ids) if self.sends_rows else self._gather_tokens(x, weights, ids)
 
@@ -98,7 +86,7 @@ class MixtureOfExperts(nnx.Module):
             order = jnp.argsort(ids.ravel(), stable=True)
             rows = x[order // self.experts.num_per_token]
             sizes = tokens_per_expert(ids, self.experts.num_experts)
-            first = shard_index("experts") * self.down[...].shape[0] if self.axis == "experts" else 0
+            first = shard_index("experts") * self._num_own if self.axis == "experts" else 0
         y = self._multiply(rows, sizes, first, jnp.float32)
         with jax.named_scope("combine"):
             return reduce_tokens(mix(y, weights, order).astype(x.dtype), self.axis)
@@ -111,7 +99,7 @@ class MixtureOfExperts(nnx.Module):
         all N devices, so that it has room for N * ceil(T / n) * min(k, experts of a device) rows of D and of twice the
         experts' intermediate size; `_gather_tokens` has rows for all tokens and k.
         """
-        k, num_tokens, own = self.experts.num_per_token, x.shape[0], self.down[...].shape[0]
+        k, num_tokens, own = self.experts.num_per_token, x.shape[0], self._num_own
         with jax.named_scope("group"):
             x, weights = share_tokens(x, self.axis), share_tokens(weights, self.axis)
             ids = share_tokens(ids, self.axis, fill=self.experts.num_experts)
@@ -128,11 +116,15 @@ class MixtureOfExperts(nnx.Module):
     def _multiply(self, rows: jax.Array, sizes: jax.Array, first: Any, out_dtype: Any) -> jax.Array:
         """The experts' MLPs for rows [M, D] sorted by expert, `sizes` of each, of which those here begin at `first`."""
         with jax.named_scope("gate_up"):
-            gate, up = jnp.split(grouped_matmul(rows, self.gate_up[...], sizes, group_offset=first), 2, axis=-1)
+            gate, up = jnp.split(self.gate_up.grouped_matmul(rows, sizes, first, rows.dtype), 2, axis=-1)
             inner = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
         with jax.named_scope("down"):
-            inner = inner.astype(rows.dtype)
-            return grouped_matmul(inner, self.down[...], sizes, group_offset=first, out_dtype=out_dtype)
+            return self.down.grouped_matmul(inner.astype(rows.dtype), sizes, first, out_dtype)
+
+    @property
+    def _num_own(self) -> int:
+        """Whole experts of this device, where experts are whole."""
+        return self.experts.num_experts // num_shards("experts")
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x[T, D] -> weights f32[T, k] and experts i32[T, k] of each token, the likeliest first.
@@ -140,7 +132,7 @@ class MixtureOfExperts(nnx.Module):
         Experts of equal probability come in the order of their indices. With `norm_weights` the weights are the softmax
         over the k largest logits.
         """
-        probabilities = jax.nn.softmax(matmul(x, self.router[...]), axis=-1)
+        probabilities = jax.nn.softmax(self.router.matmul(x), axis=-1)
         weights, ids = jax.lax.top_k(probabilities, self.experts.num_per_token)
         if self.experts.norm_weights:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)

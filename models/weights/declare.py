@@ -17,14 +17,16 @@ from sharding.layout import MeshLayout
 
 
 class Source(NamedTuple):
-    """A checkpoint tensor, [rows, ...], and what it contributes to a weight.
+    """A checkpoint tensor, [tensor_rows, ...], or some of its rows, and what they contribute to a weight.
 
     Attributes:
-      name: in Hugging Face's spelling. "{layer}" stands for the index under which the weight's layer is listed,
-        "{expert}" for the index of the expert.
-      rows: of the tensor.
+      name: in Hugging Face's spelling, of a module where a scheme is to say which tensors it has, else of a tensor.
+        "{layer}" stands for the number of the weight's layer in the model, "{expert}" for the index of the expert.
+      rows: those used of the tensor.
       repeat: every `group` rows (a head's) are contributed that many times in a row.
       padding: rows of zeros contributed after the tensor's.
+      first: the first row used.
+      tensor_rows: rows of the tensor where they are more than those used; its other rows belong to other sources.
     """
 
     name: str
@@ -32,11 +34,25 @@ class Source(NamedTuple):
     repeat: int = 1
     group: int = 1
     padding: int = 0
+    first: int = 0
+    tensor_rows: int | None = None
 
     @property
     def num_contributed(self) -> int:
         """Rows of the weight that come from this tensor."""
         return self.rows * self.repeat + self.padding
+
+    def tensor(self, kind: str) -> Source:
+        """The same rows of one of the module's tensors: "weight", "bias"."""
+        return self._replace(name=f"{self.name}.{kind}")
+
+
+def parts_of(name: str, *rows: int) -> tuple[Source, ...]:
+    """A tensor cut into parts of these many rows, one after the other: q, k and v of a checkpoint that joins them."""
+    firsts = [sum(rows[:index]) for index in range(len(rows))]
+    return tuple(
+        Source(name, count, first=first, tensor_rows=sum(rows)) for count, first in zip(rows, firsts, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -72,11 +88,16 @@ class ParamDecl:
 
 @dataclass(frozen=True)
 class DeclaredParam:
-    """One weight of a built model: its path in the module tree and its declaration with all names resolved."""
+    """One weight of a built model: its path in the module tree and its declaration with all names resolved.
+
+    Attributes:
+      layer: the number in the whole model of the layer it belongs to, None outside the layers.
+    """
 
     path: tuple[Any, ...]
     variable: nnx.Param
     decl: ParamDecl
+    layer: int | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,7 +130,7 @@ class DeclaredParam:
         """Shape in the checkpoint of one of its sources."""
         own = self.shape if self.decl.num_experts is None else self.shape[1:]
         joined = own[::-1] if self.decl.transposed else own
-        return (source.rows, *joined[1:])
+        return (source.tensor_rows or source.rows, *joined[1:])
 
 
 def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
@@ -121,9 +142,12 @@ def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
 
 
 def declared_params(model: Any) -> Iterator[DeclaredParam]:
-    """Every weight of a model (abstract or real), in module order."""
+    """Every weight of a model (abstract or real) or of a part of one, in module order.
+
+    A model lists the layers of its stage, in order, as `layers` (models.causal_lm.CausalLM).
+    """
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]
-        layer = next((model.stage.first_layer + part for part in path if isinstance(part, int)), None)
+        layer = model.stage.layers[path[1]] if path[0] == "layers" else None
         sources = tuple(source._replace(name=source.name.replace("{layer}", str(layer))) for source in decl.sources)
-        yield DeclaredParam(path, param, replace(decl, sources=sources))
+        yield DeclaredParam(path, param, replace(decl, sources=sources), layer)

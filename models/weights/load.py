@@ -1,14 +1,14 @@
 """Declared parameters to real arrays, straight into their sharding: each process reads what its devices hold.
 
-A block of a weight is put together on the host in the checkpoint's orientation and handed to its devices already in its
-final dtype; the transposition to [in, out] happens on that one copy. Host memory beyond the parts themselves stays near
-one weight. Knows nothing of file formats.
+A block of a weight is put together on the host in the checkpoint's orientation and handed to its devices already in the
+weight's own dtype; the transposition to [in, out] happens on that one copy. Host memory beyond the parts themselves
+stays near one weight. Knows nothing of file formats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from models.build import build_abstract
 from models.causal_lm import CausalLM
-from models.registry import build_model
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
 from models.weights.parts import (
@@ -46,7 +46,6 @@ def load_params(
     model_abstract: CausalLM,
     source: WeightSource,
     *,
-    dtype: Any,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> nnx.State:
@@ -55,21 +54,21 @@ def load_params(
     Args:
       model_abstract: from models.registry.build_model.
       source: an open checkpoint; it stays open.
-      dtype: of every weight, whatever the checkpoint says; the one the model was built with.
       mesh: weights are split over it by their logical axes; None leaves them on the default device.
       progress: called after each weight with (bytes done, bytes in total, name of the weight); bytes as loaded, of the
         whole weight.
 
+    Each weight has a dtype of its own. One of floating-point numbers is converted from those of the checkpoint; one of
+    another kind must be stored as it is.
+
     Raises ModelFileError when a tensor is missing, has another shape than the model, is not used by the model, or holds
-    something other than floating-point numbers; ValueError for a dtype that is not the model's, and for a mesh that
-    does not split a weight evenly.
+    numbers of the wrong kind; ValueError for a mesh that does not split a weight evenly, and for a model that reads
+    some rows of a tensor twice or not at all.
     """
     params = list(declared_params(model_abstract))
     for param in params:
         num_parts(param, mesh)
-        if param.dtype != jnp.dtype(dtype):
-            raise ValueError(f"dtype must be that of the model, {param.dtype} for {param.name}, got {dtype!r}")
-    loader = _Loader(source, mesh, _check_names(model_abstract, source, dtype))
+    loader = _Loader(source, mesh, _check_names(model_abstract, source))
     total = sum(param.num_bytes for param in params)
     done, loaded = 0, []
     for param in params:
@@ -105,12 +104,12 @@ class _Loader:
         return jax.make_array_from_single_device_arrays(param.shape, sharding, arrays, dtype=param.dtype)
 
     def _read_block(self, param: DeclaredParam, block: Block) -> np.ndarray:
-        """In the checkpoint's orientation and the model's dtype: [experts, rows, columns] without those not there."""
+        """In the checkpoint's orientation and the weight's dtype: [experts, rows, columns] without those not there."""
         decl, only = param.decl, param.decl.sources[0]
         parts = num_parts(param, self.mesh)[decl.joined_axis]
         if len(decl.sources) == 1 and only.num_contributed == only.rows and decl.num_experts is None:
-            rows = np.arange(block.part * only.rows // parts, (block.part + 1) * only.rows // parts)
-            return self._read_rows(only.name, rows, block.columns).astype(param.dtype, copy=False)
+            rows = only.first + np.arange(block.part * only.rows // parts, (block.part + 1) * only.rows // parts)
+            return self._read_rows(only.name, rows, block.columns, param.dtype).astype(param.dtype, copy=False)
         experts = range(block.experts.start, block.experts.stop)
         num_rows = sum(source.num_contributed for source in decl.sources) // parts
         joined = np.zeros((len(experts), num_rows, *_lengths(block.columns)), param.dtype)
@@ -122,19 +121,22 @@ class _Loader:
                 rows = source_row(source, contributed[contributed < source.rows * source.repeat])
                 if len(rows):
                     name = tensor_name(source, expert)
-                    out[start : start + len(rows)] = self._read_rows(name, rows, block.columns)
+                    out[start : start + len(rows)] = self._read_rows(name, rows, block.columns, param.dtype)
                 start += share
         return joined if decl.num_experts is not None else joined[0]
 
-    def _read_rows(self, name: str, rows: np.ndarray, columns: tuple[slice, ...]) -> np.ndarray:
-        """Rows by number: neighbours in the tensor, though they may be out of order and more than once."""
+    def _read_rows(self, name: str, rows: np.ndarray, columns: tuple[slice, ...], dtype: Any) -> np.ndarray:
+        """Rows by number, of a kind that may become `dtype`: neighbours in the tensor, though they may be out of order
+        and more than once."""
         first, last = int(rows.min()), int(rows.max()) + 1
         index = (slice(first, last), *columns)
         array, path, expected = self.source.read(name, *index), self.source.path, _lengths(index)
         if array.shape != expected:
             raise ModelFileError(path, f"was announced with shape {expected}, but has {array.shape}", name)
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ModelFileError(path, f"a weight must hold floating-point numbers, got {array.dtype}", name)
+        floating = jnp.issubdtype(dtype, jnp.floating)
+        if array.dtype != dtype and not (floating and jnp.issubdtype(array.dtype, jnp.floating)):
+            wanted = "floating-point numbers" if floating else str(jnp.dtype(dtype))
+            raise ModelFileError(path, f"a weight must hold {wanted}, got {array.dtype}", name)
         if self.tied_copy and name == EMBEDDING and not np.array_equal(array, self.source.read(HEAD, *index)):
             raise ModelFileError(path, f"the head differs from {EMBEDDING}, but tie_word_embeddings is true", HEAD)
         return array if (np.diff(rows) == 1).all() else array[rows - first]
@@ -150,21 +152,16 @@ def _columns(param: DeclaredParam, host: np.ndarray, columns: slice) -> np.ndarr
     return host if axis is None else host[tuple(columns if each == axis else WHOLE for each in range(host.ndim))]
 
 
-def _check_names(model: CausalLM, source: WeightSource, dtype: Any) -> bool:
+def _check_names(model: CausalLM, source: WeightSource) -> bool:
     """Every tensor the model needs is there with its shape, and every tensor that is there is needed.
 
     Of the whole model, whichever stage of it is to be loaded. Returns whether a tied checkpoint stores the embedding a
     second time as the output head. Some do; that both are equal shows when the embedding is read.
     """
     if len(model.stage.layers) < model.config.num_layers:
-        model = build_model(model.config, dtype=dtype, mesh=model.mesh)
+        model = build_abstract(type(model), model.config, replace(model.build, stage=None))
     present, tied_copy = set(source.names()), False
-    needed = {
-        tensor_name(tensor, expert): param.source_shape(tensor)
-        for param in declared_params(model)
-        for tensor in param.decl.sources
-        for expert in range(param.decl.num_experts or 1)
-    }
+    needed = _needed_tensors(model)
     for name, expected in needed.items():
         if name not in present:
             raise ModelFileError(source.path, "a tensor that the model needs is missing", name)
@@ -183,9 +180,28 @@ def _check_names(model: CausalLM, source: WeightSource, dtype: Any) -> bool:
     return tied_copy
 
 
+def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    """Shapes by name. Several sources may read one tensor, each rows of its own, all rows between them."""
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for param in declared_params(model):
+        for tensor in param.decl.sources:
+            for expert in range(param.decl.num_experts or 1):
+                name = tensor_name(tensor, expert)
+                shapes.setdefault(name, set()).add(param.source_shape(tensor))
+                spans.setdefault(name, []).append((tensor.first, tensor.first + tensor.rows))
+    for name, (shape, *others) in shapes.items():
+        ends = [0, *(end for _, end in sorted(spans[name]))]
+        firsts = [*(first for first, _ in sorted(spans[name])), shape[0]]
+        if others or ends != firsts:
+            read = ", ".join(f"[{first}, {end})" for first, end in sorted(spans[name]))
+            raise ValueError(f"{name}: {shape[0]} rows must be read once each, by equal shapes; the model reads {read}")
+    return {name: shape for name, (shape, *_) in shapes.items()}
+
+
 def _check_rope_factors(source: WeightSource, model: CausalLM) -> None:
     """GGUF files carry rope scaling as a tensor; the configuration must have been made from it."""
-    scaling = model.config.rope_scaling
-    factors = np.asarray(scaling.factors if scaling is not None else (), np.float32)
-    if not np.array_equal(source.read(ROPE_FACTORS).ravel().astype(np.float32), factors):
+    stored = source.read(ROPE_FACTORS).ravel().astype(np.float32)
+    scalings = {attention.rope.scaling for attention in model.config.attention}
+    if not all(scaling and np.array_equal(stored, np.asarray(scaling.factors, np.float32)) for scaling in scalings):
         raise ModelFileError(source.path, "the tensor scales rope, but the model's rope_scaling differs", ROPE_FACTORS)

@@ -24,7 +24,7 @@ from models.weights.parts import format_of, num_parts, sharding_of
 
 LAYOUT_FILE = "layout.json"
 WEIGHTS_FOLDER = "weights"
-FORMAT = "jaxengine-weights-1"
+FORMAT = "jaxengine-weights-2"
 MAX_LAYOUT_BYTES = 64 << 20
 # Of weights on their way between files and devices: host memory beyond the weights themselves.
 CONCURRENT_GB = 4
@@ -81,8 +81,7 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
 
     declared = list(declared_params(model))
     saved = read_layout(folder)
-    offset = model.stage.first_layer
-    names = [_name_in_whole(param, offset) for param in declared]
+    names = [_name_in_whole(param) for param in declared]
     for name, param in zip(names, declared, strict=True):
         _check(folder, name, saved, _arrangement(param, mesh))
     if len(model.stage.layers) == model.config.num_layers and (extra := saved["weights"].keys() - set(names)):
@@ -147,6 +146,7 @@ def _check(folder: Path, name: str, saved: dict[str, Any], wanted: dict[str, Any
         raise ModelFileError(folder, f"{text}: {what_to_do}", name)
 
 
-def _name_in_whole(param: DeclaredParam, first_layer: int) -> str:
-    """The weight's name in the whole model, of which this is the stage that begins at `first_layer`."""
-    return ".".join(str(part + first_layer) if isinstance(part, int) else str(part) for part in param.path)
+def _name_in_whole(param: DeclaredParam) -> str:
+    """The weight's name in the whole model, of which it may belong to one stage."""
+    path = param.path if param.layer is None else (param.path[0], param.layer, *param.path[2:])
+    return ".".join(map(str, path))

@@ -110,7 +110,7 @@ def source_row(source: Source, contributed: Any) -> Any:
 
     Meaningful below source.rows * source.repeat: padding follows.
     """
-    return contributed // (source.group * source.repeat) * source.group + contributed % source.group
+    return source.first + contributed // (source.group * source.repeat) * source.group + contributed % source.group
 
 
 def tensor_name(source: Source, expert: int) -> str:

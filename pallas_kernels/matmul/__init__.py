@@ -1,1 +1,1 @@
-"""Matrix products that XLA does not do well by itself."""
+"""Matrix products."""

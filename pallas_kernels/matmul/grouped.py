@@ -12,10 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.registry import kernel
-
-# What jax calls a platform when it compiles for it, and the registry's row. All CUDA cards share one implementation.
-_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
+from pallas_kernels.registry import PLATFORM_ROWS, kernel
 
 
 def grouped_matmul(
@@ -45,6 +42,6 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: group_sizes must be {wanted}, got {group_sizes.dtype} {group_sizes.shape}")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     by_platform = {
-        platform: partial(kernel("grouped_matmul", row), out_dtype=out_dtype) for platform, row in _ROWS.items()
+        platform: partial(kernel("grouped_matmul", row), out_dtype=out_dtype) for platform, row in PLATFORM_ROWS.items()
     }
     return lax.platform_dependent(x, w, group_sizes, jnp.int32(group_offset), **by_platform)

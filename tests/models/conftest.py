@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.build import Build
 from models.config.hf import read_config_json
 from models.forward_batch import ForwardBatch
 from models.registry import build_model, read_hf
@@ -22,15 +23,15 @@ from pallas_kernels.kv.pages import alloc
 
 CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "models"
 WEIGHTS_OF = {"llama_yarn": "llama"}
-PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 24, 16
+PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 72, 64
 
 
 @cache
 def _load(name: str) -> SimpleNamespace:
     config = read_hf(read_config_json(CHECKPOINTS / name))
-    model = build_model(config, dtype=jnp.float32)
+    model = build_model(config, Build("float32"))
     source = SafetensorsCheckpoint(CHECKPOINTS / WEIGHTS_OF.get(name, name))
-    nnx.update(model, load_params(model, source, dtype=jnp.float32))
+    nnx.update(model, load_params(model, source))
     source.close()
     with np.load(CHECKPOINTS / name / "golden.npz", allow_pickle=False) as golden:
         prompts = [golden[f"token_ids_{i}"] for i in range(2)]

@@ -15,8 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.build import Build
+from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
 from models.config.model_config import ModelConfig
+from models.config.rope import Rope
 from models.registry import build_model
 from models.weights.declare import DeclaredParam, Source, declared_params
 from models.weights.dummy import dummy_params
@@ -27,43 +30,40 @@ from sharding.layout import MeshLayout
 from sharding.mesh import make_mesh
 from sharding.rules import named_sharding
 from sharding.stages import Stage
+from tests.models.tiny import with_attention
 
 DENSE = ModelConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=200,
     hidden_size=32,
     intermediate_size=48,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=4,
     rms_norm_eps=1e-6,
-    rope_theta=10000.0,
     max_position_embeddings=64,
-    sliding_window=(None, None),
-    attention_bias=True,
+    attention=(LayerAttention(num_heads=8, num_kv_heads=4, head_dim=4, rope=Rope(4), bias=True),) * 2,
 )
-MIXTURE = replace(
-    DENSE,
-    architecture="Qwen3MoeForCausalLM",
-    attention_bias=False,
-    qk_norm=True,
-    num_kv_heads=2,
-    experts=ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=16),
+EXPERTS = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=16)
+MIXTURE = with_attention(
+    replace(DENSE, architecture="Qwen3MoeForCausalLM", experts=EXPERTS), bias=False, qk_norm=True, num_kv_heads=2
 )
+JOINED = with_attention(replace(DENSE, architecture="Phi3ForCausalLM"), bias=False)
 CASES = {
     "one device": (DENSE, MeshLayout()),
     "2,2,2": (DENSE, MeshLayout(2, 2, 2)),
     "1,2,2": (DENSE, MeshLayout(1, 2, 2)),
     "1,1,4": (DENSE, MeshLayout(1, 1, 4)),
-    "kv head copied": (replace(DENSE, num_kv_heads=1), MeshLayout(1, 1, 4)),
-    "kv heads copied": (replace(DENSE, num_kv_heads=2), MeshLayout(1, 1, 4)),
-    "three": (replace(DENSE, num_heads=6, num_kv_heads=3), MeshLayout(1, 1, 3)),
+    "kv head copied": (with_attention(DENSE, num_kv_heads=1), MeshLayout(1, 1, 4)),
+    "kv heads copied": (with_attention(DENSE, num_kv_heads=2), MeshLayout(1, 1, 4)),
+    "three": (with_attention(DENSE, num_heads=6, num_kv_heads=3), MeshLayout(1, 1, 3)),
+    "joined": (JOINED, MeshLayout(1, 2, 2)),
+    "joined, kv heads copied": (with_attention(JOINED, num_kv_heads=2), MeshLayout(1, 1, 4)),
     "parts of experts": (MIXTURE, MeshLayout(2, 2, 2)),
     "whole experts": (MIXTURE, MeshLayout(2, 2, 2, expert_parallel=True)),
 }
-DUMMY_CASES = ("2,2,2", "kv heads copied", "parts of experts", "whole experts")  # each takes seconds to compile
-LARGE = replace(DENSE, vocab_size=16384, hidden_size=256, intermediate_size=1024, head_dim=32)
+# Each takes seconds to compile.
+DUMMY_CASES = ("2,2,2", "kv heads copied", "joined, kv heads copied", "parts of experts", "whole experts")
+LARGE = with_attention(
+    replace(DENSE, vocab_size=16384, hidden_size=256, intermediate_size=1024), head_dim=32, rope=Rope(32)
+)
 
 
 def tensor_names(param: DeclaredParam, source: Source) -> list[str]:
@@ -89,7 +89,7 @@ def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {
         name: rng.standard_normal(param.source_shape(source), np.float32)
-        for param in declared_params(build_model(config, dtype=jnp.float32))
+        for param in declared_params(build_model(config, Build(jnp.float32)))
         for source in param.decl.sources
         for name in tensor_names(param, source)
     }
@@ -99,14 +99,16 @@ def tensors_of(config: ModelConfig, state) -> dict[str, np.ndarray]:
     """The checkpoint's tensors, taken out of weights that lie on one device."""
     tensors = {}
     for param, leaf in zip(
-        declared_params(build_model(config, dtype=jnp.float32)), jax.tree.leaves(state), strict=True
+        declared_params(build_model(config, Build(jnp.float32))), jax.tree.leaves(state), strict=True
     ):
         weight = np.asarray(leaf)
         weight = weight if param.decl.num_experts is not None else weight[None]
         weight = weight.swapaxes(1, 2) if param.decl.transposed else weight
         start = 0
         for source in param.decl.sources:
-            tensors |= dict(zip(tensor_names(param, source), weight[:, start : start + source.rows], strict=True))
+            rows = slice(source.first, source.first + source.rows)
+            for name, part in zip(tensor_names(param, source), weight[:, start : start + source.rows], strict=True):
+                tensors.setdefault(name, np.zeros(param.source_shape(source), np.float32))[rows] = part
             start += source.rows
     return tensors
 
@@ -121,7 +123,7 @@ def expected_part(param: DeclaredParam, tensors: dict[str, np.ndarray], index: t
     for expert in range(*spans[0]) if decl.num_experts is not None else [0]:
         shares = []
         for source in decl.sources:
-            tensor = tensors[tensor_names(param, source)[expert]]
+            tensor = tensors[tensor_names(param, source)[expert]][source.first : source.first + source.rows]
             heads = tensor.reshape(-1, source.group, *tensor.shape[1:])
             contributed = np.repeat(heads, source.repeat, axis=0).reshape(-1, *tensor.shape[1:])
             contributed = np.concatenate([contributed, np.zeros((source.padding, *tensor.shape[1:]), np.float32)])
@@ -134,7 +136,7 @@ def expected_part(param: DeclaredParam, tensors: dict[str, np.ndarray], index: t
 
 
 def check_parts(config: ModelConfig, layout: MeshLayout, mesh, state, tensors: dict[str, np.ndarray]) -> int:
-    model = build_model(config, dtype=jnp.float32, mesh=layout)
+    model = build_model(config, Build(jnp.float32, layout))
     num_split = 0
     for param, leaf in zip(declared_params(model), jax.tree.leaves(state), strict=True):
         assert leaf.sharding == named_sharding(mesh, param.decl.axes), param.name
@@ -155,14 +157,14 @@ def load_into_meshes(folder: Path) -> None:
         files.mkdir()
         write_checkpoint(files, tensors)
         mesh = make_mesh(layout)
-        model = build_model(config, dtype=jnp.float32, mesh=layout)
+        model = build_model(config, Build(jnp.float32, layout))
         source = SafetensorsCheckpoint(files)
-        loaded = load_params(model, source, dtype=jnp.float32, mesh=mesh)
+        loaded = load_params(model, source, mesh=mesh)
         source.close()
         split = check_parts(config, layout, mesh, loaded, tensors)
         assert (split > 0) == (layout.size > 1)
         if case in DUMMY_CASES:
-            plain = tensors_of(config, dummy_params(build_model(config, dtype=jnp.float32), seed=1))
+            plain = tensors_of(config, dummy_params(build_model(config, Build(jnp.float32)), seed=1))
             check_parts(config, layout, mesh, dummy_params(model, seed=1, mesh=mesh), plain)
         print(f"{case}: {split} parts of weights", flush=True)
     check_refusals()
@@ -180,30 +182,30 @@ def refusal(function, *args, **options) -> str:
 
 def check_refusals() -> None:
     mesh = make_mesh(MeshLayout(1, 1, 3))
-    config = replace(DENSE, vocab_size=201, num_heads=6, num_kv_heads=2)
-    text = refusal(dummy_params, build_model(config, dtype=jnp.float32), mesh=mesh)
+    config = with_attention(replace(DENSE, vocab_size=201), num_heads=6, num_kv_heads=2)
+    text = refusal(dummy_params, build_model(config, Build(jnp.float32)), mesh=mesh)
     assert "layers.0.attention.qkv." in text and "made of [24, 8, 8], cannot be split over 3 devices" in text, text
     assert "fewer that work: 1, 2" in text
 
 
 def check_converted(folder: Path) -> None:
     layout, target = MeshLayout(1, 2, 2), folder / "converted"
-    mesh, model = make_mesh(layout), build_model(DENSE, dtype=jnp.float32, mesh=layout)
+    mesh, model = make_mesh(layout), build_model(DENSE, Build(jnp.float32, layout))
     params = dummy_params(model, mesh=mesh)
-    tensors = tensors_of(DENSE, dummy_params(build_model(DENSE, dtype=jnp.float32)))
+    tensors = tensors_of(DENSE, dummy_params(build_model(DENSE, Build(jnp.float32))))
     (folder / "config.json").write_text("{}")
     save_checkpoint(target, params, model, mesh=mesh, files=[folder / "config.json"])
     assert (target / "config.json").read_text() == "{}"
     # More replicas of the same parts are no other arrangement.
     for same in (layout, MeshLayout(2, 2, 2)):
         moved = make_mesh(same)
-        again = load_checkpoint(target, build_model(DENSE, dtype=jnp.float32, mesh=same), mesh=moved)
+        again = load_checkpoint(target, build_model(DENSE, Build(jnp.float32, same)), mesh=moved)
         check_parts(DENSE, same, moved, again, tensors)
-    stage = build_model(DENSE, dtype=jnp.float32, mesh=layout, stage=Stage(1, 2, is_first=False))
+    stage = build_model(DENSE, Build(jnp.float32, layout, Stage(1, 2, is_first=False)))
     of_stage = load_checkpoint(target, stage, mesh=mesh)
     jax.tree.map(np.testing.assert_array_equal, of_stage["layers"][0], params["layers"][1])
     for other, dtype in ((MeshLayout(1, 1, 4), "float32"), (layout, "bfloat16"), (MeshLayout(), "float32")):
-        text = refusal(load_checkpoint, target, build_model(DENSE, dtype=dtype, mesh=other), mesh=make_mesh(other))
+        text = refusal(load_checkpoint, target, build_model(DENSE, Build(dtype, other)), mesh=make_mesh(other))
         assert "convert the model again" in text and "{'data': 1, 'attn': 2, 'model': 2}" in text, text
     assert "exists" in refusal(save_checkpoint, target, params, model, mesh=mesh)
     (target / "weights").rename(folder / "elsewhere")
@@ -219,21 +221,21 @@ def load_as_one_of_two(folder: Path, number: int, port: str) -> None:
     assert jax.device_count() == 4 and jax.local_device_count() == 2
     layout = MeshLayout(1, 1, 4)
     mesh = make_mesh(layout)
-    model = build_model(LARGE, dtype=jnp.float32, mesh=layout)
-    dummy_params(build_model(DENSE, dtype=jnp.float32))  # what JAX sets up once is not the loader's memory
+    model = build_model(LARGE, Build(jnp.float32, layout))
+    dummy_params(build_model(DENSE, Build(jnp.float32)))  # what JAX sets up once is not the loader's memory
     source = SafetensorsCheckpoint(folder)
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    loaded = load_params(model, source, dtype=jnp.float32, mesh=mesh)
+    loaded = load_params(model, source, mesh=mesh)
     grown = resident_bytes("VmHWM") - before
     source.close()
     own = sum(shard.data.nbytes for leaf in jax.tree.leaves(loaded) for shard in leaf.addressable_shards)
     tensors = random_tensors(LARGE)
     check_parts(LARGE, layout, mesh, loaded, tensors)
 
-    model = build_model(DENSE, dtype=jnp.float32, mesh=layout)
+    model = build_model(DENSE, Build(jnp.float32, layout))
     params = dummy_params(model, mesh=mesh)
-    plain = tensors_of(DENSE, dummy_params(build_model(DENSE, dtype=jnp.float32)))
+    plain = tensors_of(DENSE, dummy_params(build_model(DENSE, Build(jnp.float32))))
     check_parts(DENSE, layout, mesh, params, plain)
     save_checkpoint(folder / "converted", params, model, mesh=mesh)
     check_parts(DENSE, layout, mesh, load_checkpoint(folder / "converted", model, mesh=mesh), plain)

@@ -45,12 +45,33 @@ MOE = DENSE | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# Joined projections, of which every device takes rows of q, k and v; a part of each head is rotated.
+PHI3 = DENSE | {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.5,
+    "sliding_window": 9,
+}
+GEMMA2 = DENSE | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 6,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 6.0,
+}
 MODELS = {
     "dense": DENSE,
     "tied": DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "kv1": DENSE | {"num_key_value_heads": 1},
     "kv3": DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3},
     "moe": MOE,
+    "phi3": PHI3,
+    "gemma2": GEMMA2,
 }
 RAGGED = {"all2all_backend": "ragged_all_to_all"}
 # model, engine options; `first` is the first of the eight devices to take from
@@ -71,6 +92,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "2 kv heads, tp4, replicated": ("tied", {"tensor_parallel_size": 4, "replicate_kv_heads": True}),
     "3 kv heads, tp4, the last devices": ("kv3", {"tensor_parallel_size": 4, "first": 4}),
     "3 kv heads, tp3": ("kv3", {"tensor_parallel_size": 3}),
+    "phi3 tp2": ("phi3", {"tensor_parallel_size": 2}),
+    "phi3 tp4": ("phi3", {"tensor_parallel_size": 4}),
+    "phi3 tp2 pp2": ("phi3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "phi3 tp8, replicated": ("phi3", {"tensor_parallel_size": 8, "replicate_kv_heads": True}),
+    "gemma2 tp2": ("gemma2", {"tensor_parallel_size": 2}),
+    "gemma2 tp4": ("gemma2", {"tensor_parallel_size": 4}),
+    "gemma2 pp2": ("gemma2", {"pipeline_parallel_size": 2}),
+    "gemma2 tp2 dp2 pp2": (
+        "gemma2",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2},
+    ),
     "moe tp2": ("moe", {"tensor_parallel_size": 2}),
     "moe tp2 dp2": ("moe", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     "moe tp2 dp2 ep": (

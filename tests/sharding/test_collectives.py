@@ -67,21 +67,21 @@ def compile_cases(backend: str) -> None:
     from jaxengine.config.platforms import PLATFORMS
     from jaxengine.runner.executables import compile_program
     from models.config.experts import ExpertsConfig
-    from models.layers import linear as layers
+    from models.quantization import plain as layers
+    from tests.models.tiny import with_attention
 
     devices = target_devices(find_target("cpu-8" if backend == "cpu" else "v5e-8"))
-    shape = dataclasses.replace(
-        SHAPES["llama-3.1-8b"], hidden_size=512, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=128,
-        vocab_size=4096,
-    )  # fmt: skip
+    shape = dataclasses.replace(SHAPES["llama-3.1-8b"], hidden_size=512, intermediate_size=256, vocab_size=4096)
 
     def step(name: str, *sizes: int) -> dict[str, Any]:
         """Of the first of the stages that have these numbers of layers."""
         architecture, options, _ = CASES[name]
         experts = ExpertsConfig(4, 2, 64) if architecture == EXPERTS else None
-        windows = (None,) * sum(sizes)
-        model = dataclasses.replace(
-            shape, architecture=architecture, experts=experts, num_layers=len(windows), sliding_window=windows
+        model = with_attention(
+            dataclasses.replace(shape, architecture=architecture, experts=experts),
+            num_layers=sum(sizes),
+            num_heads=8,
+            num_kv_heads=2,
         )
         stages = {"pipeline_parallel_size": len(sizes), "pipeline_layers": sizes}
         config = EngineConfig(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64, **stages, **options)

@@ -18,7 +18,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from models.build import Build
 from models.layers.moe import ExpertLoad, MixtureOfExperts
+from models.layers.rows import Rows
 from sharding.collectives import exchange_rows, join_tokens, share_tokens
 from sharding.layout import RAGGED, RULES, MeshLayout
 from sharding.mesh import make_mesh
@@ -136,10 +138,10 @@ def check_layer() -> None:
     expected, expected_load = oracle(plain, x[is_token])
     for sizes in ({"model": 8}, {"data": 4}, {"data": 2, "model": 4}, {"data": 2, "attn": 2, "model": 2}):
         layout = MeshLayout(**sizes, expert_parallel=True, all2all_backend=RAGGED)
-        layer = MixtureOfExperts(CONFIG, source="m", names=NAMES, dtype=jnp.float32, mesh=layout)
+        layer = MixtureOfExperts(CONFIG, source="m", names=NAMES, build=Build(jnp.float32, layout))
         assert layer.sends_rows
         for name in ("router", "gate_up", "down"):
-            getattr(layer, name).set_value(getattr(plain, name)[...])
+            getattr(layer, name).values.set_value(getattr(plain, name).values[...])
         graph, state = nnx.split(layer)
         specs = jax.tree.map(
             lambda param: param.replace(logical_to_spec(param.get_metadata()["decl"].axes)),
@@ -150,7 +152,7 @@ def check_layer() -> None:
         def run(state, x, is_token, graph=graph):
             layer = nnx.merge(graph, state)
             with mock.patch("models.layers.moe.exchange_rows", wraps=exchange_rows) as spied:
-                y = layer(x, is_token)
+                y = layer(x, Rows(is_token))
             return y, nnx.pop(layer, ExpertLoad)["load"][...][None], jnp.sum(spied.call_args.args[2])
 
         batch = PartitionSpec(RULES["batch"])

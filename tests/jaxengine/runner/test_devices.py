@@ -13,8 +13,10 @@ from jaxengine import LLM
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split, choose_devices, choose_stages
+from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
 from models.config.model_config import ModelConfig
+from models.config.rope import Rope
 from sharding.layout import MESH_AXES, RAGGED, MeshLayout
 from sharding.mesh import make_mesh
 from sharding.stages import Stage
@@ -24,16 +26,10 @@ MODEL = ModelConfig(
     vocab_size=512,
     hidden_size=64,
     intermediate_size=96,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
     max_position_embeddings=64,
     rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_scaling=None,
     tie_word_embeddings=True,
-    sliding_window=(None,) * 4,
+    attention=(LayerAttention(num_heads=8, num_kv_heads=4, head_dim=8, rope=Rope(8)),) * 4,
 )
 DEVICES = [f"device {index}" for index in range(8)]
 

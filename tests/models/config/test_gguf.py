@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from models.config.attention import LayerAttention
 from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
-from models.config.rope import RopeScaling
+from models.config.rope import Rope, RopeScaling
 from models.registry import read_gguf
+from tests.models.tiny import windows_of
 
 SHARED = {
     "block_count": 2,
@@ -40,14 +42,9 @@ def test_llama():
         vocab_size=128,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
         rms_norm_eps=1e-5,
-        rope_theta=10000.0,
         max_position_embeddings=512,
-        sliding_window=(None, None),
+        attention=(LayerAttention(num_heads=4, num_kv_heads=2, head_dim=16, rope=Rope(16)),) * 2,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_ids=(2, 7),
@@ -56,31 +53,32 @@ def test_llama():
 
 def test_numpy_scalars_become_python_values():
     config = read_gguf(metadata(block_count=np.uint32(2), rope__freq_base=np.float32(5e5)), tie_word_embeddings=False)
-    assert type(config.num_layers) is int and type(config.rope_theta) is float
-    assert config.rope_theta == 5e5 and not config.tie_word_embeddings
+    assert type(config.num_layers) is int and type(config.attention[0].rope.theta) is float
+    assert config.attention[0].rope.theta == 5e5 and not config.tie_word_embeddings
     hash(config)
 
 
 def test_qwen():
     qwen2 = read_gguf(metadata("qwen2"))
-    assert qwen2.architecture == "Qwen2ForCausalLM" and qwen2.attention_bias
+    assert qwen2.architecture == "Qwen2ForCausalLM" and qwen2.attention[0].bias and not qwen2.attention[0].output_bias
     qwen3 = read_gguf(metadata("qwen3", attention__key_length=32, attention__value_length=32))
-    assert qwen3.architecture == "Qwen3ForCausalLM" and qwen3.qk_norm and qwen3.head_dim == 32
+    assert qwen3.architecture == "Qwen3ForCausalLM"
+    assert qwen3.attention[0].qk_norm and qwen3.attention[0].head_dim == 32
 
 
 def test_rope_scaling():
     linear = read_gguf(metadata(rope__scaling__type="linear", rope__scaling__factor=2.0))
-    assert linear.rope_scaling == RopeScaling("linear", 2.0)
+    assert linear.attention[0].rope.scaling == RopeScaling("linear", 2.0)
     yarn = metadata("qwen2", rope__scaling__type="yarn", rope__scaling__factor=4.0)
     yarn["qwen2.rope.scaling.original_context_length"] = 128
-    assert read_gguf(yarn).rope_scaling.original_max_position_embeddings == 128
+    assert read_gguf(yarn).attention[1].rope.scaling.original_max_position_embeddings == 128
     explicit = read_gguf(metadata(), rope_factors=(1.0,) * 6 + (4.0, 8.0))
-    assert explicit.rope_scaling == RopeScaling("factors", factors=(1.0,) * 6 + (4.0, 8.0))
+    assert explicit.attention[0].rope.scaling == RopeScaling("factors", factors=(1.0,) * 6 + (4.0, 8.0))
 
 
 def test_sliding_window_shorter_than_the_context_counts():
-    assert read_gguf(metadata(attention__sliding_window=512)).sliding_window == (None, None)
-    assert read_gguf(metadata(attention__sliding_window=64)).sliding_window == (64, 64)
+    assert windows_of(read_gguf(metadata(attention__sliding_window=512))) == [None, None]
+    assert windows_of(read_gguf(metadata(attention__sliding_window=64))) == [64, 64]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def test_unknown_architecture_and_wrong_rope_factors():
         read_gguf(metadata("mamba"))
     with pytest.raises(ModelConfigError, match="general.architecture is missing"):
         read_gguf({})
-    with pytest.raises(ModelConfigError, match="head_dim / 2 = 8 values, got 3"):
+    with pytest.raises(ModelConfigError, match="rotary_dim / 2 = 8 values, got 3"):
         read_gguf(metadata(), rope_factors=(1.0, 2.0, 3.0))
     with pytest.raises(ModelConfigError, match="finite numbers > 0"):
         read_gguf(metadata(), rope_factors=(0.0,) * 8)

@@ -7,11 +7,13 @@ import json
 
 import pytest
 
+from models.config.attention import LayerAttention
 from models.config.fields import ModelConfigError
 from models.config.hf import read_config_json
 from models.config.model_config import ModelConfig
-from models.config.rope import RopeScaling
+from models.config.rope import Rope, RopeScaling
 from models.registry import read_hf
+from tests.models.tiny import windows_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,6 +32,8 @@ LLAMA = {
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
+GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"]}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -46,16 +50,9 @@ def test_llama():
         vocab_size=256,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
         rms_norm_eps=1e-5,
-        rope_theta=500000.0,
         max_position_embeddings=512,
-        sliding_window=(None, None, None),
-        attention_bias=True,
-        output_bias=True,
+        attention=(LayerAttention(4, 2, 16, Rope(16, 500000.0), bias=True, output_bias=True),) * 3,
         bos_token_id=1,
         eos_token_ids=(2, 5),
     )
@@ -64,18 +61,55 @@ def test_llama():
 
 def test_families_differ_where_they_should():
     mistral, qwen2, qwen3 = (read_hf(raw) for raw in (MISTRAL, QWEN2, QWEN3))
-    assert mistral.sliding_window == (64, 64, 64) and not mistral.attention_bias
-    assert qwen2.attention_bias and not qwen2.output_bias and not qwen2.qk_norm
-    assert qwen3.qk_norm and not qwen3.attention_bias and qwen3.head_dim == 32
-    assert read_hf({**MISTRAL, "sliding_window": None}).sliding_window == (None,) * 3
+    plain = LayerAttention(4, 2, 16, Rope(16, 500000.0))
+    assert mistral.attention == (dataclasses.replace(plain, window=64),) * 3
+    assert qwen2.attention == (dataclasses.replace(plain, bias=True),) * 3
+    assert qwen3.attention == (LayerAttention(4, 2, 32, Rope(32, 500000.0), qk_norm=True),) * 3
+    assert read_hf({**MISTRAL, "sliding_window": None}).attention == (plain,) * 3
+
+
+def test_phi3():
+    config = read_hf({**PHI3, "partial_rotary_factor": 0.75, "sliding_window": 7})
+    assert config.attention == (LayerAttention(4, 2, 16, Rope(12, 500000.0), window=7),) * 3
+    nested = {"rope_theta": 500000.0, "rope_type": "default", "partial_rotary_factor": 0.75}
+    assert read_hf({**PHI3, "rope_parameters": nested, "sliding_window": 7}) == config
+    assert read_hf(PHI3).attention == (LayerAttention(4, 2, 16, Rope(16, 500000.0)),) * 3
+
+
+def test_gemma2():
+    config = read_hf(GEMMA2)
+    layer = LayerAttention(4, 2, 256, Rope(256, 500000.0), scale=0.0625, window=4096, soft_cap=50.0)
+    assert config.attention == (layer, dataclasses.replace(layer, window=None), layer)
+    assert config.tie_word_embeddings and config.logit_soft_cap == 30.0
+    changes = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 5, "head_dim": 8}
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = read_hf({**GEMMA2, **changes, "query_pre_attn_scalar": 4, "layer_types": kinds})
+    layer = LayerAttention(4, 2, 8, Rope(8, 500000.0), scale=0.5)
+    assert config.attention == (layer, dataclasses.replace(layer, window=5), layer) and config.logit_soft_cap is None
+
+
+def test_layers_must_fit_one_pool():
+    layer = LayerAttention(4, 2, 16, Rope(16))
+    config = read_hf(LLAMA)
+    for attention in ((), (layer, dataclasses.replace(layer, num_kv_heads=1))):
+        with pytest.raises(ModelConfigError, match="one entry per layer, at least one, with the same num_kv_heads"):
+            dataclasses.replace(config, attention=attention)
+    for changes, message in (
+        ({"window": 0}, "window must be an integer >= 1, got 0"),
+        ({"soft_cap": 0.0}, "soft_cap must be a finite number > 0, got 0.0"),
+        ({"scale": float("inf")}, "scale must be a finite number > 0, got inf"),
+        ({"head_dim": 14}, "rotary_dim must be at most head_dim = 14, got 16"),
+    ):
+        with pytest.raises(ModelConfigError, match=message):
+            dataclasses.replace(layer, **changes)
 
 
 def test_windows_of_qwen_layers():
     used = {**QWEN2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    assert read_hf(used).sliding_window == (None, 8, 8)
+    assert windows_of(read_hf(used)) == [None, 8, 8]
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert read_hf({**used, "layer_types": kinds}).sliding_window == (8, None, 8)
-    assert read_hf({**used, "use_sliding_window": False}).sliding_window == (None,) * 3
+    assert windows_of(read_hf({**used, "layer_types": kinds})) == [8, None, 8]
+    assert windows_of(read_hf({**used, "use_sliding_window": False})) == [None] * 3
 
 
 def test_rope_is_read_alike_from_both_generations_of_transformers():
@@ -83,12 +117,13 @@ def test_rope_is_read_alike_from_both_generations_of_transformers():
     without_theta = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
     new = read_hf({**without_theta, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}})
     assert old == new
-    assert old.rope_scaling == RopeScaling("llama3", 8.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaling = RopeScaling("llama3", 8.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert old.attention[0].rope == Rope(16, 500000.0, scaling)
 
 
 def test_rope_types():
     def scaling(**rope):
-        return read_hf({**LLAMA, "rope_scaling": rope}).rope_scaling
+        return read_hf({**LLAMA, "rope_scaling": rope}).attention[0].rope.scaling
 
     assert scaling(rope_type="default") is None
     assert scaling(type="linear", factor=2.0) == RopeScaling("linear", 2.0)
@@ -116,7 +151,7 @@ BAD = {
     "absurd size": ({"vocab_size": 10**30}, "vocab_size must be an integer"),
     "heads not divisible": ({"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
     "hidden not divisible": ({"num_attention_heads": 6, "num_key_value_heads": 6}, "hidden_size must be a multiple"),
-    "odd head": ({"head_dim": 15}, "head_dim must be even"),
+    "odd head": ({"head_dim": 15}, "rotary_dim, head_dim or a part of it, must be even"),
     "int for bool": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
     "text for number": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a finite number"),
     "nan": ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),
@@ -155,6 +190,14 @@ def test_unusable_config(changes, message):
             {**QWEN3, "use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear_attention"] * 3},
             "layer_types must be a list of 3 of full_attention, sliding_attention",
         ),
+        ({**PHI3, "rope_scaling": {"type": "longrope"}}, "rope_type of Phi-3 must be default.*got 'longrope'"),
+        ({**PHI3, "rope_scaling": {"type": "su"}}, "rope_type of Phi-3 must be default.*got 'su'"),
+        ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number > 0 and <= 1, got 1.5"),
+        ({**PHI3, "partial_rotary_factor": 0.7}, "rotary_dim, head_dim or a part of it, must be even.*got 11"),
+        ({**GEMMA2, "hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),
+        ({**GEMMA2, "use_bidirectional_attention": True}, "use_bidirectional_attention must be false or absent"),
+        ({**GEMMA2, "layer_types": ["full_attention"]}, "layer_types must be a list of 3"),
+        ({**GEMMA2, "final_logit_softcapping": -1}, "final_logit_softcapping must be a finite number > 0"),
         ([], "must be a mapping"),
     ],
 )

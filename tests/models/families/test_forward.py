@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.build import Build
 from models.config.model_config import ModelConfig
 from models.families import llama
 from models.forward_batch import ForwardBatch
 from models.registry import build_model
 from pallas_kernels.attention.op import RaggedBatch
 from pallas_kernels.kv.pages import alloc, export_pages
-from tests.models.tiny import TINY
+from tests.models.tiny import TINY, with_attention, with_windows
 
-CONFIG = replace(TINY, num_layers=6, sliding_window=(None,) * 6)
+CONFIG = with_windows(TINY, *[None] * 6)
 
 
 def make_batch(num_tokens: int) -> ForwardBatch:
@@ -33,7 +34,7 @@ def make_batch(num_tokens: int) -> ForwardBatch:
 
 def forward_of(config: ModelConfig, dtype=jnp.float32):
     """The abstract model, and its forward pass with logits as a jitted function of (state, batch, kv)."""
-    model = build_model(config, dtype=dtype)
+    model = build_model(config, Build(dtype))
     graph, _ = nnx.split(model)
 
     def forward(state, batch, kv):
@@ -55,14 +56,14 @@ def random_weights(model) -> nnx.State:
 @pytest.mark.parametrize("windows, traces", [((None,) * 6, 1), ((None, 3) * 3, 2)])
 def test_each_kind_of_layer_is_traced_once(monkeypatch, windows, traces):
     calls = []
-    original = llama.DecoderLayer.__call__
+    original = llama.LlamaLayer.__call__
 
     def counting(self, *args):
         calls.append(self)
         return original(self, *args)
 
-    monkeypatch.setattr(llama.DecoderLayer, "__call__", counting)
-    config = replace(CONFIG, hidden_size=24 + 4 * traces, sliding_window=windows)
+    monkeypatch.setattr(llama.LlamaLayer, "__call__", counting)
+    config = with_windows(replace(CONFIG, hidden_size=24 + 4 * traces), *windows)
     model, forward = forward_of(config)
     forward.lower(nnx.state(model), make_batch(4), alloc(model.kv_spec(4, 4, "float32")))
     assert len(calls) == traces
@@ -70,7 +71,7 @@ def test_each_kind_of_layer_is_traced_once(monkeypatch, windows, traces):
 
 @pytest.mark.parametrize("num_tokens", [1 + 1, 5])
 def test_the_pool_is_updated_in_place(num_tokens):
-    model, forward = forward_of(replace(CONFIG, num_layers=2, sliding_window=(None, None)))
+    model, forward = forward_of(with_windows(CONFIG, None, None))
     kv = alloc(model.kv_spec(8192, 4, "float32"))
     memory = forward.lower(nnx.state(model), make_batch(num_tokens), kv).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= kv.data.nbytes
@@ -78,7 +79,7 @@ def test_the_pool_is_updated_in_place(num_tokens):
 
 
 def test_layers_write_to_pages_of_their_own():
-    model, forward = forward_of(replace(CONFIG, num_layers=3, sliding_window=(None,) * 3))
+    model, forward = forward_of(with_windows(CONFIG, None, None, None))
     pages_per_layer = 5
     kv = alloc(model.kv_spec(pages_per_layer, 4, "float32"))
     _, kv = forward(random_weights(model), make_batch(4), kv)
@@ -94,14 +95,8 @@ def test_layers_write_to_pages_of_their_own():
 @pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_bfloat16(name):
     is_qwen3 = name == "Qwen3ForCausalLM"
-    config = replace(
-        CONFIG,
-        architecture=name,
-        num_layers=2,
-        sliding_window=(None, 3),
-        qk_norm=is_qwen3,
-        attention_bias=name == "Qwen2ForCausalLM",
-    )
+    config = with_attention(replace(CONFIG, architecture=name), qk_norm=is_qwen3, bias=not is_qwen3)
+    config = with_windows(config, None, 3)
     results = {}
     for dtype in ("float32", "bfloat16"):
         model, forward = forward_of(config, jnp.dtype(dtype))
@@ -114,7 +109,7 @@ def test_bfloat16(name):
 
 
 def test_kv_spec():
-    spec = build_model(CONFIG, dtype=jnp.float32).kv_spec(10, 16, "bfloat16")
+    spec = build_model(CONFIG, Build(jnp.float32)).kv_spec(10, 16, "bfloat16")
     assert (spec.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim) == (60, 16, 2, 6)
     assert spec.v_head_dim == 6 and spec.dtype == "bfloat16"
 
@@ -128,6 +123,6 @@ def test_a_pool_must_divide_into_layers():
 
 def test_building_allocates_nothing():
     big = replace(CONFIG, hidden_size=8192, intermediate_size=28672, vocab_size=128256)
-    leaves = jax.tree.leaves(nnx.state(build_model(big, dtype=jnp.bfloat16)))
+    leaves = jax.tree.leaves(nnx.state(build_model(big, Build(jnp.bfloat16))))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     assert sum(leaf.size for leaf in leaves) > 5 * 10**9

@@ -6,14 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config.rope import RopeScaling, rope_frequencies
+from models.build import Build
+from models.config.rope import Rope, RopeScaling, rope_frequencies
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP
-from models.layers.norm import RMSNorm
+from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.layers.rope import apply_rope, rope_table
+from models.layers.rows import Rows
 from models.weights.declare import ParamDecl, Source, declare, declared_params
 
+FLOAT32 = Build("float32")
 RNG = np.random.default_rng(0)
 
 
@@ -22,28 +25,29 @@ def random(*shape: int) -> np.ndarray:
 
 
 def test_linear_joins_its_sources():
-    linear = Linear(6, (Source("a.q", 4), Source("a.k", 2)), axes=("embed", "heads"), bias=True, dtype=jnp.float32)
+    linear = Linear(6, (Source("a.q", 4), Source("a.k", 2)), axes=("embed", "heads"), bias=True, build=FLOAT32)
     weight, bias, x = random(6, 6), random(6), random(3, 6)
-    linear.weight[...], linear.bias[...] = jnp.asarray(weight), jnp.asarray(bias)
+    linear.weight.values[...], linear.bias[...] = jnp.asarray(weight), jnp.asarray(bias)
     np.testing.assert_allclose(linear(jnp.asarray(x)), x.astype(np.float64) @ weight + bias, rtol=1e-5, atol=1e-6)
     decls = {param.name: param.decl for param in declared_params(linear)}
-    assert decls["weight"].sources == (Source("a.q.weight", 4), Source("a.k.weight", 2)) and decls["weight"].transposed
+    weights = decls["weight.values"]
+    assert weights.sources == (Source("a.q.weight", 4), Source("a.k.weight", 2)) and weights.transposed
     assert decls["bias"].sources == (Source("a.q.bias", 4), Source("a.k.bias", 2)) and decls["bias"].axes == ("heads",)
 
 
 def test_products_of_bfloat16_accumulate_in_float32():
-    linear = Linear(4096, (Source("a", 1),), axes=("embed", "embed"), dtype=jnp.bfloat16)
-    linear.weight[...] = jnp.ones((4096, 1), jnp.bfloat16)
+    linear = Linear(4096, (Source("a", 1),), axes=("embed", "embed"), build=Build("bfloat16"))
+    linear.weight.values[...] = jnp.ones((4096, 1), jnp.bfloat16)
     x = jnp.ones((1, 4096), jnp.bfloat16).at[0, 0].set(3)
     assert float(linear(x, out_dtype=jnp.float32)[0, 0]) == 4098.0
-    embedding = Embedding(1, 4096, source="e", dtype=jnp.bfloat16)
-    embedding.weight[...] = jnp.ones((1, 4096), jnp.bfloat16)
+    embedding = Embedding(1, 4096, source="e", build=Build("bfloat16"))
+    embedding.weight.values[...] = jnp.ones((1, 4096), jnp.bfloat16)
     assert embedding.logits(x).dtype == jnp.float32 and float(embedding.logits(x)[0, 0]) == 4098.0
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)])
 def test_rms_norm(dtype, tolerance):
-    norm = RMSNorm(64, 1e-5, source="n", dtype=dtype)
+    norm = RMSNorm(64, 1e-5, source="n", build=Build(dtype))
     norm.weight[...] = jnp.asarray(random(64), dtype)
     # Rows large and small: eps counts only in the latter.
     x = jnp.asarray(random(5, 64) * np.array([100, 1, 1e-2, 1e-3, 1e-4], np.float32)[:, None], dtype)
@@ -53,19 +57,27 @@ def test_rms_norm(dtype, tolerance):
     np.testing.assert_allclose(np.asarray(norm(x), np.float64), exact, rtol=tolerance, atol=1e-12)
 
 
+def test_offset_rms_norm():
+    norm, plain = OffsetRMSNorm(64, 1e-5, source="n", build=FLOAT32), RMSNorm(64, 1e-5, source="n", build=FLOAT32)
+    weight, x = random(64), jnp.asarray(random(5, 64))
+    norm.weight[...], plain.weight[...] = jnp.asarray(weight), jnp.asarray(1 + weight)
+    np.testing.assert_allclose(norm(x), plain(x), rtol=1e-6)
+
+
 def test_gated_mlp():
-    mlp = GatedMLP(8, 12, source="m", bias=False, dtype=jnp.float32)
+    mlp = GatedMLP(8, 12, source="m", build=FLOAT32)
     gate, up, down, x = random(8, 12), random(8, 12), random(12, 8), random(3, 8)
-    mlp.gate_up.weight[...] = jnp.concatenate([gate, up], axis=1)
-    mlp.down.weight[...] = jnp.asarray(down)
+    mlp.gate_up.weight.values[...] = jnp.concatenate([gate, up], axis=1)
+    mlp.down.weight.values[...] = jnp.asarray(down)
     g = x.astype(np.float64) @ gate
-    np.testing.assert_allclose(mlp(jnp.asarray(x)), (g / (1 + np.exp(-g)) * (x @ up)) @ down, rtol=1e-5, atol=1e-5)
+    got = mlp(jnp.asarray(x), Rows(jnp.ones(3, bool)))
+    np.testing.assert_allclose(got, (g / (1 + np.exp(-g)) * (x @ up)) @ down, rtol=1e-5, atol=1e-5)
 
 
 def test_embedding():
-    embedding = Embedding(5, 3, source="e", dtype=jnp.float32)
+    embedding = Embedding(5, 3, source="e", build=FLOAT32)
     table = random(5, 3)
-    embedding.weight[...] = jnp.asarray(table)
+    embedding.weight.values[...] = jnp.asarray(table)
     np.testing.assert_array_equal(embedding(jnp.array([4, 0, 4])), table[[4, 0, 4]])
     np.testing.assert_allclose(embedding.logits(jnp.asarray(table[:2])), table[:2] @ table.T, rtol=1e-6)
 
@@ -79,12 +91,20 @@ def test_declaration_must_fit_its_weight():
 
 def test_rope_is_a_rotation_of_pairs_half_a_head_apart():
     x, positions = random(4, 2, 8), np.array([0, 1, 7, 1000])
-    rotated = np.asarray(apply_rope(jnp.asarray(x), *rope_table(jnp.asarray(positions), 8, 100.0, None)), np.float64)
+    rotated = np.asarray(apply_rope(jnp.asarray(x), *rope_table(jnp.asarray(positions), Rope(8, 100.0))), np.float64)
     angles = positions[:, None] * 100.0 ** (-np.arange(0, 8, 2) / 8)
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)[:, None, :]
     np.testing.assert_allclose(rotated[..., :4], turned.real, atol=1e-3)
     np.testing.assert_allclose(rotated[..., 4:], turned.imag, atol=1e-3)
     np.testing.assert_array_equal(rotated[0], x[0])
+
+
+def test_a_part_of_each_head_is_rotated():
+    x, positions = jnp.asarray(random(4, 2, 10)), jnp.array([0, 1, 7, 1000])
+    table = rope_table(positions, Rope(6, 100.0))
+    rotated = apply_rope(x, *table)
+    np.testing.assert_array_equal(rotated[..., 6:], x[..., 6:])
+    np.testing.assert_array_equal(rotated[..., :6], apply_rope(x[..., :6], *table))
 
 
 def test_rope_scalings():
@@ -101,5 +121,5 @@ def test_rope_scalings():
 
 def test_yarn_scales_cos_and_sin():
     yarn = RopeScaling("yarn", 4.0, 32, attention_factor=1.25)
-    cos, sin = rope_table(jnp.arange(3), 16, 10000.0, yarn)
+    cos, sin = rope_table(jnp.arange(3), Rope(16, scaling=yarn))
     np.testing.assert_allclose(np.hypot(cos, sin), 1.25, rtol=1e-6)

@@ -17,15 +17,17 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ModelConfigError
 from models.config.hf import read_config_json
 from models.config.model_config import ModelConfig
 from models.layers.mlp import GatedMLP
 from models.layers.moe import ExpertLoad, ExpertNames, MixtureOfExperts
+from models.layers.rows import Rows
 from models.registry import build_model, read_hf
 from models.weights.declare import declared_params
-from sharding.layout import ONE_DEVICE, MeshLayout
+from sharding.layout import MeshLayout
 from sharding.mesh import make_mesh
 from sharding.rules import logical_to_spec
 from tests.models.tiny import TINY
@@ -39,9 +41,10 @@ NUM_TOKENS = 32
 
 def make_layer(config: ModelConfig = CONFIG, *, dtype: str = "float32") -> MixtureOfExperts:
     """With weights that follow from the configuration."""
-    layer = MixtureOfExperts(config, source="m", names=NAMES, dtype=jnp.dtype(dtype), mesh=ONE_DEVICE)
+    layer = MixtureOfExperts(config, source="m", names=NAMES, build=Build(jnp.dtype(dtype)))
     rng = np.random.default_rng(0)
-    for param in (layer.router, layer.gate_up, layer.down):
+    for weight in (layer.router, layer.gate_up, layer.down):
+        param = weight.values
         scale = 3 * param.shape[-2] ** -0.5
         param.set_value(jnp.asarray(scale * rng.standard_normal(param.shape), dtype))
     return layer
@@ -57,12 +60,13 @@ def compiled(graph):
 
     def run(state, x, is_token):
         layer = nnx.merge(graph, state)
-        return layer(x, is_token), nnx.pop(layer, ExpertLoad)["load"][...]
+        return layer(x, Rows(is_token)), nnx.pop(layer, ExpertLoad)["load"][...]
 
     return jax.jit(run)
 
 
 def run(layer: MixtureOfExperts, x: jax.Array, is_token=None) -> tuple[np.ndarray, np.ndarray]:
+    is_token = jnp.ones(len(x), bool) if is_token is None else is_token
     graph, state = nnx.split(layer)
     y, load = compiled(graph)(state, x, is_token)
     return np.asarray(y), np.asarray(load)
@@ -71,7 +75,8 @@ def run(layer: MixtureOfExperts, x: jax.Array, is_token=None) -> tuple[np.ndarra
 def oracle(layer: MixtureOfExperts, x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """float64 result and tokens per expert, one token and expert at a time."""
     x, router, gate_up, down = (
-        np.asarray(a, np.float64) for a in (x, layer.router[...], layer.gate_up[...], layer.down[...])
+        np.asarray(a, np.float64)
+        for a in (x, *(weight.values[...] for weight in (layer.router, layer.gate_up, layer.down)))
     )
     out, load = np.zeros_like(x), np.zeros(layer.experts.num_experts, int)
     for token, row in enumerate(x):
@@ -104,7 +109,7 @@ def test_bfloat16():
 
 def test_experts_of_equal_probability_come_in_order():
     layer = make_layer()
-    layer.router.set_value(jnp.zeros_like(layer.router[...]).at[:, 6].set(1.0))
+    layer.router.values.set_value(jnp.zeros_like(layer.router.values[...]).at[:, 6].set(1.0))
     weights, ids = layer.route(jnp.ones((2, CONFIG.hidden_size)))
     np.testing.assert_array_equal(ids, [[6, 0, 1]] * 2)
     assert weights.dtype == jnp.float32
@@ -131,10 +136,10 @@ def test_a_token_does_not_depend_on_its_neighbours():
 
 def test_layers_without_experts():
     config = replace(CONFIG, experts=replace(EXPERTS, dense_layers=(0, 2)))
-    kinds = [type(layer.mlp) for layer in build_model(config, dtype=jnp.float32).layers]
+    kinds = [type(layer.mlp) for layer in build_model(config, Build(jnp.float32)).layers]
     assert kinds == [GatedMLP, MixtureOfExperts, GatedMLP]
     with pytest.raises(ModelConfigError, match="experts must be set for Qwen3MoeForCausalLM, got None"):
-        build_model(replace(config, experts=None), dtype=jnp.float32)
+        build_model(replace(config, experts=None), Build(jnp.float32))
 
 
 def test_names_in_checkpoints(checkpoints):
@@ -142,16 +147,16 @@ def test_names_in_checkpoints(checkpoints):
         ("mixtral", "model.layers.1.block_sparse_moe.experts.{expert}.w3.weight"),
         ("qwen3_moe", "model.layers.0.mlp.experts.{expert}.up_proj.weight"),
     ):
-        model = build_model(read_hf(read_config_json(checkpoints / name)), dtype=jnp.float32)
-        gate_ups = [param for param in declared_params(model) if param.name.endswith("mlp.gate_up")]
+        model = build_model(read_hf(read_config_json(checkpoints / name)), Build(jnp.float32))
+        gate_ups = [param for param in declared_params(model) if param.name.endswith("mlp.gate_up.values")]
         assert expected in [source.name for param in gate_ups for source in param.decl.sources]
 
 
 def test_a_number_of_devices_that_cannot_share_the_experts():
     for mesh in (MeshLayout(data=3, expert_parallel=True), MeshLayout(attn=3), MeshLayout(data=3, attn=32)):
         with pytest.raises(ValueError, match="cannot be split"):
-            build_model(CONFIG, dtype=jnp.float32, mesh=mesh)
-    build_model(CONFIG, dtype=jnp.float32, mesh=MeshLayout(data=4, model=2, expert_parallel=True))
+            build_model(CONFIG, Build(jnp.float32, mesh))
+    build_model(CONFIG, Build(jnp.float32, MeshLayout(data=4, model=2, expert_parallel=True)))
 
 
 def raw_config(checkpoints: Path, name: str) -> dict:
@@ -161,11 +166,11 @@ def raw_config(checkpoints: Path, name: str) -> dict:
 def test_what_is_read_from_config_json(checkpoints):
     mixtral = read_hf(raw_config(checkpoints, "mixtral"))
     assert mixtral.experts == ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=16)
-    assert mixtral.sliding_window == (8, 8) and not mixtral.qk_norm
+    assert [layer.window for layer in mixtral.attention] == [8, 8] and not mixtral.attention[0].qk_norm
     raw = raw_config(checkpoints, "qwen3_moe")
     qwen = read_hf(raw)
     assert qwen.experts == ExpertsConfig(8, 3, 16, norm_weights=False, dense_layers=(1,))
-    assert qwen.qk_norm and qwen.intermediate_size == 80
+    assert qwen.attention[0].qk_norm and qwen.intermediate_size == 80
     older = {key: value for key, value in raw.items() if key != "num_local_experts"} | {"num_experts": 4}
     assert read_hf(older).experts == replace(qwen.experts, num_experts=4)
     every_second = read_hf({**raw, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
@@ -205,11 +210,11 @@ def by_parts(gate_up: np.ndarray, parts: int) -> np.ndarray:
 def split_over(layout: MeshLayout) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
     """What `layout` makes of the tokens: all ranks' results and loads, and the number of collectives by kind."""
     plain = make_layer()
-    layer = MixtureOfExperts(CONFIG, source="m", names=NAMES, dtype=jnp.float32, mesh=layout)
+    layer = MixtureOfExperts(CONFIG, source="m", names=NAMES, build=Build(jnp.float32, layout))
     parts = 1 if layout.expert_parallel else layout.num_shards("ffn")
-    layer.gate_up.set_value(jnp.asarray(by_parts(np.asarray(plain.gate_up[...]), parts)))
-    layer.router.set_value(plain.router[...])
-    layer.down.set_value(plain.down[...])
+    layer.gate_up.values.set_value(jnp.asarray(by_parts(np.asarray(plain.gate_up.values[...]), parts)))
+    layer.router.values.set_value(plain.router.values[...])
+    layer.down.values.set_value(plain.down.values[...])
     graph, state = nnx.split(layer)
     specs = jax.tree.map(
         lambda param: param.replace(logical_to_spec(param.get_metadata()["decl"].axes)),
@@ -219,7 +224,7 @@ def split_over(layout: MeshLayout) -> tuple[np.ndarray, np.ndarray, dict[str, in
 
     def run(state, x, is_token):
         layer = nnx.merge(graph, state)
-        return layer(x, is_token), nnx.pop(layer, ExpertLoad)["load"][...][None]
+        return layer(x, Rows(is_token)), nnx.pop(layer, ExpertLoad)["load"][...][None]
 
     batch = PartitionSpec(("data", "attn"))
     mesh = make_mesh(layout)

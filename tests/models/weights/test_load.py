@@ -5,7 +5,6 @@ from __future__ import annotations
 import tracemalloc
 import weakref
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,30 +13,27 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.build import Build
+from models.config.attention import LayerAttention
 from models.config.model_config import ModelConfig
-from models.config.rope import RopeScaling
+from models.config.rope import Rope, RopeScaling
 from models.registry import build_model
-from models.weights.declare import declared_params
+from models.weights.declare import ParamDecl, Source, declare, declared_params, parts_of
 from models.weights.dummy import dummy_params
 from models.weights.errors import ModelFileError
 from models.weights.load import load_params
 from sharding.layout import MeshLayout
 from sharding.stages import Stage
+from tests.models.tiny import with_attention
 
 CONFIG = ModelConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=64,
     hidden_size=32,
     intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     rms_norm_eps=1e-6,
-    rope_theta=10000.0,
     max_position_embeddings=64,
-    sliding_window=(None, None),
-    attention_bias=True,
+    attention=(LayerAttention(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(8), bias=True),) * 2,
 )
 
 
@@ -65,7 +61,7 @@ class ArraySource:
 
 def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    model = build_model(config, dtype=jnp.float32)
+    model = build_model(config, Build(jnp.float32))
     return {
         source.name: rng.standard_normal(param.source_shape(source), np.float32)
         for param in declared_params(model)
@@ -74,7 +70,7 @@ def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def load(tensors: dict[str, np.ndarray], config: ModelConfig = CONFIG, dtype=jnp.float32, **options) -> nnx.State:
-    return load_params(build_model(config, dtype=dtype), ArraySource(tensors), dtype=dtype, **options)
+    return load_params(build_model(config, Build(dtype)), ArraySource(tensors), **options)
 
 
 def test_layout():
@@ -82,18 +78,18 @@ def test_layout():
     state = load(tensors)
     attention, prefix = state["layers"][1]["attention"], "model.layers.1.self_attn"
     qkv = np.concatenate([tensors[f"{prefix}.{part}_proj.weight"] for part in "qkv"]).T
-    np.testing.assert_array_equal(attention["qkv"]["weight"][...], qkv)
+    np.testing.assert_array_equal(attention["qkv"]["weight"]["values"][...], qkv)
     bias = np.concatenate([tensors[f"{prefix}.{part}_proj.bias"] for part in "qkv"])
     np.testing.assert_array_equal(attention["qkv"]["bias"][...], bias)
-    np.testing.assert_array_equal(attention["out"]["weight"][...], tensors[f"{prefix}.o_proj.weight"].T)
+    np.testing.assert_array_equal(attention["out"]["weight"]["values"][...], tensors[f"{prefix}.o_proj.weight"].T)
     gate_up = np.concatenate([tensors[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]).T
-    np.testing.assert_array_equal(state["layers"][0]["mlp"]["gate_up"]["weight"][...], gate_up)
-    np.testing.assert_array_equal(state["embed"]["weight"][...], tensors["model.embed_tokens.weight"])
-    np.testing.assert_array_equal(state["lm_head"]["weight"][...], tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(state["layers"][0]["mlp"]["gate_up"]["weight"]["values"][...], gate_up)
+    np.testing.assert_array_equal(state["embed"]["weight"]["values"][...], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(state["lm_head"]["weight"]["values"][...], tensors["lm_head.weight"].T)
 
 
 def test_state_fits_the_model_it_was_loaded_for():
-    model = build_model(CONFIG, dtype=jnp.float32)
+    model = build_model(CONFIG, Build(jnp.float32))
     expected = jax.tree.structure(nnx.state(model))
     assert jax.tree.structure(load(random_tensors(CONFIG))) == expected
     assert jax.tree.structure(dummy_params(model)) == expected
@@ -105,14 +101,8 @@ def test_dtype_conversion(stored, wanted):
     tensors = {name: array.astype(stored) for name, array in random_tensors(CONFIG).items()}
     state = load(tensors, dtype=wanted)
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {wanted}
-    loaded = np.asarray(state["layers"][0]["mlp"]["down"]["weight"][...])
+    loaded = np.asarray(state["layers"][0]["mlp"]["down"]["weight"]["values"][...])
     np.testing.assert_array_equal(loaded, tensors["model.layers.0.mlp.down_proj.weight"].T.astype(wanted))
-
-
-def test_dtype_must_be_the_models():
-    model = build_model(CONFIG, dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match="dtype must be that of the model, bfloat16"):
-        load_params(model, ArraySource(random_tensors(CONFIG)), dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.bias", "lm_head.weight"])
@@ -150,7 +140,7 @@ def test_source_that_breaks_its_word():
             return self.tensors[name][:1]
 
     with pytest.raises(ModelFileError, match="announced with shape"):
-        load_params(build_model(CONFIG, dtype=jnp.float32), Liar(random_tensors(CONFIG)), dtype=jnp.float32)
+        load_params(build_model(CONFIG, Build(jnp.float32)), Liar(random_tensors(CONFIG)))
 
 
 def test_tied_checkpoint_may_repeat_the_embedding():
@@ -164,36 +154,93 @@ def test_tied_checkpoint_may_repeat_the_embedding():
 def test_rope_factors_of_the_file_must_be_in_the_config():
     factors = (1.0, 1.0, 2.0, 8.0)
     tensors = random_tensors(CONFIG) | {"rope_freqs.weight": np.array(factors, np.float32)}
-    load(tensors, replace(CONFIG, rope_scaling=RopeScaling("factors", factors=factors)))
+    load(tensors, with_attention(CONFIG, rope=Rope(8, scaling=RopeScaling("factors", factors=factors))))
     for scaling in (None, RopeScaling("linear", 8.0), RopeScaling("factors", factors=(1.0, 1.0, 2.0, 4.0))):
         with pytest.raises(ModelFileError, match="rope_scaling differs"):
-            load(tensors, replace(CONFIG, rope_scaling=scaling))
+            load(tensors, with_attention(CONFIG, rope=Rope(8, scaling=scaling)))
+
+
+JOINED = with_attention(replace(CONFIG, architecture="Phi3ForCausalLM"), bias=False)
+
+
+def test_joined_tensors():
+    tensors = random_tensors(JOINED)
+    state = load(tensors, JOINED)
+    prefix = "model.layers.1"
+    assert tensors[f"{prefix}.self_attn.qkv_proj.weight"].shape == (64, 32)
+    for name, module in (("self_attn.qkv_proj", "attention.qkv"), ("mlp.gate_up_proj", "mlp.gate_up")):
+        part, product = module.split(".")
+        loaded = state["layers"][1][part][product]["weight"]["values"][...]
+        np.testing.assert_array_equal(loaded, tensors[f"{prefix}.{name}.weight"].T)
+    short = tensors | {f"{prefix}.self_attn.qkv_proj.weight": np.zeros((63, 32), np.float32)}
+    with pytest.raises(ModelFileError, match=r"shape must be \(64, 32\), got \(63, 32\).*qkv_proj"):
+        load(short, JOINED)
+
+
+class Other(nnx.Module):
+    """As much of a model as the loader asks for: weights of any dtype, over any rows of a tensor "t" [6, 4]."""
+
+    def __init__(self, dtype: str, *sources: Source):
+        self.config, self.build, self.stage = CONFIG, Build("float32"), Stage(0, CONFIG.num_layers)
+        rows = sum(source.rows for source in sources)
+        self.weight = declare((rows, 4), jnp.dtype(dtype), ParamDecl(("embed", None), sources, init_std=1.0))
+
+
+@pytest.mark.parametrize(
+    ("sources", "read"),
+    [
+        ((Source("t", 3, tensor_rows=6), Source("t", 2, first=3, tensor_rows=6)), r"\[0, 3\), \[3, 5\)"),
+        ((Source("t", 3, first=3, tensor_rows=6),), r"\[3, 6\)"),
+        ((Source("t", 4, tensor_rows=6), Source("t", 3, first=3, tensor_rows=6)), r"\[0, 4\), \[3, 6\)"),
+        ((Source("t", 3, tensor_rows=6), Source("t", 4, first=3, tensor_rows=7)), r"\[0, 3\), \[3, 7\)"),
+    ],
+)
+def test_every_row_of_a_tensor_is_read_once(sources, read):
+    with pytest.raises(ValueError, match=f"must be read once each.*the model reads {read}"):
+        load_params(Other("float32", *sources), ArraySource({"t": np.zeros((6, 4), np.float32)}))
+
+
+def test_parts_of_a_tensor_in_another_order():
+    tensor = np.arange(24, dtype=np.float32).reshape(6, 4)
+    first, second = parts_of("t", 2, 4)
+    (leaf,) = jax.tree.leaves(load_params(Other("float32", second, first), ArraySource({"t": tensor})))
+    np.testing.assert_array_equal(leaf, tensor[[2, 3, 4, 5, 0, 1]])
+
+
+def test_every_weight_has_a_dtype_of_its_own():
+    tensor = np.arange(24).reshape(6, 4)
+    for stored, wanted in (("float32", "bfloat16"), ("float16", "float32"), ("int8", "int8")):
+        source = ArraySource({"t": tensor.astype(stored)})
+        (leaf,) = jax.tree.leaves(load_params(Other(wanted, Source("t", 6)), source))
+        assert leaf.dtype == wanted
+        np.testing.assert_array_equal(np.asarray(leaf, np.int32), tensor)
+    for stored, wanted in (("int16", "int8"), ("float32", "int8"), ("int8", "float32")):
+        with pytest.raises(ModelFileError, match=f"a weight must hold (int8|floating-point numbers), got {stored}"):
+            load_params(Other(wanted, Source("t", 6)), ArraySource({"t": tensor.astype(stored)}))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_share_one_checkpoint(tied):
     config = replace(CONFIG, tie_word_embeddings=tied)
-    tensors, model = random_tensors(config), partial(build_model, config, dtype=jnp.float32)
+    tensors, model = random_tensors(config), lambda stage=None: build_model(config, Build(jnp.float32, stage=stage))
     whole = load(tensors, config)
     for stage in (Stage(0, 1, is_last=False), Stage(1, 2, is_first=False)):
-        part = load_params(model(stage=stage), ArraySource(tensors), dtype=jnp.float32)
+        part = load_params(model(stage), ArraySource(tensors))
         jax.tree.map(np.testing.assert_array_equal, part["layers"][0], whole["layers"][stage.first_layer])
         jax.tree.map(
             np.testing.assert_array_equal,
-            dummy_params(model(stage=stage))["layers"][0],
+            dummy_params(model(stage))["layers"][0],
             dummy_params(model())["layers"][stage.first_layer],
         )
         with pytest.raises(ModelFileError, match="no use for this tensor.*other"):
-            load_params(
-                model(stage=stage), ArraySource(tensors | {"other": tensors["model.norm.weight"]}), dtype="float32"
-            )
+            load_params(model(stage), ArraySource(tensors | {"other": tensors["model.norm.weight"]}))
 
 
 def test_repeated_heads_and_padding():
-    model = build_model(CONFIG, dtype=jnp.float32, mesh=MeshLayout(model=4))  # 2 kv heads for 4 devices
+    model = build_model(CONFIG, Build(jnp.float32, MeshLayout(model=4)))  # 2 kv heads for 4 devices
     tensors = random_tensors(CONFIG)
-    state = load_params(model, ArraySource(tensors), dtype=jnp.float32)
-    table = np.asarray(state["embed"]["weight"][...])
+    state = load_params(model, ArraySource(tensors))
+    table = np.asarray(state["embed"]["weight"]["values"][...])
     np.testing.assert_array_equal(table[:64], tensors["model.embed_tokens.weight"])
     assert table.shape == (512, 32) and not table[64:].any()
     k = tensors["model.layers.0.self_attn.k_proj.bias"]
@@ -211,7 +258,7 @@ def test_progress_counts_every_byte():
 
 
 def test_host_memory_stays_near_one_weight():
-    config = replace(CONFIG, hidden_size=256, intermediate_size=512, num_layers=12, sliding_window=(None,) * 12)
+    config = with_attention(replace(CONFIG, hidden_size=256, intermediate_size=512), num_layers=12)
     alive: list[weakref.ref] = []
 
     class FreshArrays(ArraySource):
@@ -225,11 +272,11 @@ def test_host_memory_stays_near_one_weight():
                 alive.append(weakref.ref(array))
             return array
 
-    model = build_model(config, dtype=jnp.float32)
+    model = build_model(config, Build(jnp.float32))
     shapes = {source.name: p.source_shape(source) for p in declared_params(model) for source in p.decl.sources}
     sizes = [param.num_bytes for param in declared_params(model)]
     tracemalloc.start()
-    state = load_params(model, FreshArrays(dict.fromkeys(shapes)), dtype=jnp.float32)
+    state = load_params(model, FreshArrays(dict.fromkeys(shapes)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(jax.tree.leaves(state)) == len(sizes)
@@ -237,14 +284,14 @@ def test_host_memory_stays_near_one_weight():
 
 
 def test_dummy_weights_are_deterministic_and_sane():
-    model = build_model(replace(CONFIG, vocab_size=512, hidden_size=128), dtype=jnp.float32)
+    model = build_model(replace(CONFIG, vocab_size=512, hidden_size=128), Build(jnp.float32))
     first, again, other = (dummy_params(model, seed=seed) for seed in (3, 3, 4))
     jax.tree.map(np.testing.assert_array_equal, first, again)
-    assert not np.array_equal(first["embed"]["weight"][...], other["embed"]["weight"][...])
-    down = [np.asarray(layer["mlp"]["down"]["weight"][...]) for _, layer in first["layers"].items()]
+    assert not np.array_equal(first["embed"]["weight"]["values"][...], other["embed"]["weight"]["values"][...])
+    down = [np.asarray(layer["mlp"]["down"]["weight"]["values"][...]) for _, layer in first["layers"].items()]
     assert not np.array_equal(*down)
     assert np.std(down[0]) == pytest.approx(48**-0.5, rel=0.05)
-    table = np.asarray(first["embed"]["weight"][...])
+    table = np.asarray(first["embed"]["weight"]["values"][...])
     for vectors in (table[:64], table.T[:64]):
         assert np.abs(np.corrcoef(vectors) - np.eye(64)).max() < 6 / vectors.shape[1] ** 0.5
     assert set(np.asarray(first["norm"]["weight"][...])) == {1.0}

@@ -1,0 +1,73 @@
+"""Build: for what a model is built (its dtype, its devices, how its weights are stored), and building it abstractly.
+
+One argument that families hand through to layers. Knows neither which families there are (models/registry.py) nor where
+weights come from (models/weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from models.quantization.registry import PLAIN
+from models.quantization.scheme import Scheme, Weight
+from models.weights.declare import Source, declared_params
+from sharding.layout import ONE_DEVICE, MeshLayout
+from sharding.stages import Stage
+
+Config = TypeVar("Config")
+Model = TypeVar("Model")
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a model is built for.
+
+    Attributes:
+      dtype: of activations between layers, and of weights whose scheme does not say otherwise.
+      mesh: the devices it will be split over.
+      stage: the layers to have; None for all of them.
+      scheme: how a checkpoint module's matrix is stored, by the module's name ("model.layers.3.mlp.up_proj"). Hashable,
+        with a repr that says all.
+      layer: the layer that is being built, None outside the layers.
+    """
+
+    dtype: Any
+    mesh: MeshLayout = ONE_DEVICE
+    stage: Stage | None = None
+    scheme: Callable[[str], Scheme] = PLAIN
+    layer: int | None = None
+
+    def weight(
+        self,
+        shape: tuple[int, ...],
+        sources: Sequence[Source],
+        axes: tuple[str | None, ...],
+        *,
+        num_experts: int | None = None,
+        table: bool = False,
+    ) -> Weight:
+        """A matrix of the model, stored as the scheme of its checkpoint modules says (see Scheme.declare).
+
+        Raises ValueError where one product is made of modules that are stored differently.
+        """
+        names = [source.name.replace("{layer}", str(self.layer)) for source in sources]
+        schemes = {self.scheme(name) for name in names}
+        if len(schemes) != 1:
+            raise ValueError(f"{', '.join(names)} are one product and must share a scheme, got {schemes}")
+        return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, num_experts=num_experts, table=table)
+
+
+def build_abstract(model_class: Callable[[Config, Build], Model], config: Config, build: Build) -> Model:
+    """A models.causal_lm.CausalLM with ShapeDtypeStructs for weights; nothing is allocated.
+
+    Raises ValueError for a mesh over which its weights cannot be split.
+    """
+    model = nnx.eval_shape(lambda: model_class(config, build))
+    unsplit = next((param for param in declared_params(model) if not param.splits_over(build.mesh)), None)
+    if unsplit is not None:
+        raise ValueError(f"{unsplit.name} {list(unsplit.shape)} cannot be split evenly over {build.mesh}")
+    return model

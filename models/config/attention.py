@@ -1,0 +1,62 @@
+"""LayerAttention: what kernels, caches and step inputs must know of one layer's attention, as data.
+
+Owns the checks that concern one layer. What a layer does around its attention (norms, activations, multipliers) is code
+in its family's file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.config.fields import ModelConfigError
+from models.config.rope import Rope
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """Attention of one layer; layers with equal ones share rope tables, schedules and a trace.
+
+    Attributes:
+      num_heads, num_kv_heads: of queries, and of keys and values.
+      head_dim: of queries, keys and values.
+      rope: how q and k are rotated.
+      scale: that products of queries and keys are multiplied with; None for head_dim ** -0.5.
+      window: keys a token sees counting itself, None for all of them.
+      soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
+      qk_norm: an RMS norm over each head of q and k before rope.
+      bias: of the projections to q, k and v.
+      output_bias: of the projection after attention.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    qk_norm: bool = False
+    bias: bool = False
+    output_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim", "window"):
+            value = getattr(self, name)
+            if name == "window" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ModelConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        for name in ("scale", "soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ModelConfigError(f"{name} must be a finite number > 0, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelConfigError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.rope.rotary_dim > self.head_dim:
+            raise ModelConfigError(f"rotary_dim must be at most head_dim = {self.head_dim}, got {self.rope.rotary_dim}")
+
+    @property
+    def sm_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale

@@ -1,0 +1,43 @@
+"""Phi-3, and Phi-4-mini after it (Abdin et al. 2024, arXiv:2404.14219): Llama whose checkpoints join q, k and v, and
+gate and up, and of which some rotate a part of each head only."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields, ModelConfigError
+from models.config.hf import hf_fields
+from models.families.llama import LAYER, LlamaForCausalLM
+from models.layers.attention import Attention
+from models.layers.mlp import GatedMLP
+from models.weights.declare import parts_of
+
+
+class Phi3ForCausalLM(LlamaForCausalLM):
+    """Llama without biases, with joined projections and, in some checkpoints, one sliding window for all layers."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
+        kind = rope.text("rope_type", None) or rope.text("type", "default")
+        if kind != "default":
+            # Its factors change when a sequence outgrows the original context, and with them keys in the cache.
+            raise ModelConfigError(f"rope_type of Phi-3 must be default (no rope_scaling), got {kind!r}")
+        return hf_fields(fields, windows=fields.integer("sliding_window", None), partial_rotary=True)
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, attention = self.config, self.config.attention[layer]
+        source = f"{LAYER}.self_attn"
+        q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        qkv = parts_of(f"{source}.qkv_proj", q_size, kv_size, kv_size)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        return Attention(attention, size, eps=eps, source=source, qkv=qkv, build=build)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        size, ffn, source = self.config.hidden_size, self.config.intermediate_size, f"{LAYER}.mlp"
+        return GatedMLP(size, ffn, source=source, gate_up=parts_of(f"{source}.gate_up_proj", ffn, ffn), build=build)

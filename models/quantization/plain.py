@@ -1,0 +1,58 @@
+"""Weights as they are: one array in the model's dtype, read from the tensor `weight` of each module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from models.weights.declare import ParamDecl, Source, declare
+from pallas_kernels.matmul.dense import matmul
+from pallas_kernels.matmul.grouped import grouped_matmul
+
+
+class PlainWeight(nnx.Module):
+    """models.quantization.scheme.Weight over one array, `values`, of the declared shape."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, decl: ParamDecl):
+        self.values = declare(shape, dtype, decl)
+
+    def matmul(self, x: jax.Array, *, contract: int = 0) -> jax.Array:
+        return matmul(x, self.values[...], contract=contract)
+
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, group_offset: Any, out_dtype: Any) -> jax.Array:
+        return grouped_matmul(x, self.values[...], group_sizes, group_offset=group_offset, out_dtype=out_dtype)
+
+    def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
+        table = self.values[...]
+        if of_others:
+            return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return table[ids]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """models.quantization.scheme.Scheme of weights that are not quantised."""
+
+    def declare(
+        self,
+        shape: tuple[int, ...],
+        sources: Sequence[Source],
+        axes: tuple[str | None, ...],
+        *,
+        dtype: Any,
+        num_experts: int | None = None,
+        table: bool = False,
+    ) -> PlainWeight:
+        decl = ParamDecl(
+            axes,
+            tuple(source.tensor("weight") for source in sources),
+            transposed=not table,
+            init_std=shape[-1 if table else -2] ** -0.5,
+            num_experts=num_experts,
+            row_major=table,
+        )
+        return PlainWeight(shape, dtype, decl)

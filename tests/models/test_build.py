@@ -1,0 +1,67 @@
+"""Which scheme a weight gets, and that a model's build says all that a stored executable must be told apart by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from models.build import Build
+from models.quantization.plain import Plain
+from models.quantization.registry import PLAIN, SCHEMES
+from models.registry import build_model
+from models.weights.declare import declared_params
+from sharding.layout import MeshLayout
+from sharding.stages import Stage
+from tests.models.tiny import TINY
+
+
+@dataclass(frozen=True)
+class Marked(Plain):
+    """Plain weights that are told apart by their axes."""
+
+    def declare(self, shape, sources, axes, **options):
+        return super().declare(shape, sources, (None,) * len(axes), **options)
+
+
+@dataclass(frozen=True)
+class Only:
+    """Marked for modules whose name ends so, plain for all others."""
+
+    ending: str
+
+    def __call__(self, module):
+        return Marked() if module.endswith(self.ending) else Plain()
+
+
+def marked(build: Build) -> list[str]:
+    params = declared_params(build_model(TINY, build))
+    return [param.name for param in params if len(param.shape) > 1 and set(param.decl.axes) == {None}]
+
+
+def test_a_scheme_is_chosen_by_the_checkpoints_name_of_a_module():
+    build = Build("float32", scheme=Only("model.layers.1.self_attn.o_proj"))
+    assert marked(build) == ["layers.1.attention.out.weight.values"]
+    assert marked(Build("float32", scheme=Only("lm_head"))) == ["lm_head.weight.values"]
+    assert marked(Build("float32")) == []
+    # In a stage, layers are known by their numbers in the whole model.
+    assert marked(replace(build, stage=Stage(1, 3))) == ["layers.0.attention.out.weight.values"]
+
+
+def test_modules_of_one_product_share_a_scheme():
+    with pytest.raises(ValueError, match="0.mlp.gate_proj, .*0.mlp.up_proj are one product and must share"):
+        build_model(TINY, Build("float32", scheme=Only("up_proj")))
+
+
+def test_a_build_is_told_by_its_text():
+    """It is part of a stored executable's key, so nothing in it may be shown by where it lies in memory."""
+    builds = [
+        Build("float32"),
+        Build("bfloat16"),
+        Build("float32", MeshLayout(model=2)),
+        Build("float32", stage=Stage(0, 1)),
+        Build("float32", scheme=Only("lm_head")),
+    ]
+    assert len(set(builds)) == len({repr(build) for build in builds}) == len(builds)
+    assert not any(" at 0x" in repr(build) for build in builds)
+    assert PLAIN("anything") is SCHEMES["plain"]
