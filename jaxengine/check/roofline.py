@@ -64,7 +64,7 @@ def head_work(model: Any, name: str, size: int) -> Work:
     if name == SAMPLE:
         return Work(4 * size * columns, 0)
     weight = config.hidden_size * columns
-    itemsize = jnp.dtype(declared_params(model)[0].dtype).itemsize
+    itemsize = jnp.dtype(next(iter(declared_params(model))).dtype).itemsize
     return Work(-(-size // PROMPT_BLOCK_ROWS) * weight * itemsize, 2 * size * weight)
 
 

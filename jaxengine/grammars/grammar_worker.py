@@ -126,7 +126,7 @@ class GrammarWorker:
             left = end - time.monotonic()
             if left <= 0 or self._connection is None:
                 return
-            self._select(left)
+            self._select(self._connection, left)
 
     def wait_for(self, keys: Collection[int], seconds: float) -> None:
         """Waits until nothing is due for any of these sequences; at most `seconds`."""
@@ -135,7 +135,7 @@ class GrammarWorker:
             left = end - time.monotonic()
             if left <= 0 or self._connection is None:
                 return
-            self._select(left)
+            self._select(self._connection, left)
 
     def take(self) -> list[NextMask | GrammarFailure]:
         """What has come since the last call, of sequences that were open then; does not wait."""
@@ -148,9 +148,9 @@ class GrammarWorker:
         self._sequences.clear()
         self._kill()
 
-    def _select(self, seconds: float) -> None:
+    def _select(self, connection: socket.socket, seconds: float) -> None:
         """Waits until something can be read or written, and does so; at most `seconds`."""
-        select.select([self._connection], [self._connection] if self._outgoing else [], [], seconds)
+        select.select([connection], [connection] if self._outgoing else [], [], seconds)
         self._pump()
 
     def _launch(self) -> None:

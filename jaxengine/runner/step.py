@@ -212,15 +212,15 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("unpack"):
             state, batch, rows, header = unpack(state, last_token, message.reshape(-1), spec.layout, spec.page_size)
-        hidden, kv = model(batch, kv, *hidden)
+        states, kv = model(batch, kv, *hidden)
         if state.expert_load is not None:
             load = jax.tree.leaves(nnx.pop(model, ExpertLoad))[0]
             state = state._replace(expert_load=state.expert_load + load.astype(jnp.uint32))
         if not model.stage.is_last:
-            return kv, state, hidden
+            return kv, state, states
         more = spec.num_logits - spec.layout.num_seqs
         with jax.named_scope("logits"):
-            logits = model.logits(hidden[jnp.pad(batch.logits_indices, (0, more))])
+            logits = model.logits(states[jnp.pad(batch.logits_indices, (0, more))])
         sampled = SampledRows(
             slot=jnp.pad(rows.slot, (0, more), constant_values=state.num_computed.shape[0]),
             position=jnp.pad(batch.ragged.kv_lens, (0, more)),
@@ -229,7 +229,7 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         )
         if not spec.scores:
             return kv, state, Forwarded(sampled, logits, None, None)
-        return kv, state, Forwarded(sampled, logits, hidden, _targets(batch, rows))
+        return kv, state, Forwarded(sampled, logits, states, _targets(batch, rows))
 
     return forward
 

@@ -178,7 +178,7 @@ class StepPrograms:
     def _num_logits(self, bucket: Bucket) -> int:
         return self.packer.buckets.sample_size(bucket)
 
-    def _hidden(self, num_tokens: int) -> jax.ShapeDtypeStruct:
+    def _hidden(self, num_tokens: int) -> Any:
         shape = self.model.mesh.num_ranks * num_tokens, self.model.config.hidden_size
         return self._shape(shape, self._dtype, _RANKS)
 
@@ -201,7 +201,8 @@ class StepPrograms:
             return function
         return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
-    def _shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYWHERE) -> jax.ShapeDtypeStruct:
+    def _shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYWHERE) -> Any:
+        """A shape, which stands for an array."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
     def _state_partition(self) -> DeviceState:

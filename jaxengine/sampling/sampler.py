@@ -37,19 +37,19 @@ class SamplerFlags(NamedTuple):
 
 
 # The feature of requests behind each flag.
-FLAG_FEATURES = SamplerFlags(
-    any_random=RANDOM,
-    any_truncation=TRUNCATION,
-    any_penalties=PENALTIES,
-    any_bias=BIAS,
-    any_mask=MASK,
-    any_logprobs=LOGPROBS,
-)
+FLAG_FEATURES = {
+    "any_random": RANDOM,
+    "any_truncation": TRUNCATION,
+    "any_penalties": PENALTIES,
+    "any_bias": BIAS,
+    "any_mask": MASK,
+    "any_logprobs": LOGPROBS,
+}
 
 
 def flags_of(features: jax.Array) -> SamplerFlags:
     """The flags of a batch; features: i32[], the union of what its requests need (scheduler.token_params)."""
-    return SamplerFlags(*(features & feature > 0 for feature in FLAG_FEATURES))
+    return SamplerFlags(**{flag: features & feature > 0 for flag, feature in FLAG_FEATURES.items()})
 
 
 class SampleOutput(NamedTuple):
