@@ -3,7 +3,7 @@
     python -m benchmarks.engine_gpu [--num-seqs 64 1 256] [--budget-s 540] [--out FILE] [--platform cpu --tiny]
 
 `tokens_per_s` is of whole runs, prompts included. For the idle share all sequences decode: `step_ms` is what a step
-takes in the engine's loop, `device_ms` what the same compiled step takes when it is dispatched again and again and
+takes in the engine's loop, `device_ms` what the same compiled programs take when it is dispatched again and again and
 nobody reads its results. What the first has above the second is time in which the device waited for the host.
 """
 
@@ -133,13 +133,21 @@ def idle(llm: Any, prompts: tuple[tuple[int, ...], ...], num_steps: int) -> dict
     last: list[Any] = []
     execute = runner.execute
 
-    def watched(step: Any, num_rows: int) -> Any:
-        last[:] = step, num_rows
-        return execute(step, num_rows)
+    def watched(step: Any) -> Any:
+        last[:] = [step]
+        return execute(step)
+
+    def step_alone() -> Any:
+        pending = execute(last[0])
+        runner.sample(pending)
+        return pending
+
+    def num_rows(step: Any) -> int:
+        return int(runner.packer.layouts[step.bucket].view(step.buffer[0], "header")[0])
 
     runner.execute = watched
     try:
-        while not (last and last[0].bucket.decode_only and last[1] == len(prompts)):
+        while not (last and last[0].bucket.decode_only and num_rows(last[0]) == len(prompts)):
             core.step()
         for _ in range(3):  # the pipeline is full and its first results are read
             core.step()
@@ -147,12 +155,11 @@ def idle(llm: Any, prompts: tuple[tuple[int, ...], ...], num_steps: int) -> dict
         for _ in range(num_steps):
             core.step()
         step_s = (time.perf_counter() - start) / num_steps
-        pending = execute(*last)
-        jax.block_until_ready(pending.output)
+        jax.block_until_ready(step_alone().sampled)
         start = time.perf_counter()
         for _ in range(num_steps):
-            pending = execute(*last)
-        jax.block_until_ready(pending.output)
+            pending = step_alone()
+        jax.block_until_ready(pending.sampled)
         device_s = (time.perf_counter() - start) / num_steps
     finally:
         runner.execute = execute

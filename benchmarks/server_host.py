@@ -92,6 +92,8 @@ class FreeRunner:
         ids = self._ids[len(self.marks) % len(self._ids)]
         return FreeStep(self, self._ready_at, ids[:, : step.bucket.num_seqs])
 
+    def sample(self, pending: FreeStep) -> None: ...
+
     def wait_until(self, moment: float) -> None:
         start = time.perf_counter()
         time.sleep(max(0.0, moment - start))

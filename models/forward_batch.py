@@ -34,17 +34,7 @@ class ForwardBatch(NamedTuple):
     ragged: RaggedBatch
 
 
-HEADER = (
-    "num_seqs",
-    "num_decode",
-    "any_random",
-    "any_truncation",
-    "any_penalties",
-    "any_bias",
-    "any_mask",
-    "any_logprobs",
-    "any_prompt_logprobs",
-)
+HEADER = ("num_seqs", "num_decode", "features")
 ROW_COLUMNS = ("slot", "num_scheduled", "start", "sample", "next_token")
 DELTA_COLUMNS = ("slot", "column", "page")
 
@@ -53,7 +43,8 @@ DELTA_COLUMNS = ("slot", "column", "page")
 class StepLayout:
     """Where each field of a step's message lies in its flat int32 buffer.
 
-    Fields, in order: `header` [len(HEADER)], `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and `deltas`
+    Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
+    scheduler.token_params, the same for all ranks), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and `deltas`
     [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new. In a row, `start` >= 0 sets the slot's number
     of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at its last known
     token; `next_token` is the prompt token after the chunk, -1 where there is none. A token id of -1 stands for the

@@ -31,6 +31,7 @@ class ScheduledBatch:
 
     Attributes:
       slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `models.forward_batch.StepLayout`.
+      num_rows: n.
       num_tokens: sum of num_scheduled.
       num_decode: leading rows whose token is the one sampled last.
       decode_token_ids: i32[num_decode], that token; None where the device is to take the one it remembers.
@@ -38,7 +39,8 @@ class ScheduledBatch:
       next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
       deltas: page-table entries the device does not have yet.
       admitted: requests that took a slot in this step.
-      features: union of the features of the rows.
+      features: union of the features of the rows; of those that score prompts, only where this step has tokens of one
+        whose successors are known.
     """
 
     slots: np.ndarray
@@ -46,6 +48,7 @@ class ScheduledBatch:
     start: np.ndarray
     sample: np.ndarray
     epochs: np.ndarray
+    num_rows: int
     num_tokens: int
     num_decode: int
     decode_token_ids: np.ndarray | None
@@ -55,10 +58,6 @@ class ScheduledBatch:
     admitted: list[Request]
     features: int
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.slots)
-
 
 @dataclass(slots=True)
 class ScheduledStep:
@@ -66,44 +65,60 @@ class ScheduledStep:
 
     Attributes:
       expired: requests ended in this step because their deadline had passed.
+      num_rows, num_tokens: of all ranks.
+      features: union over the ranks, which all take the same branches.
     """
 
     batches: list[ScheduledBatch]
     expired: list[Request]
+    num_rows: int = field(init=False)
+    num_tokens: int = field(init=False)
+    features: int = field(init=False)
 
-    @property
-    def num_rows(self) -> int:
-        return sum([batch.num_rows for batch in self.batches])
-
-    @property
-    def num_tokens(self) -> int:
-        return sum([batch.num_tokens for batch in self.batches])
-
-    @property
-    def features(self) -> int:
-        """Union over the ranks, which all take the same branches."""
-        features = 0
+    def __post_init__(self):
+        self.num_rows = self.num_tokens = self.features = 0
         for batch in self.batches:
-            features |= batch.features
-        return features
+            self.num_rows += batch.num_rows
+            self.num_tokens += batch.num_tokens
+            self.features |= batch.features
 
 
-class Emitted(NamedTuple):
-    """A token of each of n requests of a rank, whose every token somebody wants.
+class TokenScores(NamedTuple):
+    """Logprobs of n tokens.
 
     Attributes:
-      rank: whose rows they are.
-      rows: i64[n], in the step.
-      tags: i64[n], the requests' own: to go through the requests themselves takes longer than all else.
-      token_ids: i32[n].
-      features: u8[n], the requests'.
+      logprobs: f32[n].
+      ranks: i32[n], 1 is best.
+      top_ids, top_logprobs: i32[n, k], f32[n, k], best first.
     """
 
-    rank: int
-    rows: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+_NONE = np.empty(0, np.int64)
+
+
+class TokenRows(NamedTuple):
+    """One token of each of n requests that follow every step: arrays, because a loop over requests takes longer than
+    all else.
+
+    Attributes:
+      tags: i32[n] or i64[n], the requests' own.
+      token_ids: i32[n]; a negative one is no token, its request ends with an error.
+      scored: i64[m], the indexes of those whose logprobs were asked for; scores are theirs, None until they are known
+        and without any.
+      rank, rows: the rank, and i64[n], its rows in the step; of no meaning once the scores are known.
+    """
+
     tags: np.ndarray
     token_ids: np.ndarray
-    features: np.ndarray
+    scored: np.ndarray = _NONE
+    scores: TokenScores | None = None
+    rank: int = 0
+    rows: np.ndarray = _NONE
 
 
 @dataclass(slots=True)
@@ -111,13 +126,13 @@ class StepResult:
     """What `update` learnt: requests that ended, tokens for those that follow every step, and first tokens.
 
     Attributes:
-      masked: a token of each of these masked requests; those that have not ended are held now.
+      followed: a token of each of these requests, whose next choice depends on it (LAST_TOKEN).
       intervals: for every token that was not a request's first, the seconds since the one before it; f64[n] each.
     """
 
     finished: list[Request] = field(default_factory=list)
-    emitted: list[Emitted] = field(default_factory=list)
-    masked: list[tuple[Request, int]] = field(default_factory=list)
+    emitted: list[TokenRows] = field(default_factory=list)
+    followed: list[tuple[Request, int]] = field(default_factory=list)
     first_tokens: list[Request] = field(default_factory=list)
     num_new_tokens: int = 0
     intervals: list[np.ndarray] = field(default_factory=list)

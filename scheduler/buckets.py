@@ -48,6 +48,8 @@ class Buckets:
         largest = max(max_num_batched_tokens, max_num_seqs + 1)
         tokens = sorted({*(size for size in mixed_sizes if size > 1), largest}) if max_num_batched_tokens > 1 else []
         self.mixed = tuple(Bucket(size, min(size - 1, max_num_seqs)) for size in tokens)
+        # The shapes whose steps can score prompts; a prompt fed token by token makes the others do where that is all.
+        self.scored = self.mixed or self.decode
         self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
         self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]
 
@@ -57,16 +59,25 @@ class Buckets:
     def __len__(self) -> int:
         return len(self.decode) + len(self.mixed)
 
-    def round_up(self, num_tokens: int, num_seqs: int, *, mixed: bool = False) -> Bucket:
+    def sample_size(self, bucket: Bucket) -> int:
+        """Rows of logits that a step of the bucket gives, at least its S: the sampler is compiled for few sizes.
+
+        A mixed bucket takes the size of a decode-only one, unless that would be more than twice its S.
+        """
+        size = self._decode_sizes[bisect.bisect_left(self._decode_sizes, bucket.num_seqs)]
+        return size if size <= 2 * bucket.num_seqs else bucket.num_seqs
+
+    def round_up(self, num_tokens: int, num_seqs: int, *, mixed: bool = False, scored: bool = False) -> Bucket:
         """The smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token each.
 
         mixed: some sequence has more than one token although the counts, each the largest of any rank, do not show it.
+        scored: the step scores prompts.
         """
         if not 1 <= num_seqs <= min(num_tokens, self.max_num_seqs) or num_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"a step of {num_tokens} tokens over {num_seqs} sequences; allowed are 1 to {self.max_num_seqs} "
                 f"sequences of at least one token and {self.max_num_batched_tokens} tokens in all"
             )
-        if num_tokens == num_seqs and not mixed:
+        if num_tokens == num_seqs and not mixed and not (scored and self.mixed):
             return self.decode[bisect.bisect_left(self._decode_sizes, num_seqs)]
         return self.mixed[bisect.bisect_left(self._mixed_sizes, max(num_tokens, num_seqs + 1))]

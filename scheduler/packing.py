@@ -8,13 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from models.forward_batch import HEADER, StepLayout
+from models.forward_batch import StepLayout
 from scheduler.batch import PageDeltas, ScheduledBatch, ScheduledStep
 from scheduler.buckets import Bucket, Buckets
-from scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, PROMPT_LOGPROBS, RANDOM, TRUNCATION
-
-_FLAGS = (RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS)
-assert len(_FLAGS) + 2 == len(HEADER)
+from scheduler.token_params import PROMPT_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class StepInput:
 
     Attributes:
       buffer: i32[ranks, layout.size], fresh: the device may read it after the next one is written. Slots in a rank's
-        message are its own, 0 to max_num_seqs - 1; the flags of the header are the same for all ranks.
+        message are its own, 0 to max_num_seqs - 1; the features of the header are the same for all ranks.
       overflow: page-table entries that did not fit and must be written before the step, by global slot.
     """
 
@@ -57,18 +54,18 @@ class Packer:
 
     def pack(self, step: ScheduledStep) -> StepInput:
         """The message for a step of at least one row, in the smallest bucket that holds the batch of every rank."""
-        batches, features = step.batches, step.features
+        batches = step.batches
         bucket = self.buckets.round_up(
             max([batch.num_tokens for batch in batches]),
             max([batch.num_rows for batch in batches]),
-            mixed=any(batch.num_tokens > batch.num_rows for batch in batches),
+            mixed=max([batch.num_tokens - batch.num_rows for batch in batches]) > 0,
+            scored=step.features & PROMPT_LOGPROBS > 0,
         )
         layout = self.layouts[bucket]
         buffer = self._empty[bucket].copy()
-        flags = [features & flag for flag in _FLAGS]
         overflow = []
         for rank, (row, batch) in enumerate(zip(buffer, batches, strict=True)):
-            layout.view(row, "header")[:] = batch.num_rows, batch.num_decode, *flags
+            layout.view(row, "header")[:] = batch.num_rows, batch.num_decode, step.features
             if batch.num_rows:
                 self._write(layout, row, batch)
                 if len(batch.deltas.slots) > layout.num_deltas:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler.batch import Emitted, PageDeltas, ScheduledBatch, StepResult
+from scheduler.batch import PageDeltas, ScheduledBatch, StepResult, TokenRows
 from scheduler.config import SchedulerConfig
 from scheduler.pages.page_pool import PagePool
-from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.request import FinishReason, Request, RequestStatus, Wait
 from scheduler.slots import Slots
-from scheduler.token_params import MASK
+from scheduler.token_params import LAST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
 
 
 class Offer(NamedTuple):
@@ -141,25 +141,28 @@ class Rank:
         if self.config.num_micro_batches > 1:
             known_ids = s.last_token_ids(decodes)
             s.last_step[slots] = self._num_steps
-        token_ids, next_tokens = [], []
+        token_ids, next_tokens, scores = [], [], False
         taken = {request.slot for request in self._admitted}
         for row, (slot, count) in enumerate(prefills, num_decode):
             known, computed = s.known[slot], int(s.num_computed[slot])
             assert known is not None
             token_ids.append(known[computed : computed + count])
             following = computed + count < s.num_prompt[slot]
+            scores |= bool(s.features[slot] & PROMPT_LOGPROBS) and computed + 1 < s.num_prompt[slot]
             next_tokens.append(int(known[computed + count]) if following else -1)
             sample[row] = computed + count >= s.num_fed[slot]
             if slot in taken:
                 start[row] = computed
         s.num_computed[slots] += counts
         s.num_tokens[slots] += sample
+        features = int(np.bitwise_or.reduce(s.features[slots], initial=0))
         return ScheduledBatch(
             slots=slots,
             num_scheduled=counts,
             start=start,
             sample=sample,
             epochs=s.epoch[slots],
+            num_rows=num_rows,
             num_tokens=num_decode + sum([count for _, count in prefills]),
             num_decode=num_decode,
             decode_token_ids=known_ids,
@@ -167,7 +170,7 @@ class Rank:
             next_tokens=next_tokens,
             deltas=PageDeltas.concatenate(self._deltas),
             admitted=self._admitted,
-            features=int(np.bitwise_or.reduce(s.features[slots], initial=0)),
+            features=features if scores else features & ~PROMPT_LOGPROBS,
         )
 
     def update(self, batch: ScheduledBatch, token_ids: np.ndarray, result: StepResult, now: float) -> list[End]:
@@ -192,15 +195,18 @@ class Rank:
         intervals = now - slots_.last_token_time[slots]
         slots_.last_token_time[slots] = now
         result.intervals.append(intervals[~first])
-        if batch.features & MASK:
-            masked = slots_.held[slots] = (slots_.features[slots] & MASK) > 0
-            result.masked += zip(slots_.requests[slots[masked]], tokens[masked].tolist(), strict=True)
+        if batch.features & LAST_TOKEN:
+            followed = (slots_.features[slots] & LAST_TOKEN) > 0
+            result.followed += zip(slots_.requests[slots[followed]], tokens[followed].tolist(), strict=True)
         wanted = slots_.per_step[slots]
         if wanted.any():
-            columns = rows, slots_.tag[slots], tokens, slots_.features[slots]
+            emitted = TokenRows(slots_.tag[slots], tokens, rank=self.index, rows=rows)
             if not wanted.all():
-                columns = (column[wanted] for column in columns)
-            result.emitted.append(Emitted(self.index, *columns))
+                emitted = TokenRows(emitted.tags[wanted], tokens[wanted], rank=self.index, rows=rows[wanted])
+            if batch.features & LOGPROBS:
+                scored = (slots_.features[slots[wanted]] & LOGPROBS > 0) & (emitted.token_ids >= 0)
+                emitted = emitted._replace(scored=np.flatnonzero(scored))
+            result.emitted.append(emitted)
         for index in np.flatnonzero(ended | first).tolist():
             request, token = slots_.requests[slots[index]], int(tokens[index])
             assert request is not None
@@ -230,13 +236,8 @@ class Rank:
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
         """Slots that feed their last token, i64[n]; each has a page for it."""
         s = self.slots
-        ready = s.active & ~s.held & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
-        if self.config.num_micro_batches > 1:
-            slots = self._next_share(ready, num_in_flight)
-        else:
-            if s.wait_for_token.any():
-                ready &= ~s.wait_for_token | (s.num_known == s.num_tokens)
-            slots = np.flatnonzero(ready)
+        ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
+        slots = np.flatnonzero(ready) if self.config.num_micro_batches == 1 else self._next_share(ready, num_in_flight)
         needy = slots[s.num_computed[slots] == s.num_pages[slots] * self.config.page_size]
         while len(needy) > self.pool.num_free:
             self._preempt(s.last_in_line())
@@ -326,9 +327,7 @@ class Rank:
         assert request is not None
         if s.num_tokens[slot] > s.num_known[slot]:
             self._late[slot, int(s.epoch[slot])] = request
-            request.token_in_flight = True
-        # A token that is still to come holds a masked request as it would in its slot.
-        request.held = bool(s.held[slot]) or (request.token_in_flight and bool(s.features[slot] & MASK))
+            request.wait = Wait.TOKEN
         self.release(slot)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
@@ -338,7 +337,7 @@ class Rank:
         self, request: Request, row: int, token: int, result: StepResult, ends: list[End], now: float
     ) -> None:
         """A token of a request that was preempted before it came."""
-        request.token_in_flight = False
+        request.wait = Wait.NONE
         result.num_new_tokens += 1
         request.output_token_ids = np.append(request.output_token_ids, np.int32(token))
         num_output = len(request.output_token_ids)
@@ -349,10 +348,11 @@ class Rank:
             result.intervals.append(np.array([now - request.last_token_time]))
         request.last_token_time = now
         if request.per_step:
-            columns = row, request.tag, np.int32(token), np.uint8(request.params.features)
-            result.emitted.append(Emitted(self.index, *(np.array([each]) for each in columns)))
-        if request.held:
-            result.masked.append((request, token))
+            scored = np.arange(token >= 0 and request.params.logprobs is not None)
+            token_ids, rows = np.array([token], np.int32), np.array([row])
+            result.emitted.append(TokenRows(np.array([request.tag]), token_ids, scored, None, self.index, rows))
+        if request.params.features & LAST_TOKEN:
+            result.followed.append((request, token))
         stopped = token in request.stop_token_ids and num_output >= max(1, request.params.min_tokens)
         length = request.num_prompt_tokens + num_output >= self.config.max_model_len
         if stopped or token < 0 or num_output >= request.max_tokens or length:

@@ -18,6 +18,18 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
+class Wait(enum.IntEnum):
+    """Why a request gets no row in a step for now, although there may be room.
+
+    NONE: nothing keeps it. MASK: what it may take next is still being worked out. TOKEN: it was preempted before the
+    token it sampled last was known.
+    """
+
+    NONE = 0
+    MASK = 1
+    TOKEN = 2
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -43,12 +55,10 @@ class Request:
       deadline: the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only within one salt.
       per_step: report every token when it is known, not only the end.
-      held: not to run until its next tokens are masked (Scheduler.release); kept in `Slots` while it has a slot.
-      wait_for_token: never run ahead of the last sampled token: the host must see it before the next step.
+      wait: why it is not to run yet; one with a slot waits for nothing.
       tag: a number of the caller's own, which comes back with the request's tokens.
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
       rank, slot: where it runs; slot is -1 while it does not, rank stays that of the last time, -1 before the first.
-      token_in_flight: preempted before the token it sampled last was known; it waits for that first.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
       first_scheduled_time, first_token_time, finished_time: the same clock; None until then.
       last_token_time: when its last token came; kept here while it holds no slot, meaningless before the first.
@@ -67,14 +77,12 @@ class Request:
     deadline: float = float("inf")
     cache_salt: str | None = None
     per_step: bool = False
-    wait_for_token: bool = False
-    held: bool = False
+    wait: Wait = Wait.NONE
     tag: int = -1
 
     status: RequestStatus = RequestStatus.WAITING
     rank: int = -1
     slot: int = -1
-    token_in_flight: bool = False
     arrival_index: int = -1
     output_token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)

@@ -18,7 +18,7 @@ from scheduler.errors import RequestError
 from scheduler.policy.fair import FairQueue
 from scheduler.policy.waiting import WaitingQueue
 from scheduler.rank import Offer, Rank
-from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.request import FinishReason, Request, RequestStatus, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Waiting requests that could not run even if there were room: held, or their last token is not known yet."""
-        return len(self._held) + sum(request.token_in_flight for request in self._waiting)
+        """Waiting requests that could not run even if there were room."""
+        return len(self._held) + sum(request.wait is not Wait.NONE for request in self._waiting)
 
     @property
     def requests(self) -> Collection[Request]:
@@ -110,7 +110,7 @@ class Scheduler:
         return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; one that is held waits apart, so that nobody waits behind it.
+        """Queues a request; one whose mask is not there yet waits apart, so that nobody waits behind it.
 
         Raises:
           RequestError: the id is taken, or the prompt leaves no room for a token. Nothing has changed then.
@@ -154,13 +154,23 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request))
         self._enqueue(request)
 
+    def hold(self, request: Request) -> None:
+        """Takes the slot of a request whose mask does not come: nobody is to wait for it.
+
+        What it has computed stays in the prefix cache. A token that a step in flight samples for it is dropped, so no
+        other may be in flight.
+        """
+        self.ranks[request.rank].release(request.slot)
+        request.status, request.wait = RequestStatus.PREEMPTED, Wait.MASK
+        self._enqueue(request)
+        if self._fair is not None:
+            self._fair.stop(request)
+
     def release(self, request: Request) -> None:
-        """Lets a held request run: its next token can be masked."""
-        if request.slot >= 0:
-            self.ranks[request.rank].slots.held[request.slot] = False
-        elif request in self._held:
+        """Lets a request run that waits for its mask, if it does."""
+        if request in self._held:
             self._held.remove(request)
-            request.held = False
+            request.wait = Wait.NONE
             self._enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -232,7 +242,7 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         """Gives waiting requests their ranks and slots, in line order, until the first in line fits nowhere."""
-        while (request := self._waiting.first()) is not None and not request.token_in_flight:
+        while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
             place = self._place(request)
             if place is None:
                 return
@@ -258,8 +268,8 @@ class Scheduler:
         return rank.num_tokens + len(offer.known) - len(offer.hits) * self.config.page_size
 
     def _enqueue(self, request: Request) -> None:
-        """Into the line, or beside it while it is held."""
-        if request.held:
+        """Into the line, or beside it while its mask is not there."""
+        if request.wait is Wait.MASK:
             self._held.add(request)
         else:
             self._waiting.push(request)

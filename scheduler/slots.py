@@ -16,8 +16,8 @@ class Slots:
     `num_tokens` counts tokens whose position is decided, `num_known` those whose id the host has seen; they differ by
     the tokens of the step in flight. Positions below `num_fed` were known when the request took the slot and are sent
     from the host; from there on each step feeds the token sampled before it. `epoch` changes with every owner, so
-    results of an earlier owner can be told apart. A `held` slot gets no row in a step. `last_step` is the number of the
-    step a slot had a row in last, `last_token_time` when its last token came.
+    results of an earlier owner can be told apart. `last_step` is the number of the step a slot had a row in last,
+    `last_token_time` when its last token came.
 
     Attributes:
       requests: object[max_num_seqs], the owners, None where there is none.
@@ -48,9 +48,7 @@ class Slots:
         self.last_token_time = column(np.float64)
         self.per_step = column(np.bool_, False)
         self.tag = column(np.int64)
-        self.wait_for_token = column(np.bool_, False)
-        self.held = column(np.bool_, False)
-        self.features = column(np.uint8)
+        self.features = column(np.int32)
         self.page_table = np.full((max_num_seqs, max_pages), -1, np.int32)
         self.stop_ids = np.full((max_num_seqs, 4), -1, np.int32)
         self.known: list[np.ndarray | None] = [None] * max_num_seqs
@@ -86,8 +84,6 @@ class Slots:
         self.last_token_time[slot] = request.last_token_time
         self.per_step[slot] = request.per_step
         self.tag[slot] = request.tag
-        self.wait_for_token[slot] = request.wait_for_token
-        self.held[slot] = False
         self.features[slot] = features
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids

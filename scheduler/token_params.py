@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-# Features of a request the compiled step may skip when no row of the batch has them.
-RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS = (1 << bit for bit in range(7))
+# What a request needs beyond the best token, one bit each; the programs of a step skip what no row of it needs.
+# LAST_TOKEN: what it may take next depends on the token sampled last, so the host must see that before the next choice.
+RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class TokenParams:
 
     @cached_property
     def features(self) -> int:
-        """Which optional parts of the step a request with these parameters needs."""
+        """Which optional parts of a step a request with these parameters needs."""
         biased = self.logit_bias or self.allowed_token_ids is not None or self.bad_words or self.min_tokens > 0
         penalties = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
         wanted = (
@@ -69,10 +70,6 @@ class TokenParams:
             (MASK, self.grammar is not None),
             (LOGPROBS, self.logprobs is not None),
             (PROMPT_LOGPROBS, self.prompt_logprobs is not None),
+            (LAST_TOKEN, self.grammar is not None or any(len(word) > 1 for word in self.bad_words)),
         )
         return sum(feature for feature, needed in wanted if needed)
-
-    @property
-    def waits_for_token(self) -> bool:
-        """Whether what it may take next depends on the token sampled last, so that the host must see that first."""
-        return self.grammar is not None or any(len(word) > 1 for word in self.bad_words)

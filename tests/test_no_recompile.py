@@ -95,7 +95,7 @@ def test_a_foreign_shape_is_refused_not_compiled(make_llm):
     stage = runner._stages[0]
     wrong = np.zeros((1, runner.packer.layouts[bucket].size + 1), np.int32)
     with runner.compiles.watch(), pytest.raises(TypeError, match="differ from the types"):
-        stage.execute(bucket, wrong, None)
+        stage.forward(bucket, wrong, None)
     assert runner.compiles.count == 0
 
 

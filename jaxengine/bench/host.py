@@ -2,13 +2,15 @@
 
 A step is `Scheduler.schedule`, `Packer.pack` and `Scheduler.update`; the sampled ids come from a random generator. All
 sequences decode, at staggered places in their pages, so that every step has its share of new pages. `--turnover` lets
-requests end and new ones begin as well. Knows the scheduler's public surface, no device.
+requests end and new ones begin as well. `loop` is what a whole `Engine.step` takes, counters and slot rows included,
+with a runner that does nothing. Knows no device.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from jaxengine.config.command_line import positive_int
@@ -102,13 +104,69 @@ def measure(num_seqs: int, num_steps: int, turnover: int = 0, *, rounds: int = 5
             best = spent.copy()
     assert best is not None
     schedule, pack, update = (best / num_steps * 1e6).round(1).tolist()
+    loop = _measure_loop(config, packer, _requests(generator, longest, turnover), tokens, num_steps, rounds)
     return {
         "num_seqs": num_seqs,
         "us_per_step": round(float(best.sum()) / num_steps * 1e6, 1),
         "schedule": schedule,
         "pack": pack,
         "update": update,
+        "loop": round(loop * 1e6, 1),
     }
+
+
+def _measure_loop(config: Any, packer: Any, requests: Any, tokens: Any, num_steps: int, rounds: int) -> float:
+    """Seconds of an `Engine.step` over all sequences, of the fastest round."""
+    from jaxengine.engine.engine import Engine
+
+    runner: Any = FreeRunner(config, packer, tokens)
+    engine = Engine(runner)
+    for _ in range(config.max_num_seqs):
+        engine.add_request(next(requests))
+
+    def step() -> None:
+        for _ in engine.step().finished:
+            engine.add_request(next(requests))
+
+    slots = engine.scheduler.ranks[0].slots
+    while engine.scheduler.num_waiting or (slots.num_computed < slots.num_fed)[slots.active].any():
+        step()
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            step()
+        best = min(best, time.perf_counter() - start)
+    return best / num_steps
+
+
+class FreeRunner:
+    """Looks like a ModelRunner to the engine; every step is done at once. tokens: i32[n, ranks, S], in turn."""
+
+    def __init__(self, config: Any, packer: Any, tokens: Any):
+        from jaxengine.runner.compile_watch import CompileWatch
+
+        self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
+        self.vocab_size, self.num_ranks, self.plan = 32_000, 1, SimpleNamespace(num_pages=config.num_pages)
+        self.config = SimpleNamespace(
+            scheduler_config=lambda num_pages, num_ranks: config,
+            max_model_len=config.max_model_len,
+            async_scheduling=True,
+        )
+        self._tokens, self._taken = tokens, 0
+
+    def execute(self, step: Any) -> Any:
+        self._taken += 1
+        ids = self._tokens[self._taken % len(self._tokens)]
+        return SimpleNamespace(token_ids=lambda: ids, is_ready=lambda: True)
+
+    def sample(self, pending: Any) -> None: ...
+
+    def set_params(self, rows: Any) -> None: ...
+
+    def set_bias(self, slot: int, row: Any) -> None: ...
+
+    def set_masks(self, rows: Any) -> None: ...
 
 
 def _buckets(config):

@@ -92,8 +92,9 @@ class Compiler:
         num_pages, planned = request.num_pages, request.planned_bytes
         if num_pages is None or planned is None:
             plans = [self._plan(stage) for stage in self.stages]
-            num_pages = min(plan.num_pages for plan in plans)
-            planned = [plan.weights + plan.workspace + num_pages * plan.page_bytes for plan in plans]
+            num_pages = min(plan.num_pages for plan, _ in plans)
+            # Of one program: what a head holds beside a forward pass is none of either's own.
+            planned = [plan.weights + plan.workspace - beside + num_pages * plan.page_bytes for plan, beside in plans]
         self._reply({"event": "plan", "num_pages": num_pages, "planned_bytes": planned})
         todo = [
             (program, bytes_of_stage)
@@ -111,32 +112,47 @@ class Compiler:
         for bucket in stage.buckets(short=True) if self.target.num_devices == 1 else ():
             yield from stage.kernels(bucket, num_pages)
         for bucket in stage.buckets(self.request.short):
-            yield stage.step(bucket, num_pages)
+            yield stage.forward(bucket, num_pages)
+        for name, size in stage.heads(self.request.short):
+            yield stage.head(name, size, num_pages)
 
     def _is_wanted(self, program: Program) -> bool:
         only, name = self.request.only, program.name
         return name not in self.request.skip and (only is None or name in only)
 
-    def _plan(self, stage: StagePrograms) -> MemoryPlan:
-        """As the engine plans: the largest step's workspace is measured with a small pool."""
+    def _plan(self, stage: StagePrograms) -> tuple[MemoryPlan, int]:
+        """As the engine plans: the largest forward pass is measured with a small pool, and beside it the largest head
+        and what it works on, whose bytes are the second result."""
         total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
         if total and stage.weight_bytes > _MOST_WEIGHTS * total:
             raise TooSmall(f"weights take {stage.weight_bytes >> 20:,} MiB of a device's {total >> 20:,} MiB")
-        step = stage.step(stage.largest, stage.num_columns)
-        self._reply({"event": "start", "name": f"memory plan, {step.name}"})
-        compiled, _ = self._compile(step)
+        forward = self._workspace(stage.forward(stage.largest, stage.num_columns))
+        largest = dict(stage.heads(short=True))  # the largest of a name comes last
+        beside = max(
+            [
+                stage.forwarded_bytes(name, size) + self._workspace(stage.head(name, size, stage.num_columns))
+                for name, size in largest.items()
+            ],
+            default=0,
+        )
         try:
-            return plan_memory(
+            plan = plan_memory(
                 stage.config,
                 total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
                 weights=stage.weight_bytes,
-                workspace=inspect.memory(compiled)["workspace_bytes"] + stage.state_bytes,
+                workspace=forward + beside + stage.state_bytes,
                 page_bytes=stage.page_bytes,
             )
+            return plan, beside
         except ConfigError as error:
             if total and given is None:
                 raise TooSmall(str(error)) from None
             raise
+
+    def _workspace(self, program: Program) -> int:
+        self._reply({"event": "start", "name": f"memory plan, {program.name}"})
+        compiled, _ = self._compile(program)
+        return inspect.memory(compiled)["workspace_bytes"]
 
     def row(self, program: Program, planned: int) -> dict[str, Any]:
         """Compiles a program and tells what came out; planned: bytes that the memory plan foresees on a device."""

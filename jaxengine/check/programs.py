@@ -1,6 +1,6 @@
-"""What is compiled for one target: the engine's steps over their bucket grid, and one layer's kernels by themselves.
+"""What is compiled for one target: the engine's programs over their bucket grid, and one layer's kernels by themselves.
 
-Everything is abstract: shapes with the shardings of a mesh of devices that need not exist. The steps are those of
+Everything is abstract: shapes with the shardings of a mesh of devices that need not exist. The programs are those of
 jaxengine/runner/step_programs.py, the memory plan that of memory.py, so a check sees what the engine would run. What is
 compiled for a mesh holds one device's part of every array, and so are sizes counted here.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxengine.check.exchanges import Expected, expected
 from jaxengine.check.hlo import Precious
-from jaxengine.check.roofline import DECODE_CONTEXT, Work, attention_work, step_work, update_work
+from jaxengine.check.roofline import DECODE_CONTEXT, Work, attention_work, head_work, step_work, update_work
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
 from jaxengine.runner.devices import build_split, choose_stages
+from jaxengine.runner.heads import HEADS
 from jaxengine.runner.step_programs import StepPrograms
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
@@ -45,10 +46,9 @@ class Program:
 
     Attributes:
       name: of the row in the report.
-      bucket: the shape it is for.
       mesh: to be the ambient one: it tells kernels what chip they are for.
-      is_step: a whole step, not a kernel alone.
-      is_largest: the step that decides the workspace.
+      is_step: a forward pass or a head, not a kernel alone.
+      is_largest: the forward pass that decides the workspace.
       arguments: as shapes with shardings.
       donate: indices of donated arguments.
       work: what a roofline counts.
@@ -117,7 +117,7 @@ class StagePrograms:
 
     @property
     def largest(self) -> Bucket:
-        """The bucket whose step decides the workspace."""
+        """The bucket whose forward pass decides the workspace."""
         return max(self._steps.packer.buckets)
 
     def buckets(self, short: bool) -> list[Bucket]:
@@ -127,20 +127,52 @@ class StagePrograms:
             return list(grid)
         return list(dict.fromkeys((grid.decode[0], grid.decode[-1], grid.mixed[0], grid.mixed[-1])))
 
-    def step(self, bucket: Bucket, num_pages: int) -> Program:
-        """The bucket's step with a pool of `num_pages` pages of a layer and rank."""
+    def heads(self, short: bool) -> list[tuple[str, int]]:
+        """The name and size of every head, or of those that follow the four corners of the grid."""
+        if not self.model.stage.is_last:
+            return []
+        grid, found = self._steps.packer.buckets, {}
+        for name, head in HEADS.items():
+            sizes = (head.size_of(grid, bucket) for bucket in self.buckets(short))
+            found |= {(name, size): None for size in sorted(size for size in sizes if size is not None)}
+        return list(found)
+
+    def forwarded_bytes(self, name: str, size: int) -> int:
+        """Bytes of one device that a forward pass leaves to a head."""
+        return self._steps.forwarded_bytes(name, size)
+
+    def head(self, name: str, size: int, num_pages: int) -> Program:
+        """A head of jaxengine.runner.heads. num_pages: of a pool that it must leave alone."""
+        program = self._steps.head(name, size, self._params)
+        rows = Bucket(size, size)
+        return Program(
+            name=f"{self._place}{program.name}",
+            mesh=self.mesh,
+            is_step=True,
+            is_largest=False,
+            function=program.function,
+            arguments=program.arguments,
+            donate=program.donate,
+            work=head_work(self.model, name, size),
+            precious=self._precious(size, self._steps.kv_shapes(num_pages)),
+            expected=replace(expected(self.model, rows), layers=()),
+        )
+
+    def forward(self, bucket: Bucket, num_pages: int) -> Program:
+        """The bucket's forward pass with a pool of `num_pages` pages of a layer and rank."""
         kv = self._steps.kv_shapes(num_pages)
+        program = self._steps.forward(bucket, self._params, kv)
         work = step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context)
         return Program(
-            name=f"{self._place}{bucket}",
+            name=f"{self._place}{program.name}",
             mesh=self.mesh,
             is_step=True,
             is_largest=bucket == self.largest,
-            function=self._steps.step(bucket, kv),
-            arguments=self._steps.arguments(bucket, self._params, kv),
-            donate=(1, 2),
+            function=program.function,
+            arguments=program.arguments,
+            donate=program.donate,
             work=work,
-            precious=self._precious(bucket, kv),
+            precious=self._precious(self._steps.packer.buckets.sample_size(bucket), kv),
             expected=expected(self.model, bucket),
         )
 
@@ -185,11 +217,11 @@ class StagePrograms:
     def _context(self) -> int:
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
-    def _precious(self, bucket: Bucket, kv: Any) -> Precious:
+    def _precious(self, num_logits: int, kv: Any) -> Precious:
         named = zip(declared_params(self.model), self._params, strict=True)
         weights = {math.prod(part_shape(leaf)): param.name for param, leaf in named if len(param.shape) > 1}
         # The logits of a step over all slots look like a state array.
-        logits = f"f32[{bucket.num_seqs},{self._steps.own_vocab_size}]"
+        logits = f"f32[{num_logits},{self._steps.own_vocab_size}]"
         states = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(self._steps.state_shapes):
             text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]"

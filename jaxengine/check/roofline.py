@@ -13,6 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxengine.runner.heads import SAMPLE
+from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.attention import LayerAttention
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
@@ -56,8 +58,19 @@ def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype:
     return Work(width * (jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize), 0)
 
 
+def head_work(model: Any, name: str, size: int) -> Work:
+    """A device's share of a head: the sampler reads the logits once, a score makes those of every token."""
+    config, mesh = model.config, model.mesh
+    columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
+    if name == SAMPLE:
+        return Work(4 * size * columns, 0)
+    weight = config.hidden_size * columns
+    itemsize = jnp.dtype(next(iter(declared_params(model))).dtype).itemsize
+    return Work(-(-size // PROMPT_BLOCK_ROWS) * weight * itemsize, 2 * size * weight)
+
+
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """A device's share of the whole step of an abstract model, every rank with a bucket of tokens of its own."""
+    """A device's share of a forward pass of an abstract model, every rank with a bucket of tokens of its own."""
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     num_bytes, flops = bucket.num_tokens * config.hidden_size * itemsize, 0
     for param in declared_params(model):

@@ -38,7 +38,9 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
     "plan": {"num_pages": int, "programs": str},
     "ready": {},
     # Serving: what every process executes, in the same order.
-    "step": {"num_tokens": int, "num_seqs": int},
+    "forward": {"num_tokens": int, "num_seqs": int},
+    "sample": {},
+    "score": {},
     "change": {"name": str},
     "expert load": {},
     # Any time.

@@ -1,46 +1,34 @@
 """The loop: schedule, execute, update. Ahead of the device by one step, or by one for each pipeline stage.
 
-Knows token ids only; text is the output processor's. A slot's global number is rank * max_num_seqs + slot.
+A step is dispatched in two parts: its forward pass, and its sampler, which waits where what may be chosen depends on
+tokens that are still being computed or on masks; these are made while the forward pass runs. No forward pass is
+dispatched before the sampler of the one before it, so every process of an engine dispatches in the same order.
+
+Knows token ids only; text is the output processor's.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from jaxengine.engine.output import EmittedTokens, EngineOutput, PromptScores, TokenScores
+from jaxengine.engine.in_flight import InFlight, scored_prompts
+from jaxengine.engine.output import EngineOutput
+from jaxengine.engine.slot_rows import SlotRows
 from jaxengine.engine.stats import BucketUse, RequestStats, StepStats
-from jaxengine.engine.timeline import StepRecord, Timeline
-from jaxengine.engine.token_bias import TokenBias
+from jaxengine.engine.timeline import Timeline
 from jaxengine.grammars.request_masks import RequestMasks
-from jaxengine.runner.model_runner import ModelRunner, PendingStep
-from jaxengine.sampling.sampler import param_columns
-from scheduler.batch import Emitted, ScheduledStep
+from jaxengine.runner.model_runner import ModelRunner
+from scheduler.batch import ScheduledStep
 from scheduler.buckets import Bucket
-from scheduler.request import FinishReason, Request, RequestStatus
+from scheduler.request import FinishReason, Request, RequestStatus, Wait
 from scheduler.scheduler import Scheduler
-from scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, PROMPT_LOGPROBS
+from scheduler.token_params import MASK
 
-# How long a step waits for masks where there is nothing else to do: new requests wait so long too.
-_MASK_WAIT_SECONDS = 0.005
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A dispatched step.
-
-    scored_prompts: (request, rank, first token in the rank's batch, its position, number of tokens) of prompts to be
-      scored.
-    """
-
-    step: ScheduledStep
-    pending: PendingStep
-    record: StepRecord
-    scored_prompts: list[tuple[Request, int, int, int, int]]
+# How long the loop waits for masks where there is nothing else to do: new requests wait so long too.
+_IDLE_SECONDS = 0.005
+# How long a sampler waits for masks. A request whose mask takes longer gives up its slot, so that the others go on.
+_MASK_SECONDS = 0.05
 
 
 class Engine:
@@ -61,9 +49,9 @@ class Engine:
         self.timeline = Timeline()
         ahead = 2 if runner.config.async_scheduling else 1
         self._max_in_flight = max(ahead, self.scheduler.config.num_micro_batches)
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._idle_since = time.monotonic()
-        self._biases: dict[int, tuple[Request, TokenBias, frozenset[int]]] = {}
+        self._rows = SlotRows(runner, self.scheduler, masks)
 
     @property
     def has_unfinished(self) -> bool:
@@ -72,12 +60,12 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queues a request; raises RequestError if it cannot be served."""
-        request.held = request.params.grammar is not None
-        request.wait_for_token = request.params.waits_for_token
+        if request.params.grammar is not None:
+            request.wait = Wait.MASK
         if not self.has_unfinished:
             self._idle_since = time.monotonic()
         self.scheduler.add_request(request)
-        if request.held:
+        if request.wait is Wait.MASK:
             assert self.masks is not None  # SamplingParams.verify_against saw that there is a tokenizer
             self.masks.add(request)
 
@@ -94,13 +82,15 @@ class Engine:
         """
         with self.runner.compiles.watch():
             output = EngineOutput()
-            if self.masks is not None:
-                self._take_masks(self.masks, output)
-            dispatched = self._dispatch(output)
-            if self._in_flight and (not dispatched or len(self._in_flight) == self._max_in_flight):
+            self._take_masks(output)
+            step = self._dispatch(output)
+            if step is not None:
+                self._sample(step, output)
+            if self._in_flight and (step is None or len(self._in_flight) == self._max_in_flight):
                 self._collect(self._in_flight.popleft(), output)
-            elif self.masks is not None and not (dispatched or output.finished or output.refused) and self.masks.awaits:
-                self.masks.wait(_MASK_WAIT_SECONDS)
+            elif self.masks is not None and self.masks.awaits:
+                if step is None and not (output.finished or output.refused):
+                    self.masks.wait(_IDLE_SECONDS)
             for request in output.finished:
                 self._ended(request)
             return output
@@ -110,20 +100,23 @@ class Engine:
         if self.masks is not None:
             self.masks.worker.shutdown()
 
-    def _take_masks(self, masks: RequestMasks, output: EngineOutput) -> None:
+    def _take_masks(self, output: EngineOutput) -> None:
         """Lets requests run whose masks have come, and ends those that their grammars end."""
-        events = masks.take()
+        if self.masks is None:
+            return
+        events = self.masks.take()
         for request in events.ready:
             self.scheduler.release(request)
         for request, error in events.refused:
             self.finish(request, FinishReason.ERROR, str(error))
         for request, reason, stop_reason in events.ended:
-            self.scheduler.finish(request, reason, stop_reason)
-            output.finished.append(request)
+            if request.status is not RequestStatus.FINISHED:
+                self.scheduler.finish(request, reason, stop_reason)
+                output.finished.append(request)
         output.refused += events.refused
 
-    def _dispatch(self, output: EngineOutput) -> bool:
-        """Puts the next step in flight; False if nothing can run now."""
+    def _dispatch(self, output: EngineOutput) -> InFlight | None:
+        """Puts the next step's forward pass in flight; None if nothing can run now."""
         start = time.monotonic()
         idle_since = self._device_idle_since(start)
         step = self.scheduler.schedule(start)
@@ -131,8 +124,7 @@ class Engine:
         scheduled = time.monotonic()
         self.stats.schedule_seconds += scheduled - start
         if not step.num_rows:
-            return False
-        self._set_rows(step)
+            return None
         message = self.runner.packer.pack(step)
         prepared = time.monotonic()
         pending = self.runner.execute(message)
@@ -147,26 +139,53 @@ class Engine:
             idle_since=idle_since,
             num_bytes=message.buffer.nbytes,
         )
-        self._in_flight.append(_InFlight(step, pending, record, self._scored_prompts(step)))
+        done = InFlight(step, pending, record, scored_prompts(step, self.scheduler.ranks))
+        self._in_flight.append(done)
+        if done.prompts:
+            self.runner.score(pending)
         if idle_since is not None:
             self.stats.idle_seconds += dispatched - idle_since
         self.stats.dispatch_seconds += time.monotonic() - scheduled
-        return True
+        return done
 
-    def _collect(self, done: _InFlight, output: EngineOutput) -> None:
+    def _sample(self, newest: InFlight, output: EngineOutput) -> None:
+        """Dispatches the sampler of the step in flight last, once it is known what may be chosen."""
+        step = newest.step
+        while self._rows.is_behind(step):
+            self._collect(self._in_flight.popleft(), output)
+        if step.features & MASK:
+            self._await_masks(step, output)
+        start = time.monotonic()
+        self._rows.sync(step)
+        self.runner.sample(newest.pending)
+        self.stats.dispatch_seconds += time.monotonic() - start
+
+    def _await_masks(self, step: ScheduledStep, output: EngineOutput) -> None:
+        """Waits for the masks of a step; requests whose masks take too long, or that have ended, are left out of it."""
+        assert self.masks is not None
+        deadline = time.monotonic() + _MASK_SECONDS
+        while missing := self._rows.without_mask(step):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                for request in missing:
+                    self.scheduler.hold(request)
+                return
+            self.masks.wait_for(missing, left)
+            self._take_masks(output)
+
+    def _collect(self, done: InFlight, output: EngineOutput) -> None:
         start = time.monotonic()
         token_ids = done.pending.token_ids()
         arrived = time.monotonic()
         self._idle_since = arrived
         self.stats.wait_seconds += arrived - start
         result = self.scheduler.update(done.step, token_ids, arrived)
-        scores = done.pending.logprobs() if result.emitted and done.step.features & LOGPROBS else None
-        output.emitted += [_with_scores(emitted, scores) for emitted in result.emitted]
-        for request, token_id in result.masked:
-            assert self.masks is not None
-            self._advance(self.masks, request, token_id)
-        if done.scored_prompts:
-            output.prompt_scores += self._prompt_scores(done)
+        output.emitted += done.with_scores(result.emitted)
+        if self.masks is not None:
+            for request, token_id in result.followed:
+                if request.params.grammar is not None:
+                    self._advance(self.masks, request, token_id)
+        output.prompt_scores += done.prompt_scores()
         output.first_tokens += result.first_tokens
         output.finished += result.finished
         self.stats.num_generated_tokens += result.num_new_tokens
@@ -191,102 +210,11 @@ class Engine:
         self.request_stats.observe_end(request)
         self.timeline.ended(request)
 
-    def _set_rows(self, step: ScheduledStep) -> None:
-        """Brings the device's slot rows up to date for this step."""
-        rows = []
-        for request in [request for batch in step.batches for request in batch.admitted]:
-            params, features = request.params, request.params.features
-            slot = request.rank * self.scheduler.config.max_num_seqs + request.slot
-            rows.append((slot, *param_columns(params, request.seed)))
-            if features & PENALTIES:
-                output = self.scheduler.output_token_ids(request)
-                self.runner.set_token_counts(slot, request.prompt_token_ids, output)
-            self._biases.pop(slot, None)
-            if features & BIAS:
-                bias = TokenBias(request, self.runner.vocab_size)
-                forbidden = self._forbidden(request, bias)
-                self._biases[slot] = request, bias, forbidden
-                self.runner.set_bias(slot, bias.row(forbidden))
-            else:
-                self.runner.set_bias(slot, None)
-        self.runner.set_params(rows)
-        self._set_masks(step)
-        if step.features & BIAS:
-            self._refresh_biases(step)
-
     def _advance(self, masks: RequestMasks, request: Request, token_id: int) -> None:
         if request.status is not RequestStatus.FINISHED:
             masks.advance(request, token_id)
-        elif token_id < 0 and not self._allows_any(masks, request):
+        elif token_id < 0 and not self._rows.allows_any(request, masks.row(request)):
             request.stop_reason = "no token is allowed by structured_outputs and the other parameters together"
-
-    def _allows_any(self, masks: RequestMasks, request: Request) -> bool:
-        """Whether mask and bias of the token sampled last left anything to sample."""
-        for owner, bias, forbidden in self._biases.values():
-            if owner is request:
-                allowed = np.unpackbits(masks.row(request).view(np.uint8), bitorder="little")[: self.runner.vocab_size]
-                return bool(np.isfinite(bias.row(forbidden)[allowed > 0]).any())
-        return True
-
-    def _set_masks(self, step: ScheduledStep) -> None:
-        """Brings the masks of the rows that sample, and takes away those of former owners of slots."""
-        rows: list[tuple[int, np.ndarray | None]] = []
-        for rank, batch in enumerate(step.batches):
-            slots, first = self.scheduler.ranks[rank].slots, rank * self.scheduler.config.max_num_seqs
-            for request in batch.admitted:
-                if not slots.features[request.slot] & MASK:
-                    rows.append((first + request.slot, None))
-            if batch.features & MASK:
-                assert self.masks is not None
-                sampling = batch.slots[batch.sample]
-                for slot in sampling[(slots.features[sampling] & MASK) > 0].tolist():
-                    request = slots.requests[slot]
-                    assert request is not None
-                    rows.append((first + slot, self.masks.row(request)))
-        self.runner.set_masks(rows)
-
-    def _refresh_biases(self, step: ScheduledStep) -> None:
-        for rank, batch in enumerate(step.batches):
-            for slot in (batch.slots[batch.sample] + rank * self.scheduler.config.max_num_seqs).tolist():
-                if slot not in self._biases:
-                    continue
-                request, bias, before = self._biases[slot]
-                forbidden = self._forbidden(request, bias)
-                if forbidden != before:
-                    self._biases[slot] = request, bias, forbidden
-                    self.runner.set_bias(slot, bias.row(forbidden))
-
-    def _forbidden(self, request: Request, bias: TokenBias) -> frozenset[int]:
-        """The tokens forbidden to the token that the step being dispatched samples."""
-        slots, slot = self.scheduler.ranks[request.rank].slots, request.slot
-        sampling = int(slots.num_computed[slot] >= slots.num_fed[slot])
-        num_output = int(slots.num_tokens[slot] - slots.num_prompt[slot]) - sampling
-        return bias.forbidden(num_output, self.scheduler.output_token_ids(request))
-
-    def _scored_prompts(self, step: ScheduledStep) -> list[tuple[Request, int, int, int, int]]:
-        if not step.features & PROMPT_LOGPROBS:
-            return []
-        scored = []
-        for rank, batch in enumerate(step.batches):
-            slots = self.scheduler.ranks[rank].slots
-            first_token = np.cumsum(batch.num_scheduled) - batch.num_scheduled
-            for row in range(batch.num_decode, batch.num_rows):
-                slot, count = int(batch.slots[row]), int(batch.num_scheduled[row])
-                request = slots.requests[slot]
-                assert request is not None
-                if request.params.prompt_logprobs is not None:
-                    position = int(slots.num_computed[slot]) - count
-                    count = min(count, request.num_prompt_tokens - 1 - position)
-                    if count > 0:
-                        scored.append((request, rank, int(first_token[row]), position, count))
-        return scored
-
-    def _prompt_scores(self, done: _InFlight) -> list[PromptScores]:
-        logprobs, results = done.pending.prompt_logprobs(), []
-        for request, rank, token, position, count in done.scored_prompts:
-            scores = _scores_at(logprobs, rank, slice(token, token + count))
-            results.append(PromptScores(request, position + 1, scores))
-        return results
 
     def _count(self, step: ScheduledStep, bucket: Bucket) -> None:
         stats, num_tokens = self.stats, step.num_tokens
@@ -302,18 +230,3 @@ class Engine:
             used = int(slots.num_computed[slots.active].sum())
             stats.page_slots_used += used
             stats.page_slots_empty += held - used
-
-
-def _with_scores(emitted: Emitted, scores: Any) -> EmittedTokens:
-    """scores: of the step's rows, None when nobody wants any."""
-    if scores is None:
-        return EmittedTokens(emitted.tags, emitted.token_ids)
-    scored = np.flatnonzero((emitted.features & LOGPROBS > 0) & (emitted.token_ids >= 0))
-    found = _scores_at(scores, emitted.rank, emitted.rows[scored])
-    return EmittedTokens(emitted.tags, emitted.token_ids, scored, found)
-
-
-def _scores_at(arrays: Any, rank: int, rows: np.ndarray | slice) -> TokenScores:
-    return TokenScores(
-        arrays.logprob[rank, rows], arrays.rank[rank, rows], arrays.top_ids[rank, rows], arrays.top_logprobs[rank, rows]
-    )

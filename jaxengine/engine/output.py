@@ -6,45 +6,10 @@ Also what crosses from the engine's process to those that speak with clients. Kn
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-import numpy as np
-
+from scheduler.batch import TokenRows, TokenScores
 from scheduler.errors import RequestError
 from scheduler.request import Request
-
-
-class TokenScores(NamedTuple):
-    """Logprobs of n tokens.
-
-    Attributes:
-      logprobs: f32[n].
-      ranks: i32[n], 1 is best.
-      top_ids, top_logprobs: i32[n, k], f32[n, k], best first.
-    """
-
-    logprobs: np.ndarray
-    ranks: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
-
-
-_NONE = np.empty(0, np.int64)
-
-
-class EmittedTokens(NamedTuple):
-    """One token of each of n requests that follow every step.
-
-    Attributes:
-      tags: i32[n] or i64[n], the requests' own.
-      token_ids: i32[n]; a negative one is no token, its request ends with an error.
-      scored: i64[m], the indexes of those whose logprobs were asked for; scores are theirs, None without any.
-    """
-
-    tags: np.ndarray
-    token_ids: np.ndarray
-    scored: np.ndarray = _NONE
-    scores: TokenScores | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +34,7 @@ class EngineOutput:
         cannot be used. The caller of a request with several outputs gets one of the errors and no output.
     """
 
-    emitted: list[EmittedTokens] = field(default_factory=list)
+    emitted: list[TokenRows] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
     first_tokens: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,8 +126,16 @@ class GrammarWorker:
             left = end - time.monotonic()
             if left <= 0 or self._connection is None:
                 return
-            select.select([self._connection], [self._connection] if self._outgoing else [], [], left)
-            self._pump()
+            self._select(self._connection, left)
+
+    def wait_for(self, keys: Collection[int], seconds: float) -> None:
+        """Waits until nothing is due for any of these sequences; at most `seconds`."""
+        end = time.monotonic() + seconds
+        while any(key in self._sequences and self._sequences[key].awaited for key in keys):
+            left = end - time.monotonic()
+            if left <= 0 or self._connection is None:
+                return
+            self._select(self._connection, left)
 
     def take(self) -> list[NextMask | GrammarFailure]:
         """What has come since the last call, of sequences that were open then; does not wait."""
@@ -139,6 +147,11 @@ class GrammarWorker:
         """Ends the process; every sequence is forgotten."""
         self._sequences.clear()
         self._kill()
+
+    def _select(self, connection: socket.socket, seconds: float) -> None:
+        """Waits until something can be read or written, and does so; at most `seconds`."""
+        select.select([connection], [connection] if self._outgoing else [], [], seconds)
+        self._pump()
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()

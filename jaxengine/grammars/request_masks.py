@@ -1,12 +1,14 @@
 """The masks of an engine's requests: which tokens each may take next, as far as that is known.
 
-A masked request is held in the scheduler until the mask of its next token is here; it is computed elsewhere while the
-device works for others. Decides what a grammar's end or failure means for its request. Knows nothing of devices.
+A request waits beside the line until its grammar is compiled; from then on each mask is computed elsewhere while the
+device runs the forward pass whose token it is for. Decides what a grammar's end or failure means for its request.
+Knows nothing of devices.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,8 +81,16 @@ class RequestMasks:
             self.worker.close(key)
 
     def row(self, request: Request) -> np.ndarray:
-        """i32[num_words]: what the request may take now; it is not held."""
+        """i32[num_words]: what the request may take now, where that is known."""
         return self._masks[request]
+
+    def has(self, request: Request) -> bool:
+        """Whether `row` can tell."""
+        return request in self._masks
+
+    def wait_for(self, requests: Iterable[Request], seconds: float) -> None:
+        """Waits until something has become known about each of these; at most `seconds`."""
+        self.worker.wait_for([self._keys[request] for request in requests], seconds)
 
     def wait(self, seconds: float) -> None:
         """Waits until what is due for running requests is here, or something if none runs; at most `seconds`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,45 +17,70 @@ import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.runner.compile_watch import CompileWatch
+from jaxengine.runner.heads import HEADS, SAMPLE, SCORE
 from jaxengine.runner.memory import MemoryPlan, plan_memory
 from jaxengine.runner.peers import ALONE, Peers
-from jaxengine.runner.stage_runner import NUM_DELTAS, NUM_MASK_ROWS, NUM_PARAM_ROWS, StageRunner
-from jaxengine.runner.step import StepOutput
-from jaxengine.sampling import sampler
+from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.state_changes import (
+    BIAS_ROW,
+    COUNTS_ROW,
+    MASK_ROWS,
+    NUM_DELTAS,
+    NUM_MASK_ROWS,
+    NUM_PARAM_ROWS,
+    PAGE_DELTAS,
+    PARAMETERS,
+)
+from jaxengine.runner.step import Forwarded
 from jaxengine.sampling.logprobs import TokenLogprobs
+from jaxengine.sampling.sampler import SampleOutput
+from jaxengine.sampling.state import NEUTRAL
 from scheduler.buckets import Bucket
 from scheduler.packing import StepInput, delta_chunks
 
 Progress = Callable[[int, int, str], None]
 
 
-@dataclass(frozen=True)
 class PendingStep:
-    """A dispatched step, its results possibly still being computed. All results have a leading axis of ranks.
+    """A step whose forward pass has been dispatched, its results possibly still being computed.
 
-    fetch: waits for a result.
+    It has tokens once its sampler has been dispatched too. All results have a leading axis of ranks.
+
+    Attributes:
+      forwarded: what the forward pass left; None once the sampler has taken it.
     """
 
-    output: StepOutput
-    bucket: Bucket
-    fetch: Callable[[jax.Array], np.ndarray] = np.asarray
+    def __init__(self, bucket: Bucket, forwarded: Forwarded, fetch: Callable[[jax.Array], np.ndarray] = np.asarray):
+        """fetch: waits for a result."""
+        self.bucket = bucket
+        self.forwarded: Forwarded | None = forwarded
+        self.sampled: SampleOutput | None = None
+        self.scored: TokenLogprobs | None = None
+        self._fetch = fetch
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether its sampler has been dispatched."""
+        return self.sampled is not None
 
     def is_ready(self) -> bool:
         """Whether the step is done, so that `token_ids` would not wait."""
         # Every array has it, but the type that jax declares does not say so.
-        return self.output.sample.token_ids.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        return self.sampled is not None and self.sampled.token_ids.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def token_ids(self) -> np.ndarray:
-        """i32[ranks, S]; waits for the step."""
-        return self.fetch(self.output.sample.token_ids)
+        """i32[ranks, rows of logits]; waits for the step."""
+        assert self.sampled is not None
+        return self._fetch(self.sampled.token_ids)
 
-    def logprobs(self) -> sampler.SampleOutput:
+    def logprobs(self) -> SampleOutput:
         """The sampled rows' logprobs as numpy arrays."""
-        return jax.tree.map(self.fetch, self.output.sample)
+        return jax.tree.map(self._fetch, self.sampled)
 
     def prompt_logprobs(self) -> TokenLogprobs:
         """The prompt tokens' logprobs as numpy arrays."""
-        return jax.tree.map(self.fetch, self.output.prompt)
+        assert self.scored is not None
+        return jax.tree.map(self._fetch, self.scored)
 
 
 class ModelRunner:
@@ -125,33 +150,42 @@ class ModelRunner:
         return self._stages[0].memory_in_use
 
     def execute(self, step: StepInput) -> PendingStep:
-        """Dispatches a step; does not wait for it."""
+        """Dispatches a step's forward pass; does not wait for it."""
         for deltas in delta_chunks(step.overflow, NUM_DELTAS, len(self._has_bias)):
-            self.change_state("page deltas", deltas)
-        return self.run_step(step.bucket, step.buffer)
+            self.change_state(PAGE_DELTAS, deltas)
+        return self.forward(step.bucket, step.buffer)
 
-    def run_step(self, bucket: Bucket, message: np.ndarray) -> PendingStep:
-        """Dispatches the step whose message this is, i32[ranks, size]; the other processes do the same."""
-        self._peers.announce("step", (message,), num_tokens=bucket.num_tokens, num_seqs=bucket.num_seqs)
-        output = self._peers.run(lambda: self._execute(bucket, message))
-        return PendingStep(output, bucket, self._fetch)
+    def forward(self, bucket: Bucket, message: np.ndarray) -> PendingStep:
+        """Dispatches the forward pass whose message this is, i32[ranks, size]; the other processes do the same."""
+        self._peers.announce("forward", (message,), num_tokens=bucket.num_tokens, num_seqs=bucket.num_seqs)
+        return PendingStep(bucket, self._peers.run(lambda: self._forward(bucket, message)), self._fetch)
+
+    def sample(self, pending: PendingStep) -> None:
+        """Dispatches the sampler of a step, after which nothing else can be done with it; so do the other processes.
+
+        Before the next forward pass: that takes its tokens.
+        """
+        pending.sampled = self._run_head(SAMPLE, pending)
+        pending.forwarded = None
+
+    def score(self, pending: PendingStep) -> None:
+        """Scores the prompts of a step whose sampler has not been dispatched; the other processes do the same."""
+        pending.scored = self._run_head(SCORE, pending)
 
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Runs one of `StepPrograms.state_changes` on the stages that have it; the other processes do the same."""
+        """Runs one of STATE_CHANGES on the stages that have it; the other processes do the same."""
         self._peers.announce("change", arguments, name=name)
-        stages = self._stages if name == "page deltas" else [self._last]
-        self._peers.run(lambda: [stage.change_state(name, *arguments) for stage in stages])
+        self._peers.run(lambda: [stage.change_state(name, *arguments) for stage in self._stages])
 
-    def set_params(self, rows: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
-        """Stores sampling parameters: (slot, ints, floats) as `sampler.param_columns` gives them."""
+    def set_params(self, rows: list[tuple[int, np.ndarray]]) -> None:
+        """Stores sampling parameters: (slot, words), the latter as `param_words` gives them."""
         for first in range(0, len(rows), NUM_PARAM_ROWS):
             chunk = rows[first : first + NUM_PARAM_ROWS]
             slots = np.full(NUM_PARAM_ROWS, len(self._has_bias), np.int32)
-            ints = np.zeros((NUM_PARAM_ROWS, 3), np.int32)
-            floats = np.zeros((NUM_PARAM_ROWS, 6), np.float32)
-            for index, (slot, slot_ints, slot_floats) in enumerate(chunk):
-                slots[index], ints[index], floats[index] = slot, slot_ints, slot_floats
-            self.change_state("parameters", slots, ints, floats)
+            words = np.zeros((NUM_PARAM_ROWS, len(NEUTRAL)), np.int32)
+            for index, (slot, own_words) in enumerate(chunk):
+                slots[index], words[index] = slot, own_words
+            self.change_state(PARAMETERS, slots, words)
 
     def set_bias(self, slot: int, row: np.ndarray | None) -> None:
         """Sets a slot's additive logit bias, f32[V]; None for no bias."""
@@ -159,7 +193,7 @@ class ModelRunner:
             return
         self._has_bias[slot] = row is not None
         row = np.zeros(self.vocab_size, np.float32) if row is None else row
-        self.change_state("bias row", np.int32(slot), self._padded(row))
+        self.change_state(BIAS_ROW, np.int32(slot), self._padded(row))
 
     def set_masks(self, rows: list[tuple[int, np.ndarray | None]]) -> None:
         """Sets which tokens slots may take: (slot, i32[num_mask_words]), distinct slots; None allows every token."""
@@ -173,13 +207,13 @@ class ModelRunner:
                 slots[index], self._has_mask[slot] = slot, row is not None
                 if row is not None:
                     masks[index, :, :own_words] = row.reshape(parts, own_words)
-            self.change_state("mask rows", slots, masks.reshape(NUM_MASK_ROWS, -1))
+            self.change_state(MASK_ROWS, slots, masks.reshape(NUM_MASK_ROWS, -1))
 
     def set_token_counts(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
         """Tells penalties what a slot's prompt and output hold so far."""
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt] |= 1
-        self.change_state("counts row", np.int32(slot), self._padded(counts))
+        self.change_state(COUNTS_ROW, np.int32(slot), self._padded(counts))
 
     def expert_load(self) -> np.ndarray | None:
         """u32[layers, E], tokens that experts were picked for so far, modulo 2**32; None without experts.
@@ -190,12 +224,19 @@ class ModelRunner:
         loads = [load for stage in self._stages if (load := self._peers.run(stage.expert_load)) is not None]
         return np.concatenate([self._fetch(load).sum(axis=0, dtype=np.uint32) for load in loads]) if loads else None
 
-    def _execute(self, bucket: Bucket, message: np.ndarray) -> StepOutput:
+    def _forward(self, bucket: Bucket, message: np.ndarray) -> Forwarded:
         output = None
         for stage in self._stages:
-            output = stage.execute(bucket, message, output)
-        assert isinstance(output, StepOutput)
+            output = stage.forward(bucket, message, output)
+        assert isinstance(output, Forwarded)
         return output
+
+    def _run_head(self, name: str, pending: PendingStep) -> Any:
+        """A head of HEADS on what the forward pass dispatched last has left."""
+        size, forwarded = HEADS[name].size_of(self.buckets, pending.bucket), pending.forwarded
+        assert size is not None and forwarded is not None
+        self._peers.announce(name)
+        return self._peers.run(lambda: self._last.run_head(name, size, forwarded))
 
     def _fetch(self, array: jax.Array) -> np.ndarray:
         return self._peers.run(lambda: np.asarray(array))
@@ -220,13 +261,17 @@ class ModelRunner:
     def _warm_up(self, progress: Progress) -> None:
         """Makes every executable serving can need, the costly ones first so that they show early."""
         buckets = [] if self.config.enforce_eager else sorted(self.buckets, reverse=True)
-        total = len(buckets) * len(self._stages)
+        heads = [] if self.config.enforce_eager else self._last.programs.heads()
+        total = len(buckets) * len(self._stages) + len(heads)
         for stage in self._stages:
             stage.plan_pool(self.plan.num_pages)
         for index, bucket in enumerate(buckets):
             for number, stage in enumerate(self._stages):
                 progress(index * len(self._stages) + number, total, str(bucket))
-                stage.compile_step(bucket)
+                stage.compile_forward(bucket)
+        for index, (name, size) in enumerate(heads):
+            progress(total - len(heads) + index, total, f"{name} {size}")
+            self._last.compile_head(name, size)
         progress(total, total, "ready")
         for stage in self._stages:
             stage.allocate()

@@ -1,4 +1,4 @@
-"""One pipeline stage on its devices: weights, KV pool, state of the slots, and one compiled step per bucket.
+"""One pipeline stage on its devices: weights, KV pool, state of the slots, and the compiled programs.
 
 An engine without pipeline parallelism is one stage. Knows rows and messages, nothing of requests.
 """
@@ -14,26 +14,19 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.runner.executables import ExecutableCache, compile_program
+from jaxengine.runner.heads import HEADS
 from jaxengine.runner.memory import device_memory, memory_in_use, workspace_bytes
-from jaxengine.runner.step import StepOutput
-from jaxengine.runner.step_programs import StepPrograms
-from jaxengine.sampling import sampler
-from jaxengine.sampling.logprobs import TokenLogprobs
+from jaxengine.runner.step import Forwarded
+from jaxengine.runner.step_programs import Program, StepPrograms
 from models.kv_cache import make_kv
 from scheduler.buckets import Bucket
 from sharding.rules import named_sharding, part_bytes
 
 logger = logging.getLogger(__name__)
 
-# Entries of one message that brings page-table entries outside a step, requests whose parameters one brings, and
-# requests whose masks one brings.
-NUM_DELTAS = 1024
-NUM_PARAM_ROWS = 8
-NUM_MASK_ROWS = 16
-
 
 class StageRunner:
-    """Compiles on demand (`compile_step`), allocates when told the number of pages (`allocate`), then only executes."""
+    """Compiles on demand, allocates when told the number of pages (`plan_pool`, `allocate`), then only executes."""
 
     def __init__(self, programs: StepPrograms, params: nnx.State, cache_dir: str | None):
         self.programs = programs
@@ -45,17 +38,9 @@ class StageRunner:
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
         self._ranks = named_sharding(programs.mesh, ("batch",))
         self._params = jax.tree.leaves(params)
-        self._steps: dict[Bucket, jax.stages.Compiled] = {}
-        self._changes = {
-            name: self.executables.get(
-                f"{name} of {programs.model.stage}",
-                function,
-                (programs.state_shapes, *arguments),
-                programs.state_shapes,
-                donate=(0,),
-            )
-            for name, (function, arguments) in programs.state_changes(NUM_DELTAS, NUM_PARAM_ROWS, NUM_MASK_ROWS).items()
-        }
+        self._forwards: dict[Bucket, jax.stages.Compiled] = {}
+        self._heads: dict[tuple[str, int], jax.stages.Compiled] = {}
+        self._changes = {name: self._compile(change) for name, change in programs.state_changes().items()}
 
     @property
     def device_memory(self) -> int:
@@ -78,61 +63,72 @@ class StageRunner:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of one device that the largest step, which has been compiled, needs besides weights and pages."""
-        return workspace_bytes(self._steps[max(self._steps)].memory_analysis()) + self._state_bytes
+        """Bytes of one device that the largest forward pass and head, which have been compiled, need besides weights
+        and pages."""
+        return workspace_bytes(self._forwards[max(self._forwards)].memory_analysis()) + self._bytes_beside_forward
 
     def measure_workspace(self) -> int:
         """The same before the pool's size is known: it hardly depends on that, so a small pool stands in for it."""
-        programs, bucket = self.programs, max(self.programs.packer.buckets)
+        programs = self.programs
         kv = programs.kv_shapes(programs.num_columns)
-        arguments = programs.arguments(bucket, self._params, kv)
+        program = programs.forward(max(programs.packer.buckets), self._params, kv)
 
         def measure() -> int:
-            lowered = jax.jit(programs.step(bucket, kv), donate_argnums=(1, 2)).lower(*arguments)
+            lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
             analysis = compile_program(lowered, programs.mesh.devices.flat[0].platform).memory_analysis()
             assert analysis is not None, "this platform does not tell what a program needs"
             return workspace_bytes(analysis)
 
-        return self.executables.get_number("workspace", arguments, programs.description, measure) + self._state_bytes
+        for name, size in programs.heads():
+            self.compile_head(name, size)
+        forward = self.executables.get_number("workspace", program.arguments, programs.description, measure)
+        return forward + self._bytes_beside_forward
 
     def plan_pool(self, num_pages: int) -> None:
-        """Decides the pool's size, pages of a layer and rank, and with it the steps' shapes."""
+        """Decides the pool's size, pages of a layer and rank, and with it the shapes of forward passes."""
         self._kv_shapes = self.programs.kv_shapes(num_pages)
 
-    def compile_step(self, bucket: Bucket) -> None:
-        """Compiles or loads a bucket's step."""
-        programs = self.programs
-        output: Any = 0
-        if programs.model.stage.is_last:
-            output = StepOutput(_like(sampler.SampleOutput), _like(TokenLogprobs))
-        self._steps[bucket] = self.executables.get(
-            str(bucket),
-            programs.step(bucket, self._kv_shapes),
-            programs.arguments(bucket, self._params, self._kv_shapes),
-            (self._kv_shapes, programs.state_shapes.slots, output),
-            donate=(1, 2),
-            description=programs.description,
-        )
+    def compile_forward(self, bucket: Bucket) -> None:
+        """Compiles or loads a bucket's forward pass."""
+        self._forwards[bucket] = self._compile(self.programs.forward(bucket, self._params, self._kv_shapes))
+
+    def compile_head(self, name: str, size: int) -> None:
+        """Compiles or loads a head, unless that has been done."""
+        if (name, size) not in self._heads:
+            self._heads[name, size] = self._compile(self.programs.head(name, size, self._params))
 
     def allocate(self) -> None:
         """Makes the pool and the state of the slots."""
         self._kv = make_kv(self._kv_shapes)
         self._state = self.programs.make_state()
 
-    def execute(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
-        """Dispatches the stage's part of a step: the next stage's hidden states, or the StepOutput of the last one."""
-        if bucket not in self._steps:  # enforce_eager: compiled when it first occurs
-            self.compile_step(bucket)
-        arguments = (self._params, self._kv, *self._state, message)
+    def forward(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
+        """Dispatches the stage's part of a forward pass: hidden states for the next stage, or Forwarded."""
+        if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
+            self.compile_forward(bucket)
+        tokens = self._state.tokens
+        last_token = None if tokens is None else tokens.last_token
+        arguments = (self._params, self._kv, self._state.slots, last_token, message)
         if hidden is not None:
             arguments = (*arguments, self._receive(hidden))
-        self._kv, slots, output = self._steps[bucket](*arguments)
+        self._kv, slots, output = self._forwards[bucket](*arguments)
         self._state = self._state._replace(slots=slots)
         return output
 
+    def run_head(self, name: str, size: int, forwarded: Forwarded) -> Any:
+        """Dispatches a head of that size on what a forward pass left; its output."""
+        head = HEADS[name]
+        if (name, size) not in self._heads:  # enforce_eager
+            self.compile_head(name, size)
+        values = {"params": self._params, **self._state._asdict(), **forwarded._asdict()}
+        *changed, output = self._heads[name, size](*[values[argument] for argument in head.arguments])
+        self._state = self._state._replace(**dict(zip(head.changes, changed, strict=True)))
+        return output
+
     def change_state(self, name: str, *arguments: Any) -> None:
-        """Runs one of `StepPrograms.state_changes`."""
-        self._state = self._changes[name](self._state, *arguments)
+        """Runs one of STATE_CHANGES, if this stage has it."""
+        if name in self._changes:
+            self._state = self._changes[name](self._state, *arguments)
 
     def expert_load(self) -> jax.Array | None:
         """u32[n, layers, E]: summed over n, the tokens that experts were picked for, modulo 2**32."""
@@ -150,10 +146,20 @@ class StageRunner:
         return jax.make_array_from_single_device_arrays(hidden.shape, self._ranks, parts)
 
     @property
-    def _state_bytes(self) -> int:
-        return sum(map(part_bytes, jax.tree.leaves(self.programs.state_shapes)))
+    def _bytes_beside_forward(self) -> int:
+        """The state, and the most that a head of the step before and what it works on can hold meanwhile."""
+        heads = [
+            self.programs.forwarded_bytes(*key) + workspace_bytes(head.memory_analysis())
+            for key, head in self._heads.items()
+        ]
+        return sum(map(part_bytes, jax.tree.leaves(self.programs.state_shapes))) + max(heads, default=0)
 
-
-def _like(fields: Any) -> Any:
-    """A value of a NamedTuple class, for its structure only."""
-    return fields(*range(len(fields._fields)))
+    def _compile(self, program: Program) -> jax.stages.Compiled:
+        return self.executables.get(
+            program.name,
+            program.function,
+            program.arguments,
+            program.results,
+            donate=program.donate,
+            description=self.programs.description,
+        )

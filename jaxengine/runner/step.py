@@ -1,6 +1,7 @@
-"""One step as a pure function: unpack the message, run the model, sample, remember. This is what gets compiled.
+"""The forward pass of one step as a pure function: unpack the message, run the model, leave what the heads need.
 
-The device keeps a row of state for every slot, so the host sends only what changed. Knows nothing of requests.
+The device keeps a row of state for every slot, so the host sends only what changed. What is done with the logits and
+the hidden states is jaxengine.runner.heads'. Knows nothing of requests.
 
 On a mesh this is what every device runs on its own parts (sharding.collectives): a rank's rows, slots and pages are its
 own, and its devices all unpack the same message.
@@ -15,53 +16,85 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from jaxengine.sampling import sampler
-from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
+from jaxengine.sampling import state as sampling_state
+from jaxengine.sampling.state import SamplingState, write_slots
 from models.forward_batch import HEADER, ForwardBatch, StepLayout
 from models.layers.attention import RaggedBatch
 from models.layers.moe import ExpertLoad
-from sharding.collectives import num_shards, shard_index, stack_ranks
+from sharding.collectives import num_shards, shard_index
 
 
 class SlotState(NamedTuple):
-    """What the device remembers of the R = max_num_seqs slots and steps change.
+    """What a stage remembers of the R = max_num_seqs slots; forward changes it.
 
     Attributes:
       page_table: i32[R, W].
-      last_token: i32[R], the token sampled last.
       num_computed: i32[R], tokens whose KV is written.
-      token_counts: i32[R, V], what penalties count (jaxengine.sampling.sampler); only where tokens are sampled.
       expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
         models with experts.
     """
 
     page_table: jax.Array
-    last_token: jax.Array
     num_computed: jax.Array
-    token_counts: jax.Array | None
     expert_load: jax.Array | None
+
+
+class TokenState(NamedTuple):
+    """What is remembered of the tokens sampled; the sampler changes it.
+
+    Attributes:
+      last_token: i32[R], the token sampled last.
+      token_counts: i32[R, V], what penalties count (jaxengine.sampling.state).
+    """
+
+    last_token: jax.Array
+    token_counts: jax.Array
 
 
 class DeviceState(NamedTuple):
     """All that is kept between steps beside the KV pool.
 
     Attributes:
-      slots: donated to each step, which returns it changed.
-      sampling: sampling parameters, which change between steps only; None where no tokens are sampled.
+      slots: donated to each forward pass, which returns it changed.
+      tokens: donated to each sampler, which returns it changed; None in a stage that does not sample.
+      sampling: sampling parameters, which change between steps only; None in a stage that does not sample.
     """
 
     slots: SlotState
-    sampling: sampler.SamplingState | None
+    tokens: TokenState | None
+    sampling: SamplingState | None
 
 
-class StepOutput(NamedTuple):
-    """Results of all ranks, [ranks, ...]. Rows of `sample` that do not sample mean nothing; `prompt` scores, at each of
-    the step's T tokens, the prompt token that follows it."""
+class SampledRows(NamedTuple):
+    """What the sampler must know of the rows of logits that it gets, S of them.
 
-    sample: sampler.SampleOutput
-    prompt: TokenLogprobs
+    Attributes:
+      slot: i32[S], R in padding.
+      position: i32[S], of the token to be chosen.
+      is_sampled: bool[S], rows that end at their last known token; what is chosen for the others means nothing.
+      features: i32[1], what some row needs, bits of scheduler.token_params.
+    """
+
+    slot: jax.Array
+    position: jax.Array
+    is_sampled: jax.Array
+    features: jax.Array
+
+
+class Forwarded(NamedTuple):
+    """What a forward pass through the last stage leaves to the heads.
+
+    Attributes:
+      rows, logits: of the rows that may sample, f32[S, V / n].
+      hidden: [T, D] after the final norm, and targets: i32[T], the prompt token after each, -1 where there is none;
+        None in shapes that score no prompts.
+    """
+
+    rows: SampledRows
+    logits: jax.Array
+    hidden: jax.Array | None
+    targets: jax.Array | None
 
 
 class Rows(NamedTuple):
@@ -76,11 +109,17 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Everything static about a step but its bucket."""
+    """Everything static about a forward pass but the model.
 
+    Attributes:
+      num_logits: rows of logits that it gives, at least the layout's S.
+      scores: it gives hidden states and targets too.
+    """
+
+    layout: StepLayout
     page_size: int
-    max_logprobs: int
-    logprobs_mode: str
+    num_logits: int
+    scores: bool
 
 
 def init_state(
@@ -92,12 +131,13 @@ def init_state(
     """
     slots = SlotState(
         page_table=jnp.zeros((max_num_seqs, max_pages), jnp.int32),
-        last_token=jnp.zeros(max_num_seqs, jnp.int32),
         num_computed=jnp.zeros(max_num_seqs, jnp.int32),
-        token_counts=None if vocab_size is None else jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
         expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
     )
-    return DeviceState(slots, None if vocab_size is None else sampler.init_state(max_num_seqs, vocab_size))
+    if vocab_size is None:
+        return DeviceState(slots, None, None)
+    tokens = TokenState(jnp.zeros(max_num_seqs, jnp.int32), jnp.zeros((max_num_seqs, vocab_size), jnp.int32))
+    return DeviceState(slots, tokens, sampling_state.init_state(max_num_seqs, vocab_size))
 
 
 def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
@@ -114,16 +154,19 @@ def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
     return state._replace(page_table=state.page_table.at[slots, columns].set(pages, mode="drop"))
 
 
-def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: int):
-    """Expands a rank's message: (state with the new page-table entries and counts, ForwardBatch, Rows, header dict)."""
+def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, layout: StepLayout, page_size: int):
+    """Expands a rank's message: (state with the new page-table entries and counts, ForwardBatch, Rows, header dict).
+
+    last_token: None where the message has every token.
+    """
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
     state = write_page_deltas(state, layout.view(buffer, "deltas"))
     slot, count, start, sample, next_token = layout.view(buffer, "rows")
-    num_slots = state.last_token.shape[0]
+    num_slots = state.num_computed.shape[0]
     index = jnp.minimum(slot, num_slots - 1)
     start = jnp.where(start >= 0, start, state.num_computed[index])
     kv_lens = jnp.where(slot < num_slots, start + count, 0)
-    state = state._replace(num_computed=sampler.write_slots(state.num_computed, slot, kv_lens))
+    state = state._replace(num_computed=write_slots(state.num_computed, slot, kv_lens))
 
     cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count, dtype=jnp.int32)])
     token = jnp.arange(layout.num_tokens, dtype=jnp.int32)
@@ -138,7 +181,8 @@ def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: i
     page = page_table[row, positions // page_size]
     slot_mapping = jnp.where(valid, page * page_size + positions % page_size, -1)
     token_ids = layout.view(buffer, "token_ids")
-    token_ids = jnp.where(token_ids >= 0, token_ids, state.last_token[index][row])
+    if last_token is not None:
+        token_ids = jnp.where(token_ids >= 0, token_ids, last_token[index][row])
 
     batch = ForwardBatch(
         token_ids=token_ids,
@@ -156,90 +200,44 @@ def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: i
     return state, batch, Rows(slot, count, start, sample, next_token), header
 
 
-def make_step(graph: nnx.GraphDef, params_tree: Any, layout: StepLayout, spec: StepSpec) -> Callable:
-    """The step of one bucket: (params: list of arrays, kv, SlotState, SamplingState, message) -> (kv, SlotState,
-    StepOutput).
+def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Callable:
+    """The forward pass of one shape: (params: list of arrays, kv, SlotState, last_token, message) -> (kv, SlotState,
+    Forwarded).
 
-    The step of a stage that is not the first takes hidden states as a sixth argument, that of one that is not the last
-    gives hidden states instead of the StepOutput.
+    A stage that is not the first takes hidden states as a sixth argument, one that is not the last gives hidden states
+    instead of Forwarded. last_token: of TokenState, None in a stage without one.
     """
 
-    def step(
-        params, kv, state: SlotState, sampling: sampler.SamplingState | None, message: jax.Array, *hidden: jax.Array
-    ):
+    def forward(params, kv, state: SlotState, last_token: jax.Array | None, message: jax.Array, *hidden: jax.Array):
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("unpack"):
-            state, batch, rows, header = unpack(state, message.reshape(-1), layout, spec.page_size)
-        hidden, kv = model(batch, kv, *hidden)
+            state, batch, rows, header = unpack(state, last_token, message.reshape(-1), spec.layout, spec.page_size)
+        states, kv = model(batch, kv, *hidden)
         if state.expert_load is not None:
             load = jax.tree.leaves(nnx.pop(model, ExpertLoad))[0]
             state = state._replace(expert_load=state.expert_load + load.astype(jnp.uint32))
         if not model.stage.is_last:
-            return kv, state, hidden
-        assert sampling is not None and state.token_counts is not None
+            return kv, state, states
+        more = spec.num_logits - spec.layout.num_seqs
         with jax.named_scope("logits"):
-            logits = model.logits(hidden[batch.logits_indices])
-        flags = sampler.SamplerFlags(*(header[name] > 0 for name in sampler.SamplerFlags._fields))
-        with jax.named_scope("sample"):
-            own = sampler.sample(
-                logits,
-                sampling,
-                state.token_counts,
-                rows.slot,
-                batch.ragged.kv_lens,
-                flags,
-                max_logprobs=spec.max_logprobs,
-                logprobs_mode=spec.logprobs_mode,
-            )
-        with jax.named_scope("prompt_logprobs"):
-            scoring = header["any_prompt_logprobs"] > 0
-            prompt = _prompt_logprobs(model, hidden, batch, rows, scoring, spec)
-        state = _remember(state, rows, own.token_ids, flags.any_penalties)
-        with jax.named_scope("results"):
-            scores = _stack_scores(TokenLogprobs(*own[1:]), flags.any_logprobs)
-            sampled = sampler.SampleOutput(stack_ranks(own.token_ids), *scores)
-            prompt = _stack_scores(prompt, scoring)
-        return kv, state, StepOutput(sampled, prompt)
+            logits = model.logits(states[jnp.pad(batch.logits_indices, (0, more))])
+        sampled = SampledRows(
+            slot=jnp.pad(rows.slot, (0, more), constant_values=state.num_computed.shape[0]),
+            position=jnp.pad(batch.ragged.kv_lens, (0, more)),
+            is_sampled=jnp.pad(rows.sample > 0, (0, more)),
+            features=header["features"][None],
+        )
+        if not spec.scores:
+            return kv, state, Forwarded(sampled, logits, None, None)
+        return kv, state, Forwarded(sampled, logits, states, _targets(batch, rows))
 
-    return step
+    return forward
 
 
-def _stack_scores(scores: TokenLogprobs, wanted: jax.Array) -> TokenLogprobs:
-    """`stack_ranks`, without an exchange where nobody asked."""
-    ranks = num_shards("batch")
-    if ranks == 1:
-        return jax.tree.map(stack_ranks, scores)
-    nothing = [jnp.zeros((ranks, *leaf.shape), leaf.dtype) for leaf in scores]
-    return lax.cond(wanted, lambda: TokenLogprobs(*map(stack_ranks, scores)), lambda: TokenLogprobs(*nothing))
-
-
-def _prompt_logprobs(model, hidden, batch: ForwardBatch, rows: Rows, wanted, spec: StepSpec) -> TokenLogprobs:
-    if hidden.shape[0] == rows.slot.shape[0]:  # one token a row
-        targets = rows.next_token
-    else:
-        targets = jnp.roll(batch.token_ids, -1).at[_last_tokens(batch, rows)].set(rows.next_token, mode="drop")
-    return prompt_logprobs(
-        hidden,
-        jnp.where(wanted, targets, -1),
-        model.logits,
-        max_logprobs=spec.max_logprobs,
-        logprobs_mode=spec.logprobs_mode,
-    )
-
-
-def _last_tokens(batch: ForwardBatch, rows: Rows) -> jax.Array:
-    """Each row's last token, T for rows without tokens."""
-    return jnp.where(rows.num_scheduled > 0, batch.logits_indices, batch.token_ids.shape[0])
-
-
-def _remember(state: SlotState, rows: Rows, token_ids: jax.Array, any_penalties: jax.Array) -> SlotState:
-    """Keeps each sampling row's token for the next step and counts it where penalties need it."""
-    assert state.token_counts is not None
-    sampled = rows.sample > 0
-    num_slots = state.last_token.shape[0]
-    target = jnp.where(sampled, rows.slot, num_slots)
-    # A poisoned row's -1 would index the embedding; its request ends anyway.
-    last_token = sampler.write_slots(state.last_token, target, jnp.maximum(token_ids, 0))
-    # Not a conditional around it: its result would be a copy of the counts.
-    counted = sampler.count_tokens(state.token_counts, rows.slot, token_ids, sampled & any_penalties)
-    return state._replace(last_token=last_token, token_counts=counted)
+def _targets(batch: ForwardBatch, rows: Rows) -> jax.Array:
+    """i32[T]: the prompt token after each token."""
+    if batch.token_ids.shape == rows.slot.shape:  # one token a row
+        return rows.next_token
+    num_tokens = batch.token_ids.shape[0]
+    last = jnp.where(rows.num_scheduled > 0, batch.logits_indices, num_tokens)
+    return jnp.roll(batch.token_ids, -1).at[last].set(rows.next_token, mode="drop")

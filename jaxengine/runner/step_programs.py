@@ -1,4 +1,6 @@
-"""What is compiled for a model under a config: the closed set of steps, their arguments as shapes, nothing allocated.
+"""What is compiled for a model under a config: a closed set of programs, their arguments as shapes, nothing allocated.
+
+A step is a forward pass, one for each bucket, and then its heads (jaxengine.runner.heads), each for few sizes.
 
 The runner compiles these for the devices it has, `jaxengine check` for devices that are not there. On a mesh a program
 is one `jax.shard_map`: each device runs it on its own parts, and what devices exchange is written in the layers.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,33 +19,50 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
+from jaxengine.runner.heads import HEADS, HeadSpec
+from jaxengine.runner.state_changes import STATE_CHANGES, StateChange
 from jaxengine.runner.step import (
     DeviceState,
+    Forwarded,
+    SampledRows,
     SlotState,
     StepSpec,
+    TokenState,
     init_state,
-    make_step,
-    own_slots,
-    write_page_deltas,
+    make_forward,
 )
-from jaxengine.sampling import sampler
+from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState, mask_words
 from models.causal_lm import CausalLM
-from models.kv_cache import KVPages, abstract_kv, kv_partition, page_bytes_all_layers
-from models.weights.declare import declared_params
+from models.kv_cache import KVPages, abstract_kv, page_bytes_all_layers
 from scheduler.buckets import Bucket
 from scheduler.packing import Packer
 from sharding.collectives import stack_ranks
-from sharding.rules import logical_to_spec, whole_shape
+from sharding.rules import logical_to_spec, part_bytes, whole_shape
 
 _EVERYWHERE = PartitionSpec()
 _RANKS = logical_to_spec(("batch",))
-_VOCAB = logical_to_spec(("sampled_vocab",))
 _RANKS_VOCAB = logical_to_spec(("batch", "sampled_vocab"))
-_ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
+
+
+class Program(NamedTuple):
+    """One thing to compile.
+
+    Attributes:
+      name: for messages; with the description of its StepPrograms it says which program it is.
+      arguments: as shapes with their shardings and layouts.
+      results: a pytree of the structure of what it returns.
+      donate: indices of donated arguments.
+    """
+
+    name: str
+    function: Callable
+    arguments: tuple[Any, ...]
+    results: Any
+    donate: tuple[int, ...]
 
 
 class StepPrograms:
-    """The steps of one model, or of one of its pipeline stages: one for each bucket of `packer.buckets`.
+    """The programs of one model, or of one of its pipeline stages.
 
     Attributes:
       mesh: the devices.
@@ -73,14 +92,16 @@ class StepPrograms:
         self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
         self.num_vocab_parts = model.mesh.num_shards("sampled_vocab")
         self.own_vocab_size = self.vocab_size // self.num_vocab_parts
-        self.stored_mask_words = self.num_vocab_parts * sampler.mask_words(self.own_vocab_size)
+        self.stored_mask_words = self.num_vocab_parts * mask_words(self.own_vocab_size)
         self._num_slots = config.max_num_seqs
+        self._dtype = config.dtype
         self._experts = _count_experts(model)
         self.state_shapes: DeviceState = self._state_shapes()
         self._graph, abstract_params = nnx.split(model)
         self._params_tree = jax.tree.structure(abstract_params)
-        self._spec = StepSpec(config.block_size, config.max_logprobs, config.logprobs_mode)
-        self.description = repr((model.config, model.build, self.paging, self._spec))
+        self._heads = HeadSpec(self._graph, self._params_tree, config.max_logprobs, config.logprobs_mode)
+        settings = self.paging, config.max_logprobs, config.logprobs_mode
+        self.description = repr((model.config, model.build, *settings))
 
     @property
     def page_bytes(self) -> int:
@@ -91,71 +112,108 @@ class StepPrograms:
         """The pool of `num_pages` pages per layer and rank, abstract."""
         return abstract_kv(self.model, num_pages, **self.paging, mesh=self.mesh)
 
-    def step(self, bucket: Bucket, kv: KVPages) -> Callable:
-        """The function to compile, for a pool as `kv_shapes` gives it; donate arguments 1 and 2."""
-        step = make_step(self._graph, self._params_tree, self.packer.layouts[bucket], self._spec)
-        stage, kv = self.model.stage, kv_partition(kv)
-        params = [logical_to_spec(param.decl.axes) for param in declared_params(self.model)]
-        state = self._state_partition()
-        arguments = (params, kv, *state, _RANKS, *([] if stage.is_first else [_RANKS]))
-        results = (kv, state.slots, _EVERYWHERE if stage.is_last else _RANKS)
-        return self._on_devices(step, arguments, results)
+    def forward(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> Program:
+        """A bucket's forward pass: (params, kv, slots, last_token, message[, hidden]) -> (kv, slots, Forwarded).
 
-    def arguments(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> tuple[Any, ...]:
-        """Its arguments: params (the model's leaves, arrays or shapes) as shapes with their shardings and layouts."""
-        ranks, config = self.model.mesh.num_ranks, self.model.config
-        message = self._shape((ranks, self.packer.layouts[bucket].size), np.int32, _RANKS)
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format) for leaf in params]
-        hidden = self._shape((ranks * bucket.num_tokens, config.hidden_size), self.model.build.dtype, _RANKS)
-        return shapes, kv, *self.state_shapes, message, *([] if self.model.stage.is_first else [hidden])
-
-    def state_changes(
-        self, num_deltas: int, num_rows: int, num_masks: int
-    ) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
-        """The programs that change the state between steps, by name: (function, arguments after the state).
-
-        All name slots as numbered over all ranks. num_deltas, num_rows, num_masks: how many entries a call
-        brings.
+        params: the model's leaves, arrays or shapes; kv: as `kv_shapes` gives it. Of a stage that is not the last the
+        third result is hidden states.
         """
-        shape = self._shape
-        changes = {"page deltas": (_write_deltas, [shape((3, num_deltas), np.int32)])}
-        if self.model.stage.is_last:
-            ints, floats = shape((num_rows, 3), np.int32), shape((num_rows, 6), np.float32)
-            slot, vocab = shape((), np.int32), (self.vocab_size,)
-            masks = shape((num_masks, self.stored_mask_words), np.int32, _ROWS_VOCAB)
-            changes |= {
-                "parameters": (_on_sampling(sampler.write_params), [shape((num_rows,), np.int32), ints, floats]),
-                "bias row": (_on_sampling(sampler.set_bias_row), [slot, shape(vocab, np.float32, _VOCAB)]),
-                "mask rows": (_on_sampling(sampler.set_mask_rows), [shape((num_masks,), np.int32), masks]),
-                "counts row": (_set_counts, [slot, shape(vocab, np.int32, _VOCAB)]),
-            }
-        partition = self._state_partition()
-        return {
-            name: (
-                self._on_devices(change, (partition, *(leaf.sharding.spec for leaf in arguments)), partition),
-                tuple(arguments),
-            )
-            for name, (change, arguments) in changes.items()
-        }
+        stage, num_logits, scores = self.model.stage, self._num_logits(bucket), bucket in self.packer.buckets.scored
+        layout = self.packer.layouts[bucket]
+        function = make_forward(
+            self._graph, self._params_tree, StepSpec(layout, self.paging["page_size"], num_logits, scores)
+        )
+        state, ranks = self.state_shapes, self.model.mesh.num_ranks
+        last_token = None if state.tokens is None else state.tokens.last_token
+        message = self._shape((ranks, layout.size), np.int32, _RANKS)
+        hidden = self._hidden(bucket.num_tokens)
+        arguments = (_abstract(params), kv, state.slots, last_token, message, *([] if stage.is_first else [hidden]))
+        output: Any = hidden
+        if stage.is_last:
+            output = self._forwarded(bucket.num_tokens, num_logits)
+            if not scores:
+                output = output._replace(hidden=None, targets=None)
+        return self._program(str(bucket), function, arguments, (kv, state.slots, output), donate=(1, 2))
+
+    def heads(self) -> list[tuple[str, int]]:
+        """The name and size of every head of this stage."""
+        if not self.model.stage.is_last:
+            return []
+        return [(name, size) for name, head in HEADS.items() for size in head.sizes(self.packer.buckets)]
+
+    def head(self, name: str, size: int, params: Sequence[Any]) -> Program:
+        """A head of `HEADS` of a size: (arguments as the head names them) -> (what it changes, its output)."""
+        head = HEADS[name]
+        shapes = {"params": _abstract(params), **self.state_shapes._asdict()}
+        shapes |= self._forwarded(size, size)._asdict()
+        everywhere = self._shape((), np.int32)  # only where it lies matters
+        output = head.output(*[everywhere] * len(head.output._fields))
+        results = (*(shapes[change] for change in head.changes), output)
+        donate = tuple(head.arguments.index(change) for change in head.changes)
+        arguments = tuple(shapes[argument] for argument in head.arguments)
+        return self._program(f"{name} {size}", head.make(self._heads), arguments, results, donate)
+
+    def forwarded_bytes(self, name: str, size: int) -> int:
+        """Bytes of one device that forward passes leave to a head of this size."""
+        forwarded = self._forwarded(size, size)._asdict()
+        taken = [forwarded[argument] for argument in HEADS[name].arguments if argument in forwarded]
+        return sum(map(part_bytes, jax.tree.leaves(taken)))
+
+    def state_changes(self) -> dict[str, Program]:
+        """The programs that change the state between steps, by name: (state, their arguments) -> state."""
+        return {name: self._state_change(name, change) for name, change in STATE_CHANGES.items() if change.is_of(self)}
+
+    def _state_change(self, name: str, change: StateChange) -> Program:
+        arguments = (self._shape(*argument) for argument in change.arguments(self))
+        state = self.state_shapes
+        return self._program(f"{name} of {self.model.stage}", change.function, (state, *arguments), state, donate=(0,))
+
+    def _program(
+        self, name: str, function: Callable, arguments: tuple[Any, ...], results: Any, donate: tuple[int, ...]
+    ) -> Program:
+        """results: shapes of which only the shardings matter."""
+        function = self._on_devices(function, _partition(arguments), _partition(results))
+        return Program(name, function, arguments, results, donate)
+
+    def _num_logits(self, bucket: Bucket) -> int:
+        return self.packer.buckets.sample_size(bucket)
+
+    def _hidden(self, num_tokens: int) -> Any:
+        shape = self.model.mesh.num_ranks * num_tokens, self.model.config.hidden_size
+        return self._shape(shape, self._dtype, _RANKS)
+
+    def _forwarded(self, num_tokens: int, num_logits: int) -> Forwarded:
+        """What a forward pass of so many tokens and rows of logits leaves to the heads, abstract."""
+        ranks = self.model.mesh.num_ranks
+        row = self._shape((ranks * num_logits,), np.int32, _RANKS)
+        rows = SampledRows(
+            slot=row,
+            position=row,
+            is_sampled=self._shape((ranks * num_logits,), np.bool_, _RANKS),
+            features=self._shape((ranks,), np.int32, _RANKS),
+        )
+        logits = self._shape((ranks * num_logits, self.vocab_size), np.float32, _RANKS_VOCAB)
+        targets = self._shape((ranks * num_tokens,), np.int32, _RANKS)
+        return Forwarded(rows, logits, self._hidden(num_tokens), targets)
 
     def _on_devices(self, function: Callable, arguments: Any, results: Any) -> Callable:
         if self.mesh.size == 1:
             return function
         return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
-    def _shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYWHERE) -> jax.ShapeDtypeStruct:
+    def _shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYWHERE) -> Any:
+        """A shape, which stands for an array."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
     def _state_partition(self) -> DeviceState:
         """PartitionSpecs in the places of arrays."""
         ranks: Any = _RANKS
-        counts: Any = None
-        sampling = None
-        if self.model.stage.is_last:
-            counts = _RANKS_VOCAB
-            parameters = [ranks] * len(sampler.SamplingState._fields)
-            sampling = sampler.SamplingState(*parameters)._replace(logit_bias=counts, token_mask=counts)
-        return DeviceState(SlotState(ranks, ranks, ranks, counts, None if self._experts is None else ranks), sampling)
+        vocab: Any = _RANKS_VOCAB
+        slots = SlotState(ranks, ranks, None if self._experts is None else ranks)
+        if not self.model.stage.is_last:
+            return DeviceState(slots, None, None)
+        sampling = SamplingState(RowParams(*[ranks] * len(NEUTRAL)), logit_bias=vocab, token_mask=vocab)
+        return DeviceState(slots, TokenState(last_token=ranks, token_counts=vocab), sampling)
 
     def _own_state(self) -> DeviceState:
         vocab_size = self.own_vocab_size if self.model.stage.is_last else None
@@ -188,25 +246,11 @@ def _count_experts(model: CausalLM) -> tuple[int, int] | None:
     return (num_layers, experts.num_experts) if num_layers else None
 
 
-def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
-    deltas = deltas.at[0].set(_own(state, deltas[0]))
-    return state._replace(slots=write_page_deltas(state.slots, deltas))
+def _abstract(params: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The model's leaves, arrays or shapes, as shapes with their shardings and layouts."""
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format) for leaf in params]
 
 
-def _set_counts(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceState:
-    assert state.slots.token_counts is not None
-    counts = sampler.set_row(state.slots.token_counts, _own(state, slot), row)
-    return state._replace(slots=state.slots._replace(token_counts=counts))
-
-
-def _on_sampling(function: Callable) -> Callable:
-    """A change of the sampling parameters of some slots as a change of all that is kept."""
-
-    def change(state: DeviceState, slots: jax.Array, *arguments: jax.Array) -> DeviceState:
-        return state._replace(sampling=function(state.sampling, _own(state, slots), *arguments))
-
-    return change
-
-
-def _own(state: DeviceState, slots: jax.Array) -> jax.Array:
-    return own_slots(slots, state.slots.last_token.shape[0])
+def _partition(shapes: Any) -> Any:
+    """PartitionSpecs in the places of shapes."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)

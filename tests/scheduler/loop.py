@@ -104,7 +104,6 @@ def random_request(rng, index, max_len=64, shared=None, **fields):
         prompt,
         int(rng.integers(1, min(room, 30) + 1)),
         stop_token_ids=stop,
-        wait_for_token=bool(rng.random() < 0.1),
         per_step=bool(rng.random() < 0.3),
         **fields,
     )

@@ -8,7 +8,7 @@ from models.forward_batch import HEADER
 from scheduler.batch import PageDeltas
 from scheduler.buckets import Bucket
 from scheduler.packing import delta_chunks
-from scheduler.token_params import TokenParams
+from scheduler.token_params import LOGPROBS, RANDOM, TokenParams
 from tests.scheduler.loop import Loop, check_output, make
 
 
@@ -27,9 +27,7 @@ def test_an_empty_rank_is_padding_with_the_flags_of_the_others():
     assert message.buffer.shape == (3, layout.size) and message.buffer.dtype == np.int32
     first, second, empty = headers(loop, message)
     assert [header["num_seqs"] for header in (first, second, empty)] == [1, 1, 0]
-    for name in HEADER[2:]:
-        assert first[name] == second[name] == empty[name]
-        assert (first[name] > 0) == (name in ("any_random", "any_logprobs"))
+    assert first["features"] == second["features"] == empty["features"] == RANDOM | LOGPROBS
     slot, num_scheduled, _, sample, _ = layout.view(message.buffer[2], "rows")
     assert (slot == 8).all() and not num_scheduled.any() and not sample.any()
     assert (layout.view(message.buffer[2], "token_ids") == -1).all()

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler.request import FinishReason, RequestStatus
+from scheduler.request import FinishReason, RequestStatus, Wait
 from tests.scheduler.fake_device import VOCAB_SIZE
 from tests.scheduler.loop import Loop, check_output, make, random_request
 
@@ -31,7 +31,7 @@ def check_line(loop, step, waiting):
     if waiting:
         first = min(waiting, key=place_in_line)
         assert all(place_in_line(request) < place_in_line(first) for request in admitted)
-        ranks = [] if first.token_in_flight else loop.scheduler.ranks
+        ranks = [] if first.wait is Wait.TOKEN else loop.scheduler.ranks
         assert all(not rank.is_open or rank.offer(first) is None for rank in ranks)
 
 
@@ -302,8 +302,8 @@ def test_a_request_preempted_in_flight_waits_for_its_token():
     waited = 0
     while loop.scheduler.num_unfinished:
         loop.step()
-        waited += requests[1].token_in_flight
-        assert not (requests[1].token_in_flight and requests[1].slot >= 0)
+        waited += requests[1].wait is Wait.TOKEN
+        assert not (requests[1].wait is Wait.TOKEN and requests[1].slot >= 0)
     assert waited > 0 and requests[1].num_preemptions > 0
     for request in requests:
         check_output(request)

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxengine.engine.output import EmittedTokens, EngineOutput, PromptScores, TokenScores
+from jaxengine.engine.output import EngineOutput, PromptScores
 from jaxengine.requests.prepared import PreparedRequest
+from scheduler.batch import TokenRows, TokenScores
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.token_params import TokenParams
 
@@ -263,13 +264,13 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
     if update.handles:
         handles, token_ids = np.frombuffer(update.handles, np.int32), np.frombuffer(update.token_ids, np.int32)
         scores = None if update.scores is None else _read(update.scores)
-        output.emitted.append(EmittedTokens(handles, token_ids, np.frombuffer(update.tokens_scored, np.int32), scores))
+        output.emitted.append(TokenRows(handles, token_ids, np.frombuffer(update.tokens_scored, np.int32), scores))
     return output
 
 
-def _token_updates(emitted: Sequence[EmittedTokens], clients: Sequence[int]) -> dict[int, Update]:
+def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict[int, Update]:
     """Vectorised: it runs in every step, over all requests that stream."""
-    tags, token_ids, scored, scores = emitted[0] if len(emitted) == 1 else _joined(emitted)
+    tags, token_ids, scored, scores, *_ = emitted[0] if len(emitted) == 1 else _joined(emitted)
     if len(clients) == 1:
         return {clients[0]: _token_update(tags, token_ids, scored, scores)}
     updates, owners = {}, tags >> 32
@@ -291,7 +292,7 @@ def _token_update(tags: np.ndarray, token_ids: np.ndarray, scored: np.ndarray, s
     return update
 
 
-def _joined(emitted: Sequence[EmittedTokens]) -> EmittedTokens:
+def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
     """The tokens of all ranks as those of one."""
     tags = np.concatenate([each.tags for each in emitted])
     token_ids = np.concatenate([each.token_ids for each in emitted])
@@ -299,7 +300,7 @@ def _joined(emitted: Sequence[EmittedTokens]) -> EmittedTokens:
     scored = np.concatenate([each.scored + start for each, start in zip(emitted, starts, strict=True)])
     parts = [each.scores for each in emitted if each.scores is not None]
     scores = TokenScores(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))) if parts else None
-    return EmittedTokens(tags, token_ids, scored, scores)
+    return TokenRows(tags, token_ids, scored, scores)
 
 
 def _ended(request: Request, handle: int) -> Ended:

@@ -78,7 +78,7 @@ def test_a_step_takes_the_token_table_as_it_is_stored(compiler):
     """Row by row; the other weights as the compiler likes them."""
     compiler = compiler()
     (stage,) = compiler.stages
-    arguments = stage.step(DECODE, 100).arguments[0]
+    arguments = stage.forward(DECODE, 100).arguments[0]
     orders = [leaf.format.layout and leaf.format.layout.major_to_minor for leaf in arguments]
     names = [param.name for param in declared_params(stage.model)]
     assert dict(zip(names, orders, strict=True)) == {
@@ -100,7 +100,7 @@ def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
         (bundle / entry["file"]).stat().st_size == entry["serialized_bytes"] for entry in manifest["executables"]
     )
     rows = json.loads(Path(base).read_text())["rows"]
-    assert {row["program"] for row in rows if row["step"]} == {"decode S=1", "mixed T=16 S=1"}
+    assert {row["program"] for row in rows if row["step"]} == {"decode S=1", "mixed T=16 S=1", "sample 1", "score 16"}
     assert len(manifest["executables"]) == len(rows)
 
     # The same command against that baseline, a figure of it having got worse; nothing needs to be compiled again.
@@ -121,20 +121,21 @@ def test_a_check_of_stages_on_meshes(model, tmp_path, capsys, monkeypatch):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     found = tmp_path / "found.json"
     assert main(["check", "--targets=cpu-4", "--model", model, *flags, "--json", str(found)]) == 0
-    first, last = json.loads(found.read_text())["rows"]
+    first, last, sample, score = json.loads(found.read_text())["rows"]
     assert (first["program"], last["program"]) == ("stage 0, decode S=1", "stage 1, decode S=1")
+    assert (sample["program"], score["program"]) == ("stage 1, sample 1", "stage 1, score 1")
     for row in (first, last):
         assert row["exchanges"]["layer 0"] == {"all-reduce": 2}
         assert row["peak_bytes"] <= row["planned_bytes"] * 1.02
-    assert "embed" in first["exchanges"] and "sample" not in first["exchanges"]
-    assert "sample" in last["exchanges"] and "embed" not in last["exchanges"]
+    assert "embed" in first["exchanges"] and "embed" not in last["exchanges"]
+    assert "sample" in sample["exchanges"] and "prompt_logprobs" in score["exchanges"]
     assert main(["check", "--targets=cpu-4", "--model", model, *flags, "--tensor-parallel-size=4"]) == 2
     assert "tensor_parallel_size is 4; allowed: parallel sizes whose product" in capsys.readouterr().err
 
 
 def test_a_planted_copy_of_the_pool_is_reported(compiler):
     made = compiler()
-    step = made.stages[0].step(DECODE, 100)
+    step = made.stages[0].forward(DECODE, 100)
     row = made.row(step, LARGE)
     assert row["failures"] == []
     found = made.row(dataclasses.replace(step, donate=()), row["peak_bytes"])["failures"]
@@ -144,7 +145,7 @@ def test_a_planted_copy_of_the_pool_is_reported(compiler):
 
 def test_a_program_that_does_not_compile_is_a_row(compiler):
     made = compiler()
-    step = made.stages[0].step(DECODE, 100)
+    step = made.stages[0].forward(DECODE, 100)
     row = made.row(dataclasses.replace(step, function=lambda *arguments: jnp.zeros(-1)), LARGE)
     assert "does not compile" in row["failures"][0] and "copies" not in row
 

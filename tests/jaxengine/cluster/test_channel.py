@@ -24,7 +24,7 @@ from jaxengine.cluster.channel import (
 from jaxengine.config.engine_config import ConfigError
 
 KEY = b"k" * 32
-STEP = Message("step", {"num_tokens": 8, "num_seqs": 8}, [np.arange(12, dtype=np.int32).reshape(2, 6)])
+STEP = Message("forward", {"num_tokens": 8, "num_seqs": 8}, [np.arange(12, dtype=np.int32).reshape(2, 6)])
 
 
 def with_header(header: object, data: bytes = b"") -> bytes:
@@ -38,7 +38,7 @@ def with_header(header: object, data: bytes = b"") -> bytes:
         STEP,
         Message("end", {}),
         Message("change", {"name": "bias row"}, [np.array(3, np.int32), np.linspace(0, 1, 5, dtype=np.float32)]),
-        Message("step", {"num_tokens": 1, "num_seqs": 1}, [np.zeros((0, 3), np.int32)]),
+        Message("forward", {"num_tokens": 1, "num_seqs": 1}, [np.zeros((0, 3), np.int32)]),
     ],
 )
 def test_a_message_comes_as_it_was_sent(message):
@@ -56,10 +56,10 @@ def test_a_message_comes_as_it_was_sent(message):
         (b"\xff\xff\xff\xff[]", "a header of 4294967295"),
         (with_header(b"{]"), "not JSON"),
         (with_header(b"[" * 60000), "not JSON"),
-        (with_header({"op": "step"}), "not [operation, fields, arrays]"),
+        (with_header({"op": "forward"}), "not [operation, fields, arrays]"),
         (with_header(["run", {}, []]), "a message's operation is 'run'"),
-        (with_header(["step", {"num_tokens": 8}, []]), "must have the fields num_tokens, num_seqs"),
-        (with_header(["step", {"num_tokens": True, "num_seqs": 8}, []]), "must have the fields"),
+        (with_header(["forward", {"num_tokens": 8}, []]), "must have the fields num_tokens, num_seqs"),
+        (with_header(["forward", {"num_tokens": True, "num_seqs": 8}, []]), "must have the fields"),
         (with_header(["end", {}, None]), "dtypes and shapes"),
         (with_header(["end", {}, [["object", [1]]]], bytes(8)), "dtypes and shapes"),
         (with_header(["end", {}, [["int32", [-1]]]], bytes(8)), "dtypes and shapes"),
@@ -116,7 +116,7 @@ def test_who_knows_the_key_is_heard():
     for number in range(3):
         worker.send("plan", num_pages=number, programs="x")
         assert host0.receive().fields == {"num_pages": number, "programs": "x"}
-        host0.send("step", STEP.arrays, **STEP.fields)
+        host0.send("forward", STEP.arrays, **STEP.fields)
         assert np.array_equal(worker.receive().arrays[0], STEP.arrays[0])
     worker.close()
     with pytest.raises(OSError):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxengine.requests.sampling_params import SamplingParams
-from jaxengine.sampling import sampler
+from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.sampler import SamplerFlags
 from tests.jaxengine.sampling.test_sampler import ALL_OFF, ALL_ON, NUM_SLOTS, run, state_of
 
@@ -20,10 +20,10 @@ def test_mask_decides_what_may_be_drawn(temperature):
     allowed[:, 7] |= ~allowed.any(axis=1)
     allowed[::5] = True
     allowed[3] = False
-    padding = 32 * sampler.mask_words(vocab_size) - vocab_size
+    padding = 32 * sampling_state.mask_words(vocab_size) - vocab_size
     words = np.packbits(np.pad(allowed, ((0, 0), (0, padding))), axis=1, bitorder="little").view(np.int32)
     bare = state_of(vocab_size, *[SamplingParams(temperature=temperature)] * NUM_SLOTS)
-    state = sampler.set_mask_rows(bare, jnp.arange(NUM_SLOTS), jnp.asarray(words))
+    state = sampling_state.set_mask_rows(bare, jnp.arange(NUM_SLOTS), jnp.asarray(words))
     logits = rng.normal(0, 3, (NUM_SLOTS, vocab_size)).astype(np.float32)
     slots, positions = rng.permutation(NUM_SLOTS), rng.integers(0, 99, NUM_SLOTS)
 
@@ -43,7 +43,7 @@ def test_mask_decides_what_may_be_drawn(temperature):
 def test_a_mask_hides_no_poison(poison):
     logits = np.zeros((1, 300), np.float32)
     logits[0, 5] = poison
-    words = np.full((1, sampler.mask_words(300)), -1, np.int32)
+    words = np.full((1, sampling_state.mask_words(300)), -1, np.int32)
     words[0, 0] = ~(1 << 5)
-    state = sampler.set_mask_rows(state_of(300, SamplingParams()), jnp.array([0]), jnp.asarray(words))
+    state = sampling_state.set_mask_rows(state_of(300, SamplingParams()), jnp.array([0]), jnp.asarray(words))
     assert run(logits, state, 0, 0).token_ids.tolist() == [-1]

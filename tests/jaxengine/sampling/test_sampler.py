@@ -12,7 +12,9 @@ import pytest
 
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.sampling import sampler
-from jaxengine.sampling.sampler import SampleOutput, SamplerFlags, SamplingState
+from jaxengine.sampling import state as sampling_state
+from jaxengine.sampling.sampler import SampleOutput, SamplerFlags
+from jaxengine.sampling.state import SamplingState
 from tests.jaxengine.sampling.draw_oracle import gumbel
 
 NUM_SLOTS = 40
@@ -48,13 +50,12 @@ def run(logits, state, slots, positions, flags=ALL_ON, *, counts=(), **static) -
 def state_of(vocab_size: int, *params: SamplingParams, seeds=None, bias=()) -> SamplingState:
     """A state whose slot i holds params[i] and bias[i]."""
     seeds = range(len(params)) if seeds is None else seeds
-    columns = [sampler.param_columns(one, seed) for one, seed in zip(params, seeds, strict=True)]
-    ints, floats = (np.stack(part) for part in zip(*columns, strict=True))
+    words = np.stack([sampling_state.param_words(one, seed) for one, seed in zip(params, seeds, strict=True)])
     logit_bias = np.zeros((NUM_SLOTS, vocab_size), np.float32)
     if len(bias):
         logit_bias[: len(bias)] = bias
-    state = sampler.init_state(NUM_SLOTS, vocab_size)._replace(logit_bias=jnp.asarray(logit_bias))
-    return sampler.write_params(state, np.arange(len(params)), ints, floats)
+    state = sampling_state.init_state(NUM_SLOTS, vocab_size)._replace(logit_bias=jnp.asarray(logit_bias))
+    return sampling_state.write_params(state, np.arange(len(params)), words)
 
 
 class OracleRow:
@@ -166,7 +167,8 @@ def test_draws_follow_the_distribution(params, varied):
     state = jax.tree.map(lambda leaf: jnp.repeat(leaf[:1], num_draws, axis=0), one_slot)
     slots, positions = np.zeros(num_draws, np.int32), np.arange(num_draws)
     if varied == "seed":
-        state = state._replace(seed=state.seed.at[:, 0].set(jnp.arange(num_draws, dtype=jnp.uint32)))
+        seeds = jnp.arange(num_draws, dtype=jnp.uint32)
+        state = state._replace(params=state.params._replace(seed_low=seeds))
         slots, positions = positions, slots + 9
     drawn = run(np.tile(logits, (num_draws, 1)), state, slots, positions).token_ids
     observed = np.bincount(drawn, minlength=vocab_size)
@@ -276,10 +278,8 @@ def test_padding_rows_read_no_state_and_change_nothing():
     rng = np.random.default_rng(7)
     hostile = [SamplingParams(temperature=2.0, repetition_penalty=1e20, top_k=1)] * NUM_SLOTS
     state = state_of(300, *hostile, bias=np.full((NUM_SLOTS, 300), np.nan))
-    state = sampler.write_params(
-        state, jnp.array([0]), *(part[None] for part in sampler.param_columns(SamplingParams(), 3))
-    )
-    state = sampler.set_bias_row(state, jnp.int32(0), jnp.zeros(300))
+    state = sampling_state.write_params(state, jnp.array([0]), sampling_state.param_words(SamplingParams(), 3)[None])
+    state = sampling_state.set_bias_row(state, jnp.int32(0), jnp.zeros(300))
     logits = rng.normal(0, 2, (4, 300)).astype(np.float32)
     settings = {"counts": np.full((NUM_SLOTS, 300), 3), "logprobs_mode": "processed_logits"}
     got = run(logits, state, [NUM_SLOTS, 0, NUM_SLOTS + 7, NUM_SLOTS], 11, **settings)
@@ -302,7 +302,7 @@ def test_flags_skip_what_nobody_asked_for():
 
 @pytest.mark.parametrize(("max_logprobs", "width"), [(0, 0), (3, 3), (50, 7)])
 def test_number_of_reported_tokens(max_logprobs, width):
-    state = jax.eval_shape(lambda: sampler.init_state(NUM_SLOTS, 7))
+    state = jax.eval_shape(lambda: sampling_state.init_state(NUM_SLOTS, 7))
     counts = jax.ShapeDtypeStruct((NUM_SLOTS, 7), jnp.int32)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
     settings = {"max_logprobs": max_logprobs, "logprobs_mode": "raw_logprobs"}
@@ -321,7 +321,7 @@ def test_number_of_reported_tokens(max_logprobs, width):
 def test_vocabulary_is_never_sorted(platform):
     """Neither by a sort nor by a top_k, which is a sort on a GPU: only rows much shorter than the vocabulary are."""
     vocab_size = 32_000
-    state = jax.eval_shape(lambda: sampler.init_state(4, vocab_size))
+    state = jax.eval_shape(lambda: sampling_state.init_state(4, vocab_size))
     counts = jax.ShapeDtypeStruct((4, vocab_size), jnp.int32)
     rows = jax.ShapeDtypeStruct((4,), jnp.int32)
     arguments = (jax.ShapeDtypeStruct((4, vocab_size), jnp.float32), state, counts, rows, rows, ALL_ON)
@@ -342,9 +342,9 @@ def test_columns_survive_the_state():
         repetition_penalty=2,
     )
     state = state_of(3, SamplingParams(temperature=0), params, seeds=[-1, -(2**63) + 5])
-    assert [float(column[1]) for column in state[:6]] == [0.5, 0.25, 0.125, -1.0, 1.5, 2.0]
-    assert state.top_k[:2].tolist() == [0, 0]
-    assert state.seed[:2].tolist() == [[2**32 - 1, 2**32 - 1], [5, 2**31]]
+    assert [float(column[1]) for column in state.params[:6]] == [0.5, 0.25, 0.125, -1.0, 1.5, 2.0]
+    assert state.params.top_k[:2].tolist() == [0, 0]
+    assert [column[:2].tolist() for column in state.params[7:]] == [[2**32 - 1, 5], [2**32 - 1, 2**31]]
 
 
 def test_smallest_top_p_keeps_the_best_token():
@@ -355,14 +355,16 @@ def test_smallest_top_p_keeps_the_best_token():
 
 def test_writes_beyond_the_last_slot_are_dropped():
     state = state_of(6, *[SamplingParams(top_k=3, temperature=0.5)] * NUM_SLOTS)
-    ints, floats = sampler.param_columns(SamplingParams(temperature=1.5, top_k=2), 8)
+    words = sampling_state.param_words(SamplingParams(temperature=1.5, top_k=2), 8)
     beyond = jnp.array([NUM_SLOTS, NUM_SLOTS + 3])
-    written = sampler.write_params(state, beyond, jnp.stack([ints] * 2), jnp.stack([floats] * 2))
-    written = sampler.set_bias_row(written, jnp.int32(NUM_SLOTS), jnp.ones(6))
-    for before, after in zip(state, written, strict=True):
+    written = sampling_state.write_params(state, beyond, jnp.stack([words] * 2))
+    written = sampling_state.set_bias_row(written, jnp.int32(NUM_SLOTS), jnp.ones(6))
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(written), strict=True):
         np.testing.assert_array_equal(before, after)
     counts = jnp.full((NUM_SLOTS, 6), 3)
-    np.testing.assert_array_equal(sampler.set_row(counts, jnp.int32(NUM_SLOTS + 1), jnp.ones(6, jnp.int32)), counts)
+    np.testing.assert_array_equal(
+        sampling_state.set_row(counts, jnp.int32(NUM_SLOTS + 1), jnp.ones(6, jnp.int32)), counts
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
@@ -370,11 +372,11 @@ def test_counting_tokens(num_rows):
     counts = jnp.zeros((NUM_SLOTS, 6), jnp.int32).at[:3, 0].set(1)
     slots = jnp.array([2, 1, NUM_SLOTS, 0][:num_rows])
     tokens = jnp.array([0, 5, 3, -1][:num_rows])
-    counted = sampler.count_tokens(counts, slots, tokens, jnp.ones(num_rows, bool))
+    counted = sampling_state.count_tokens(counts, slots, tokens, jnp.ones(num_rows, bool))
     expected = np.array(counts)
     expected[2, 0] += 2
     if num_rows > 1:
         expected[1, 5] += 2
     np.testing.assert_array_equal(counted, expected)
-    unchanged = sampler.count_tokens(counts, slots, tokens, jnp.zeros(num_rows, bool))
+    unchanged = sampling_state.count_tokens(counts, slots, tokens, jnp.zeros(num_rows, bool))
     np.testing.assert_array_equal(unchanged, counts)

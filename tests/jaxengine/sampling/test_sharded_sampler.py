@@ -20,8 +20,10 @@ from jax import lax
 
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.sampling import sampler
+from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS, TokenLogprobs, prompt_logprobs
-from jaxengine.sampling.sampler import SamplerFlags, SamplingState
+from jaxengine.sampling.sampler import SamplerFlags
+from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import NUM_CANDIDATES
 from jaxengine.sampling.top_tokens import best_token, take_tokens, top_tokens, top_values
 from sharding.layout import MeshLayout
@@ -44,7 +46,7 @@ KINDS = ("spread", "border ties", "rounded", "flat", "forbidden", "poisoned")
 ROWS, TABLE, TABLE_ROW, WHOLE = (
     logical_to_spec(axes) for axes in (("batch",), ("batch", "sampled_vocab"), (None, "sampled_vocab"), ())
 )
-STATE = SamplingState(*[ROWS] * 8, logit_bias=TABLE, token_mask=TABLE)
+STATE = SamplingState(RowParams(*[ROWS] * len(NEUTRAL)), logit_bias=TABLE, token_mask=TABLE)
 FLAGS = SamplerFlags(*[WHOLE] * 6)
 FLAGS_ON = SamplerFlags(*[np.array(True)] * 6)
 
@@ -114,13 +116,12 @@ def make_state(params: list[SamplingParams], rng: np.random.Generator) -> Sampli
     bias[rng.random(shape) < 0.05] = -np.inf
     bias[::4] = 0.0
     bias[9] = -np.inf
-    columns = [sampler.param_columns(one, seed) for seed, one in enumerate(params)]
-    ints, floats = (np.stack(part) for part in zip(*columns, strict=True))
-    state = sampler.init_state(NUM_ROWS, VOCAB_SIZE)._replace(
+    words = np.stack([sampling_state.param_words(one, seed) for seed, one in enumerate(params)])
+    state = sampling_state.init_state(NUM_ROWS, VOCAB_SIZE)._replace(
         logit_bias=jnp.asarray(bias, jnp.float32),
         token_mask=jnp.asarray(mask_rows(rng)),
     )
-    return sampler.write_params(state, jnp.arange(NUM_ROWS), jnp.asarray(ints), jnp.asarray(floats))
+    return sampling_state.write_params(state, jnp.arange(NUM_ROWS), jnp.asarray(words))
 
 
 def mask_rows(rng: np.random.Generator) -> np.ndarray:
@@ -137,7 +138,7 @@ def widen_mask(words: jax.Array, layout: MeshLayout) -> np.ndarray:
     parts, vocab_size = layout.num_shards("sampled_vocab"), layout.padded_vocab_size(VOCAB_SIZE)
     whole = np.pad(np.asarray(words), ((0, 0), (0, -(-vocab_size // 32) - words.shape[1])))
     whole = whole.reshape(len(whole), parts, -1)
-    stored = sampler.mask_words(vocab_size // parts)
+    stored = sampling_state.mask_words(vocab_size // parts)
     return np.pad(whole, ((0, 0), (0, 0), (0, stored - whole.shape[2]))).reshape(len(whole), -1)
 
 
@@ -216,11 +217,11 @@ def check_count_tokens() -> None:
     slots, valid = rng.permutation(NUM_ROWS).astype(np.int32), rng.random(NUM_ROWS) < 0.8
     token_ids = rng.integers(-1, VOCAB_SIZE, NUM_ROWS).astype(np.int32)
     token_ids[: len(BORDERS)], valid[: len(BORDERS)] = BORDERS, True
-    together = on_mesh(layout, sampler.count_tokens, (TABLE, ROWS, ROWS, ROWS), TABLE)
+    together = on_mesh(layout, sampling_state.count_tokens, (TABLE, ROWS, ROWS, ROWS), TABLE)
     for num_rows in (1, NUM_ROWS):
         batch = (slots[:num_rows], token_ids[:num_rows], valid[:num_rows])
         got = together(widen(counts, layout, 0), *batch)
-        counted = widen(sampler.count_tokens(jnp.asarray(counts), *batch), layout, 0)
+        counted = widen(sampling_state.count_tokens(jnp.asarray(counts), *batch), layout, 0)
         np.testing.assert_array_equal(got, counted)
         assert (counted != widen(counts, layout, 0)).any()
     print("count")
@@ -283,7 +284,7 @@ def check_collectives() -> None:
     layout = MeshLayout(data=2, model=4)
     width = layout.padded_vocab_size(32_000)
     num_rows = layout.data * NUM_ROWS
-    state = jax.eval_shape(lambda: sampler.init_state(num_rows, width))
+    state = jax.eval_shape(lambda: sampling_state.init_state(num_rows, width))
     rows = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     counts = jax.ShapeDtypeStruct((num_rows, width), jnp.int32)
     batch = jax.ShapeDtypeStruct((num_rows, width), jnp.float32), state, counts, rows, rows

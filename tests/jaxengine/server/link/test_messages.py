@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxengine.engine.output import EmittedTokens, EngineOutput, TokenScores
+from jaxengine.engine.output import EngineOutput
 from jaxengine.server.link import messages
 from jaxengine.server.link.messages import Update
+from scheduler.batch import TokenRows, TokenScores
 
 
 def _emitted(rows, scored):
@@ -19,7 +20,7 @@ def _emitted(rows, scored):
         logprobs = (-token_ids[scored] / 100).astype(np.float32)
         ones = np.ones(len(scored), np.int32)
         scores = TokenScores(logprobs, ones, token_ids[scored][:, None], logprobs[:, None])
-    return EmittedTokens(tags, token_ids, np.array(scored, np.int64), scores)
+    return TokenRows(tags, token_ids, np.array(scored, np.int64), scores)
 
 
 def _seen(update):

@@ -1,0 +1,124 @@
+"""What the sampler reads of each slot, kept up to date on the devices: parameters, biases, masks and counts of tokens.
+
+Works between a step's forward pass and its sampler: nothing here matters to the former. Knows which requests have a row
+in a step, not when one has. A slot's global number is rank * max_num_seqs + slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxengine.engine.token_bias import TokenBias
+from jaxengine.grammars.request_masks import RequestMasks
+from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.sampling.state import param_words
+from scheduler.batch import ScheduledStep
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from scheduler.token_params import BIAS, LAST_TOKEN, MASK, PENALTIES
+
+
+class _SlotBias(NamedTuple):
+    """The bias of a slot and the tokens that it forbids now."""
+
+    request: Request
+    bias: TokenBias
+    forbidden: frozenset[int]
+
+
+class SlotRows:
+    """Owns the rows of all slots, as far as the host decides them."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, masks: RequestMasks | None):
+        """masks: None where no request has any."""
+        self._runner = runner
+        self._scheduler = scheduler
+        self._masks = masks
+        self._biases: dict[int, _SlotBias] = {}
+
+    def sync(self, step: ScheduledStep) -> None:
+        """Writes what has changed for the sampler of this step, the next one to be dispatched.
+
+        The tokens that its choices depend on are known (`is_behind`) and its masks are there (`without_mask`).
+        """
+        params: list[tuple[int, np.ndarray]] = []
+        masks: list[tuple[int, np.ndarray | None]] = []
+        for batch in step.batches:
+            for request in batch.admitted:
+                if request.slot >= 0:  # it may have been aborted since
+                    params.append((self._slot(request), param_words(request.params, request.seed)))
+                    if not request.params.features & MASK:
+                        masks.append((self._slot(request), None))  # its slot's last owner may have had one
+                    self._begin(request)
+        self._runner.set_params(params)
+        if self._masks is not None:
+            masks += [(self._slot(request), self._masks.row(request)) for request in self._sampling(step, MASK)]
+        self._runner.set_masks(masks)
+        for request in self._sampling(step, BIAS):
+            before = self._biases[self._slot(request)]
+            forbidden = self._forbidden(request, before.bias)
+            if forbidden != before.forbidden:
+                self._set_bias(request, before.bias, forbidden)
+
+    def is_behind(self, step: ScheduledStep) -> bool:
+        """Whether a choice of this step depends on a token that is still being computed."""
+        for request in self._sampling(step, LAST_TOKEN):
+            slots = self._scheduler.ranks[request.rank].slots
+            if slots.num_known[request.slot] < slots.num_tokens[request.slot] - 1:
+                return True
+        return False
+
+    def without_mask(self, step: ScheduledStep) -> list[Request]:
+        """The requests whose choice in this step depends on a mask that has not come."""
+        if self._masks is None:
+            return []
+        return [request for request in self._sampling(step, MASK) if not self._masks.has(request)]
+
+    def allows_any(self, request: Request, mask: np.ndarray) -> bool:
+        """Whether mask and bias of the token that a request sampled last left anything to sample."""
+        for owner, bias, forbidden in self._biases.values():
+            if owner is request:
+                allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._runner.vocab_size]
+                return bool(np.isfinite(bias.row(forbidden)[allowed > 0]).any())
+        return True
+
+    def _slot(self, request: Request) -> int:
+        return request.rank * self._scheduler.config.max_num_seqs + request.slot
+
+    def _sampling(self, step: ScheduledStep, feature: int) -> Iterator[Request]:
+        """The requests with a feature that sample in a step and still have the slot that they had in it."""
+        if not step.features & feature:
+            return
+        for rank, batch in zip(self._scheduler.ranks, step.batches, strict=True):
+            if batch.features & feature:
+                slots, rows = rank.slots, batch.sample
+                current = batch.slots[rows][rank.slots.epoch[batch.slots[rows]] == batch.epochs[rows]]
+                for slot in current[(slots.features[current] & feature) > 0].tolist():
+                    yield slots.requests[slot]
+
+    def _begin(self, request: Request) -> None:
+        """Counts and bias of a request that has just got its slot."""
+        slot, features = self._slot(request), request.params.features
+        if features & PENALTIES:
+            self._runner.set_token_counts(slot, request.prompt_token_ids, self._scheduler.output_token_ids(request))
+        self._biases.pop(slot, None)
+        if features & BIAS:
+            bias = TokenBias(request, self._runner.vocab_size)
+            self._set_bias(request, bias, self._forbidden(request, bias))
+        else:
+            self._runner.set_bias(slot, None)
+
+    def _set_bias(self, request: Request, bias: TokenBias, forbidden: frozenset[int]) -> None:
+        slot = self._slot(request)
+        self._biases[slot] = _SlotBias(request, bias, forbidden)
+        self._runner.set_bias(slot, bias.row(forbidden))
+
+    def _forbidden(self, request: Request, bias: TokenBias) -> frozenset[int]:
+        """The tokens forbidden to the token that the step being dispatched samples."""
+        slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
+        sampling = int(slots.num_computed[slot] >= slots.num_fed[slot])
+        num_output = int(slots.num_tokens[slot] - slots.num_prompt[slot]) - sampling
+        return bias.forbidden(num_output, self._scheduler.output_token_ids(request))

@@ -1,0 +1,148 @@
+"""The heads: what is done with what a forward pass leaves. Each is a program of its own, compiled for few sizes.
+
+So a forward pass can be under way before it is known what its rows may sample, a sampler is not compiled once for every
+number of tokens, and a head that nobody asked for does not run. To add one is to write its function and a row of
+`HEADS`. Knows arrays and nothing of requests.
+
+On a mesh a head is what every device runs on its own parts (sharding.collectives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxengine.runner.step import SampledRows, TokenState
+from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
+from jaxengine.sampling.sampler import SampleOutput, flags_of, sample
+from jaxengine.sampling.state import SamplingState, count_tokens, write_slots
+from scheduler.buckets import Bucket, Buckets
+from sharding.collectives import num_shards, stack_ranks
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Everything static about the heads of a model but their sizes.
+
+    Attributes:
+      graph, params_tree: of the model, for heads that need its weights.
+    """
+
+    graph: nnx.GraphDef
+    params_tree: Any
+    max_logprobs: int
+    logprobs_mode: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """A kind of program that runs after a forward pass.
+
+    Attributes:
+      make: its function; arguments as named, results the state that it changes, then its output.
+      arguments: names of what it takes: "params" (the model's leaves), fields of DeviceState, fields of Forwarded.
+      changes: those arguments, fields of DeviceState, that it gives back changed; they are donated.
+      output: the NamedTuple that the host reads: of all ranks, [ranks, ...].
+      size_of: the size of the one that serves a bucket, which the arguments from Forwarded have; None where none does.
+    """
+
+    make: Callable[[HeadSpec], Callable]
+    arguments: tuple[str, ...]
+    changes: tuple[str, ...]
+    output: Any
+    size_of: Callable[[Buckets, Bucket], int | None]
+
+    def sizes(self, buckets: Buckets) -> list[int]:
+        """All sizes, ascending."""
+        return sorted({size for bucket in buckets if (size := self.size_of(buckets, bucket)) is not None})
+
+
+def make_sample(spec: HeadSpec) -> Callable:
+    """Chooses a token for every row and remembers it: (TokenState, SamplingState, SampledRows, logits f32[S, V / n]) ->
+    (TokenState, SampleOutput)."""
+
+    def sample_rows(tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array):
+        flags = flags_of(rows.features[0])
+        with jax.named_scope("sample"):
+            own = sample(
+                logits,
+                sampling,
+                tokens.token_counts,
+                rows.slot,
+                rows.position,
+                flags,
+                max_logprobs=spec.max_logprobs,
+                logprobs_mode=spec.logprobs_mode,
+            )
+        tokens = _remember(tokens, rows, own.token_ids, flags.any_penalties)
+        with jax.named_scope("results"):
+            scores = _stack_scores(TokenLogprobs(*own[1:]), flags.any_logprobs)
+            return tokens, SampleOutput(stack_ranks(own.token_ids), *scores)
+
+    return sample_rows
+
+
+def make_score(spec: HeadSpec) -> Callable:
+    """How likely each prompt token was after those before it: (params, hidden [T, D], targets i32[T]) ->
+    (TokenLogprobs,)."""
+
+    def score_prompts(params: list[jax.Array], hidden: jax.Array, targets: jax.Array):
+        model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
+        with jax.named_scope("prompt_logprobs"):
+            scores = prompt_logprobs(
+                hidden,
+                targets,
+                model.logits,
+                max_logprobs=spec.max_logprobs,
+                logprobs_mode=spec.logprobs_mode,
+            )
+        with jax.named_scope("results"):
+            return (TokenLogprobs(*map(stack_ranks, scores)),)
+
+    return score_prompts
+
+
+def _stack_scores(scores: TokenLogprobs, wanted: jax.Array) -> TokenLogprobs:
+    """`stack_ranks`, without an exchange where nobody asked."""
+    ranks = num_shards("batch")
+    if ranks == 1:
+        return jax.tree.map(stack_ranks, scores)
+    nothing = [jnp.zeros((ranks, *leaf.shape), leaf.dtype) for leaf in scores]
+    return lax.cond(wanted, lambda: TokenLogprobs(*map(stack_ranks, scores)), lambda: TokenLogprobs(*nothing))
+
+
+def _remember(tokens: TokenState, rows: SampledRows, token_ids: jax.Array, any_penalties: jax.Array) -> TokenState:
+    """Keeps each sampling row's token for the next step and counts it where penalties need it."""
+    num_slots = tokens.last_token.shape[0]
+    target = jnp.where(rows.is_sampled, rows.slot, num_slots)
+    # A poisoned row's -1 would index the embedding; its request ends anyway.
+    last_token = write_slots(tokens.last_token, target, jnp.maximum(token_ids, 0))
+    # Not a conditional around it: its result would be a copy of the counts.
+    counted = count_tokens(tokens.token_counts, rows.slot, token_ids, rows.is_sampled & any_penalties)
+    return TokenState(last_token, counted)
+
+
+SAMPLE, SCORE = "sample", "score"
+
+HEADS = {
+    SAMPLE: Head(
+        make_sample,
+        arguments=("tokens", "sampling", "rows", "logits"),
+        changes=("tokens",),
+        output=SampleOutput,
+        size_of=lambda buckets, bucket: buckets.sample_size(bucket),
+    ),
+    SCORE: Head(
+        make_score,
+        arguments=("params", "hidden", "targets"),
+        changes=(),
+        output=TokenLogprobs,
+        size_of=lambda buckets, bucket: bucket.num_tokens if bucket in buckets.scored else None,
+    ),
+}

@@ -1,0 +1,111 @@
+"""What the host changes on the devices between steps: a row of `STATE_CHANGES` for each program that does it.
+
+All name slots as numbered over all ranks: rank * max_num_seqs + the rank's own number; entries of slots that no rank
+has change nothing. A row says which stages have it and what it takes. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxengine.runner.step import DeviceState, own_slots, write_page_deltas
+from jaxengine.sampling import state as sampling_state
+from jaxengine.sampling.state import NEUTRAL
+from sharding.rules import logical_to_spec
+
+if TYPE_CHECKING:
+    from jaxengine.runner.step_programs import StepPrograms
+
+# Entries of one message that brings page-table entries outside a step, requests whose parameters one brings, and
+# requests whose masks one brings.
+NUM_DELTAS = 1024
+NUM_PARAM_ROWS = 8
+NUM_MASK_ROWS = 16
+
+PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW = (
+    "page deltas",
+    "parameters",
+    "bias row",
+    "mask rows",
+    "counts row",
+)
+
+Shape = tuple[tuple[int, ...], Any, PartitionSpec]
+
+_EVERYWHERE = PartitionSpec()
+_VOCAB = logical_to_spec(("sampled_vocab",))
+_ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
+
+
+class StateChange(NamedTuple):
+    """One program that changes the state.
+
+    Attributes:
+      function: (DeviceState, arguments) -> DeviceState, the first donated.
+      arguments: their shapes, dtypes and PartitionSpecs.
+      everywhere: every stage has it; else the last one alone, which samples.
+    """
+
+    function: Callable[..., DeviceState]
+    arguments: Callable[[StepPrograms], list[Shape]]
+    everywhere: bool = False
+
+    def is_of(self, programs: StepPrograms) -> bool:
+        """Whether the stage of these programs has it."""
+        return self.everywhere or programs.model.stage.is_last
+
+
+def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
+    deltas = deltas.at[0].set(_own(state, deltas[0]))
+    return state._replace(slots=write_page_deltas(state.slots, deltas))
+
+
+def _set_counts(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceState:
+    assert state.tokens is not None
+    counts = sampling_state.set_row(state.tokens.token_counts, _own(state, slot), row)
+    return state._replace(tokens=state.tokens._replace(token_counts=counts))
+
+
+def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
+    """A change of the sampling parameters of some slots as a change of all that is kept."""
+
+    def change(state: DeviceState, slots: jax.Array, *arguments: jax.Array) -> DeviceState:
+        return state._replace(sampling=function(state.sampling, _own(state, slots), *arguments))
+
+    return change
+
+
+def _own(state: DeviceState, slots: jax.Array) -> jax.Array:
+    return own_slots(slots, state.slots.num_computed.shape[0])
+
+
+def _row_of_vocab(dtype: Any) -> Callable[[StepPrograms], list[Shape]]:
+    return lambda programs: [((), np.int32, _EVERYWHERE), ((programs.vocab_size,), dtype, _VOCAB)]
+
+
+STATE_CHANGES = {
+    PAGE_DELTAS: StateChange(
+        _write_deltas, lambda programs: [((3, NUM_DELTAS), np.int32, _EVERYWHERE)], everywhere=True
+    ),
+    PARAMETERS: StateChange(
+        _on_sampling(sampling_state.write_params),
+        lambda programs: [
+            ((NUM_PARAM_ROWS,), np.int32, _EVERYWHERE),
+            ((NUM_PARAM_ROWS, len(NEUTRAL)), np.int32, _EVERYWHERE),
+        ],
+    ),
+    BIAS_ROW: StateChange(_on_sampling(sampling_state.set_bias_row), _row_of_vocab(np.float32)),
+    MASK_ROWS: StateChange(
+        _on_sampling(sampling_state.set_mask_rows),
+        lambda programs: [
+            ((NUM_MASK_ROWS,), np.int32, _EVERYWHERE),
+            ((NUM_MASK_ROWS, programs.stored_mask_words), np.int32, _ROWS_VOCAB),
+        ],
+    ),
+    COUNTS_ROW: StateChange(_set_counts, _row_of_vocab(np.int32)),
+}

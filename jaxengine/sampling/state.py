@@ -1,0 +1,143 @@
+"""What the device remembers for sampling, a row for each slot, and how the host changes it between steps.
+
+Owns the parameters of requests as columns (`RowParams` is their one table), biases, masks and the counts of tokens.
+Knows nothing of how a token is chosen, of requests, or of when a row changes.
+
+Where n devices share the vocabulary each has V / n columns of the counts and of the biases, and the masks of these
+tokens (V / n is a multiple of 32 then), all else whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxengine.sampling.top_tokens import first_id
+from scheduler.token_params import TokenParams
+
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+class RowParams(NamedTuple):
+    """The parameters of one request; its fields are the columns of all that holds those of several.
+
+    On the device each is an array [R], in a batch [S, 1]. The defaults change nothing, and say what type a column has.
+    """
+
+    temperature: Any = np.float32(0)  # 0 = greedy
+    top_p: Any = np.float32(1)
+    min_p: Any = np.float32(0)
+    presence_penalty: Any = np.float32(0)
+    frequency_penalty: Any = np.float32(0)
+    repetition_penalty: Any = np.float32(1)
+    top_k: Any = np.int32(0)  # 0 = off
+    seed_low: Any = np.uint32(0)
+    seed_high: Any = np.uint32(0)
+
+
+NEUTRAL = RowParams()
+
+
+class SamplingState(NamedTuple):
+    """Sampling parameters of every slot, R = max_num_seqs, on the device.
+
+    Programs only read them: what passes through a program XLA may fetch into faster memory and write back. What the
+    sampler does change is `token_counts`, i32[R, V]: 2 * (times in the output) + (1 if in the prompt).
+    """
+
+    params: RowParams  # [R] each
+    logit_bias: jax.Array  # f32[R, V], added to the logits; -inf forbids the token
+    token_mask: jax.Array  # i32[R, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token
+
+
+def init_state(max_num_seqs: int, vocab_size: int) -> SamplingState:
+    """Every slot greedy and neutral: R = max_num_seqs rows, 4 * V + V / 8 bytes each."""
+    return SamplingState(
+        RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
+        logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),
+        token_mask=jnp.full((max_num_seqs, mask_words(vocab_size)), -1, jnp.int32),
+    )
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of a row of `SamplingState.token_mask`, those that fill up its last lane tile included.
+
+    An array whose rows are not whole tiles is stored by columns on a TPU, and turned around where rows are read.
+    """
+    return -(-vocab_size // (32 * 128)) * 128
+
+
+def param_words(params: TokenParams, seed: int) -> np.ndarray:
+    """One request's row for `write_params`, i32[len(RowParams)]: the 32 bits of each parameter.
+
+    `seed` is any 64-bit integer, signed or not.
+    """
+    values = RowParams(
+        temperature=params.temperature,
+        # A top_p below float32's range would become 0, which keeps nothing.
+        top_p=max(params.top_p, _SMALLEST_NORMAL),
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        top_k=max(params.top_k, 0),
+        seed_low=seed & 0xFFFFFFFF,
+        seed_high=seed >> 32 & 0xFFFFFFFF,
+    )
+    pairs = zip(values, NEUTRAL, strict=True)
+    return np.array([np.array(value, neutral.dtype).view(np.int32) for value, neutral in pairs])
+
+
+def write_params(state: SamplingState, slots: jax.Array, words: jax.Array) -> SamplingState:
+    """Stores rows of `param_words`: slots i32[M] distinct, words i32[M, len(RowParams)]. Slots >= R are dropped."""
+    columns = (lax.bitcast_convert_type(words[:, at], neutral.dtype) for at, neutral in enumerate(NEUTRAL))
+    written = (write_slots(old, slots, new) for old, new in zip(state.params, columns, strict=True))
+    return state._replace(params=RowParams(*written))
+
+
+def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    """array [R] with values [M] at slots i32[M], which are distinct where they are < R; the others are dropped.
+
+    Compares and selects: XLA:TPU sends a scatter into so small an array to the SparseCore, or walks it row by row.
+    """
+    written = slots[:, None] == jnp.arange(array.shape[0], dtype=jnp.int32)
+    chosen = jnp.sum(jnp.where(written, values[:, None], jnp.zeros((), array.dtype)), axis=0, dtype=array.dtype)
+    return jnp.where(jnp.any(written, axis=0), chosen, array)
+
+
+def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array, valid: jax.Array) -> jax.Array:
+    """token_counts with one more output token per row: slots i32[S] distinct, token_ids i32[S], valid bool[S].
+
+    Rows that are not valid, whose slot is >= R or whose token is outside the vocabulary change nothing.
+    """
+    num_slots, num_columns = token_counts.shape
+    columns = token_ids - first_id(token_counts)
+    slots = jnp.where(valid & (columns >= 0) & (columns < num_columns), slots, num_slots)
+    if slots.shape[0] == 1:  # XLA CPU copies the whole operand of a one-row scatter
+        slots = jnp.pad(slots, (0, 1), constant_values=num_slots)
+        columns = jnp.pad(columns, (0, 1))
+    return token_counts.at[slots, columns].add(2, mode="drop")
+
+
+def set_row(array: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+    """array [R, V] with row [V] at slot; unchanged when slot >= R."""
+    # Not a scatter: XLA CPU copies the whole operand of a one-row scatter.
+    current = lax.dynamic_index_in_dim(array, slot, keepdims=False)
+    row = jnp.where(slot < array.shape[0], row, current)
+    return lax.dynamic_update_index_in_dim(array, row, slot, axis=0)
+
+
+def set_bias_row(state: SamplingState, slot: jax.Array, row: jax.Array) -> SamplingState:
+    """Replaces logit_bias[slot] by row f32[V]; nothing happens when slot >= R."""
+    return state._replace(logit_bias=set_row(state.logit_bias, slot, row))
+
+
+def set_mask_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
+    """Replaces token_mask rows: slots i32[M], distinct where they are < R, rows i32[M, W]. Slots >= R are dropped."""
+    written = slots[:, None] == jnp.arange(state.token_mask.shape[0], dtype=jnp.int32)
+    chosen = rows[jnp.argmax(written, axis=0)]
+    return state._replace(token_mask=jnp.where(jnp.any(written, axis=0)[:, None], chosen, state.token_mask))
