@@ -19,7 +19,7 @@ from jaxengine.runner.step import StepOutput
 from jaxengine.runner.step_programs import StepPrograms
 from jaxengine.sampling import sampler
 from jaxengine.sampling.logprobs import TokenLogprobs
-from models.kv_cache import make_kv
+from models.cache import make_kv
 from scheduler.buckets import Bucket
 from sharding.rules import named_sharding, part_bytes
 

@@ -29,7 +29,7 @@ class SlotState(NamedTuple):
     """What the device remembers of the R = max_num_seqs slots and steps change.
 
     Attributes:
-      page_table: i32[R, W].
+      page_table: i32[G * R, W], of the cache groups one after the other.
       last_token: i32[R], the token sampled last.
       num_computed: i32[R], tokens whose KV is written.
       token_counts: i32[R, V], what penalties count (jaxengine.sampling.sampler); only where tokens are sampled.
@@ -84,14 +84,18 @@ class StepSpec:
 
 
 def init_state(
-    max_num_seqs: int, max_pages: int, vocab_size: int | None, experts: tuple[int, int] | None = None
+    max_num_seqs: int,
+    max_pages: int,
+    vocab_size: int | None,
+    experts: tuple[int, int] | None = None,
+    num_groups: int = 1,
 ) -> DeviceState:
     """State of slots that nobody has used yet.
 
     vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer.
     """
     slots = SlotState(
-        page_table=jnp.zeros((max_num_seqs, max_pages), jnp.int32),
+        page_table=jnp.zeros((num_groups * max_num_seqs, max_pages), jnp.int32),
         last_token=jnp.zeros(max_num_seqs, jnp.int32),
         num_computed=jnp.zeros(max_num_seqs, jnp.int32),
         token_counts=None if vocab_size is None else jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
@@ -109,9 +113,9 @@ def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
 
 
 def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
-    """Writes page-table entries i32[3, n] (slot, column, page); a slot of R or more is dropped."""
-    slots, columns, pages = deltas
-    return state._replace(page_table=state.page_table.at[slots, columns].set(pages, mode="drop"))
+    """Writes page-table entries i32[3, n] (row, column, page); a row of G * R or more is dropped."""
+    rows, columns, pages = deltas
+    return state._replace(page_table=state.page_table.at[rows, columns].set(pages, mode="drop"))
 
 
 def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: int):
@@ -134,9 +138,20 @@ def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: i
         row = jnp.minimum(row, layout.num_seqs - 1)
     valid = token < cu_q_lens[-1]
     positions = jnp.where(valid, start[row] + token - cu_q_lens[row], 0)
-    page_table = state.page_table[index]
-    page = page_table[row, positions // page_size]
-    slot_mapping = jnp.where(valid, page * page_size + positions % page_size, -1)
+    ragged = []
+    for group in range(state.page_table.shape[0] // num_slots):
+        page_table = state.page_table[index + group * num_slots]
+        page = page_table[row, positions // page_size]
+        ragged.append(
+            RaggedBatch(
+                cu_q_lens=cu_q_lens,
+                kv_lens=kv_lens,
+                page_table=page_table,
+                slot_mapping=jnp.where(valid, page * page_size + positions % page_size, -1),
+                num_seqs=header["num_seqs"],
+                num_decode=header["num_decode"],
+            )
+        )
     token_ids = layout.view(buffer, "token_ids")
     token_ids = jnp.where(token_ids >= 0, token_ids, state.last_token[index][row])
 
@@ -144,14 +159,7 @@ def unpack(state: SlotState, buffer: jax.Array, layout: StepLayout, page_size: i
         token_ids=token_ids,
         positions=positions,
         logits_indices=jnp.maximum(cu_q_lens[1:] - 1, 0),
-        ragged=RaggedBatch(
-            cu_q_lens=cu_q_lens,
-            kv_lens=kv_lens,
-            page_table=page_table,
-            slot_mapping=slot_mapping,
-            num_seqs=header["num_seqs"],
-            num_decode=header["num_decode"],
-        ),
+        ragged=tuple(ragged),
     )
     return state, batch, Rows(slot, count, start, sample, next_token), header
 
@@ -186,7 +194,7 @@ def make_step(graph: nnx.GraphDef, params_tree: Any, layout: StepLayout, spec: S
                 sampling,
                 state.token_counts,
                 rows.slot,
-                batch.ragged.kv_lens,
+                batch.ragged[0].kv_lens,
                 flags,
                 max_logprobs=spec.max_logprobs,
                 logprobs_mode=spec.logprobs_mode,

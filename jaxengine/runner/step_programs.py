@@ -27,8 +27,8 @@ from jaxengine.runner.step import (
     write_page_deltas,
 )
 from jaxengine.sampling import sampler
+from models.cache import KVPages, abstract_kv, kv_partition, page_bytes_of_group
 from models.causal_lm import CausalLM
-from models.kv_cache import KVPages, abstract_kv, kv_partition, page_bytes_all_layers
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 from scheduler.packing import Packer
@@ -47,8 +47,9 @@ class StepPrograms:
 
     Attributes:
       mesh: the devices.
-      num_columns: columns of the page table.
-      paging: page_size, dtype and layout of the KV pool, as models.kv_cache takes them.
+      groups: cache groups of the whole model, with the layers of this stage.
+      layout: of the KV pool.
+      num_columns: columns of a page table.
       state_shapes: what is kept between steps, abstract.
       vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
       own_vocab_size: those of one device.
@@ -61,12 +62,10 @@ class StepPrograms:
         """model is abstract and made for the mesh; config resolved for the platform."""
         self.model = model
         self.mesh = mesh
-        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks)
-        self.paging: dict[str, Any] = {
-            "page_size": config.block_size,
-            "dtype": config.kv_cache_dtype,
-            "layout": platform.name,
-        }
+        hybrid = not config.disable_hybrid_kv_cache_manager
+        self.groups = model.cache_groups(config.block_size, config.kv_cache_dtype, hybrid=hybrid)
+        self.layout = platform.name
+        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks, len(self.groups))
         # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
         self.num_columns = math.ceil(pages / block_pages) * block_pages
@@ -80,16 +79,18 @@ class StepPrograms:
         self._graph, abstract_params = nnx.split(model)
         self._params_tree = jax.tree.structure(abstract_params)
         self._spec = StepSpec(config.block_size, config.max_logprobs, config.logprobs_mode)
-        self.description = repr((model.config, model.mesh, model.stage, config.dtype, self.paging, self._spec))
+        self.description = repr(
+            (model.config, model.mesh, model.stage, config.dtype, self.groups, self.layout, self._spec)
+        )
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page on one device, over all layers."""
-        return page_bytes_all_layers(self.model, **self.paging)
+        """Bytes of one page on one device, in all layers of a group."""
+        return page_bytes_of_group(self.groups, layout=self.layout)
 
     def kv_shapes(self, num_pages: int) -> KVPages:
-        """The pool of `num_pages` pages per layer and rank, abstract."""
-        return abstract_kv(self.model, num_pages, **self.paging, mesh=self.mesh)
+        """The pool of `num_pages` pages per rank, abstract."""
+        return abstract_kv(self.groups, num_pages, layout=self.layout, mesh=self.mesh)
 
     def step(self, bucket: Bucket, kv: KVPages) -> Callable:
         """The function to compile, for a pool as `kv_shapes` gives it; donate arguments 1 and 2."""
@@ -159,7 +160,7 @@ class StepPrograms:
 
     def _own_state(self) -> DeviceState:
         vocab_size = self.own_vocab_size if self.model.stage.is_last else None
-        return init_state(self._num_slots, self.num_columns, vocab_size, self._experts)
+        return init_state(self._num_slots, self.num_columns, vocab_size, self._experts, len(self.groups))
 
     def _state_shapes(self) -> DeviceState:
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -189,7 +190,7 @@ def _count_experts(model: CausalLM) -> tuple[int, int] | None:
 
 
 def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
-    deltas = deltas.at[0].set(_own(state, deltas[0]))
+    deltas = deltas.at[0].set(own_slots(deltas[0], state.slots.page_table.shape[0]))
     return state._replace(slots=write_page_deltas(state.slots, deltas))
 
 

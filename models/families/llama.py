@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.cache import Paged, group_layers, num_places
 from models.config.fields import ConfigFields
 from models.config.model_config import ModelConfig
 from models.forward_batch import ForwardBatch
@@ -74,36 +75,42 @@ class LlamaForCausalLM(nnx.Module):
     def __call__(self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array | None = None) -> tuple[jax.Array, KVPages]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
-        The pool is flat: page p of layer l is its row l * pages_per_layer + p. A stage that is not the first takes the
-        hidden states of the one before, and one that is not the last gives them without the norm; l counts from the
-        stage's first layer. Of layers with experts the module then holds the ExpertLoad, i32[layers, E].
+        The pool is flat (models.cache). A stage that is not the first takes the hidden states of the one before, and
+        one that is not the last gives them without the norm. Of layers with experts the module then holds the
+        ExpertLoad, i32[layers, E].
         """
         config, windows = self.config, [self.config.sliding_window[index] for index in self.stage.layers]
-        pages_per_layer, rest = divmod(kv.num_pages, len(self.layers))
+        groups = self.cache_groups(kv.page_size, kv.dtype, hybrid=len(batch.ragged) > 1)
+        num_pages, rest = divmod(kv.num_pages, num_places(groups))
         if rest:
-            raise ValueError(f"num_pages must be a multiple of num_layers = {len(self.layers)}, got {kv.num_pages}")
+            raise ValueError(f"num_pages must be a multiple of {num_places(groups)} layers, got {kv.num_pages}")
+        places = {layer: (group, place) for group, each in enumerate(groups) for place, layer in enumerate(each.layers)}
         with jax.named_scope("rope_table"):
             cos, sin = rope_table(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
         with jax.named_scope("kv_update_schedule"):
-            update = kv_update_schedule(batch.ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
-        steps = {}
+            updates = [
+                kv_update_schedule(ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
+                for ragged in batch.ragged
+            ]
+        schedules = {}
         for window in dict.fromkeys(windows):
             with jax.named_scope("attention_schedule"):
-                schedule = attention_schedule(
-                    batch.ragged,
+                schedules[window] = attention_schedule(
+                    batch.ragged[0],
                     attention_spec(config, window, self.mesh),
                     num_tokens=batch.token_ids.shape[0],
                     page_size=kv.page_size,
                     platform=kv.layout,
                 )
-            steps[window] = StepInputs(cos, sin, batch.ragged, schedule, update)
         with jax.named_scope("embed"):
             x = self.embed(batch.token_ids) if hidden is None else hidden
         loads: list[jax.Array] = []
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
+            group, place = places[self.stage.first_layer + index]
+            step = StepInputs(cos, sin, batch.ragged[group], schedules[window], updates[group])
             graph, state = nnx.split(layer)
             with jax.named_scope(f"layer_{index}"):
-                x, kv, load = _run_layer(graph, state, x, kv, jnp.int32(index * pages_per_layer), steps[window])
+                x, kv, load = _run_layer(graph, state, x, kv, jnp.int32(place * num_pages), step)
             loads += jax.tree.leaves(load)
         if loads:
             self.load = ExpertLoad(jnp.stack(loads))
@@ -121,14 +128,16 @@ class LlamaForCausalLM(nnx.Module):
                 logits = self.lm_head(hidden, out_dtype=jnp.float32)
             return own_logits(logits, self.config.vocab_size)
 
-    def kv_spec(self, pages_per_layer: int, page_size: int, kv_dtype: Any) -> KVSpec:
-        """What one device's pool must be to hold `pages_per_layer` pages of `page_size` tokens for each layer here."""
-        config = self.config
-        return KVSpec(
-            num_pages=len(self.layers) * pages_per_layer,
+    def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged, ...]:
+        """The cache groups of the whole model with the layers that are here, `page_size` tokens a page."""
+        config, here = self.config, self.stage.layers
+        spec = KVSpec(
+            num_pages=1,
             page_size=page_size,
             num_kv_heads=num_kv_heads(config, self.mesh),
             head_dim=config.head_dim,
             v_head_dim=config.head_dim,
             dtype=kv_dtype,
         )
+        groups = group_layers(config.sliding_window, hybrid=hybrid)
+        return tuple(Paged(tuple(each for each in layers if each in here), window, spec) for window, layers in groups)
