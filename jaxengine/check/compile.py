@@ -132,6 +132,7 @@ class Compiler:
                 weights=stage.weight_bytes,
                 workspace=inspect.memory(compiled)["workspace_bytes"] + stage.state_bytes,
                 page_bytes=stage.page_bytes,
+                windows=stage.windows,
             )
         except ConfigError as error:
             if total and given is None:

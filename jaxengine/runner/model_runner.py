@@ -80,7 +80,7 @@ class ModelRunner:
         self.compiles = CompileWatch()
         self.vocab_size = stages[0].programs.model.config.vocab_size
         self.num_ranks = stages[0].programs.model.mesh.num_ranks
-        self.windows = tuple(group.window for group in stages[0].programs.groups)
+        self.windows = stages[0].programs.windows
         self._stages = stages
         self._last = stages[-1]
         self._peers = peers

@@ -84,6 +84,11 @@ class StepPrograms:
         )
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the cache groups: keys that a token sees, None for all."""
+        return tuple(group.window for group in self.groups)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page on one device, in all layers of a group."""
         return page_bytes_of_group(self.groups, layout=self.layout)
