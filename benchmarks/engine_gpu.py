@@ -73,7 +73,7 @@ def main() -> None:
             "programs_compiled": runner.num_compiled,
             "programs_loaded": runner.num_loaded,
             "weights_GB": round(runner.plan.weights / 1e9, 2),
-            "kv_tokens": runner.plan.num_tokens,
+            "kv_tokens": runner.plan.num_pages * runner.plan.page_size,
         }
 
     recorder.rows.pop("start", None)  # an engine lives in one process: a resumed run makes it again

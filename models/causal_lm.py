@@ -7,11 +7,12 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from models.build import Build
+from models.cache import Paged
 from models.config.fields import ConfigFields
 from models.config.gguf import GGUFConfig
 from models.config.model_config import ModelConfig
 from models.forward_batch import ForwardBatch
-from pallas_kernels.kv.pages import KVPages, KVSpec
+from pallas_kernels.kv.pages import KVPages
 from sharding.layout import MeshLayout
 from sharding.stages import Stage
 
@@ -62,6 +63,9 @@ class CausalLM(Protocol):
         """[R, D] -> f32[R, V / n] where n devices share the rows; whole on one device. Of the last stage only."""
         ...
 
-    def kv_spec(self, pages_per_layer: int, page_size: int, kv_dtype: Any) -> KVSpec:
-        """What one device's pool must be to hold `pages_per_layer` pages of `page_size` tokens for each layer here."""
+    def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged, ...]:
+        """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
+
+        hybrid: as models.cache.group_layers.
+        """
         ...

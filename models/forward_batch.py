@@ -25,18 +25,19 @@ class ForwardBatch(NamedTuple):
       token_ids: i32[T].
       positions: i32[T], 0 in padding.
       logits_indices: i32[S], the token of each row whose hidden state is sampled from.
-      ragged: where each row's queries and keys are (cu_q_lens, kv_lens, page_table, slot_mapping, counts).
+      ragged: for each cache group, where each row's queries and keys are (cu_q_lens, kv_lens, page_table, slot_mapping,
+        counts); only page_table and slot_mapping differ between groups.
     """
 
     token_ids: jax.Array
     positions: jax.Array
     logits_indices: jax.Array
-    ragged: RaggedBatch
+    ragged: tuple[RaggedBatch, ...]
 
 
 HEADER = ("num_seqs", "num_decode", "features")
 ROW_COLUMNS = ("slot", "num_scheduled", "start", "sample", "next_token")
-DELTA_COLUMNS = ("slot", "column", "page")
+DELTA_COLUMNS = ("row", "column", "page")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class StepLayout:
     [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new. In a row, `start` >= 0 sets the slot's number
     of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at its last known
     token; `next_token` is the prompt token after the chunk, -1 where there is none. A token id of -1 stands for the
-    slot's last sampled token. Slots are the rank's own; padding rows and entries carry max_num_seqs, which no slot has.
+    slot's last sampled token. Slots are the rank's own; padding rows carry max_num_seqs, which no slot has. Of the page
+    tables of G cache groups an entry names the row group * max_num_seqs + slot, and padding G * max_num_seqs.
 
     Attributes:
       num_tokens: T.

@@ -11,9 +11,9 @@ from scheduler.request import Request
 
 
 class PageDeltas(NamedTuple):
-    """Page-table entries written since the last step, i32[n] each."""
+    """Page-table entries written since the last step, i32[n] each; a row is group * max_num_seqs + slot."""
 
-    slots: np.ndarray
+    rows: np.ndarray
     columns: np.ndarray
     pages: np.ndarray
 

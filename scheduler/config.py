@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.policy.waiting import POLICIES
@@ -17,6 +18,7 @@ class SchedulerConfig:
       long_prefill_token_threshold: tokens a prefill chunk may have at most, 0 for no limit but the batch's.
       policy: "fcfs", "priority" (smaller runs first, then arrival), or "fair" (of the client served least, by arrival).
       num_ranks: parts of the batch with sequences, pages and slots of their own, all in one step.
+      windows: of each cache group, how many keys a token sees counting itself; None for all (scheduler.pages.groups).
       num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
         may be scheduled while its last token is still being computed.
     """
@@ -32,6 +34,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     num_ranks: int = 1
     num_micro_batches: int = 1
+    windows: tuple[int | None, ...] = (None,)
 
     def __post_init__(self):
         if self.policy not in POLICIES:
@@ -39,4 +42,27 @@ class SchedulerConfig:
 
     @property
     def max_pages_per_seq(self) -> int:
+        """Columns of a page table."""
         return -(-self.max_model_len // self.page_size)
+
+    def most_pages(self, num_tokens: int) -> int:
+        """The most pages that a sequence of so many tokens holds at once, over all groups."""
+        return most_pages(
+            num_tokens,
+            self.windows,
+            page_size=self.page_size,
+            chunk=min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens),
+        )
+
+
+def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int, chunk: int) -> int:
+    """The most pages that a sequence of so many tokens holds at once, over groups with these windows.
+
+    chunk: tokens of it that one step computes at most. What the window of the chunk's first token sees stays, and the
+    window may begin in the middle of a page.
+    """
+    columns = -(-num_tokens // page_size)
+    return sum(
+        columns if window is None else min(columns, -(-(window - 1 + min(chunk, num_tokens)) // page_size) + 1)
+        for window in windows
+    )

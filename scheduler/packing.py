@@ -21,7 +21,7 @@ class StepInput:
     Attributes:
       buffer: i32[ranks, layout.size], fresh: the device may read it after the next one is written. Slots in a rank's
         message are its own, 0 to max_num_seqs - 1; the features of the header are the same for all ranks.
-      overflow: page-table entries that did not fit and must be written before the step, by global slot.
+      overflow: page-table entries that did not fit and must be written before the step, by rows over all ranks.
     """
 
     bucket: Bucket
@@ -36,11 +36,13 @@ class Packer:
     Attributes:
       buckets: the closed set of shapes.
       page_size: tokens a page holds; bounds the page-table entries a step can bring.
+      num_groups: cache groups, each with a page table of its own.
     """
 
     buckets: Buckets
     page_size: int
     num_ranks: int = 1
+    num_groups: int = 1
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
@@ -51,6 +53,11 @@ class Packer:
     def num_slots(self) -> int:
         """Slots of all ranks. A slot's global number is rank * max_num_seqs + slot, and this one no slot has."""
         return self.num_ranks * self.buckets.max_num_seqs
+
+    @property
+    def num_table_rows(self) -> int:
+        """Rows of a rank's page tables, group after group: group * max_num_seqs + slot. This one no slot has."""
+        return self.num_groups * self.buckets.max_num_seqs
 
     def pack(self, step: ScheduledStep) -> StepInput:
         """The message for a step of at least one row, in the smallest bucket that holds the batch of every rank."""
@@ -68,9 +75,9 @@ class Packer:
             layout.view(row, "header")[:] = batch.num_rows, batch.num_decode, step.features
             if batch.num_rows:
                 self._write(layout, row, batch)
-                if len(batch.deltas.slots) > layout.num_deltas:
-                    slots, columns, pages = (column[layout.num_deltas :] for column in batch.deltas)
-                    overflow.append((slots + np.int32(rank * self.buckets.max_num_seqs), columns, pages))
+                if len(batch.deltas.rows) > layout.num_deltas:
+                    rows, columns, pages = (column[layout.num_deltas :] for column in batch.deltas)
+                    overflow.append((rows + np.int32(rank * self.num_table_rows), columns, pages))
         return StepInput(bucket, buffer, PageDeltas.concatenate(overflow))
 
     def _write(self, layout: StepLayout, message: np.ndarray, batch: ScheduledBatch) -> None:
@@ -86,7 +93,7 @@ class Packer:
             start[:num_rows] = batch.start
             next_token[first:num_rows] = batch.next_tokens
             layout.view(message, "token_ids")[first : batch.num_tokens] = np.concatenate(batch.token_ids)
-        count = min(len(batch.deltas.slots), layout.num_deltas)
+        count = min(len(batch.deltas.rows), layout.num_deltas)
         if count:
             layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
 
@@ -95,7 +102,7 @@ class Packer:
         num_deltas = bucket.num_seqs
         if not bucket.decode_only:
             num_deltas += bucket.num_tokens // self.page_size
-        return StepLayout(bucket.num_tokens, bucket.num_seqs, num_deltas)
+        return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas)
 
     @cached_property
     def _empty(self) -> dict[Bucket, np.ndarray]:
@@ -107,16 +114,16 @@ class Packer:
             slot, num_scheduled, _, sample, _ = layout.view(message, "rows")
             slot[:] = self.buckets.max_num_seqs
             num_scheduled[:] = sample[:] = 0
-            layout.view(message, "deltas")[:] = [[self.buckets.max_num_seqs], [0], [0]]
+            layout.view(message, "deltas")[:] = [[self.num_table_rows], [0], [0]]
             messages[bucket] = np.tile(message, (self.num_ranks, 1))
         return messages
 
 
-def delta_chunks(deltas: PageDeltas, size: int, padding_slot: int) -> Iterator[np.ndarray]:
-    """Splits deltas into messages i32[3, size]; entries left over name `padding_slot`."""
-    for first in range(0, len(deltas.slots), size):
+def delta_chunks(deltas: PageDeltas, size: int, padding_row: int) -> Iterator[np.ndarray]:
+    """Splits deltas into messages i32[3, size]; entries left over name `padding_row`."""
+    for first in range(0, len(deltas.rows), size):
         chunk = np.zeros((3, size), np.int32)
-        chunk[0] = padding_slot
+        chunk[0] = padding_row
         columns = [column[first : first + size] for column in deltas]
         chunk[:, : len(columns[0])] = columns
         yield chunk

@@ -14,7 +14,7 @@ import numpy as np
 
 from scheduler.batch import PageDeltas, ScheduledBatch, StepResult, TokenRows
 from scheduler.config import SchedulerConfig
-from scheduler.pages.page_pool import PagePool
+from scheduler.pages.groups import Hits, PageTables
 from scheduler.request import FinishReason, Request, RequestStatus, Wait
 from scheduler.slots import Slots
 from scheduler.token_params import LAST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
@@ -25,12 +25,14 @@ class Offer(NamedTuple):
 
     Attributes:
       known: i32[n], the tokens to feed.
-      hits: i32[k], pages that hold a prefix of them.
+      hits: pages that hold a prefix of them.
+      num_cached: tokens of that prefix.
       count: tokens that the next step would compute.
     """
 
     known: np.ndarray
-    hits: np.ndarray
+    hits: Hits
+    num_cached: int
     count: int
 
 
@@ -53,8 +55,9 @@ class Rank:
     def __init__(self, config: SchedulerConfig, index: int = 0):
         self.config = config
         self.index = index
-        self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
-        self.slots = Slots(config.max_num_seqs, config.max_pages_per_seq)
+        self.pages = PageTables(config)
+        self.pool = self.pages.pool
+        self.slots = Slots(config.max_num_seqs)
         self.budget = 0
         self.preempted: list[Request] = []
         # Requests preempted while a token of theirs was in flight, by the (slot, epoch) it will come back to.
@@ -70,12 +73,18 @@ class Rank:
         self._decodes = np.empty(0, np.int64)
         self._prefills: list[tuple[int, int]] = []
         self._admitted: list[Request] = []
-        self._deltas: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the requests that run here, computed or still to be."""
         return int(self.slots.num_tokens[self.slots.active].sum())
+
+    def count_token_slots(self) -> tuple[int, int]:
+        """Token slots of the pages that running requests hold, and those of them that are empty."""
+        s, pages, page_size = self.slots, self.pages, self.config.page_size
+        active = np.flatnonzero(s.active)
+        empty = page_size * int(pages.num_columns[active].sum()) - int(s.num_computed[active].sum())
+        return page_size * int(pages.num_held(active).sum()), pages.num_groups * empty
 
     @property
     def is_open(self) -> bool:
@@ -85,7 +94,7 @@ class Rank:
     def begin(self, num_in_flight: int) -> None:
         """Starts a step with the rows of running requests. num_in_flight: steps whose tokens are not known yet."""
         self._num_steps += 1
-        self._deltas, self._admitted, self.preempted = [], [], []
+        self._admitted, self.preempted = [], []
         decodes = self._schedule_decodes(num_in_flight)
         self.budget = self.config.max_num_batched_tokens - len(decodes)
         prefills = self._schedule_prefills()
@@ -94,36 +103,28 @@ class Rank:
             prefills = [(slot, count) for slot, count in prefills if self.slots.active[slot]]
             self.budget = 0
         for slot, count in prefills:
-            self._register_prompt_pages(slot, int(self.slots.num_computed[slot]) + count)
+            self._register_pages(slot, int(self.slots.num_computed[slot]) + count)
         self._decodes, self._prefills = decodes, prefills
 
     def offer(self, request: Request) -> Offer | None:
         """What an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice."""
-        page_size = self.config.page_size
         known = request.known_token_ids()
         hits = self._cached_pages(request, known)
-        remaining = len(known) - len(hits) * page_size
-        count = self._chunk(remaining)
-        if count < remaining and not self.config.enable_chunked_prefill:
+        cached = hits.num_columns * self.config.page_size
+        count = self._chunk(len(known) - cached)
+        if count < len(known) - cached and not self.config.enable_chunked_prefill:
             return None
-        need = -(-(len(known) - remaining + count) // page_size) - len(hits)
-        if need > self.pool.num_free - self.pool.num_free_among(hits):
-            return None
-        return Offer(known, hits, count)
+        return Offer(known, hits, cached, count) if self.pages.can_take(hits, cached + count) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
         """Gives a request the slot, the pages and the tokens of its offer, made after the last change."""
-        s, (known, hits, count) = self.slots, offer
-        cached = len(hits) * self.config.page_size
+        s, (known, hits, cached, count) = self.slots, offer
         limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
         slot = s.take(request, known, cached, limit, request.params.features)
         request.rank, request.status = self.index, RequestStatus.RUNNING
-        self.pool.acquire(hits)
-        if len(hits):
-            self._deltas.append((*s.add_pages(slot, hits), hits))
-        s.num_hashed[slot] = len(hits)
-        self._grow(slot, cached + count)
-        self._register_prompt_pages(slot, cached + count)
+        self.pages.begin(slot, hits)
+        self.pages.grow(slot, cached + count)
+        self._register_pages(slot, cached + count)
         self._admitted.append(request)
         self._prefills.append((slot, count))
         self.budget -= count
@@ -168,7 +169,7 @@ class Rank:
             decode_token_ids=known_ids,
             token_ids=token_ids,
             next_tokens=next_tokens,
-            deltas=PageDeltas.concatenate(self._deltas),
+            deltas=PageDeltas.concatenate(self.pages.take_deltas()),
             admitted=self._admitted,
             features=features if scores else features & ~PROMPT_LOGPROBS,
         )
@@ -225,29 +226,26 @@ class Rank:
         if self.config.enable_prefix_caching:
             # A token's KV exists once its step has been dispatched; the last sampled token may never be fed.
             written = int(min(s.num_computed[slot], s.num_known[slot]))
-            if written // self.config.page_size > int(s.num_hashed[slot]):
+            if not self.pages.is_registered(slot, written):
                 tokens = np.concatenate([request.prompt_token_ids, s.output(slot)])[:written]
                 request.extend_page_hashes(tokens, self.config.page_size)
-                self._register_prompt_pages(slot, written)
-        pages = s.page_table[slot, : s.num_pages[slot]].copy()
+                self._register_pages(slot, written)
         s.release(slot)
-        self.pool.free(pages)
+        self.pages.release(slot)
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
         """Slots that feed their last token, i64[n]; each has a page for it."""
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
         slots = np.flatnonzero(ready) if self.config.num_micro_batches == 1 else self._next_share(ready, num_in_flight)
-        needy = slots[s.num_computed[slots] == s.num_pages[slots] * self.config.page_size]
-        while len(needy) > self.pool.num_free:
+        pages = self.pages
+        pages.give_back(slots, s.num_computed[slots])
+        needy = slots[s.num_computed[slots] == pages.num_columns[slots] * self.config.page_size]
+        while len(needy) * pages.num_groups > self.pool.num_free:
             self._preempt(s.last_in_line())
             needy = needy[s.active[needy]]
         if len(needy):
-            pages = self.pool.allocate(len(needy))
-            columns = s.num_pages[needy]
-            s.page_table[needy, columns] = pages
-            s.num_pages[needy] += 1
-            self._deltas.append((needy.astype(np.int32), columns, pages))
+            pages.grow_by_one(needy)
         return slots[s.active[slots]]
 
     def _next_share(self, ready: np.ndarray, num_in_flight: int) -> np.ndarray:
@@ -280,12 +278,13 @@ class Rank:
                 continue
             computed = int(s.num_computed[slot])
             count = self._chunk(int(s.num_fed[slot]) - computed)
-            need = -(-(computed + count) // self.config.page_size) - int(s.num_pages[slot])
+            self.pages.give_back(np.array([slot]), np.array([computed]))
+            need = self.pages.num_missing(slot, computed + count)
             while need > self.pool.num_free and s.active[slot]:
                 self._preempt(s.last_in_line())
             if not s.active[slot]:
                 break
-            self._grow(slot, computed + count)
+            self.pages.grow(slot, computed + count)
             scheduled.append((slot, count))
             self.budget -= count
         return scheduled
@@ -294,31 +293,20 @@ class Rank:
         limit = self.config.long_prefill_token_threshold or remaining
         return min(remaining, self.budget, limit)
 
-    def _cached_pages(self, request: Request, known: np.ndarray) -> np.ndarray:
+    def _cached_pages(self, request: Request, known: np.ndarray) -> Hits:
         """Pages that hold a prefix of `known`; at least one token is left to compute."""
         if not self.config.enable_prefix_caching:
-            return np.empty(0, np.int32)
+            return self.pages.lookup(())
         hashes = request.extend_page_hashes(known, self.config.page_size)
         if request.params.prompt_logprobs is not None:
-            return np.empty(0, np.int32)
-        return self.pool.lookup(hashes[: (len(known) - 1) // self.config.page_size])
+            return self.pages.lookup(())
+        return self.pages.lookup(hashes[: (len(known) - 1) // self.config.page_size])
 
-    def _grow(self, slot: int, num_tokens: int) -> None:
-        """Takes the pages that the slot's first `num_tokens` tokens still need; they are free."""
-        count = -(-num_tokens // self.config.page_size) - int(self.slots.num_pages[slot])
-        if count > 0:
-            pages = self.pool.allocate(count)
-            self._deltas.append((*self.slots.add_pages(slot, pages), pages))
-
-    def _register_prompt_pages(self, slot: int, num_computed: int) -> None:
-        """Makes pages findable whose tokens this step computes; a step writes all its KV before any row reads it."""
+    def _register_pages(self, slot: int, num_computed: int) -> None:
+        """Makes pages findable whose tokens this step computes."""
         request = self.slots.requests[slot]
         assert request is not None
-        first, last = int(self.slots.num_hashed[slot]), num_computed // self.config.page_size
-        last = min(last, len(request.page_hashes))
-        for index in range(first, last):
-            self.pool.register(int(self.slots.page_table[slot, index]), request.page_hashes[index])
-        self.slots.num_hashed[slot] = max(first, last)
+        self.pages.register(slot, request.page_hashes, num_computed)
 
     def _preempt(self, slot: int) -> None:
         """Takes a slot's pages away; its request is to wait and be computed again."""

@@ -140,7 +140,7 @@ class Scheduler:
                 param="prompt",
                 value=length,
             )
-        if config.num_pages < -(-min(length + request.max_tokens, config.max_model_len) // config.page_size):
+        if config.num_pages < config.most_pages(min(length + request.max_tokens, config.max_model_len)):
             raise RequestError(
                 f"prompt of {length} tokens and max_tokens {request.max_tokens} need more than a pool's "
                 f"{config.num_pages * config.page_size} tokens; lower max_tokens or raise kv_cache_memory_bytes",
@@ -249,9 +249,9 @@ class Scheduler:
             rank, offer = place
             rank.admit(request, offer)
             is_new = request.num_cached_tokens < 0
-            self._waiting.start(request, len(offer.known) - len(offer.hits) * self.config.page_size if is_new else 0)
+            self._waiting.start(request, len(offer.known) - offer.num_cached if is_new else 0)
             if is_new:
-                request.num_cached_tokens = len(offer.hits) * self.config.page_size
+                request.num_cached_tokens = offer.num_cached
                 request.first_scheduled_time = now
                 if self.config.enable_prefix_caching:
                     self.num_prefix_queries += len(offer.known)
@@ -265,7 +265,7 @@ class Scheduler:
     def _work(self, place: tuple[Rank, Offer]) -> int:
         """Tokens that a rank would hold, less those of the new request that are cached."""
         rank, offer = place
-        return rank.num_tokens + len(offer.known) - len(offer.hits) * self.config.page_size
+        return rank.num_tokens + len(offer.known) - offer.num_cached
 
     def _enqueue(self, request: Request) -> None:
         """Into the line, or beside it while its mask is not there."""

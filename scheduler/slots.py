@@ -21,10 +21,9 @@ class Slots:
 
     Attributes:
       requests: object[max_num_seqs], the owners, None where there is none.
-      page_table: i32[max_num_seqs, max_pages], -1 past `num_pages`.
     """
 
-    def __init__(self, max_num_seqs: int, max_pages: int):
+    def __init__(self, max_num_seqs: int):
         def column(dtype: DTypeLike = np.int32, fill: float = 0) -> np.ndarray:
             return np.full(max_num_seqs, fill, dtype)
 
@@ -42,14 +41,11 @@ class Slots:
         self.num_fed = column()
         self.limit = column()
         self.min_stop = column()
-        self.num_pages = column()
-        self.num_hashed = column()
         self.last_step = column(np.int64)
         self.last_token_time = column(np.float64)
         self.per_step = column(np.bool_, False)
         self.tag = column(np.int64)
         self.features = column(np.int32)
-        self.page_table = np.full((max_num_seqs, max_pages), -1, np.int32)
         self.stop_ids = np.full((max_num_seqs, 4), -1, np.int32)
         self.known: list[np.ndarray | None] = [None] * max_num_seqs
         self._output = np.zeros((max_num_seqs, 64), np.int32)
@@ -80,7 +76,6 @@ class Slots:
         self.num_tokens[slot] = self.num_known[slot] = self.num_fed[slot] = len(known)
         self.limit[slot] = limit
         self.min_stop[slot] = request.num_prompt_tokens + max(1, request.params.min_tokens)
-        self.num_pages[slot] = self.num_hashed[slot] = 0
         self.last_token_time[slot] = request.last_token_time
         self.per_step[slot] = request.per_step
         self.tag[slot] = request.tag
@@ -99,7 +94,6 @@ class Slots:
         request.last_token_time = float(self.last_token_time[slot])
         request.slot = -1
         self.requests[slot] = self.known[slot] = None
-        self.page_table[slot, : self.num_pages[slot]] = -1
         self.active[slot] = False
         self.epoch[slot] += 1
         self._free.append(slot)
@@ -116,14 +110,6 @@ class Slots:
         """Records one sampled token for each of `slots` (no slot twice)."""
         self._output[slots, self.num_known[slots] - self.num_prompt[slots]] = token_ids
         self.num_known[slots] += 1
-
-    def add_pages(self, slot: int, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Appends pages to a slot's row; returns (slots, columns) of the entries written."""
-        first = int(self.num_pages[slot])
-        columns = np.arange(first, first + len(pages), dtype=np.int32)
-        self.page_table[slot, columns] = pages
-        self.num_pages[slot] += len(pages)
-        return np.full(len(pages), slot, np.int32), columns
 
     def last_in_line(self) -> int:
         """The active slot to give up first: lowest priority, latest arrival."""

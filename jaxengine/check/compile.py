@@ -28,7 +28,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.executables import compile_program
 from jaxengine.runner.memory import MemoryPlan, device_memory, plan_memory
-from models.kv_cache import platform_of
+from models.cache import platform_of
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -142,6 +142,7 @@ class Compiler:
                 weights=stage.weight_bytes,
                 workspace=forward + beside + stage.state_bytes,
                 page_bytes=stage.page_bytes,
+                windows=stage.windows,
             )
             return plan, beside
         except ConfigError as error:

@@ -92,6 +92,7 @@ class StagePrograms:
     Attributes:
       config: resolved for the platform.
       weight_bytes, state_bytes, page_bytes: of one device.
+      windows: of the cache groups.
     """
 
     def __init__(self, model: CausalLM, config: ResolvedConfig, platform: Platform, mesh: Mesh, place: str):
@@ -109,6 +110,7 @@ class StagePrograms:
         self.weight_bytes = sum(part_bytes(leaf) for leaf in self._params)
         self.state_bytes = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
         self.page_bytes = self._steps.page_bytes
+        self.windows = self._steps.windows
 
     @property
     def num_columns(self) -> int:

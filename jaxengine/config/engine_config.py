@@ -111,6 +111,8 @@ class EngineConfig:
       kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
       num_gpu_blocks_override: number of pages; overrides both.
       enable_prefix_caching: reuse the KV of known prefixes.
+      disable_hybrid_kv_cache_manager: keep the KV of all tokens in layers with sliding windows too, instead of giving
+        pages back as the windows leave them behind.
       enable_chunked_prefill: let a prompt span several steps.
       long_prefill_token_threshold: longest prefill chunk, 0 for no limit of its own.
       scheduling_policy: who is next: "fcfs", the first to come; "priority", of the lowest value; "fair", of the client
@@ -159,6 +161,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
@@ -363,8 +366,10 @@ class ResolvedConfig(EngineConfig):
         except ValueError as error:
             raise ConfigError("compilation_config", chosen, str(error)) from None
 
-    def scheduler_config(self, num_pages: int, num_ranks: int = 1) -> SchedulerConfig:
-        """What the scheduler must know; num_pages of each rank."""
+    def scheduler_config(
+        self, num_pages: int, num_ranks: int = 1, windows: tuple[int | None, ...] = (None,)
+    ) -> SchedulerConfig:
+        """What the scheduler must know; num_pages of each rank, windows of the cache groups."""
         return SchedulerConfig(
             num_pages=num_pages,
             page_size=self.block_size,
@@ -377,4 +382,5 @@ class ResolvedConfig(EngineConfig):
             policy=self.scheduling_policy,
             num_ranks=num_ranks,
             num_micro_batches=self.pipeline_parallel_size,
+            windows=windows,
         )

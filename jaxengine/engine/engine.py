@@ -42,7 +42,9 @@ class Engine:
         """masks: of requests with structured outputs; None without a tokenizer."""
         self.runner = runner
         self.masks = masks
-        self.scheduler = Scheduler(runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks))
+        self.scheduler = Scheduler(
+            runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
+        )
         self.stats = StepStats()
         self.request_stats = RequestStats(runner.config.max_model_len)
         self.bucket_use = {bucket: BucketUse() for bucket in runner.buckets}
@@ -225,8 +227,6 @@ class Engine:
             counts.num_padding_tokens += padding
         self.request_stats.step_tokens.observe(num_tokens)
         for rank in self.scheduler.ranks:
-            slots = rank.slots
-            held = int(slots.num_pages[slots.active].sum()) * self.scheduler.config.page_size
-            used = int(slots.num_computed[slots.active].sum())
-            stats.page_slots_used += used
-            stats.page_slots_empty += held - used
+            held, empty = rank.count_token_slots()
+            stats.page_slots_used += held - empty
+            stats.page_slots_empty += empty

@@ -27,7 +27,7 @@ from jax.experimental import serialize_executable
 
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.runner.program_sources import source_digest
-from models.kv_cache import kernel_modules, platform_of
+from models.cache import kernel_modules, platform_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ class MemoryPlan:
       total: the device's memory.
       budget: the share of it that the engine may use.
       workspace: the largest compiled step's temporary memory, slot state included.
+      pages_per_seq: the most that a request of max_model_len tokens holds at once, over all cache groups.
     """
 
     total: int
@@ -29,6 +30,7 @@ class MemoryPlan:
     page_bytes: int
     page_size: int
     num_pages: int
+    pages_per_seq: int
     max_model_len: int
 
     @property
@@ -36,8 +38,9 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes
 
     @property
-    def num_tokens(self) -> int:
-        return self.num_pages * self.page_size
+    def num_requests(self) -> float:
+        """Requests of max_model_len tokens that the pool holds at once."""
+        return self.num_pages / self.pages_per_seq
 
     def table(self) -> str:
         """The plan for a person to read."""
@@ -50,10 +53,9 @@ class MemoryPlan:
             ("device", self.total),
         ]
         lines = [f"  {name:<15}{size / 2**20:>10,.1f} MiB" for name, size in rows]
-        concurrency = self.num_tokens / self.max_model_len
         lines.append(
-            f"  {self.num_pages:,} pages of {self.page_size} tokens = {self.num_tokens:,} tokens; "
-            f"{concurrency:.1f} requests of {self.max_model_len:,} tokens at once"
+            f"  {self.num_pages:,} pages of {self.page_size} tokens; "
+            f"{self.num_requests:.1f} requests of {self.max_model_len:,} tokens at once"
         )
         return "\n".join(lines)
 
@@ -87,13 +89,21 @@ def workspace_bytes(analysis: Any) -> int:
     return analysis.temp_size_in_bytes + outputs + analysis.generated_code_size_in_bytes
 
 
-def plan_memory(config: ResolvedConfig, *, total: int, weights: int, workspace: int, page_bytes: int) -> MemoryPlan:
-    """Sizes the KV pool.
+def plan_memory(
+    config: ResolvedConfig,
+    *,
+    total: int,
+    weights: int,
+    workspace: int,
+    page_bytes: int,
+    windows: tuple[int | None, ...] = (None,),
+) -> MemoryPlan:
+    """Sizes the KV pool. windows: of the cache groups, whose pages are all `page_bytes` large.
 
     Raises:
       ConfigError: not even one request of max_model_len fits; says what to change.
     """
-    pages_per_seq = -(-config.max_model_len // config.block_size)
+    pages_per_seq = config.scheduler_config(1, windows=windows).most_pages(config.max_model_len)
     # More pages than all slots can fill would never be used but as cache: twice is plenty.
     useful = 2 * pages_per_seq * config.max_num_seqs
     budget = int(total * config.gpu_memory_utilization)
@@ -104,7 +114,7 @@ def plan_memory(config: ResolvedConfig, *, total: int, weights: int, workspace: 
     else:
         num_pages = min((budget - weights - workspace) // page_bytes, useful)
     if num_pages < pages_per_seq:
-        fits = max(0, num_pages) * config.block_size
+        fits = _longest_fit(config, max(0, num_pages), windows)
         raise ConfigError(
             "max_model_len",
             config.max_model_len,
@@ -119,5 +129,14 @@ def plan_memory(config: ResolvedConfig, *, total: int, weights: int, workspace: 
         page_bytes=page_bytes,
         page_size=config.block_size,
         num_pages=num_pages,
+        pages_per_seq=pages_per_seq,
         max_model_len=config.max_model_len,
     )
+
+
+def _longest_fit(config: ResolvedConfig, num_pages: int, windows: tuple[int | None, ...]) -> int:
+    """The tokens of the longest sequence that so many pages hold, in whole pages and less than max_model_len."""
+    limits, columns = config.scheduler_config(1, windows=windows), 0
+    while limits.most_pages((columns + 1) * config.block_size) <= num_pages:
+        columns += 1
+    return columns * config.block_size

@@ -105,6 +105,7 @@ class ModelRunner:
         self.compiles = CompileWatch()
         self.vocab_size = stages[0].programs.model.config.vocab_size
         self.num_ranks = stages[0].programs.model.mesh.num_ranks
+        self.windows = stages[0].programs.windows
         self._stages = stages
         self._last = stages[-1]
         self._peers = peers
@@ -151,7 +152,7 @@ class ModelRunner:
 
     def execute(self, step: StepInput) -> PendingStep:
         """Dispatches a step's forward pass; does not wait for it."""
-        for deltas in delta_chunks(step.overflow, NUM_DELTAS, len(self._has_bias)):
+        for deltas in delta_chunks(step.overflow, NUM_DELTAS, self.num_ranks * self.packer.num_table_rows):
             self.change_state(PAGE_DELTAS, deltas)
         return self.forward(step.bucket, step.buffer)
 
@@ -253,6 +254,7 @@ class ModelRunner:
                 weights=stage.weight_bytes,
                 workspace=workspace,
                 page_bytes=stage.programs.page_bytes,
+                windows=self.windows,
             )
             for stage, workspace in zip(self._stages, workspaces, strict=True)
         ]

@@ -18,7 +18,7 @@ from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.runner.devices import choose_devices, open_stages
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import ALONE, Peers
-from models.kv_cache import platform_of
+from models.cache import platform_of
 
 logger = logging.getLogger(__name__)
 

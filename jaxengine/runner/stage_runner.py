@@ -18,7 +18,7 @@ from jaxengine.runner.heads import HEADS
 from jaxengine.runner.memory import device_memory, memory_in_use, workspace_bytes
 from jaxengine.runner.step import Forwarded
 from jaxengine.runner.step_programs import Program, StepPrograms
-from models.kv_cache import make_kv
+from models.cache import make_kv
 from scheduler.buckets import Bucket
 from sharding.rules import named_sharding, part_bytes
 

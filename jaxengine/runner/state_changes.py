@@ -1,7 +1,8 @@
 """What the host changes on the devices between steps: a row of `STATE_CHANGES` for each program that does it.
 
-All name slots as numbered over all ranks: rank * max_num_seqs + the rank's own number; entries of slots that no rank
-has change nothing. A row says which stages have it and what it takes. Knows no requests.
+All name slots as numbered over all ranks: rank * max_num_seqs + the rank's own number, and rows of the page tables
+likewise; entries of slots that no rank has change nothing. A row says which stages have it and what it takes. Knows no
+requests.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class StateChange(NamedTuple):
 
 
 def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
-    deltas = deltas.at[0].set(_own(state, deltas[0]))
+    deltas = deltas.at[0].set(own_slots(deltas[0], state.slots.page_table.shape[0]))
     return state._replace(slots=write_page_deltas(state.slots, deltas))
 
 

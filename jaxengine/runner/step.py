@@ -29,7 +29,7 @@ class SlotState(NamedTuple):
     """What a stage remembers of the R = max_num_seqs slots; forward changes it.
 
     Attributes:
-      page_table: i32[R, W].
+      page_table: i32[G * R, W], of the cache groups one after the other.
       num_computed: i32[R], tokens whose KV is written.
       expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
         models with experts.
@@ -123,14 +123,18 @@ class StepSpec:
 
 
 def init_state(
-    max_num_seqs: int, max_pages: int, vocab_size: int | None, experts: tuple[int, int] | None = None
+    max_num_seqs: int,
+    max_pages: int,
+    vocab_size: int | None,
+    experts: tuple[int, int] | None = None,
+    num_groups: int = 1,
 ) -> DeviceState:
     """State of slots that nobody has used yet.
 
     vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer.
     """
     slots = SlotState(
-        page_table=jnp.zeros((max_num_seqs, max_pages), jnp.int32),
+        page_table=jnp.zeros((num_groups * max_num_seqs, max_pages), jnp.int32),
         num_computed=jnp.zeros(max_num_seqs, jnp.int32),
         expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
     )
@@ -149,9 +153,9 @@ def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
 
 
 def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
-    """Writes page-table entries i32[3, n] (slot, column, page); a slot of R or more is dropped."""
-    slots, columns, pages = deltas
-    return state._replace(page_table=state.page_table.at[slots, columns].set(pages, mode="drop"))
+    """Writes page-table entries i32[3, n] (row, column, page); a row of G * R or more is dropped."""
+    rows, columns, pages = deltas
+    return state._replace(page_table=state.page_table.at[rows, columns].set(pages, mode="drop"))
 
 
 def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, layout: StepLayout, page_size: int):
@@ -177,9 +181,20 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
         row = jnp.minimum(row, layout.num_seqs - 1)
     valid = token < cu_q_lens[-1]
     positions = jnp.where(valid, start[row] + token - cu_q_lens[row], 0)
-    page_table = state.page_table[index]
-    page = page_table[row, positions // page_size]
-    slot_mapping = jnp.where(valid, page * page_size + positions % page_size, -1)
+    ragged = []
+    for group in range(state.page_table.shape[0] // num_slots):
+        page_table = state.page_table[index + group * num_slots]
+        page = page_table[row, positions // page_size]
+        ragged.append(
+            RaggedBatch(
+                cu_q_lens=cu_q_lens,
+                kv_lens=kv_lens,
+                page_table=page_table,
+                slot_mapping=jnp.where(valid, page * page_size + positions % page_size, -1),
+                num_seqs=header["num_seqs"],
+                num_decode=header["num_decode"],
+            )
+        )
     token_ids = layout.view(buffer, "token_ids")
     if last_token is not None:
         token_ids = jnp.where(token_ids >= 0, token_ids, last_token[index][row])
@@ -188,14 +203,7 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
         token_ids=token_ids,
         positions=positions,
         logits_indices=jnp.maximum(cu_q_lens[1:] - 1, 0),
-        ragged=RaggedBatch(
-            cu_q_lens=cu_q_lens,
-            kv_lens=kv_lens,
-            page_table=page_table,
-            slot_mapping=slot_mapping,
-            num_seqs=header["num_seqs"],
-            num_decode=header["num_decode"],
-        ),
+        ragged=tuple(ragged),
     )
     return state, batch, Rows(slot, count, start, sample, next_token), header
 
@@ -223,7 +231,7 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
             logits = model.logits(states[jnp.pad(batch.logits_indices, (0, more))])
         sampled = SampledRows(
             slot=jnp.pad(rows.slot, (0, more), constant_values=state.num_computed.shape[0]),
-            position=jnp.pad(batch.ragged.kv_lens, (0, more)),
+            position=jnp.pad(batch.ragged[0].kv_lens, (0, more)),
             is_sampled=jnp.pad(rows.sample > 0, (0, more)),
             features=header["features"][None],
         )

@@ -32,8 +32,8 @@ from jaxengine.runner.step import (
     make_forward,
 )
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState, mask_words
+from models.cache import KVPages, abstract_kv, page_bytes_of_group
 from models.causal_lm import CausalLM
-from models.kv_cache import KVPages, abstract_kv, page_bytes_all_layers
 from scheduler.buckets import Bucket
 from scheduler.packing import Packer
 from sharding.collectives import stack_ranks
@@ -66,8 +66,9 @@ class StepPrograms:
 
     Attributes:
       mesh: the devices.
-      num_columns: columns of the page table.
-      paging: page_size, dtype and layout of the KV pool, as models.kv_cache takes them.
+      groups: cache groups of the whole model, with the layers of this stage.
+      layout: of the KV pool.
+      num_columns: columns of a page table.
       state_shapes: what is kept between steps, abstract.
       vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
       own_vocab_size: those of one device.
@@ -80,12 +81,10 @@ class StepPrograms:
         """model is abstract and made for the mesh; config resolved for the platform."""
         self.model = model
         self.mesh = mesh
-        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks)
-        self.paging: dict[str, Any] = {
-            "page_size": config.block_size,
-            "dtype": config.kv_cache_dtype,
-            "layout": platform.name,
-        }
+        hybrid = not config.disable_hybrid_kv_cache_manager
+        self.groups = model.cache_groups(config.block_size, config.kv_cache_dtype, hybrid=hybrid)
+        self.layout = platform.name
+        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks, len(self.groups))
         # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
         self.num_columns = math.ceil(pages / block_pages) * block_pages
@@ -100,17 +99,22 @@ class StepPrograms:
         self._graph, abstract_params = nnx.split(model)
         self._params_tree = jax.tree.structure(abstract_params)
         self._heads = HeadSpec(self._graph, self._params_tree, config.max_logprobs, config.logprobs_mode)
-        settings = self.paging, config.max_logprobs, config.logprobs_mode
+        settings = self.groups, self.layout, config.max_logprobs, config.logprobs_mode
         self.description = repr((model.config, model.build, *settings))
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the cache groups: keys that a token sees, None for all."""
+        return tuple(group.window for group in self.groups)
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page on one device, over all layers."""
-        return page_bytes_all_layers(self.model, **self.paging)
+        """Bytes of one page on one device, in all layers of a group."""
+        return page_bytes_of_group(self.groups, layout=self.layout)
 
     def kv_shapes(self, num_pages: int) -> KVPages:
-        """The pool of `num_pages` pages per layer and rank, abstract."""
-        return abstract_kv(self.model, num_pages, **self.paging, mesh=self.mesh)
+        """The pool of `num_pages` pages per rank, abstract."""
+        return abstract_kv(self.groups, num_pages, layout=self.layout, mesh=self.mesh)
 
     def forward(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> Program:
         """A bucket's forward pass: (params, kv, slots, last_token, message[, hidden]) -> (kv, slots, Forwarded).
@@ -121,7 +125,7 @@ class StepPrograms:
         stage, num_logits, scores = self.model.stage, self._num_logits(bucket), bucket in self.packer.buckets.scored
         layout = self.packer.layouts[bucket]
         function = make_forward(
-            self._graph, self._params_tree, StepSpec(layout, self.paging["page_size"], num_logits, scores)
+            self._graph, self._params_tree, StepSpec(layout, self.packer.page_size, num_logits, scores)
         )
         state, ranks = self.state_shapes, self.model.mesh.num_ranks
         last_token = None if state.tokens is None else state.tokens.last_token
@@ -217,7 +221,7 @@ class StepPrograms:
 
     def _own_state(self) -> DeviceState:
         vocab_size = self.own_vocab_size if self.model.stage.is_last else None
-        return init_state(self._num_slots, self.num_columns, vocab_size, self._experts)
+        return init_state(self._num_slots, self.num_columns, vocab_size, self._experts, len(self.groups))
 
     def _state_shapes(self) -> DeviceState:
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -33,25 +33,26 @@ class StepInputs(NamedTuple):
       rows: what the step's tokens are.
       rope: cos and sin, each f32[T, rotary_dim / 2].
       schedule: of pallas_kernels.attention.op.attention_schedule.
-      update_schedule: of pallas_kernels.kv.update.kv_update_schedule.
     """
 
     rows: Rows
     rope: tuple[jax.Array, jax.Array]
     schedule: Any
-    update_schedule: Any
 
 
 class LayerPages(NamedTuple):
     """Where one layer's keys and values are.
 
     Attributes:
-      ragged: the batch, with page ids and slots counted from the layer's first page; padding slots are -1.
+      ragged: the batch with the page table of the layer's cache group; page ids and slots are counted from the layer's
+        first page, padding slots are -1.
       first_page: i32[], the pool's row of that page.
+      update_schedule: of pallas_kernels.kv.update.kv_update_schedule.
     """
 
     ragged: RaggedBatch
     first_page: jax.Array
+    update_schedule: Any
 
     def in_pool(self, page_size: int) -> RaggedBatch:
         """The batch with page ids and slots of the whole pool."""
@@ -133,7 +134,7 @@ class Attention(nnx.Module):
             q, k = apply_rope(q, *step.rope), apply_rope(k, *step.rope)
         ragged = pages.in_pool(kv.page_size)
         with jax.named_scope("kv_cache_update"):
-            kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=step.update_schedule)
+            kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=pages.update_schedule)
         with jax.named_scope("ragged_paged_attention"):
             o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule))
         with jax.named_scope("o_proj"):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.build import Build
+from models.cache import Paged, group_layers, num_places
 from models.config.attention import LayerAttention
 from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
@@ -94,23 +95,18 @@ class Decoder(nnx.Module):
     def __call__(self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array | None = None) -> tuple[jax.Array, KVPages]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
-        The pool is flat: page p of layer l is its row l * pages_per_layer + p. A stage that is not the first takes the
-        hidden states of the one before, and one that is not the last gives them without the norm; l counts from the
-        stage's first layer. Of layers with experts the module then holds the ExpertLoad, i32[layers, E].
+        The pool is flat (models.cache). A stage that is not the first takes the hidden states of the one before, and
+        one that is not the last gives them without the norm. Of layers with experts the module then holds the
+        ExpertLoad, i32[layers, E].
         """
-        pages_per_layer, rest = divmod(kv.num_pages, len(self.layers))
-        if rest:
-            raise ValueError(f"num_pages must be a multiple of num_layers = {len(self.layers)}, got {kv.num_pages}")
-        steps = self._step_inputs(batch, kv)
+        steps, pages = self._step_inputs(batch, kv), self._pages(batch, kv)
         with jax.named_scope("embed"):
             x = self.embed_tokens(batch.token_ids) if hidden is None else hidden
         loads: list[jax.Array] = []
         for index, (layer, attention) in enumerate(zip(self.layers, self._attention, strict=True)):
-            # The one place that knows where a layer's pages are.
-            pages = LayerPages(batch.ragged, jnp.int32(index * pages_per_layer))
             graph, state = nnx.split(layer)
             with jax.named_scope(f"layer_{index}"):
-                x, kv, load = _run_layer(graph, state, x, kv, pages, steps[attention])
+                x, kv, load = _run_layer(graph, state, x, kv, pages[index], steps[attention])
             loads += jax.tree.leaves(load)
         if loads:
             self.load = ExpertLoad(jnp.stack(loads))
@@ -124,17 +120,37 @@ class Decoder(nnx.Module):
         with jax.named_scope("logits"):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
 
-    def kv_spec(self, pages_per_layer: int, page_size: int, kv_dtype: Any) -> KVSpec:
-        """What one device's pool must be to hold `pages_per_layer` pages of `page_size` tokens for each layer here."""
+    def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged, ...]:
+        """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
+
+        hybrid: as models.cache.group_layers.
+        """
         attention = self.config.attention[0]  # all have the same heads, see ModelConfig
-        return KVSpec(
-            num_pages=len(self.layers) * pages_per_layer,
+        spec = KVSpec(
+            num_pages=1,
             page_size=page_size,
             num_kv_heads=num_kv_heads(attention, self.mesh),
             head_dim=attention.head_dim,
             v_head_dim=attention.head_dim,
             dtype=kv_dtype,
         )
+        groups = group_layers([each.window for each in self.config.attention], hybrid=hybrid)
+        here = self.stage.layers
+        return tuple(Paged(tuple(each for each in layers if each in here), window, spec) for window, layers in groups)
+
+    def _pages(self, batch: ForwardBatch, kv: KVPages) -> list[LayerPages]:
+        """Where the pages of each layer here are."""
+        groups = self.cache_groups(kv.page_size, kv.dtype, hybrid=len(batch.ragged) > 1)
+        num_pages, rest = divmod(kv.num_pages, num_places(groups))
+        if rest:
+            raise ValueError(f"num_pages must be a multiple of {num_places(groups)} layers, got {kv.num_pages}")
+        pages = {}
+        for group, ragged in zip(groups, batch.ragged, strict=True):
+            with jax.named_scope("kv_update_schedule"):
+                schedule = kv_update_schedule(ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
+            for place, layer in enumerate(group.layers):
+                pages[layer] = LayerPages(ragged, jnp.int32(place * num_pages), schedule)
+        return [pages[layer] for layer in self.stage.layers]
 
     @property
     def _attention(self) -> list[LayerAttention]:
@@ -148,22 +164,19 @@ class Decoder(nnx.Module):
         for rope in dict.fromkeys(attention.rope for attention in attentions):
             with jax.named_scope("rope_table"):
                 tables[rope] = rope_table(batch.positions, rope)
-        with jax.named_scope("kv_update_schedule"):
-            update = kv_update_schedule(batch.ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
         specs = {attention: attention_spec(attention, self.mesh) for attention in attentions}
         for spec in dict.fromkeys(specs.values()):
             with jax.named_scope("attention_schedule"):
                 schedules[spec] = attention_schedule(
-                    batch.ragged,
+                    batch.ragged[0],  # schedules depend on lengths only
                     spec,
                     num_tokens=batch.token_ids.shape[0],
                     page_size=kv.page_size,
                     platform=kv.layout,
                 )
-        rows = Rows(is_token=batch.ragged.slot_mapping >= 0)
+        rows = Rows(is_token=batch.ragged[0].slot_mapping >= 0)
         return {
-            attention: StepInputs(rows, tables[attention.rope], schedules[spec], update)
-            for attention, spec in specs.items()
+            attention: StepInputs(rows, tables[attention.rope], schedules[spec]) for attention, spec in specs.items()
         }
 
 

@@ -94,6 +94,10 @@ class PagePool:
             pages.append(page)
         return np.array(pages, np.int32)
 
+    def find(self, digest: bytes) -> int | None:
+        """The page that carries a digest."""
+        return self._page_of.get(digest)
+
     def reset_prefix_cache(self) -> None:
         """Forgets every digest; cached pages become blank. Referenced pages stay with their owners."""
         for page in self._page_of.values():

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from models.build import Build
+from models.cache import pool_spec
 from models.config.hf import read_config_json
 from models.forward_batch import ForwardBatch
 from models.registry import build_model, read_hf
@@ -45,7 +46,7 @@ class PagedRun:
     def __init__(self, model):
         self.graph, state = nnx.split(model)
         self.state = state
-        self.kv = alloc(model.kv_spec(PAGES_PER_LAYER, PAGE_SIZE, "float32"))
+        self.kv = alloc(pool_spec(model.cache_groups(PAGE_SIZE, "float32", hybrid=False), PAGES_PER_LAYER))
         self.free = list(np.random.default_rng(0).permutation(PAGES_PER_LAYER))
         self.pages: dict[str, list[int]] = {}
         self.length: dict[str, int] = {}
@@ -70,7 +71,7 @@ class PagedRun:
         cu[len(work) + 1 :] = end
         decodes = len(work) if all(len(new) == 1 for new in work.values()) else 0
         ragged = RaggedBatch(cu, lens, table, slots, np.int32(len(work)), np.int32(decodes))
-        batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, ragged))
+        batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,)))
         logits, self.kv = _forward(self.graph, self.state, batch, self.kv)
         return {name: np.asarray(logits[cu[row] : cu[row + 1]]) for row, name in enumerate(work)}
 

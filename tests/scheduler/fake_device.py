@@ -11,9 +11,12 @@ import hashlib
 import numpy as np
 
 from models.forward_batch import HEADER, ROW_COLUMNS, StepLayout
+from scheduler.config import SchedulerConfig
 from scheduler.packing import Packer, StepInput
 
 VOCAB_SIZE = 50
+# What a page holds that nobody may read.
+POISON = -9
 
 
 def next_token(tokens: np.ndarray, vocab_size: int = VOCAB_SIZE) -> int:
@@ -22,11 +25,11 @@ def next_token(tokens: np.ndarray, vocab_size: int = VOCAB_SIZE) -> int:
     return int.from_bytes(digest[:4], "little") % vocab_size
 
 
-def expected_output(prompt: np.ndarray, max_tokens: int, stop_ids=(), min_tokens: int = 0) -> list[int]:
-    """The tokens a request must get, whatever happens around it."""
+def expected_output(prompt: np.ndarray, max_tokens: int, stop_ids=(), min_tokens: int = 0, window=None) -> list[int]:
+    """The tokens a request must get, whatever happens around it. window: tokens that the next one is made of."""
     tokens = prompt.tolist()
     for count in range(1, max_tokens + 1):
-        tokens.append(next_token(np.array(tokens, np.int32)))
+        tokens.append(next_token(np.array(tokens[-(window or len(tokens)) :], np.int32)))
         if tokens[-1] in stop_ids and count >= min_tokens:
             break
     return tokens[len(prompt) :]
@@ -35,14 +38,17 @@ def expected_output(prompt: np.ndarray, max_tokens: int, stop_ids=(), min_tokens
 class FakeDevice:
     """Slot state and pages of one engine, in numpy: a part for each rank.
 
+    Every cache group keeps the token ids in pages of its own. The next token is made of what the group with the widest
+    window shows, all tokens where a group keeps all; each of the others must show the same as far as its window goes.
     With `forgetful`, it remembers no sampled token, as the first stage of a pipeline, which does not sample.
     """
 
-    def __init__(self, packer: Packer, num_pages: int, max_pages: int, *, forgetful: bool = False):
+    def __init__(self, packer: Packer, config: SchedulerConfig, *, forgetful: bool = False):
         self.packer = packer
+        self.windows = config.windows
         self.num_slots = packer.buckets.max_num_seqs
-        self.pages = np.full((packer.num_ranks, num_pages * packer.page_size), -7, np.int32)
-        self.page_table = np.full((packer.num_slots, max_pages), -1, np.int64)
+        self.pages = np.full((packer.num_ranks, config.num_pages * packer.page_size), -7, np.int32)
+        self.page_table = np.full((packer.num_ranks * packer.num_table_rows, config.max_pages_per_seq), -1, np.int64)
         self.last_token = np.full(packer.num_slots, -3, np.int32)
         self.num_computed = np.full(packer.num_slots, -3, np.int32)
         self.forgetful = forgetful
@@ -51,8 +57,8 @@ class FakeDevice:
     def execute(self, step: StepInput) -> np.ndarray:
         """Token ids by rank and row, i32[ranks, S], -99 in rows that do not sample."""
         self.shapes.add(step.bucket)
-        for slot, column, page in zip(*step.overflow, strict=True):
-            self.page_table[slot, column] = page
+        for row, column, page in zip(*step.overflow, strict=True):
+            self.page_table[row, column] = page
         layout = self.packer.layouts[step.bucket]
         assert step.buffer.shape == (self.packer.num_ranks, layout.size) and step.buffer.flags.c_contiguous
         flags = np.array([layout.view(message, "header")[2:] for message in step.buffer])
@@ -64,11 +70,12 @@ class FakeDevice:
         view |= dict(zip(ROW_COLUMNS, layout.view(message, "rows"), strict=True))
         header = dict(zip(HEADER, view["header"].tolist(), strict=True))
         num_rows, base = header["num_seqs"], rank * self.num_slots
-        entries = [(slot, column) for slot, column, _ in view["deltas"].T.tolist() if slot < self.num_slots]
+        num_entries = self.packer.num_table_rows
+        entries = [(entry, column) for entry, column, _ in view["deltas"].T.tolist() if entry < num_entries]
         assert len(entries) == len(set(entries)), "one entry is written twice, in an order that no device promises"
-        for slot, column, page in view["deltas"].T:
-            if slot < self.num_slots:
-                self.page_table[base + slot, column] = page
+        for entry, column, page in view["deltas"].T:
+            if entry < num_entries:
+                self.page_table[rank * num_entries + entry, column] = page
         rows, first = [], 0
         for row in range(num_rows):
             assert view["slot"][row] < self.num_slots
@@ -79,7 +86,8 @@ class FakeDevice:
             assert not self.forgetful or (tokens >= 0).all()
             tokens = np.where(tokens < 0, self.last_token[slot], tokens)
             positions = np.arange(start, start + count)
-            self.pages[rank, self._slots(slot, positions)] = tokens
+            for group in range(len(self.windows)):
+                self.pages[rank, self._slots(rank, group, slot, positions)] = tokens
             self.num_computed[slot] = start + count
             assert count == 1 if row < header["num_decode"] else count >= 1
             rows.append((slot, start + count))
@@ -90,12 +98,24 @@ class FakeDevice:
         result = np.full(layout.num_seqs, -99, np.int32)
         for row, (slot, length) in enumerate(rows):
             if view["sample"][row]:
-                seen = self.pages[rank, self._slots(slot, np.arange(length))]
-                result[row] = self.last_token[slot] = next_token(seen)
+                result[row] = self.last_token[slot] = next_token(self._seen(rank, slot, length))
         return result
 
-    def _slots(self, slot: int, positions: np.ndarray) -> np.ndarray:
-        page_size = self.packer.page_size
-        pages = self.page_table[slot, positions // page_size]
+    def _seen(self, rank: int, slot: int, length: int) -> np.ndarray:
+        """The tokens that the last of `length` tokens sees, by the group that shows most."""
+        shown = []
+        for group, window in enumerate(self.windows):
+            positions = np.arange(0 if window is None else max(0, length - window), length)
+            shown.append(self.pages[rank, self._slots(rank, group, slot, positions)])
+        most = max(shown, key=len)
+        assert (most != POISON).all() and all((most[len(most) - len(each) :] == each).all() for each in shown)
+        return most
+
+    def _slots(self, rank: int, group: int, slot: int, positions: np.ndarray) -> np.ndarray:
+        """slot: numbered over all ranks."""
+        page_size, own = self.packer.page_size, slot - rank * self.num_slots
+        pages = self.page_table[
+            rank * self.packer.num_table_rows + group * self.num_slots + own, positions // page_size
+        ]
         assert (pages >= 0).all()
         return pages * page_size + positions % page_size

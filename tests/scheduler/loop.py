@@ -12,7 +12,7 @@ from scheduler.packing import Packer
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from scheduler.token_params import TokenParams
-from tests.scheduler.fake_device import VOCAB_SIZE, FakeDevice, expected_output
+from tests.scheduler.fake_device import POISON, VOCAB_SIZE, FakeDevice, expected_output
 
 
 class Loop:
@@ -30,9 +30,9 @@ class Loop:
         self.scheduler = Scheduler(self.config)
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         buckets = Buckets(seqs, tokens, [size for size in (1, 2, 4) if size < seqs], [4])
-        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks)
+        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, len(self.config.windows))
         pipelined = self.config.num_micro_batches > 1
-        self.device = FakeDevice(self.packer, self.config.num_pages, self.config.max_pages_per_seq, forgetful=pipelined)
+        self.device = FakeDevice(self.packer, self.config, forgetful=pipelined)
         self.depth = max(1 if sync else 2, self.config.num_micro_batches)
         self.in_flight: deque = deque()
         self.finished: list[Request] = []
@@ -51,6 +51,9 @@ class Loop:
         if step.num_rows:
             self.largest_batch = max(self.largest_batch, *[batch.num_rows for batch in step.batches])
             self.most_tokens = max(self.most_tokens, *[batch.num_tokens for batch in step.batches])
+            for rank, pages in zip(self.scheduler.ranks, self.device.pages, strict=True):
+                blank = np.flatnonzero(rank.pool.page_states() == 0)
+                pages.reshape(self.config.num_pages, -1)[blank] = POISON
             self.in_flight.append((step, self.device.execute(self.packer.pack(step))))
         if self.in_flight and (not step.num_rows or len(self.in_flight) == self.depth):
             self.finished += self.scheduler.update(*self.in_flight.popleft()).finished
@@ -71,8 +74,15 @@ class Loop:
             rank.pool.check()
             slots = rank.slots
             held = np.zeros(self.config.num_pages, np.int32)
+            tables = rank.pages
             for slot in np.flatnonzero(slots.active):
-                np.add.at(held, slots.page_table[slot, : slots.num_pages[slot]], 1)
+                for table, first in zip(tables.table, tables.first_column, strict=True):
+                    held_columns = np.arange(first[slot], tables.num_columns[slot])
+                    pages = table[slot, held_columns]
+                    assert (pages >= 0).all() and (np.delete(table[slot], held_columns) < 0).all()
+                    np.add.at(held, pages, 1)
+                limit = self.config.most_pages(int(slots.num_computed[slot]))
+                assert tables.num_held(np.array([slot]))[0] <= limit, "more pages than admission counts with"
             assert (held == rank.pool.ref_count).all(), "a page without owner, or an owner without page"
             assert batch.num_tokens == batch.num_scheduled.sum()
             assert not (rank.preempted and batch.admitted), "a rank took in a request while it put one out"
@@ -109,7 +119,7 @@ def random_request(rng, index, max_len=64, shared=None, **fields):
     )
 
 
-def check_output(request):
-    expected = expected_output(request.prompt_token_ids, request.max_tokens, request.stop_token_ids)
+def check_output(request, window=None):
+    expected = expected_output(request.prompt_token_ids, request.max_tokens, request.stop_token_ids, window=window)
     assert request.output_token_ids.tolist() == expected, request.request_id
     assert request.finish_reason == ("stop" if expected[-1] in request.stop_token_ids else "length")

@@ -65,8 +65,8 @@ def test_overflow_names_global_slots():
         loop.scheduler.add_request(request)
     message = loop.packer.pack(loop.scheduler.schedule())
     assert [request.rank for request in requests] == [0, 1]
-    assert set(message.overflow.slots.tolist()) == {0, 8}
-    assert message.overflow.slots.dtype == np.int32
+    assert set(message.overflow.rows.tolist()) == {0, 8}
+    assert message.overflow.rows.dtype == np.int32
     table = np.full((2, 31), -1)
     layout = loop.packer.layouts[message.bucket]
     for slot, column, page in zip(*message.overflow, strict=True):
@@ -76,7 +76,7 @@ def test_overflow_names_global_slots():
             if slot < 8:
                 table[rank, column] = page
     for rank in range(2):
-        expected = loop.scheduler.ranks[rank].slots.page_table[0, :31]
+        expected = loop.scheduler.ranks[rank].pages.table[0, 0, :31]
         assert (table[rank] == expected).all()
 
 

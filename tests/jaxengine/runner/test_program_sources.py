@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxengine.runner.program_sources import program_sources, source_digest
-from models.kv_cache import kernel_modules
+from models.cache import kernel_modules
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("jaxengine", "models", "pallas_kernels", "scheduler", "sharding")

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from models.build import Build
+from models.cache import group_layers, pool_spec
 from models.config.model_config import ModelConfig
 from models.families import llama
 from models.forward_batch import ForwardBatch
@@ -28,7 +29,7 @@ def make_batch(num_tokens: int) -> ForwardBatch:
     slots = np.append(np.arange(2 * 4, 2 * 4 + count) if count <= 4 else np.arange(count), -1)
     table = np.array([[2, 1, 0]] if count <= 4 else [[0, 1, 2]])
     ragged = RaggedBatch(np.array([0, count]), np.array([count]), table, slots, np.int32(1), np.int32(0))
-    batch = ForwardBatch(np.arange(num_tokens), np.append(np.arange(count), 0), np.array([count - 1]), ragged)
+    batch = ForwardBatch(np.arange(num_tokens), np.append(np.arange(count), 0), np.array([count - 1]), (ragged,))
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.int32), batch)
 
 
@@ -65,14 +66,14 @@ def test_each_kind_of_layer_is_traced_once(monkeypatch, windows, traces):
     monkeypatch.setattr(llama.LlamaLayer, "__call__", counting)
     config = with_windows(replace(CONFIG, hidden_size=24 + 4 * traces), *windows)
     model, forward = forward_of(config)
-    forward.lower(nnx.state(model), make_batch(4), alloc(model.kv_spec(4, 4, "float32")))
+    forward.lower(nnx.state(model), make_batch(4), alloc(pool_spec(model.cache_groups(4, "float32", hybrid=False), 4)))
     assert len(calls) == traces
 
 
 @pytest.mark.parametrize("num_tokens", [1 + 1, 5])
 def test_the_pool_is_updated_in_place(num_tokens):
     model, forward = forward_of(with_windows(CONFIG, None, None))
-    kv = alloc(model.kv_spec(8192, 4, "float32"))
+    kv = alloc(pool_spec(model.cache_groups(4, "float32", hybrid=False), 8192))
     memory = forward.lower(nnx.state(model), make_batch(num_tokens), kv).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= kv.data.nbytes
     assert memory.temp_size_in_bytes < kv.data.nbytes / 100
@@ -81,7 +82,7 @@ def test_the_pool_is_updated_in_place(num_tokens):
 def test_layers_write_to_pages_of_their_own():
     model, forward = forward_of(with_windows(CONFIG, None, None, None))
     pages_per_layer = 5
-    kv = alloc(model.kv_spec(pages_per_layer, 4, "float32"))
+    kv = alloc(pool_spec(model.cache_groups(4, "float32", hybrid=False), pages_per_layer))
     _, kv = forward(random_weights(model), make_batch(4), kv)
     pages = np.asarray(export_pages(kv, jnp.arange(kv.num_pages)))
     written = np.abs(pages).sum((2, 3, 4)) > 0  # [rows, page_size]
@@ -101,23 +102,41 @@ def test_bfloat16(name):
     for dtype in ("float32", "bfloat16"):
         model, forward = forward_of(config, jnp.dtype(dtype))
         assert type(model).__name__ == name
-        logits, kv = forward(random_weights(model), make_batch(8), alloc(model.kv_spec(3, 4, dtype)))
+        logits, kv = forward(
+            random_weights(model), make_batch(8), alloc(pool_spec(model.cache_groups(4, dtype, hybrid=False), 3))
+        )
         assert logits.dtype == jnp.float32 and kv.dtype == dtype
         results[dtype] = np.asarray(logits)[:7]
     error = np.abs(results["bfloat16"] - results["float32"]).max()
     assert 0 < error < 0.1 * np.abs(results["float32"]).max()
 
 
-def test_kv_spec():
-    spec = build_model(CONFIG, Build(jnp.float32)).kv_spec(10, 16, "bfloat16")
+def test_the_pool_of_one_group_is_a_page_of_each_layer():
+    spec = pool_spec(build_model(CONFIG, Build(jnp.float32)).cache_groups(16, "bfloat16", hybrid=False), 10)
     assert (spec.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim) == (60, 16, 2, 6)
     assert spec.v_head_dim == 6 and spec.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("windows", "groups"),
+    [
+        ((None,) * 5, [(None, (0, 1, 2, 3, 4))]),
+        ((8,) * 3, [(8, (0, 1, 2))]),
+        ((8, None) * 3, [(8, (0, 2, 4)), (None, (1, 3, 5))]),
+        # Five windowed layers to a full one: groups of two, dealt out so that every run of layers has some of each.
+        (((8,) * 5 + (None,)) * 2, [(8, (0, 6)), (8, (1, 7)), (8, (2, 8)), (8, (3, 9)), (8, (4, 10)), (None, (5, 11))]),
+        ((4, 8, None), [(4, (0,)), (8, (1,)), (None, (2,))]),
+    ],
+)
+def test_layers_of_one_window_share_a_group(windows, groups):
+    assert group_layers(windows) == groups
+    assert group_layers(windows, hybrid=False) == [(None, tuple(range(len(windows))))]
+
+
 def test_a_pool_must_divide_into_layers():
     model, forward = forward_of(CONFIG)
-    kv = alloc(replace(model.kv_spec(4, 4, "float32"), num_pages=25))
-    with pytest.raises(ValueError, match="num_pages must be a multiple of num_layers = 6, got 25"):
+    kv = alloc(replace(pool_spec(model.cache_groups(4, "float32", hybrid=False), 4), num_pages=25))
+    with pytest.raises(ValueError, match="num_pages must be a multiple of 6 layers, got 25"):
         forward.lower(nnx.state(model), make_batch(4), kv)
 
 

@@ -1,0 +1,124 @@
+"""The KV cache as a model asks for it: groups of layers, how large a page of a group is, and the pool of all of them.
+
+Layers that keep the same keys, all or those of a window, form a group with a page table of its own. All groups take
+pages of one pool: a page holds the keys and values of `page_size` tokens in the layers of one group, and layer number i
+of any group finds page p in row i * pages + p. So memory flows between groups, and kernels know nothing of them.
+
+`layout` is the platform whose kernels read the pool: a name of pallas_kernels.registry, see `platform_of`. Sizes are of
+one device; on a mesh every rank has pages of its own, and its devices hold their heads of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, page_bytes, partition_spec
+from pallas_kernels.registry import kernel_modules, platform_of
+from sharding.layout import RULES
+from sharding.rules import logical_to_spec, whole_shape
+
+__all__ = [
+    "KVPages",
+    "Paged",
+    "abstract_kv",
+    "group_layers",
+    "kernel_modules",
+    "kv_partition",
+    "make_kv",
+    "num_places",
+    "page_bytes_of_group",
+    "platform_of",
+    "pool_spec",
+]
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A cache group: layers that share a page table.
+
+    Attributes:
+      layers: those of a stage, by their numbers in the whole model, ascending.
+      window: keys that a token sees, itself included; None for all. Pages behind it are given back.
+      spec: of one page of one layer.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None
+    spec: KVSpec
+
+
+def group_layers(windows: Sequence[int | None], *, hybrid: bool = True) -> list[tuple[int | None, tuple[int, ...]]]:
+    """(window, layers) of each cache group of a model whose layers have these windows.
+
+    Layers of one window are dealt out to groups of at most n layers, one after the other, so that every pipeline stage
+    has a like share of each; n is such that few places of the groups stay empty, and few groups are needed (a page
+    table and a slot mapping each). With one window for all layers there is one group. hybrid: False puts all layers
+    into one group that keeps all keys.
+    """
+    if not hybrid:
+        return [(None, tuple(range(len(windows))))]
+    kinds = {window: [layer for layer, each in enumerate(windows) if each == window] for window in windows}
+    counts = [len(layers) for layers in kinds.values()]
+
+    def cost(size: int) -> float:
+        groups = sum(-(-count // size) for count in counts)
+        return groups * size - len(windows) + 0.02 * groups * math.sqrt(len(windows))
+
+    size = min(range(1, max(counts) + 1), key=cost)
+    return [
+        (window, tuple(layers[first :: -(-len(layers) // size)]))
+        for window, layers in kinds.items()
+        for first in range(-(-len(layers) // size))
+    ]
+
+
+def num_places(groups: Sequence[Paged]) -> int:
+    """Layers that a page holds: those of the largest group."""
+    return max(len(group.layers) for group in groups)
+
+
+def pool_spec(groups: Sequence[Paged], num_pages: int) -> KVSpec:
+    """What one device's pool must be to hold `num_pages` pages of any group."""
+    return replace(groups[0].spec, num_pages=num_places(groups) * num_pages)
+
+
+def page_bytes_of_group(groups: Sequence[Paged], *, layout: str) -> int:
+    """Bytes that a page takes on one device, in all layers of its group."""
+    return page_bytes(groups[0].spec, layout) * num_places(groups)
+
+
+def kv_partition(kv: KVPages) -> KVPages:
+    """The pool's PartitionSpecs: pages over ranks, heads over the devices of a rank."""
+    heads = None if kv.k_scale is None else logical_to_spec(("kv_heads",))
+    data = partition_spec(kv.layout, head_axis=RULES["kv_heads"], data_axis=RULES["pages"])
+    return replace(kv, data=data, k_scale=heads, v_scale=heads)
+
+
+def abstract_kv(groups: Sequence[Paged], num_pages: int, *, layout: str, mesh: Mesh) -> KVPages:
+    """The pool's shapes over all devices of the mesh, nothing allocated; its `spec` is that of one device."""
+    kv = jax.eval_shape(lambda: alloc(pool_spec(groups, num_pages), layout=layout))
+
+    def of_all_devices(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(whole_shape(leaf.shape, sharding), leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(of_all_devices, kv, kv_partition(kv))
+
+
+def make_kv(shapes: KVPages) -> KVPages:
+    """The pool of `abstract_kv`, zeroed, each device making its own part; quantised dtypes start with scales of 1."""
+
+    def fill(shape: Any, value: int) -> jax.Array:
+        return jax.jit(jnp.full, static_argnums=(0, 1, 2), out_shardings=shape.sharding)(
+            shape.shape, value, shape.dtype
+        )
+
+    scales = [None if scale is None else fill(scale, 1) for scale in (shapes.k_scale, shapes.v_scale)]
+    return replace(shapes, data=fill(shapes.data, 0), k_scale=scales[0], v_scale=scales[1])

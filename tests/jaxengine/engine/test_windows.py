@@ -1,0 +1,97 @@
+"""Layers with sliding windows give their pages back, and no token depends on it: pages given back are poisoned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxengine import LLM, SamplingParams
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+
+# What the recorded tiny checkpoints have: layers of both kinds, and windows in all layers.
+WINDOWS = {"qwen2": (None, 6), "mistral": (8,)}
+
+
+@partial(jax.jit, donate_argnums=0)
+def poison(data: jax.Array, rows: jax.Array) -> jax.Array:
+    """NaN in these rows of a pool, i32[n]; numbers past its end are dropped."""
+    return data.at[rows].set(jnp.nan, mode="drop")
+
+
+def poison_blank_pages(llm) -> int:
+    """NaN where no page holds anything; returns how many pages that were."""
+    (rank,), (stage,) = llm.core.engine.scheduler.ranks, llm.core.runner._stages
+    blank, num_pages = np.flatnonzero(rank.pool.page_states() == 0), rank.pool.num_pages
+    places = stage._kv.num_pages // num_pages
+    rows = np.full(places * num_pages, places * num_pages, np.int32)
+    rows[: places * len(blank)] = (np.arange(places)[:, None] * num_pages + blank).ravel()
+    stage._kv = replace(stage._kv, data=poison(stage._kv.data, rows))
+    return len(blank)
+
+
+def run(llm, prompts, params) -> tuple[list[list[int]], int]:
+    """Tokens of each prompt, all at once, and the most pages held at once; blank pages are poisoned at every step."""
+    core, outputs, most = llm.core, {}, 0
+    for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        core.add(core.inputs.prepare({"prompt_token_ids": prompt}, each, request_id=str(index)))
+    while core.has_unfinished:
+        for output in core.step():
+            if output.finished:
+                outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
+        scheduler = core.engine.scheduler
+        most = max(most, scheduler.num_pages - scheduler.num_free_pages)
+        poison_blank_pages(llm)
+    return [outputs[index] for index in range(len(prompts))], most
+
+
+@pytest.fixture(scope="module", params=WINDOWS)
+def make(request, executables_dir):
+    """Engines of one checkpoint, by their options."""
+    options = TINY_OPTIONS | {"max_model_len": 64, "compile_cache_dir": executables_dir}
+    folder = str(TINY_CHECKPOINT.parent / request.param)
+    yield lambda **changes: LLM(**{**options, "model": folder, **changes}), WINDOWS[request.param]
+
+
+def workload():
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 128, 24).tolist()
+    prompts, params = [], []
+    for index in range(24):
+        tail = rng.integers(0, 128, int(rng.integers(1, 16))).tolist()
+        prompts.append((shared if index % 3 else []) + tail)
+        params.append(
+            SamplingParams(
+                temperature=0.9 * (index % 2), seed=index, max_tokens=int(rng.integers(2, 24)), ignore_eos=True
+            )
+        )
+    return prompts, params
+
+
+def test_tokens_do_not_depend_on_pages_given_back(make):
+    make_llm, windows = make
+    prompts, params = workload()
+    keeping = make_llm(disable_hybrid_kv_cache_manager=True)
+    expected, kept = run(keeping, prompts, params)
+    llm = make_llm()
+    assert llm.core.runner.windows == windows and keeping.core.runner.windows == (None,)
+    found, held = run(llm, prompts, params)
+    assert found == expected
+    assert held < kept * len(windows)
+    again, _ = run(llm, prompts, params)
+    assert again == expected and llm.core.engine.scheduler.num_prefix_hits > 200
+    assert llm.core.engine.runner.compiles.count == 0
+
+
+def test_tokens_are_the_same_alone_and_under_preemption(make):
+    make_llm, windows = make
+    prompts, params = workload()
+    tight = make_llm(num_gpu_blocks_override=20 * len(windows), enable_prefix_caching=False)
+    expected = [run(tight, [prompt], [each])[0][0] for prompt, each in zip(prompts, params, strict=True)]
+    assert tight.core.engine.scheduler.num_preemptions == 0
+    found, _ = run(tight, prompts, params)
+    assert found == expected and tight.core.engine.scheduler.num_preemptions > 3
