@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.policy.waiting import POLICIES
+# Who is next: the first to come, the lowest priority, or the client that was served least.
+POLICIES = ("fcfs", "priority", "fair")
 
 
 @dataclass(frozen=True)

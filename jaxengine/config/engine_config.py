@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.platforms import Platform
 from scheduler.buckets import Buckets
-from scheduler.config import SchedulerConfig
-from scheduler.policy.waiting import POLICIES
+from scheduler.config import POLICIES, SchedulerConfig
 from sharding.layout import GATHER, RAGGED, MeshLayout
 
 if TYPE_CHECKING:

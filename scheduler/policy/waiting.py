@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from scheduler.request import Request
 
-POLICIES = ("fcfs", "priority", "fair")
-
 
 class WaitingQueue:
     """Ordered by arrival, or by priority and then arrival. A preempted request returns to its old place, the front.

@@ -14,7 +14,7 @@ from jaxengine import LLM, SamplingParams
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 
 # What the recorded tiny checkpoints have: layers of both kinds, and windows in all layers.
-WINDOWS = {"qwen2": (None, 6), "mistral": (8,)}
+WINDOWS = {"gemma2": (3, 3, None), "mistral": (8,)}
 
 
 @partial(jax.jit, donate_argnums=0)
