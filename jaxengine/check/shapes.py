@@ -5,7 +5,9 @@ A check needs no weights: a name from here needs no file at all, a hub id only i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -18,8 +20,19 @@ from models.registry import read_hf
 
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 _LLAMA31: dict[str, Any] = {**_LLAMA3, "max_position_embeddings": 131072}
-_QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
-_QWEN3: dict[str, Any] = {**_QWEN2, "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
+_QWEN2: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32768,
+    "attention": {"bias": True},
+}
+_QWEN3: dict[str, Any] = {
+    **_QWEN2,
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "attention": {"qk_norm": True},
+}
 _SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "rms_norm_eps": 1e-5, "head_dim": 64, "tie_word_embeddings": True}
 
 
@@ -47,18 +60,19 @@ def _model(
     rope_theta: float,
     rope_scaling: RopeScaling | None = None,
     head_dim: int | None = None,
-    bias: bool = False,
-    qk_norm: bool = False,
+    attention: Mapping[str, Any] = MappingProxyType({}),
+    windows: tuple[int | None, ...] = (None,),
     **fields: Any,
 ) -> ModelConfig:
+    """attention: further fields of every layer's; windows: of the first layers, and so on in turn."""
     head_dim = head_dim or hidden // heads
     rope = Rope(head_dim, rope_theta, rope_scaling)
-    attention = LayerAttention(heads, kv_heads, head_dim, rope, bias=bias, qk_norm=qk_norm)
+    kinds = [LayerAttention(heads, kv_heads, head_dim, rope, window=window, **attention) for window in windows]
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
         intermediate_size=intermediate,
-        attention=(attention,) * layers,
+        attention=tuple(kinds[layer % len(kinds)] for layer in range(layers)),
         **fields,
     )
 
@@ -90,12 +104,20 @@ SHAPES: dict[str, ModelConfig] = {
         max_position_embeddings=32768,
     ),
     "qwen2.5-0.5b": _model(
-        _QWEN2_NAME, 24, 896, 4864, 14, 2, vocab_size=151936, tie_word_embeddings=True, bias=True, **_QWEN2
+        _QWEN2_NAME,
+        24,
+        896,
+        4864,
+        14,
+        2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        **_QWEN2,
     ),
-    "qwen2.5-7b": _model(_QWEN2_NAME, 28, 3584, 18944, 28, 4, vocab_size=152064, bias=True, **_QWEN2),
-    "qwen3-0.6b": _model(_QWEN3_NAME, 28, 1024, 3072, 16, 8, tie_word_embeddings=True, qk_norm=True, **_QWEN3),
-    "qwen3-8b": _model(_QWEN3_NAME, 36, 4096, 12288, 32, 8, qk_norm=True, **_QWEN3),
-    "qwen3-32b": _model(_QWEN3_NAME, 64, 5120, 25600, 64, 8, qk_norm=True, **_QWEN3),
+    "qwen2.5-7b": _model(_QWEN2_NAME, 28, 3584, 18944, 28, 4, vocab_size=152064, **_QWEN2),
+    "qwen3-0.6b": _model(_QWEN3_NAME, 28, 1024, 3072, 16, 8, tie_word_embeddings=True, **_QWEN3),
+    "qwen3-8b": _model(_QWEN3_NAME, 36, 4096, 12288, 32, 8, **_QWEN3),
+    "qwen3-32b": _model(_QWEN3_NAME, 64, 5120, 25600, 64, 8, **_QWEN3),
     "qwen3-moe-30b-a3b": _model(
         "Qwen3MoeForCausalLM",
         48,
@@ -103,9 +125,38 @@ SHAPES: dict[str, ModelConfig] = {
         6144,
         32,
         4,
-        qk_norm=True,
         experts=ExpertsConfig(num_experts=128, num_per_token=8, intermediate_size=768),
         **_QWEN3,
+    ),
+    "phi-3-mini": _model(
+        "Phi3ForCausalLM",
+        32,
+        3072,
+        8192,
+        32,
+        32,
+        vocab_size=32064,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_position_embeddings=4096,
+        windows=(2047,),
+    ),
+    "gemma-2-2b": _model(
+        "Gemma2ForCausalLM",
+        26,
+        2304,
+        9216,
+        8,
+        4,
+        vocab_size=256000,
+        rms_norm_eps=1e-6,
+        head_dim=256,
+        rope_theta=1e4,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        attention={"scale": 256**-0.5, "soft_cap": 50.0},
+        windows=(4096, None),
+        logit_soft_cap=30.0,
     ),
     "mixtral-8x7b": _model(
         "MixtralForCausalLM",

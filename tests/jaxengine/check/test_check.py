@@ -276,6 +276,8 @@ def test_a_device_does_its_share_of_a_step():
         ("qwen3-32b", 32.762),
         ("qwen3-moe-30b-a3b", 30.532),
         ("mixtral-8x7b", 46.703),
+        ("phi-3-mini", 3.821),
+        ("gemma-2-2b", 2.614),
     ],
 )
 def test_built_in_shapes_have_the_published_number_of_parameters(name, billions):
