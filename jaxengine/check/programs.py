@@ -127,7 +127,7 @@ class StagePrograms:
         grid = self._steps.packer.buckets
         if not short:
             return list(grid)
-        return list(dict.fromkeys((grid.decode[0], grid.decode[-1], grid.mixed[0], grid.mixed[-1])))
+        return list(dict.fromkeys((grid.decode[0], grid.decode[-1], *grid.mixed[:1], *grid.mixed[-1:])))
 
     def heads(self, short: bool) -> list[tuple[str, int]]:
         """The name and size of every head, or of those that follow the four corners of the grid."""
