@@ -29,7 +29,7 @@ MAX_TRACE_SECONDS = 600.0
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["operations"])
     model = served_names(engine, config)[0]
-    page = resources.files("jaxengine.server").joinpath("status.html").read_text("utf-8")
+    page = resources.files("jaxengine.server.observe").joinpath("status.html").read_text("utf-8")
     headers = {
         "Content-Security-Policy": _policy(page),
         "X-Content-Type-Options": "nosniff",
