@@ -75,7 +75,7 @@ class ServerProcess:
     def _children(self, module: str) -> list[int]:
         path = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         found = [int(pid) for pid in path.read_text().split()] if path.exists() else []
-        return [pid for pid in found if f"processes.{module}".encode() in _command(pid)]
+        return [pid for pid in found if f"server.processes.{module}".encode() in _command(pid)]
 
 
 def start_server(options: dict[str, Any], *, wait: float = 120.0, **changes: Any) -> ServerProcess:
