@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.build import Build
+from models.cache import pool_spec
 from models.config.hf import read_config_json
 from models.forward_batch import ForwardBatch
 from models.registry import build_model, read_hf
@@ -39,24 +41,26 @@ def one_sequence(token_ids: list[int]) -> ForwardBatch:
         num_decode=jnp.int32(0),
     )
     positions = jnp.arange(count, dtype=jnp.int32)
-    return ForwardBatch(jnp.array(token_ids, jnp.int32), positions, jnp.array([count - 1], jnp.int32), ragged)
+    return ForwardBatch(jnp.array(token_ids, jnp.int32), positions, jnp.array([count - 1], jnp.int32), (ragged,))
 
 
 config = read_hf(read_config_json(sys.argv[1]))
 checkpoint = SafetensorsCheckpoint(sys.argv[1])
-whole = build_model(config, dtype=jnp.float32)  # shapes only; nothing is allocated before load_params
-nnx.update(whole, load_params(whole, checkpoint, dtype=jnp.float32))
+whole = build_model(config, Build(jnp.float32))  # shapes only; nothing is allocated before load_params
+nnx.update(whole, load_params(whole, checkpoint))
 
 batch = one_sequence(token_ids)
-pool = alloc(whole.kv_spec(NUM_PAGES, PAGE_SIZE, "float32"))
+# hybrid=False: one cache group, of which nothing is given back; so all layers share one page table.
+pool = alloc(pool_spec(whole.cache_groups(PAGE_SIZE, "float32", hybrid=False), NUM_PAGES))
 normed, _ = whole(batch, pool)  # [T, D] after the final norm
 logits = whole.logits(normed)  # f32[T, V]
 print(f"hidden {normed.shape}, logits {logits.shape}, best next token {int(jnp.argmax(logits[-1]))}")
 
 for depth in range(1, config.num_layers):
-    stage = build_model(config, dtype=jnp.float32, stage=Stage(0, depth, is_last=False))
-    nnx.update(stage, load_params(stage, checkpoint, dtype=jnp.float32))
-    residual, _ = stage(batch, alloc(stage.kv_spec(NUM_PAGES, PAGE_SIZE, "float32")))
+    stage = build_model(config, Build(jnp.float32, stage=Stage(0, depth, is_last=False)))
+    nnx.update(stage, load_params(stage, checkpoint))
+    pool = alloc(pool_spec(stage.cache_groups(PAGE_SIZE, "float32", hybrid=False), NUM_PAGES))
+    residual, _ = stage(batch, pool)
     norms = np.linalg.norm(np.asarray(residual), axis=1)
     print(f"after layer {depth}: |x| of each token {[round(float(norm), 2) for norm in norms]}")
 checkpoint.close()
