@@ -11,20 +11,62 @@ from jaxengine.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from jaxengine.api.async_llm import AsyncLLM
+    from jaxengine.api.custom_models import register_model
+    from jaxengine.api.engine_client import EngineDeadError
     from jaxengine.api.llm import LLM
-    from jaxengine.config.engine_config import CompilationConfig, EngineConfig
-    from jaxengine.requests.outputs import RequestOutput
-    from jaxengine.requests.sampling_params import SamplingParams
+    from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineArgs, EngineConfig
+    from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxengine.requests.prepared import TextPrompt, TokensPrompt
+    from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+    from jaxengine.requests.structured_outputs import StructuredOutputsParams
+    from models.config.fields import ModelConfigError
+    from models.weights.errors import ModelFileError
+    from scheduler.errors import OverloadedError, RequestError
 
-__all__ = ["LLM", "AsyncLLM", "CompilationConfig", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompilationConfig",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineArgs",
+    "EngineConfig",
+    "EngineDeadError",
+    "Logprob",
+    "ModelConfigError",
+    "ModelFileError",
+    "OverloadedError",
+    "RequestError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "register_model",
+]
 
 _HOMES = {
     "LLM": "jaxengine.api.llm",
     "AsyncLLM": "jaxengine.api.async_llm",
     "CompilationConfig": "jaxengine.config.engine_config",
+    "CompletionOutput": "jaxengine.requests.outputs",
+    "ConfigError": "jaxengine.config.engine_config",
+    "EngineArgs": "jaxengine.config.engine_config",
     "EngineConfig": "jaxengine.config.engine_config",
+    "EngineDeadError": "jaxengine.api.engine_client",
+    "Logprob": "jaxengine.requests.outputs",
+    "ModelConfigError": "models.config.fields",
+    "ModelFileError": "models.weights.errors",
+    "OverloadedError": "scheduler.errors",
+    "RequestError": "scheduler.errors",
     "RequestOutput": "jaxengine.requests.outputs",
+    "RequestOutputKind": "jaxengine.requests.sampling_params",
     "SamplingParams": "jaxengine.requests.sampling_params",
+    "StructuredOutputsParams": "jaxengine.requests.structured_outputs",
+    "TextPrompt": "jaxengine.requests.prepared",
+    "TokensPrompt": "jaxengine.requests.prepared",
+    "register_model": "jaxengine.api.custom_models",
 }
 
 

@@ -32,6 +32,7 @@ DEFAULT_MODEL_FILES = (
     "tests/test_workloads.py",
     "tests/jaxengine/requests/test_text.py",
     "tests/jaxengine/server/test_default_model.py",
+    "tests/examples/test_examples.py",
 )
 
 

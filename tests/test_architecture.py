@@ -32,7 +32,7 @@ MODULES = {
 # package -> prefixes of our own modules it may import, itself aside.
 ARROWS = {
     "jaxengine": ("scheduler", "models", "sharding"),
-    "scheduler": ("models.forward_batch",),
+    "scheduler": ("models.forward_batch", "models._names"),
     "models": ("pallas_kernels", "sharding"),
     "pallas_kernels": (),
     "sharding": (),

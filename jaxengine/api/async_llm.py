@@ -17,6 +17,7 @@ from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.output_stream import OutputStream
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.options import NO_OPTIONS, RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -75,7 +76,7 @@ class AsyncLLM:
         """Limits, tokenizer and default sampling parameters of the engine."""
         return self.core.inputs
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -90,14 +91,22 @@ class AsyncLLM:
         Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages.
 
         Args:
-          priority: smaller runs first; needs scheduling_policy="priority".
-          timeout: seconds after which the request is aborted.
-          client: whose request it is; needs scheduling_policy="fair". None for all who have no name.
+          priority, timeout, client: see `RequestOptions`.
 
         Raises:
           RequestError: the request cannot be served; no other is disturbed.
           EngineDeadError: the engine has failed.
         """
+        return self.stream(prompt, sampling_params, request_id, RequestOptions(priority, timeout, client))
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
+    ) -> AsyncIterator[RequestOutput]:
+        """As `EngineClient.stream`: what `generate` does, for callers that pass options on."""
         params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
         if request_id is None:
             self._num_requests += 1
@@ -105,7 +114,6 @@ class AsyncLLM:
         aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         stream = OutputStream(aggregate)
         reader = _Reader(asyncio.get_running_loop(), stream)
-        options = {"priority": priority, "timeout": timeout, "client": client}
         self._run_command(lambda: self._start(reader, prompt, params, request_id, options))
         finished = False
         try:
@@ -171,13 +179,14 @@ class AsyncLLM:
             self._commands.append(command)
         self._wake.set()
 
-    def _start(self, reader: _Reader, prompt: Prompt, params: Any, request_id: str, options: dict[str, Any]) -> None:
-        """options: further arguments of InputProcessor.prepare."""
+    def _start(
+        self, reader: _Reader, prompt: Prompt, params: SamplingParams, request_id: str, options: RequestOptions
+    ) -> None:
         if self._dead is not None:
             reader.put(self._dead)
             return
         try:
-            prepared = self.core.inputs.prepare(prompt, params, request_id=request_id, **options)
+            prepared = self.core.inputs.prepare(prompt, params, request_id=request_id, options=options)
         except Exception as error:  # it has changed nothing: whatever it was, it is this request's alone
             reader.put(error)
             return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.options import NO_OPTIONS, RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # it reads tokenizers and models, and who catches EngineDeadError does not
+    from jaxengine.requests.inputs import InputProcessor
 
 
 class EngineDeadError(RuntimeError):
@@ -33,21 +36,18 @@ class EngineClient(Protocol):
         """Whether the engine cannot answer at the moment."""
         ...
 
-    def generate(
+    def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        client: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
     ) -> AsyncIterator[RequestOutput]:
         """Yields outputs of the kind `sampling_params.output_kind` asks for, until the request is finished.
 
         Leaving the iteration early, or cancelling the task that runs it, aborts the request and frees its pages. A
-        request that `timeout` seconds did not suffice for ends with finish_reason "abort" and stop_reason "timeout".
-        client: whose it is, under scheduling_policy="fair"; None for all who have no name.
+        request that `options.timeout` seconds did not suffice for ends with finish_reason "abort" and stop_reason
+        "timeout".
 
         Raises:
           RequestError: the request cannot be served; no other is disturbed. OverloadedError: not now.

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from jaxengine.api.core import EngineCore
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metrics import Histogram, Metric
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -103,7 +104,7 @@ class LLM:
                 f"client has {len(clients)} values for {len(prompts)} prompts", param="client", value=client
             )
         prepared = [
-            self.core.inputs.prepare(prompt, each, priority=rank, client=who)
+            self.core.inputs.prepare(prompt, each, options=RequestOptions(priority=rank, client=who))
             for prompt, each, rank, who in zip(prompts, params, priorities, clients, strict=True)
         ]
         started = []

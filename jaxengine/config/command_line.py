@@ -19,7 +19,7 @@ from typing import Any
 
 def add_options(parser: argparse.ArgumentParser, title: str, cls: type, names: Sequence[str] | None = None) -> None:
     """Adds one flag for each field of the dataclass `cls` (for `names` only, in their order, when given)."""
-    hints, texts = typing.get_type_hints(cls), _field_texts(cls.__doc__ or "")
+    hints, texts = typing.get_type_hints(cls), field_texts(cls.__doc__ or "")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     group = parser.add_argument_group(title)
     for name in names if names is not None else fields:
@@ -51,9 +51,9 @@ def _destination(cls: type, name: str) -> str:
     return f"{cls.__name__}.{name}"
 
 
-def _field_texts(docstring: str) -> dict[str, str]:
+def field_texts(docstring: str) -> dict[str, str]:
     """Field -> text of the docstring's `Attributes:` section."""
-    section = docstring.partition("Attributes:\n")[2]
+    section = docstring.partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^ {6}(\w+): ", section, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
 

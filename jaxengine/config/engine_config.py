@@ -337,6 +337,10 @@ class EngineConfig:
             raise ConfigError(name, value, f"a value of type {kind}")
 
 
+# vLLM's name for the dataclass of all options.
+EngineArgs = EngineConfig
+
+
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
     """A config in which model and platform have filled in what the user left open. Its limits are of one rank."""

@@ -15,14 +15,13 @@ import numpy as np
 
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.requests.options import NO_OPTIONS, RequestOptions
 from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.model_config import ModelConfig
 from scheduler.errors import RequestError
 from scheduler.request import Request
-
-MAX_CLIENT_LENGTH = 256
 
 
 class InputProcessor:
@@ -89,15 +88,9 @@ class InputProcessor:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        client: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
     ) -> PreparedRequest:
         """Checks a request and turns its text into tokens.
-
-        Args:
-          client: whose it is, under scheduling_policy="fair"; None for all who have no name.
-          timeout: seconds from now after which the request is aborted.
 
         Raises:
           RequestError: naming the field, its value and what is allowed.
@@ -106,15 +99,7 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
-        if type(priority) is not int:
-            raise RequestError(f"priority must be an int, got {priority!r}", param="priority", value=priority)
-        if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
-            raise RequestError(f"timeout must be a number above 0, got {timeout!r}", param="timeout", value=timeout)
-        if priority and self.config.scheduling_policy != "priority":
-            raise RequestError(
-                f"priority is {priority}; it needs scheduling_policy='priority'", param="priority", value=priority
-            )
-        self._check_client(client)
+        options.verify_against(self.config.scheduling_policy)
         text, token_ids, salt = self._read_prompt(prompt)
         longest = self.config.max_model_len
         if not 1 <= len(token_ids) < longest:
@@ -142,27 +127,15 @@ class InputProcessor:
                 params if params.n == 1 else params.child(number),
                 bad_words=bad_words,
                 fallback_seed=self._draw_seed(index, number),
-                priority=priority,
-                client=client or "",
+                priority=options.priority,
+                client=options.client or "",
                 arrival_time=arrival,
-                deadline=float("inf") if timeout is None else arrival + timeout,
+                deadline=float("inf") if options.timeout is None else arrival + options.timeout,
                 cache_salt=salt,
             )
             for number in range(params.n)
         ]
         return PreparedRequest(request_id, text, params, requests)
-
-    def _check_client(self, client: Any) -> None:
-        if client is None:
-            return
-        if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
-            raise RequestError(
-                f"client is {client!r}; allowed is a string of 1 to {MAX_CLIENT_LENGTH} printable characters",
-                param="client",
-                value=client,
-            )
-        if self.config.scheduling_policy != "fair":
-            raise RequestError(f"client is {client!r}; it needs scheduling_policy='fair'", param="client", value=client)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, cache salt)"""

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from jaxengine.requests.sampling_params import SamplingParams
 from scheduler.request import Request
 
-Prompt = str | Mapping[str, Any]
+
+class TextPrompt(TypedDict):
+    """A prompt as text. cache_salt: requests share cached prefixes only within one salt."""
+
+    prompt: str
+    cache_salt: NotRequired[str | None]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, each of the model's vocabulary. prompt: its text, if known, for the output only."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str | None]
+
+
+Prompt = str | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 
 @dataclass(frozen=True)

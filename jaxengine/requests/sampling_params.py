@@ -167,6 +167,33 @@ class SamplingParams:
     Field names, defaults and meanings are vLLM's. Sequences become tuples; `stop` and `bad_words` also take one string,
     and they and `stop_token_ids` take None for empty. `structured_outputs` also takes a dict of its fields.
 
+    Attributes:
+      n: outputs for one prompt.
+      presence_penalty: subtracted from the logit of every token that the output has already.
+      frequency_penalty: subtracted as often as the output has the token.
+      repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative ones multiplied.
+      temperature: logits are divided by it; 0 takes the likeliest token always.
+      top_p: only the likeliest tokens, as many as have this much probability together.
+      top_k: only so many of the likeliest tokens.
+      min_p: only tokens at least so likely, as a share of the likeliest one's probability.
+      seed: makes a request's draws repeatable, whatever runs beside it; without one the engine's seed decides.
+      stop: texts that end the output, which has them only with include_stop_str_in_output.
+      stop_token_ids: tokens that end the output, beside the model's own.
+      ignore_eos: go on after the model's end-of-sequence tokens.
+      max_tokens: longest output, in tokens.
+      min_tokens: no end of sequence and none of stop_token_ids before so many tokens.
+      logprobs: log-probabilities of so many of the best tokens at each position, and of the one that was taken.
+      prompt_logprobs: the same for the tokens of the prompt.
+      detokenize: make text of the tokens.
+      skip_special_tokens: leave special tokens out of the text.
+      spaces_between_special_tokens: put spaces between special tokens that are in the text.
+      include_stop_str_in_output: keep the text of `stop` that ended the output.
+      output_kind: what each output of a stream carries: everything so far, what is new, or only the end.
+      logit_bias: added to the logits of these token ids.
+      allowed_token_ids: no other tokens are drawn.
+      bad_words: words that are not drawn, as they are spelt at a start and after a space.
+      structured_outputs: the form that the text must have.
+
     Raises:
       RequestError: a value outside its rule, fields that contradict each other, or a field not supported yet.
     """

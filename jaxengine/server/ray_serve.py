@@ -31,6 +31,7 @@ from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.requests.inputs import InputProcessor, input_processor
+from jaxengine.requests.options import NO_OPTIONS, RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import SamplingParams
@@ -79,9 +80,7 @@ class Call(msgspec.Struct):
     params: SamplingParams
     prompt: str | None = None
     cache_salt: str | None = None
-    priority: int = 0
-    timeout: float | None = None
-    client: str | None = None
+    options: RequestOptions = NO_OPTIONS
 
 
 class Answer(msgspec.Struct):
@@ -122,9 +121,7 @@ class Replica:
         prompt = {"prompt": asked.prompt, "prompt_token_ids": asked.prompt_token_ids, "cache_salt": asked.cache_salt}
         prompt = {name: value for name, value in prompt.items() if value is not None}
         try:
-            async for output in self._engine.generate(
-                prompt, asked.params, priority=asked.priority, timeout=asked.timeout, client=asked.client
-            ):
+            async for output in self._engine.stream(prompt, asked.params, options=asked.options):
                 yield _encode(Answer(output))
         except OverloadedError as error:
             yield _encode(Answer(error=str(error), param=error.param, retry_after=error.retry_after))
@@ -153,26 +150,21 @@ class RayEngine:
         self._num_attempts = num_attempts
         self._running: dict[str, Any] = {}
 
-    async def generate(
+    async def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        client: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
     ) -> AsyncIterator[RequestOutput]:
-        """As EngineClient.generate."""
+        """As EngineClient.stream."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
-        prepared = self.inputs.prepare(
-            prompt, params, request_id=request_id, priority=priority, timeout=timeout, client=client
-        )
+        prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
         if prepared.request_id in self._running:
             raise RequestError(f"request_id {prepared.request_id!r} is in use", param="request_id")
         salt = prepared.requests[0].cache_salt
         ids = prepared.requests[0].prompt_token_ids.tolist()
-        call = _encode(Call(ids, params, prepared.prompt, salt, priority, timeout, client))
+        call = _encode(Call(ids, params, prepared.prompt, salt, options))
         try:
             async for output in self._attempts(prepared.request_id, call):
                 output.request_id = prepared.request_id

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
@@ -119,14 +120,8 @@ class InferenceService:
     async def _run(
         self, generation: Generation, context: Context, arrival: float
     ) -> AsyncGenerator[RequestOutput, None]:
-        outputs = self._engine.generate(
-            generation.prompt,
-            generation.params,
-            generation.request_id,
-            priority=generation.priority,
-            timeout=self._time_left(context, arrival),
-            client=self._client(context),
-        )
+        options = RequestOptions(generation.priority, self._time_left(context, arrival), self._client(context))
+        outputs = self._engine.stream(generation.prompt, generation.params, generation.request_id, options)
         try:
             async for output in outputs:
                 yield output

@@ -23,6 +23,7 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.engine.output import EngineOutput
 from jaxengine.requests.inputs import InputProcessor, input_processor
+from jaxengine.requests.options import NO_OPTIONS, RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import PreparedRequest, Prompt
@@ -99,15 +100,12 @@ class RemoteEngine:
         """Whether new requests are refused because the server is about to end."""
         return self._draining
 
-    async def generate(
+    async def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        client: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
     ) -> AsyncIterator[RequestOutput]:
         """As EngineClient has it; without a timeout, the server's request_timeout holds."""
         self._check()
@@ -115,14 +113,10 @@ class RemoteEngine:
         if request_id is None:
             self._num_named += 1
             request_id = f"api-{self._index}-{self._num_named}"
-        prepared = self.inputs.prepare(
-            await self._tokenized(prompt),
-            params,
-            request_id=request_id,
-            priority=priority,
-            timeout=self._config.request_timeout if timeout is None else timeout,
-            client=client,
-        )
+        if options.timeout is None:
+            options = replace(options, timeout=self._config.request_timeout)
+        prompt = await self._tokenized(prompt)
+        prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
         self._check()
         stream = self._submit(prepared)
         self._num_readers += 1

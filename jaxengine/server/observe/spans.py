@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.options import NO_OPTIONS, RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -87,20 +88,17 @@ class TracedEngine:
     def errored(self) -> bool:
         return self._engine.errored
 
-    async def generate(
+    async def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        timeout: float | None = None,
-        client: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
     ) -> AsyncIterator[RequestOutput]:
         """As EngineClient's."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         request = _RequestSpan(self._tracer, self._model, params)
-        stream = self._engine.generate(prompt, params, request_id, priority=priority, timeout=timeout, client=client)
+        stream = self._engine.stream(prompt, params, request_id, options)
         try:
             async for output in stream:
                 request.add(output)

@@ -39,8 +39,11 @@ _EXPLAIN_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 # A socket's path has at most 107 bytes, on some systems 103; a name of ours within the folder comes to 26.
 _LONGEST_FOLDER = 70
+# The same sources in every process, whatever else is installed. A folder that Python searches anyway keeps its place
+# behind the standard library.
 _START = (
-    "import sys; sys.path.append({home!r}); from jaxengine.server.processes.child import Child; child = Child(); "
+    "import sys; {home!r} in sys.path or sys.path.insert(0, {home!r}); "
+    "from jaxengine.server.processes.child import Child; child = Child(); "
     "from jaxengine.server.processes.{module} import main; main(child)"
 )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxengine import AsyncLLM, SamplingParams
-from jaxengine.requests.inputs import MAX_CLIENT_LENGTH
+from jaxengine.requests.options import MAX_CLIENT_LENGTH
 from scheduler.errors import RequestError
 
 rng = np.random.default_rng(11)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import SamplingParams
 from scheduler.errors import RequestError
 
@@ -157,7 +158,7 @@ def test_abort_and_deadline_while_the_grammar_compiles(chat_llm):
     core, slow = chat_llm.core, {"regex": "((((a{100}){100}){100}){100})"}
     prompts = {"prompt": "x"}
     core.add(core.inputs.prepare(prompts, params_of(slow, n=2), request_id="aborted"))
-    core.add(core.inputs.prepare(prompts, params_of(slow), request_id="late", timeout=0.05))
+    core.add(core.inputs.prepare(prompts, params_of(slow), request_id="late", options=RequestOptions(timeout=0.05)))
     core.add(core.inputs.prepare(prompts, params_of({"regex": "a{2}"}), request_id="good"))
     assert core.engine.scheduler.num_waiting == 4 and core.step() == []
     outputs = {output.request_id: output for output in core.abort("aborted")}

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import RequestOutputKind
 from tests.test_no_recompile import random_params
 
@@ -38,8 +39,8 @@ def test_a_mixture(chat_llm):
             patterns[name] = str(rng.choice(PATTERNS))
             params = params.clone_with(structured_outputs={"regex": patterns[name]}, max_tokens=48, output_kind=WHOLE)
         token_ids = rng.integers(0, vocab_size, int(rng.integers(1, 150))).tolist()
-        timeout = 30.0 if rng.random() < 0.1 else None
-        core.add(core.inputs.prepare({"prompt_token_ids": token_ids}, params, request_id=name, timeout=timeout))
+        options = RequestOptions(timeout=30.0 if rng.random() < 0.1 else None)
+        core.add(core.inputs.prepare({"prompt_token_ids": token_ids}, params, request_id=name, options=options))
         alive.append(name)
         if rng.random() < 0.1:
             for output in core.abort(alive.pop(int(rng.integers(len(alive))))):

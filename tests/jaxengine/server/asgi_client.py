@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from jaxengine.requests.options import NO_OPTIONS
+
 
 def http_client(app: Any, key: str | None = None) -> httpx.AsyncClient:
     """A client that waits for whole answers; what the application raises is an error of the test."""
@@ -148,11 +150,10 @@ class Recorder:
         self.fail_after: int | None = None
         self.failure: Exception = RuntimeError("nothing yet")
 
-    async def generate(self, prompt, sampling_params=None, request_id=None, *, priority=0, timeout=None, client=None):
-        self.calls.append((prompt, sampling_params, request_id, priority, timeout))
-        self.clients.append(client)
-        options = {"priority": priority, "timeout": timeout, "client": client}
-        outputs = self._engine.generate(prompt, sampling_params, request_id, **options)
+    async def stream(self, prompt, sampling_params=None, request_id=None, options=NO_OPTIONS):
+        self.calls.append((prompt, sampling_params, request_id, options.priority, options.timeout))
+        self.clients.append(options.client)
+        outputs = self._engine.stream(prompt, sampling_params, request_id, options)
         async with contextlib.aclosing(outputs):
             count = 0
             while count != self.fail_after:

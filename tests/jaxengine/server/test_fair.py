@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from jaxengine import AsyncLLM, SamplingParams
+from jaxengine.requests.options import RequestOptions
 from jaxengine.server.http.app import create_app
 from jaxengine.server.keys import Keys
 from jaxengine.server.link import messages
@@ -113,7 +114,9 @@ async def test_a_key_does_not_wait_behind_anothers_flood(fair_engine, num_keys):
 
 
 def test_an_api_process_tells_the_engine_whose_request_it_is(fair_engine):
-    prepared = fair_engine.inputs.prepare("Hello", SamplingParams(n=2, max_tokens=2), client="key-1")
+    prepared = fair_engine.inputs.prepare(
+        "Hello", SamplingParams(n=2, max_tokens=2), options=RequestOptions(client="key-1")
+    )
     sent = messages.decode_to_engine(messages.encode(messages.submit(1, prepared)))
     assert isinstance(sent, messages.Submit)
     assert [each.client for each in messages.requests_of(sent, 0)] == ["key-1", "key-1"]

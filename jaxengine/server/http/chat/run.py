@@ -16,6 +16,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.events import ArgumentsDelta, Event, ReasoningDelta, ToolCallStart
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.http.chat.prompt import ChatRenderer
@@ -100,16 +101,14 @@ class ChatRun:
         self.prompt = await self._server.renderer.prompt(self.body)
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
-        """What the engine says, with what it means. Raises as EngineClient.generate."""
+        """What the engine says, with what it means. Raises as EngineClient.stream."""
         timeout = self.body.timeout or self._server.config.request_timeout
-        outputs = self._server.engine.generate(
-            self.prompt,
-            self.params,
-            self._name,
+        options = RequestOptions(
             priority=self.body.priority or 0,
             timeout=None if timeout is None else max(1e-3, self._arrival + timeout - time.monotonic()),
             client=self._client,
         )
+        outputs = self._server.engine.stream(self.prompt, self.params, self._name, options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             try:
                 async for output in outputs:

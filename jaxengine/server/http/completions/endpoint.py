@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.http.completions.output import ChoiceWriter
@@ -80,7 +81,7 @@ class _Completion:
             self._num_prompt_tokens += len(ids)
         if len(self._prompts) > 1:
             for prompt in self._prompts:
-                inputs.prepare(prompt, self.params, priority=body.priority or 0)
+                inputs.prepare(prompt, self.params, options=RequestOptions(priority=body.priority or 0))
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(index of the prompt, what is new of it). Not more run at once than the engine has places for."""
@@ -118,14 +119,13 @@ class _Completion:
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
         prompt, body = self._prompts[index], self.body
         timeout = body.timeout or self._config.request_timeout
-        return self._engine.generate(
-            prompt,
-            self.params,
-            self.id if len(self._prompts) == 1 else f"{self.id}-{index}",
+        options = RequestOptions(
             priority=body.priority or 0,
             timeout=None if timeout is None else max(1e-3, self._arrival + timeout - time.monotonic()),
             client=self._client,
         )
+        request_id = self.id if len(self._prompts) == 1 else f"{self.id}-{index}"
+        return self._engine.stream(prompt, self.params, request_id, options)
 
     def _places(self) -> int:
         return max(1, self._engine.inputs.config.max_num_seqs // self.params.n)

@@ -139,7 +139,7 @@ async def test_spans_go_to_the_endpoint(chat_engine, monkeypatch, endpoint, opti
     monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter", module)
     check_endpoint(endpoint)
     engine = traced(chat_engine, ServerConfig(otlp_traces_endpoint=endpoint))
-    async with contextlib.aclosing(engine.generate({"prompt_token_ids": [5, 6]})) as outputs:
+    async with contextlib.aclosing(engine.stream({"prompt_token_ids": [5, 6]})) as outputs:
         await anext(outputs)
     engine._tracer.span_processor.force_flush()
     assert [span.resource.attributes["service.name"] for span in sent] == ["jaxengine"]

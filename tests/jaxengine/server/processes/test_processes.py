@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.options import ServerConfig
@@ -34,8 +35,8 @@ async def connected(server, index=INDEX, **options):
         engine.close()
 
 
-async def collect(engine, params=GREEDY, prompt=PROMPT, **options):
-    return [output async for output in engine.generate(prompt, params, **options)]
+async def collect(engine, params=GREEDY, prompt=PROMPT, request_id=None, **options):
+    return [output async for output in engine.stream(prompt, params, request_id, RequestOptions(**options))]
 
 
 async def idle(engine):
@@ -146,11 +147,11 @@ def test_seeds_of_several_processes_differ_and_those_of_one_do_not(server, chat_
 def test_leaving_and_aborting_free_pages(server):
     async def run():
         async with connected(server) as engine:
-            stream = engine.generate(PROMPT, LONG)
+            stream = engine.stream(PROMPT, LONG)
             await anext(stream)
             await stream.aclose()
             await idle(engine)
-            stream = engine.generate(PROMPT, LONG.clone_with(n=2, temperature=1.0), "mine")
+            stream = engine.stream(PROMPT, LONG.clone_with(n=2, temperature=1.0), "mine")
             await anext(stream)
             with pytest.raises(RequestError, match="in use"):
                 await collect(engine, request_id="mine")
@@ -183,7 +184,7 @@ def test_leaving_and_aborting_free_pages(server):
             assert (late.finish_reason, late.stop_reason) == ("abort", "timeout")
         # An API process that is gone leaves nothing running.
         async with connected(server) as engine:
-            stream = engine.generate(PROMPT, LONG)
+            stream = engine.stream(PROMPT, LONG)
             await anext(stream)
         async with connected(server) as engine:
             await idle(engine)
@@ -205,7 +206,7 @@ def test_refusals_and_calls(server):
                 await engine.utility("trace", "not a number")
             # What only the engine knows is refused there.
             async with connected(server, INDEX + 1) as other:
-                stream = engine.generate(PROMPT, LONG, "shared")
+                stream = engine.stream(PROMPT, LONG, "shared")
                 await anext(stream)
                 with pytest.raises(RequestError, match="'shared' is in use"):
                     await collect(other, request_id="shared")
@@ -222,7 +223,7 @@ def test_a_killed_engine_ends_streams_and_is_started_again(make_server):
         async with connected(server) as engine, httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
             assert (await client.get("/health")).status_code == 200
             before = (await collect(engine))[-1].outputs[0].token_ids
-            streams = [engine.generate(PROMPT, LONG) for _ in range(3)]
+            streams = [engine.stream(PROMPT, LONG) for _ in range(3)]
             for stream in streams:
                 await anext(stream)
             call = asyncio.create_task(engine.utility("status"))
@@ -250,7 +251,7 @@ def test_a_killed_engine_ends_streams_and_is_started_again(make_server):
                 assert time.monotonic() < killed + 60
             # An API process that is killed has a successor too, and disturbs nobody.
             victim = server.api_pids[0]
-            stream = engine.generate(PROMPT, LONG)
+            stream = engine.stream(PROMPT, LONG)
             await anext(stream)
             os.kill(victim, signal.SIGKILL)
             rest = [output async for output in stream]

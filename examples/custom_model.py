@@ -1,0 +1,60 @@
+"""A model family of your own: a class, registered for the checkpoints that name it.
+
+    python examples/custom_model.py FOLDER
+
+FOLDER holds a Llama checkpoint of Hugging Face. Here the family is Llama with capped logits, and a copy of the folder
+with another name in its config.json stands for a checkpoint of it. A class that differs in more
+brings more: how its config.json is read, its layers, its whole forward pass. models/families has examples, and
+CONTRIBUTING.md says how one becomes a family for everybody.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxengine import LLM, SamplingParams, register_model
+from models.families.llama import LlamaForCausalLM
+
+CAP = 30.0
+
+
+class CappedLlamaForCausalLM(LlamaForCausalLM):
+    """Llama whose logits stay within -CAP and CAP, in the same order."""
+
+    gguf_architecture = None  # no GGUF files of it
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[R, D] -> f32[R, V]"""
+        return CAP * jnp.tanh(super().logits(hidden) / CAP)
+
+
+def checkpoint_of(folder: Path, architecture: str, target: Path) -> Path:
+    """A copy of `folder` at `target`, with another architecture in its config.json."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    return target
+
+
+def describe(model: Path) -> str:
+    """Greedy tokens and their log-probabilities."""
+    # enforce_eager compiles a shape when it first occurs: nothing else is worth it for one prompt.
+    options = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64, "num_gpu_blocks_override": 8}
+    llm = LLM(str(model), dtype="float32", disable_log_stats=True, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}], params, use_tqdm=False)
+    (completion,) = output.outputs
+    chosen = zip(completion.token_ids, completion.logprobs, strict=True)
+    return f"{completion.token_ids} {[round(position[token].logprob, 2) for token, position in chosen]}"
+
+
+register_model("CappedLlamaForCausalLM", CappedLlamaForCausalLM)
+folder = Path(sys.argv[1])
+print("Llama: ", describe(folder))
+with tempfile.TemporaryDirectory() as target:
+    print("capped:", describe(checkpoint_of(folder, "CappedLlamaForCausalLM", Path(target))))

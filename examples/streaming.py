@@ -1,0 +1,46 @@
+"""Many requests at once as async streams, one of which its reader leaves early.
+
+    python examples/streaming.py [MODEL]
+
+The engine steps on a thread of its own; a reader that is slow gets several pieces as one.
+"""
+
+import asyncio
+import sys
+
+from jaxengine import AsyncLLM, RequestOutputKind, SamplingParams
+
+PROMPTS = ["The sea is", "A good breakfast is", "Mountains are"]
+
+engine = AsyncLLM(*sys.argv[1:])
+# DELTA: each output carries what is new since the last one; without it, everything so far.
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, output_kind=RequestOutputKind.DELTA)
+
+
+async def tell(prompt: str) -> tuple[str, int]:
+    """The whole text of one stream, and in how many pieces it came."""
+    pieces = []
+    # timeout: seconds after which the request is ended, with finish_reason "abort".
+    async for output in engine.generate(prompt, PARAMS, timeout=60.0):
+        pieces.append(output.outputs[0].text)
+    return "".join(pieces), len(pieces)
+
+
+async def first_piece(prompt: str) -> str:
+    """Leaves its stream after one output, which aborts the request and frees its pages."""
+    stream = engine.generate(prompt, PARAMS)
+    async for output in stream:
+        await stream.aclose()
+        return output.outputs[0].text
+    return ""
+
+
+async def main() -> None:
+    left, *told = await asyncio.gather(first_piece("Nobody reads this to its end:"), *map(tell, PROMPTS))
+    for prompt, (text, count) in zip(PROMPTS, told, strict=True):
+        print(f"{prompt}{text!r}  ({count} pieces)")
+    print(f"left after {left!r}")
+
+
+asyncio.run(main())
+engine.shutdown()

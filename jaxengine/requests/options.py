@@ -1,0 +1,55 @@
+"""What a caller wants of a request beside its prompt and how its tokens are chosen: when it runs, and for whom.
+
+One record that every part between the caller and the engine passes on as it is; who adds a field writes it here, with
+its rule, and where it acts. Knows nothing of prompts, sampling or transports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.errors import RequestError
+
+MAX_CLIENT_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How a request is scheduled. Checked when the request is prepared, not before.
+
+    Attributes:
+      priority: smaller runs first; needs scheduling_policy="priority".
+      timeout: seconds after which the request is aborted, counted from when it is prepared.
+      client: whose request it is; needs scheduling_policy="fair". None for all who have no name.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+    client: str | None = None
+
+    def verify_against(self, scheduling_policy: str) -> None:
+        """Raises RequestError, naming the field, its value and what is allowed, also where the policy ignores it."""
+        if type(self.priority) is not int:
+            raise _refuse("priority", self.priority, f"priority must be an int, got {self.priority!r}")
+        timeout = self.timeout
+        if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
+            raise _refuse("timeout", timeout, f"timeout must be a number above 0, got {timeout!r}")
+        if self.priority and scheduling_policy != "priority":
+            text = f"priority is {self.priority}; it needs scheduling_policy='priority'"
+            raise _refuse("priority", self.priority, text)
+        client = self.client
+        if client is None:
+            return
+        if not (isinstance(client, str) and 1 <= len(client) <= MAX_CLIENT_LENGTH and client.isprintable()):
+            allowed = f"a string of 1 to {MAX_CLIENT_LENGTH} printable characters"
+            raise _refuse("client", client, f"client is {client!r}; allowed is {allowed}")
+        if scheduling_policy != "fair":
+            raise _refuse("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
+
+
+NO_OPTIONS = RequestOptions()
+
+
+def _refuse(name: str, value: Any, text: str) -> RequestError:
+    return RequestError(text, param=name, value=value)

@@ -1,0 +1,182 @@
+"""Writes the tables of docs/ that follow from the code: options, sampling parameters, supported models.
+
+    python -m scripts.write_docs
+
+Names, defaults and meanings are read from the dataclasses and their docstrings, what is allowed from the errors that a
+wrong value gets, so that nothing is said twice. tests/docs/test_docs.py fails when a file is not what this writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxengine.api.custom_models import is_custom
+from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
+from jaxengine.config.command_line import field_texts
+from jaxengine.config.engine_config import CompilationConfig, EngineConfig
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.sampling_params import _RULES, SamplingParams
+from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.responses.protocol import ResponsesRequest
+from jaxengine.server.options import ServerConfig
+from models.registry import MODELS
+from scheduler.errors import RequestError
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+_FIELDS = dataclasses.fields(SamplingParams)
+
+_OPTIONS = """# Options
+<!-- Written by scripts/write_docs.py from the code; change that. -->
+
+## Engine
+
+Keyword arguments of `LLM` and `AsyncLLM`, fields of `EngineConfig` (vLLM's name `EngineArgs` means the same), and flags
+of `jaxengine generate`, `chat`, `demo` and `serve`; what is on is switched off with `--no-` before the name. None means
+that model and device decide. One that is unknown, wrong or not built yet raises one `ConfigError` that names it; none
+is accepted and ignored.
+
+{engine}
+
+### compilation_config
+
+A `CompilationConfig`, a dict of its fields, or JSON on the command line.
+
+{compilation}
+
+## Server
+
+Flags of `jaxengine serve` beside the engine's, and fields of `ServerConfig`.
+
+{server}
+"""
+
+_SAMPLING_PARAMS = """# Sampling parameters
+<!-- Written by scripts/write_docs.py from the code; change that. -->
+
+Fields of `SamplingParams`, under vLLM's names and with its defaults. A wrong value is one `RequestError` that names the
+field, the value and what is allowed, before anything has changed. `generation_config.json` of a model may suggest other
+defaults (`generation_config="vllm"` ignores it); a request that says nothing takes those.
+
+Where: **P** Python, **C** `/v1/completions`, **H** `/v1/chat/completions`, **R** `/v1/responses`, **L** flags of
+`jaxengine generate`. gRPC has names of its own, see `jaxengine/server/grpc/inference.proto`.
+
+| field | default | allowed | where | meaning |
+|---|---|---|---|---|
+{fields}
+
+Not supported yet, and refused when they ask for something: {refused}.
+
+## structured_outputs
+
+A `StructuredOutputsParams` or a dict of its fields; exactly one of `json`, `regex`, `choice`, `grammar` and
+`json_object`.
+
+{structured}
+
+## Beside them
+
+Keyword arguments of `AsyncLLM.generate`; `LLM.generate` takes `priority` and `client`, one for each prompt. Over HTTP
+`priority` and `timeout` are fields of the request, and a client is who has a key.
+
+{options}
+"""
+
+_SUPPORTED_MODELS = """# Supported models
+<!-- Written by scripts/write_docs.py from the code; change that. -->
+
+A checkpoint is served if its `config.json` names one of these architectures, or if it is a GGUF file of one of the
+kinds named here. Others are refused with this list. Each family is compared with Hugging Face transformers on small
+recorded checkpoints, logits to 1e-4 of the largest in float32 (`tests/models/families/test_golden.py`).
+
+| architecture | GGUF | what it is |
+|---|---|---|
+{models}
+
+Weights: safetensors (one file or several), GGUF (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K;
+quantised weights are dequantised at load), or what `jaxengine convert` wrote. Computation is in float32 or bfloat16;
+quantised computation, LoRA and images are not built yet.
+
+A family of your own: `jaxengine.register_model`, see [examples/custom_model.py](../examples/custom_model.py). One for
+everybody: [CONTRIBUTING.md](../CONTRIBUTING.md).
+"""
+
+
+def documents() -> dict[str, str]:
+    """File name in docs/ -> its content."""
+    return {
+        "options.md": _OPTIONS.format(
+            engine=_table(EngineConfig),
+            compilation=_table(CompilationConfig, flags=False),
+            server=_table(ServerConfig),
+        ),
+        "sampling_params.md": _SAMPLING_PARAMS.format(
+            fields="\n".join(_sampling_fields()),
+            refused=", ".join(f"`{field.name}`" for field in _FIELDS if field.name not in _RULES),
+            structured=_table(StructuredOutputsParams, flags=False),
+            options=_table(RequestOptions, flags=False),
+        ),
+        "supported_models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
+    }
+
+
+def _sampling_fields() -> Iterator[str]:
+    texts = field_texts(SamplingParams.__doc__ or "")
+    for field in _FIELDS:
+        if field.name in _RULES:
+            cells = (_allowed(field.name), _where(field.name), texts[field.name])
+            yield f"| `{field.name}` | {_default(field)} | {' | '.join(map(_cell, cells))} |"
+
+
+def _models() -> Iterator[str]:
+    for name, model in MODELS.items():
+        if is_custom(model):
+            continue
+        gguf = model.gguf_architecture
+        about = (inspect.getdoc(inspect.getmodule(model)) or "").partition("\n\n")[0]
+        yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {_cell(about)} |"
+
+
+def _table(cls: type, *, flags: bool = True) -> str:
+    """A row for each field of a dataclass."""
+    texts, rows = field_texts(cls.__doc__ or ""), ["| option | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        name = f"`{field.name}`" + (f"<br>`--{field.name.replace('_', '-')}`" if flags else "")
+        rows.append(f"| {name} | {_default(field)} | {_cell(texts[field.name])} |")
+    return "\n".join(rows)
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    if dataclasses.is_dataclass(value):
+        return "its defaults"
+    return "" if value == () else f"`{getattr(value, 'name', None) or repr(value)}`"
+
+
+def _allowed(name: str) -> str:
+    """What the field's own error says is allowed."""
+    try:
+        _RULES[name](name, object())
+    except RequestError as error:
+        return str(error).partition(" must be ")[2].partition(", got ")[0]
+    raise AssertionError(f"{name} takes anything")
+
+
+def _where(name: str) -> str:
+    requests = {"C": CompletionRequest, "H": ChatRequest, "R": ResponsesRequest}
+    letters = ["P", *(letter for letter, model in requests.items() if name in model.model_fields)]
+    return " ".join([*letters, "L"] if name in (*SAMPLING_OPTIONS, *OUTPUT_OPTIONS) else letters)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    for file, content in documents().items():
+        (DOCS / file).write_text(content)

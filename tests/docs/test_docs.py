@@ -1,0 +1,207 @@
+"""What the documents name exists: files, links, commands, options, names of Python, and the sentences of errors."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jaxengine
+from jaxengine.commands.cli import build_parser
+from jaxengine.config.engine_config import _NOT_BUILT, CompilationConfig, EngineConfig
+from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.options import ServerConfig
+from scripts import write_docs
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("jaxengine", "models", "scheduler", "sharding", "pallas_kernels")
+FOLDERS = (*PACKAGES, "tests", "docs", "benchmarks", "scripts", "examples")
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md")
+)
+# The changelog tells of names as they were.
+PRESENT = [name for name in DOCUMENTS if name != "CHANGELOG.md"]
+# Options of other programs: pip's, pytest's (tests/conftest.py), those of our scripts and benchmarks.
+OTHER_OPTIONS = {
+    *("--no-deps", "--thorough", "--pool-operations", "--xla_force_host_platform_device_count"),
+    *("--budget-s", "--platform", "--tiny", "--out"),
+}
+# Words of vLLM that coming_from_vllm.md explains and that are not ours.
+OF_VLLM = {"from_engine_args", "register_model", "check_health", "model_class"}
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def code_spans(text: str) -> list[str]:
+    """What stands in single backticks, over line ends too."""
+    without_blocks = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", without_blocks)]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from parsers(child)
+
+
+def known_options() -> set[str]:
+    return {word for parser in parsers(build_parser()) for action in parser._actions for word in action.option_strings}
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Words of every `jaxengine ...` command line, in blocks and in spans."""
+    lines = [line for block in blocks(text, "") for line in block.replace("\\\n", " ").splitlines()]
+    for line in [*lines, *code_spans(text)]:
+        words = line.partition("  #")[0].partition(" | ")
+        line = words[2] if words[2].startswith("jaxengine") else words[0]
+        found = re.match(r"(?:(?:[A-Z_]+=\S+ )*|\S*/)jaxengine( .+)", line.strip())
+        if found:
+            yield [word for word in shlex.split(found[1]) if word != "..."]
+
+
+@pytest.mark.parametrize("name", sorted(write_docs.documents()))
+def test_written_tables_are_what_the_code_says(name):
+    assert text_of(f"docs/{name}") == write_docs.documents()[name], "run python -m scripts.write_docs"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    links = re.findall(r"\]\(([^)\s]+)\)", text_of(name))
+    local = [link.partition("#")[0] for link in links if not link.startswith(("http:", "https:", "#"))]
+    assert not [link for link in local if not ((ROOT / name).parent / link).exists()]
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_files_that_are_named_are_there(name):
+    named = [span for span in code_spans(text_of(name)) if re.fullmatch(r"[\w.*/-]+", span) and "/" in span]
+    named = [span.rstrip("/") for span in named if span.partition("/")[0] in FOLDERS]
+    missing = [span for span in named if not list(ROOT.glob(span))]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_commands_can_be_given(name):
+    wrong = []
+    for words in commands(text_of(name)):
+        try:
+            build_parser().parse_args(words)
+        except SystemExit as end:
+            # A command's bare name stands for the command.
+            if end.code and any(word.startswith("-") for word in words):
+                wrong.append(words)
+    assert not wrong
+
+
+def test_the_reader_of_commands_finds_them():
+    block = "```\nA=b jaxengine chat   # talk\ncat x | jaxengine generate --json\nls\n```\n"
+    text = f"`jaxengine serve M`\n{block}`jaxengine`"
+    assert list(commands(text)) == [["chat"], ["generate", "--json"], ["serve", "M"]]
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_options_that_are_named_exist(name):
+    lines = re.findall(r"(?<![\w-])--[a-z][\w-]*\w\b(?!-)", text_of(name))
+    assert not set(lines) - known_options() - OTHER_OPTIONS - options_of_benchmarks()
+
+
+def options_of_benchmarks() -> set[str]:
+    """What `python -m benchmarks.x` takes, read from their sources."""
+    files = (*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests").glob("*.py"))
+    sources = "".join(path.read_text() for path in files)
+    return set(re.findall(r'"(--[a-z][\w-]+)"', sources))
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_python_in_blocks_fits(name):
+    for block in blocks(text_of(name), "python"):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in PACKAGES:
+                for alias in node.names:
+                    assert hasattr(importlib.import_module(node.module), alias.name), alias.name
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("LLM", "AsyncLLM"):
+                given = {keyword.arg for keyword in node.keywords}
+                assert given <= {field.name for field in dataclasses.fields(EngineConfig)} | {"devices", "mesh"}
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_dotted_names_resolve(name):
+    spans = [span for span in code_spans(text_of(name)) if re.fullmatch(r"\w+(\.\w+)+(\(\))?", span)]
+    dotted = [span.removesuffix("()") for span in spans if span.partition(".")[0] in (*PACKAGES, "tests", "benchmarks")]
+    files = (".py", ".md", ".json", ".proto", ".yaml", ".npz")
+    names = [span for span in dotted if not span.endswith(files) and span != "jaxengine.v1.Inference"]
+    assert not [name for name in names if not found(name)]
+
+
+def found(dotted: str) -> bool:
+    """Whether a module, or an attribute of one, has this name."""
+    module, _, rest = dotted.rpartition(".")
+    try:
+        importlib.import_module(dotted)
+        return True
+    except ImportError:
+        pass
+    try:
+        return hasattr(importlib.import_module(module), rest)
+    except ImportError:
+        holder, _, name = module.rpartition(".")
+        return hasattr(getattr(importlib.import_module(holder), name, None), rest)
+
+
+@pytest.mark.parametrize(
+    "name", ["coming_from_vllm.md", "quickstart_gpu.md", "quickstart_tpu.md", "troubleshooting.md", "README.md"]
+)
+def test_words_of_options_and_requests_exist(name):
+    classes = (EngineConfig, ServerConfig, CompilationConfig, SamplingParams, RequestOptions, StructuredOutputsParams)
+    known = {field.name for cls in classes for field in dataclasses.fields(cls)} | set(_NOT_BUILT) | OF_VLLM
+    for model in (CompletionRequest, ChatRequest):
+        known |= set(model.known_fields())
+    known |= {*TOOL_PARSERS, *REASONING_PARSERS, *jaxengine.__all__, *EngineConfig().__dict__, "finish_reason"}
+    words = [span for span in code_spans(text_of(f"docs/{name}")) if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", span)]
+    folders = {path.name for package in FOLDERS for path in (ROOT / package).glob("*")} | set(FOLDERS)
+    assert not set(words) - known - folders
+
+
+def messages() -> str:
+    """Every string of the sources, one a line, with "..." where a value goes."""
+    found = []
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(re.sub(r"%[sd]", "...", node.value))
+                elif isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                    found.append("".join(map(str, parts)))
+    return "\n".join(found)
+
+
+def test_sentences_of_errors_are_those_of_the_code():
+    quoted = re.findall(r"^> `(.+)`$", text_of("docs/troubleshooting.md"), flags=re.MULTILINE)
+    said = messages()
+    lines = [re.sub(r"^\w+Error: ", "", line) for line in quoted]
+    pieces = [piece for line in lines for piece in re.split(r"\.\.\.|; allowed: ", line)]
+    pieces = [piece.strip() for piece in pieces if len(piece.strip()) >= 10]
+    assert len(quoted) >= 15 and len(pieces) >= 20
+    assert not [piece for piece in pieces if piece not in said and not re.fullmatch(r"\w+ is", piece)]

@@ -1,0 +1,153 @@
+"""Every script of examples/ runs as it stands and prints what it promises.
+
+They run in this process, under the name __main__, with the engines of the other tests: only the options of LLM and
+AsyncLLM differ from those of a user, so that nothing is compiled twice. Those that need a server get a real one.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxengine
+from jaxengine import AsyncLLM
+from jaxengine.checkpoint.default_model import default_model_path
+from models.registry import MODELS
+from tests.jaxengine.server.server_process import start_server
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TINY = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "llama"
+# Of the fixture `smollm`, whose compiled steps these engines load.
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 1536,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 1 << 30,
+    "compilation_config": {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32, 128]},
+    "disable_log_stats": True,
+}
+TESTED = {"offline_batch", "chat", "structured_output", "streaming", "openai_tools", "grpc_client"} | {
+    "custom_model",
+    "hidden_states",
+}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run(name, *arguments): what the script prints."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [f"examples/{name}.py", *arguments])
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def own_llm(monkeypatch, smollm):
+    """`LLM()` gives the engine that other tests use as well."""
+    monkeypatch.setattr(jaxengine, "LLM", lambda: smollm)
+
+
+@pytest.fixture(scope="module")
+def served(smollm, executables_dir):
+    """A server of the default model. smollm is asked for first, so that its steps are there."""
+    options = {**OPTIONS, "model": str(default_model_path()), "compile_cache_dir": executables_dir, "grpc_port": 0}
+    server = start_server({**options, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"})
+    yield server
+    server.remove()
+
+
+def test_every_example_is_run_here_and_says_how_it_is_started():
+    trees = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")}
+    scripts = {name: ast.get_docstring(tree) or "" for name, tree in trees.items()}
+    assert set(scripts) == TESTED
+    for name, text in scripts.items():
+        assert re.search(rf"^    python examples/{name}[.]py( \[?[A-Z:_]+\]?)*$", text, re.MULTILINE), name
+
+
+def test_offline_batch(run, own_llm):
+    lines = run("offline_batch").splitlines()
+    assert len(lines) == 8
+    assert lines[0].startswith("The capital of France is' Paris") and lines[0].endswith("(length, 8 tokens)")
+    first, same, other = (line.partition(": ")[2] for line in lines[4:7])
+    assert first == same != other
+    assert lines[-1] == "0 compilations since ready"
+
+
+def test_chat(run, own_llm):
+    lines = run("chat").splitlines()
+    assert lines[0] == "> What is the capital of France?" and "Paris" in lines[1]
+    cached = [int(number) for number in re.findall(r"\[(\d+) of \d+ prompt tokens cached\]", "\n".join(lines))]
+    assert len(cached) == 3 and cached[0] < cached[1] < cached[2]
+
+
+def test_structured_output(run, own_llm):
+    choice, regex, city, refused = run("structured_output").splitlines()
+    assert choice in ("choice: positive", "choice: negative")
+    assert re.fullmatch(r"regex:  \d{4}-\d{2}-\d{2}", regex)
+    assert set(ast.literal_eval(city.removeprefix("json:   "))) == {"name", "population", "coastal"}
+    assert refused.startswith("refused: structured_outputs")
+
+
+def test_streaming(run, smollm, executables_dir, monkeypatch):
+    made = AsyncLLM(**OPTIONS, compile_cache_dir=executables_dir)
+    monkeypatch.setattr(jaxengine, "AsyncLLM", lambda: made)
+    *told, left = run("streaming").splitlines()
+    params = jaxengine.SamplingParams(temperature=0.0, max_tokens=24)
+    for line, output in zip(told, smollm.generate(list(PROMPTS), params, use_tqdm=False), strict=True):
+        assert line.startswith(f"{output.prompt}{output.outputs[0].text!r}  (")
+        assert 1 < int(re.findall(r"\((\d+) pieces\)", line)[0]) <= 24
+    assert re.fullmatch("left after '.+'", left)
+    assert made.errored  # it was shut down
+
+
+PROMPTS = ("The sea is", "A good breakfast is", "Mountains are")
+
+
+def test_openai_tools(run, served):
+    call, tool, answer = run("openai_tools", served.base_url + "/v1").split("\n", 2)
+    arguments = json.loads(call.removeprefix("call: get_weather(").removesuffix(")"))
+    assert tool == f"tool: It is sunny in {arguments['city']}, 24 degrees."
+    assert len(answer.strip()) > len("answer: ")
+
+
+def test_grpc_client(run, served, smollm):
+    whole, streamed, ids, refused = run("grpc_client", served.grpc_address).splitlines()
+    params = jaxengine.SamplingParams(temperature=0.0, max_tokens=8)
+    outputs = smollm.generate(["The capital of France is", "The sea is"], params, use_tqdm=False)
+    assert whole == f"whole: {outputs[0].outputs[0].text!r}"
+    assert "".join(ast.literal_eval(streamed.removeprefix("streamed: "))) == outputs[1].outputs[0].text
+    assert ids.endswith("back: 'The capital of France is Paris'")
+    assert refused.startswith("refused: INVALID_ARGUMENT, ['sampling.top_p']: sampling.top_p: top_p must be ")
+
+
+def test_custom_model(run, monkeypatch):
+    monkeypatch.setitem(MODELS, "CappedLlamaForCausalLM", MODELS["LlamaForCausalLM"])
+    monkeypatch.delitem(MODELS, "CappedLlamaForCausalLM")  # and again at the end
+    llama, capped = run("custom_model", str(TINY)).splitlines()
+    (tokens, scores), (same, lower) = (
+        [ast.literal_eval(each) for each in re.findall(r"\[.*?\]", line)] for line in (llama, capped)
+    )
+    assert tokens == same and len(tokens) == 6
+    assert lower != scores and all(low <= high for low, high in zip(lower, scores, strict=True))
+
+
+def test_hidden_states(run):
+    with np.load(TINY / "golden.npz", allow_pickle=False) as golden:
+        prompt, logits = golden["token_ids_0"].tolist(), golden["logits_0"]
+    hidden, *layers = run("hidden_states", str(TINY), ",".join(map(str, prompt))).splitlines()
+    best = int(logits[-1].argmax())
+    assert hidden == f"hidden ({len(prompt)}, 64), logits ({len(prompt)}, 128), best next token {best}"
+    assert [line.partition(":")[0] for line in layers] == ["after layer 1"]
+    norms = ast.literal_eval(layers[0].rpartition(": |x| of each token ")[2])
+    assert len(norms) == len(prompt) and min(norms) > 0
