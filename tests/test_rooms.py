@@ -22,7 +22,7 @@ APART = {
     "models:registry": ("models.registry",),
     "models.weights:declarations": ("models.weights.declare", "models.weights.source", "models.weights.errors"),
     "pallas_kernels:base": ("pallas_kernels.registry", "pallas_kernels.tuning"),
-    "scheduler:loop": ("scheduler.scheduler", "scheduler.rank", "scheduler.config"),
+    "scheduler:loop": ("scheduler.scheduler", "scheduler.rank"),
 }
 # Room -> the rooms it may import, set apart by blanks; the ground floor first.
 ROOMS = {
@@ -39,23 +39,26 @@ ROOMS = {
     ),
     "models.config": "",
     "models.weights:declarations": "sharding",
-    "models": "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.config",
-    "models.layers": (
-        "sharding pallas_kernels.kv pallas_kernels.matmul pallas_kernels.attention models.config "
-        "models.weights:declarations"
+    "models.quantization": "pallas_kernels.matmul models.weights:declarations",
+    "models": (
+        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.config "
+        "models.weights:declarations models.quantization"
     ),
-    "models.families": "sharding pallas_kernels.kv pallas_kernels.attention models.config models models.layers",
+    "models.layers": (
+        "sharding pallas_kernels.kv pallas_kernels.attention models.config models.weights:declarations models"
+    ),
+    "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers",
     "models:registry": "sharding models.config models.weights:declarations models models.families",
-    "models.weights": "sharding models.weights:declarations models models:registry",
-    "scheduler.pages": "",
+    "models.weights": "sharding models.weights:declarations models",
     "scheduler": "models",
+    "scheduler.pages": "scheduler",
     "scheduler.policy": "scheduler",
-    "scheduler:loop": "scheduler.pages scheduler scheduler.policy",
+    "scheduler:loop": "scheduler scheduler.pages scheduler.policy",
     "jaxengine:base": "",
     "jaxengine.grammars": "scheduler",
     "jaxengine.sampling": "sharding scheduler",
     "jaxengine.tokens": "models.weights:declarations scheduler",
-    "jaxengine.config": "sharding models.config scheduler scheduler.policy scheduler:loop",
+    "jaxengine.config": "sharding models.config scheduler",
     "jaxengine.checkpoint": (
         "models.config models.weights:declarations models:registry models.weights jaxengine.tokens jaxengine.config"
     ),
@@ -70,14 +73,17 @@ ROOMS = {
         "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.checkpoint jaxengine.engine"
     ),
     "jaxengine.api": (
-        "scheduler jaxengine.grammars jaxengine.tokens jaxengine.config jaxengine.runner jaxengine.cluster "
-        "jaxengine.engine jaxengine.requests"
+        "models.config models models:registry scheduler jaxengine.grammars jaxengine.tokens jaxengine.config "
+        "jaxengine.runner jaxengine.cluster jaxengine.engine jaxengine.requests"
     ),
-    "jaxengine": "jaxengine:base jaxengine.config jaxengine.requests jaxengine.api",
+    "jaxengine": (
+        "models.config models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.requests "
+        "jaxengine.api"
+    ),
     "jaxengine.server": "scheduler jaxengine.config jaxengine.parsers jaxengine.requests jaxengine.api",
     "jaxengine.bench": (
-        "scheduler scheduler:loop jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.requests "
-        "jaxengine.api jaxengine"
+        "scheduler scheduler:loop jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.runner "
+        "jaxengine.engine jaxengine.requests jaxengine.api jaxengine"
     ),
     "jaxengine.server.link": (
         "scheduler jaxengine.config jaxengine.checkpoint jaxengine.engine jaxengine.requests jaxengine.api "
@@ -87,9 +93,9 @@ ROOMS = {
         "jaxengine:base jaxengine.config jaxengine.engine jaxengine.requests jaxengine.api jaxengine.server"
     ),
     "jaxengine.check": (
-        "sharding models.config models.weights:declarations models models.layers models.families models:registry "
-        "models.weights scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint "
-        "jaxengine.runner jaxengine.bench"
+        "sharding models.config models.weights:declarations models models.layers models:registry models.weights "
+        "scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner "
+        "jaxengine.bench"
     ),
     "jaxengine.server.grpc": (
         "scheduler jaxengine:base jaxengine.config jaxengine.requests jaxengine.api jaxengine.server "

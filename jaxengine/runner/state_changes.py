@@ -8,7 +8,7 @@ requests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,9 +18,6 @@ from jaxengine.runner.step import DeviceState, own_slots, write_page_deltas
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import NEUTRAL
 from sharding.rules import logical_to_spec
-
-if TYPE_CHECKING:
-    from jaxengine.runner.step_programs import StepPrograms
 
 # Entries of one message that brings page-table entries outside a step, requests whose parameters one brings, and
 # requests whose masks one brings.
@@ -43,6 +40,20 @@ _VOCAB = logical_to_spec(("sampled_vocab",))
 _ROWS_VOCAB = logical_to_spec((None, "sampled_vocab"))
 
 
+class StateSizes(NamedTuple):
+    """What the arguments of state changes are made for.
+
+    Attributes:
+      vocab_size: tokens that the sampler knows, over all devices.
+      stored_mask_words: of a slot's mask, likewise.
+      samples: whether the stage is the last one.
+    """
+
+    vocab_size: int
+    stored_mask_words: int
+    samples: bool
+
+
 class StateChange(NamedTuple):
     """One program that changes the state.
 
@@ -53,12 +64,12 @@ class StateChange(NamedTuple):
     """
 
     function: Callable[..., DeviceState]
-    arguments: Callable[[StepPrograms], list[Shape]]
+    arguments: Callable[[StateSizes], list[Shape]]
     everywhere: bool = False
 
-    def is_of(self, programs: StepPrograms) -> bool:
-        """Whether the stage of these programs has it."""
-        return self.everywhere or programs.model.stage.is_last
+    def is_of(self, sizes: StateSizes) -> bool:
+        """Whether a stage of these sizes has it."""
+        return self.everywhere or sizes.samples
 
 
 def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
@@ -85,17 +96,17 @@ def _own(state: DeviceState, slots: jax.Array) -> jax.Array:
     return own_slots(slots, state.slots.num_computed.shape[0])
 
 
-def _row_of_vocab(dtype: Any) -> Callable[[StepPrograms], list[Shape]]:
-    return lambda programs: [((), np.int32, _EVERYWHERE), ((programs.vocab_size,), dtype, _VOCAB)]
+def _row_of_vocab(dtype: Any) -> Callable[[StateSizes], list[Shape]]:
+    return lambda sizes: [((), np.int32, _EVERYWHERE), ((sizes.vocab_size,), dtype, _VOCAB)]
 
 
 STATE_CHANGES = {
     PAGE_DELTAS: StateChange(
-        _write_deltas, lambda programs: [((3, NUM_DELTAS), np.int32, _EVERYWHERE)], everywhere=True
+        _write_deltas, lambda sizes: [((3, NUM_DELTAS), np.int32, _EVERYWHERE)], everywhere=True
     ),
     PARAMETERS: StateChange(
         _on_sampling(sampling_state.write_params),
-        lambda programs: [
+        lambda sizes: [
             ((NUM_PARAM_ROWS,), np.int32, _EVERYWHERE),
             ((NUM_PARAM_ROWS, len(NEUTRAL)), np.int32, _EVERYWHERE),
         ],
@@ -103,9 +114,9 @@ STATE_CHANGES = {
     BIAS_ROW: StateChange(_on_sampling(sampling_state.set_bias_row), _row_of_vocab(np.float32)),
     MASK_ROWS: StateChange(
         _on_sampling(sampling_state.set_mask_rows),
-        lambda programs: [
+        lambda sizes: [
             ((NUM_MASK_ROWS,), np.int32, _EVERYWHERE),
-            ((NUM_MASK_ROWS, programs.stored_mask_words), np.int32, _ROWS_VOCAB),
+            ((NUM_MASK_ROWS, sizes.stored_mask_words), np.int32, _ROWS_VOCAB),
         ],
     ),
     COUNTS_ROW: StateChange(_set_counts, _row_of_vocab(np.int32)),

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
 from jaxengine.runner.heads import HEADS, HeadSpec
-from jaxengine.runner.state_changes import STATE_CHANGES, StateChange
+from jaxengine.runner.state_changes import STATE_CHANGES, StateChange, StateSizes
 from jaxengine.runner.step import (
     DeviceState,
     Forwarded,
@@ -165,10 +165,12 @@ class StepPrograms:
 
     def state_changes(self) -> dict[str, Program]:
         """The programs that change the state between steps, by name: (state, their arguments) -> state."""
-        return {name: self._state_change(name, change) for name, change in STATE_CHANGES.items() if change.is_of(self)}
+        sizes = StateSizes(self.vocab_size, self.stored_mask_words, self.model.stage.is_last)
+        changes = {name: change for name, change in STATE_CHANGES.items() if change.is_of(sizes)}
+        return {name: self._state_change(name, change, sizes) for name, change in changes.items()}
 
-    def _state_change(self, name: str, change: StateChange) -> Program:
-        arguments = (self._shape(*argument) for argument in change.arguments(self))
+    def _state_change(self, name: str, change: StateChange, sizes: StateSizes) -> Program:
+        arguments = (self._shape(*argument) for argument in change.arguments(sizes))
         state = self.state_shapes
         return self._program(f"{name} of {self.model.stage}", change.function, (state, *arguments), state, donate=(0,))
 
