@@ -30,6 +30,10 @@ def test_round_up_is_total(max_num_seqs, more, decode, mixed, data):
     assert bucket in set(buckets)
     assert bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
     assert bucket.decode_only == (num_tokens == num_seqs)
+    for each in buckets:
+        assert each.num_seqs <= buckets.sample_size(each) <= 2 * each.num_seqs
+    scored = buckets.round_up(num_tokens, num_seqs, scored=True)
+    assert scored in buckets.scored and scored.num_tokens >= num_tokens and scored.num_seqs >= num_seqs
     if max_tokens > 1:  # else no rank can have a row of two
         mixed = buckets.round_up(num_tokens, num_seqs, mixed=True)
         assert mixed in set(buckets) and not mixed.decode_only
@@ -50,6 +54,13 @@ def test_largest_shapes_are_always_there():
         Bucket(16, 8),
         Bucket(32, 8),
     ]
+
+
+def test_mixed_steps_share_the_samplers_of_decodes():
+    buckets = Buckets(32, 512, [1, 4, 8, 16], [32, 64, 128])
+    assert {buckets.sample_size(bucket) for bucket in buckets} == {1, 4, 8, 16, 32}
+    assert buckets.sample_size(Bucket(32, 31)) == 32
+    assert Buckets(64, 512, [], [8]).sample_size(Bucket(8, 7)) == 7  # 64 rows would be nine times as many
 
 
 @pytest.mark.parametrize("sizes", [([9], []), ([], [33]), ([0], [])])

@@ -38,7 +38,7 @@ def test_turnover_ends_requests_and_begins_new_ones(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "schedule", watched)
     host.measure(8, 100, turnover=20, rounds=1)
-    # 8 sequences of 20 tokens on average, 100 steps, once without the engine's loop and once with it: about 80 ends.
+    # 8 sequences of 20 tokens on average over 100 steps, once without the engine's loop, once with it: about 80 ends.
     assert 40 <= sum(admitted[10:]) <= 160
 
 
