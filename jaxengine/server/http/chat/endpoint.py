@@ -74,8 +74,8 @@ class _ChatCompletion:
                     index = piece.output.index
                     choices = [] if index in begun else self._writer.opening(index)
                     begun.add(index)
-                    chunk = self._writer.chunk(*piece)
-                    chunks += [{"choices": [choice]} for choice in [*choices, *([chunk] if chunk else ())]]
+                    choices += self._writer.chunks(*piece)
+                    chunks += [{"choices": [choice]} for choice in choices]
                 if chunks:
                     chunks[0] |= about
                 counts = {"usage": self._usage()} if always else {}

@@ -6,8 +6,6 @@ Owns what a request may tell the chat template. Knows nothing of sampling or of 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
@@ -51,7 +49,7 @@ class ChatRenderer:
         tokenizer = self._inputs.require_tokenizer()
         template = body.chat_template or self._inputs.config.chat_template
         return tokenizer.apply_chat_template(
-            [_with_parsed_arguments(message) for message in body.messages],
+            body.messages,
             add_generation_prompt=not body.continues and body.add_generation_prompt is not False,
             continue_final_message=body.continues,
             tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
@@ -71,28 +69,3 @@ class ChatRenderer:
                 raise RequestError("documents mean nothing to this model's chat template", param="documents")
             given["documents"] = body.documents
         return given
-
-
-def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Clients send the arguments of earlier calls as JSON text; templates count on objects. Raises RequestError."""
-    calls = message.get("tool_calls")
-    if calls is None:
-        return message
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RequestError("messages hold tool_calls that are no list of calls", param="messages")
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
-
-
-def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError("messages hold a tool call without function.name", param="messages")
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise RequestError("messages hold a tool call whose arguments are no JSON", param="messages") from None
-    if not isinstance(arguments, dict):
-        raise RequestError("messages hold a tool call whose arguments are no JSON object", param="messages")
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -224,7 +224,7 @@ async def test_a_deadline_fails_the_response(app):
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
-        ({"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": {}}]}, "input"),
         ({"input": "word " * 300}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
