@@ -78,14 +78,15 @@ class LimitsMiddleware:
 class JsonRoute(APIRoute):
     """A route whose body is JSON in the narrow sense of `read_json`, sent as application/json.
 
-    Fields that it does not know are noted in the request's state, for a header of the answer.
+    Fields that it does not know, and those that it takes and ignores, are noted in the request's state, for headers of
+    the answer.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         body = self.body_field
         model = None if body is None else body.field_info.annotation
-        fields = getattr(model, "known_fields", None)
+        fields, ignored = getattr(model, "known_fields", None), getattr(model, "ignored", frozenset())
         if body is None:
             return handle
         if fields is None:
@@ -95,7 +96,7 @@ class JsonRoute(APIRoute):
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, "Content-Type must be application/json")
-            return await handle(_JsonRequest(request.scope, request.receive, fields()))
+            return await handle(_JsonRequest(request.scope, request.receive, fields(), ignored))
 
         return handle_json
 
@@ -103,15 +104,18 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     """Has the body read as JSON by our rules."""
 
-    def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str]):
+    def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
         super().__init__(scope, receive)
         self._fields = fields
+        self._ignored = ignored - fields
 
     async def json(self) -> Any:
         body = await self.body()
         value = await asyncio.to_thread(read_json, body) if len(body) > _LONG_BODY else read_json(body)
         if isinstance(value, dict):
-            self.state.unknown_fields = [name for name in value if name not in self._fields]
+            given = [name for name in value if name not in self._fields]
+            self.state.unknown_fields = [name for name in given if name not in self._ignored]
+            self.state.ignored_fields = [name for name in given if name in self._ignored and value[name] is not None]
         return value
 
 

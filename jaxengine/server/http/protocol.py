@@ -53,16 +53,35 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
 }
 
+# Fields of OpenAI that cannot change what is answered: hints for billing, caches, speed or length. They are taken, and
+# the answer's X-Ignored-Fields names them.
+HINTS = frozenset(
+    (
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    )
+)
+
 logger = logging.getLogger(__name__)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
 class RequestModel(BaseModel):
-    """A JSON object of a request. `refused`: fields that it turns down when they ask for something."""
+    """A JSON object of a request.
+
+    refused: fields that it turns down when they ask for something. ignored: fields that it takes and does nothing with.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def known_fields(cls) -> frozenset[str]:
@@ -135,6 +154,8 @@ class GenerationRequest(RequestModel):
       timeout: seconds from arrival until the request is ended.
       request_id: what the request is called, in the answer and to `abort`.
     """
+
+    ignored = HINTS
 
     model: str | None = None
     temperature: float | None = None

@@ -47,9 +47,10 @@ class _ChatCompletion:
         )
         self._num_prompt_tokens = 0
 
-    async def prepare(self) -> None:
-        """Raises RequestError."""
+    async def prepare(self, ignored: list[str]) -> None:
+        """ignored: gets the fields that say nothing to this model. Raises RequestError."""
         await self._run.prepare()
+        ignored += self._run.ignored
         self._num_prompt_tokens = len(self._run.prompt["prompt_token_ids"])
 
     async def whole(self) -> Response:
@@ -110,7 +111,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         model = check_model(body.model, names)
         name = body.register("chatcmpl", request)
         completion = _ChatCompletion(server, body, name, model, request.state.client)
-        await completion.prepare()
+        await completion.prepare(request.state.ignored_fields)
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)
         return await answer(request, completion.whole())

@@ -53,6 +53,12 @@ class NamedTool(RequestModel):
     function: FunctionName
 
 
+class Thinking(RequestModel):
+    """Whether the model is to reason before it answers, as several APIs ask for it."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class ChatRequest(TextRequest):
     """The fields of TextRequest and these; None stands for the default.
 
@@ -62,7 +68,9 @@ class ChatRequest(TextRequest):
       max_completion_tokens: None: max_tokens, which it goes before; neither: the rest of the context.
       tools: what the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without.
       parallel_tool_calls: False: at most one call.
-      reasoning_effort: the template's variable of that name, and enable_thinking: whether it is not "none".
+      reasoning_effort: the template's variable of that name, and enable_thinking and thinking: whether it is not "none".
+      thinking: the template's variables enable_thinking and thinking. For a template that knows none of these both are
+        hints without effect.
       include_reasoning: False: reasoning is left out of the answer.
       echo: the answer begins with the last message, where that is of the answer's role.
       add_generation_prompt: the template begins an answer; default: unless continue_final_message.
@@ -79,13 +87,8 @@ class ChatRequest(TextRequest):
         "function_call": ("none", "auto"),
         "functions": ([],),
         "media_io_kwargs": ({},),
-        "metadata": ({},),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
-        "prediction": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "verbosity": ("medium",),
         "web_search_options": (),
     }
 
@@ -98,6 +101,7 @@ class ChatRequest(TextRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking: bool | Thinking | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -151,6 +155,13 @@ class ChatRequest(TextRequest):
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
         """tool_choice with its default."""
         return self.tool_choice or ("auto" if self.tools else "none")
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is asked to reason first; None where nothing is said of it."""
+        if self.thinking is not None:
+            return self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
+        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     @property
     def continues(self) -> bool:

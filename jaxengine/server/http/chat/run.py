@@ -95,6 +95,11 @@ class ChatRun:
         """Whether reasoning is told apart from content."""
         return self._reasoning is not None
 
+    @property
+    def ignored(self) -> list[str]:
+        """Fields of the request that say nothing to this model."""
+        return self._server.renderer.ignored(self.body)
+
     async def prepare(self) -> None:
         """Renders the conversation. Raises RequestError."""
         self.prompt = await self._server.renderer.prompt(self.body)

@@ -51,10 +51,10 @@ class Format(RequestModel):
 
 
 class TextOptions(ClosedModel):
-    refused = {"verbosity": ("medium",)}
+    """verbosity: a hint without effect."""
 
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(ClosedModel):
@@ -91,7 +91,6 @@ class ResponsesRequest(GenerationRequest):
         "previous_input_messages": (),
         "previous_response": (),
         "prompt": (),
-        "service_tier": ("auto", "default"),
         "stream_options": ({"include_obfuscation": False},),
     }
 
