@@ -20,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxengine.server.http.errors import ApiError, error_response
 
 MAX_DEPTH = 64
+# Arrays and objects in one body. An empty one takes two bytes there and a hundred in memory.
+MAX_CONTAINERS = 500_000
 # Longer bodies are parsed beside the event loop.
 _LONG_BODY = 256 << 10
 # A string, up to the end of the body where it is not closed, or a bracket. Possessive: linear whatever the body holds.
@@ -122,7 +124,8 @@ class _JsonRequest(Request):
 def read_json(body: bytes) -> Any:
     """The value. Raises ApiError for what is no JSON (RFC 8259), and for what is and does harm.
 
-    That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH.
+    That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH, more than
+    MAX_CONTAINERS arrays and objects.
     """
     _check_depth(body)
     try:
@@ -141,11 +144,13 @@ def read_json(body: bytes) -> Any:
 def _check_depth(body: bytes) -> None:
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    depth = 0
+    depth = num_open = 0
     for match in _STRUCTURE.finditer(body):
         first = body[match.start()]
         if first in b"[{":
-            depth += 1
+            depth, num_open = depth + 1, num_open + 1
+            if num_open > MAX_CONTAINERS:
+                raise ApiError(400, f"the body holds more than {MAX_CONTAINERS} arrays and objects")
             if depth > MAX_DEPTH:
                 raise _too_deep()
         elif first in b"]}":

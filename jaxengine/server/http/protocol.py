@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.outputs import PositionLogprobs
@@ -21,9 +22,31 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError, show_value
 
-# Lists end at their first fault: a body has room for millions of them.
+
+def at_most(number: int) -> BeforeValidator:
+    """Of a list or an object with more entries than `number` none is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > number:
+            values = {"number": number, "given": len(value)}
+            raise PydanticCustomError("too_many", "at most {number} entries are allowed, not {given}", values)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _all_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        wrong = next((name for name, item in value.items() if not isinstance(item, str)), None)
+        if wrong is not None:
+            raise PydanticCustomError("no_text", "{name} must be a text", {"name": wrong[:100]})
+    return value
+
+
+# Lists and objects end at their first fault: a body has room for millions of them.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+TextsByName = Annotated[dict[str, str], BeforeValidator(_all_texts)]
 
 MIN_LOGPROB = -9999.0
 
@@ -106,7 +129,14 @@ class RequestModel(BaseModel):
 class ClosedModel(RequestModel):
     """One that takes no other fields than its own."""
 
-    model_config = ConfigDict(extra="forbid")
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_others(cls, data: Any) -> Any:
+        known = cls.known_fields()
+        other = next((name for name in data if name not in known), None) if isinstance(data, dict) else None
+        if other is not None:
+            raise PydanticCustomError("extra", "{name} is not allowed here", {"name": other[:100]})
+        return data
 
 
 class StreamOptions(ClosedModel):

@@ -6,14 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxengine.server.http.protocol import REFUSED, RequestModel, TextRequest
+from jaxengine.server.http.protocol import REFUSED, RequestModel, TextRequest, TextsByName, at_most
 from scheduler.errors import RequestError
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
+MAX_DOCUMENTS = 1000
 MAX_NAME_CHARS = 256
 
-Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_MESSAGES)]
 
 
 class Function(RequestModel):
@@ -68,9 +69,9 @@ class ChatRequest(TextRequest):
       max_completion_tokens: None: max_tokens, which it goes before; neither: the rest of the context.
       tools: what the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without.
       parallel_tool_calls: False: at most one call.
-      reasoning_effort: the template's variable of that name, and enable_thinking and thinking: whether it is not "none".
-      thinking: the template's variables enable_thinking and thinking. For a template that knows none of these both are
-        hints without effect.
+      reasoning_effort: the template's variable of that name; thinking, if left out, is whether it is not "none".
+      thinking: the template's variables thinking and enable_thinking. Both fields are hints without effect for a
+        template that knows none of these.
       include_reasoning: False: reasoning is left out of the answer.
       echo: the answer begins with the last message, where that is of the answer's role.
       add_generation_prompt: the template begins an answer; default: unless continue_final_message.
@@ -97,7 +98,7 @@ class ChatRequest(TextRequest):
     top_logprobs: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -105,17 +106,15 @@ class ChatRequest(TextRequest):
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, str]] | None = None
+    documents: Annotated[list[TextsByName], Field(fail_fast=True), at_most(MAX_DOCUMENTS)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_prompt_text: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if not 1 <= len(self.messages) <= MAX_MESSAGES:
-            raise RequestError(
-                f"messages holds {len(self.messages)} messages; allowed are 1 to {MAX_MESSAGES}", param="messages"
-            )
+        if not self.messages:
+            raise RequestError(f"messages holds no message; allowed are 1 to {MAX_MESSAGES}", param="messages")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
         if self.top_logprobs is not None and self.top_logprobs < -1:
@@ -134,10 +133,9 @@ class ChatRequest(TextRequest):
         return self
 
     def _check_tools(self) -> None:
-        if self.tools is not None and not 1 <= len(self.tools) <= MAX_TOOLS:
-            raise RequestError(
-                f"tools holds {len(self.tools)} tools; allowed are 1 to {MAX_TOOLS}, or to leave it out", param="tools"
-            )
+        if self.tools is not None and not self.tools:
+            text = f"tools holds no tool; allowed are 1 to {MAX_TOOLS}, or to leave it out"
+            raise RequestError(text, param="tools")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise RequestError("tools holds two functions of one name", param="tools")

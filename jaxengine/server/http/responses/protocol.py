@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, ChatRequest, Messages, renamed
-from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel
+from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
+from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel, TextsByName, at_most
 from scheduler.errors import RequestError
 
 # Fields that a chat request has by the same name.
@@ -100,15 +100,15 @@ class ResponsesRequest(GenerationRequest):
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: int | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[ResponseFunction], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseFunction], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[TextsByName, at_most(16)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
