@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.outputs import PositionLogprobs
@@ -28,8 +27,7 @@ def at_most(number: int) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > number:
-            values = {"number": number, "given": len(value)}
-            raise PydanticCustomError("too_many", "at most {number} entries are allowed, not {given}", values)
+            raise ValueError(f"at most {number} entries are allowed, not {len(value)}")
         return value
 
     return BeforeValidator(check)
@@ -39,7 +37,7 @@ def _all_texts(value: Any) -> Any:
     if isinstance(value, dict):
         wrong = next((name for name, item in value.items() if not isinstance(item, str)), None)
         if wrong is not None:
-            raise PydanticCustomError("no_text", "{name} must be a text", {"name": wrong[:100]})
+            raise ValueError(f"{wrong[:100]} must be a text")
     return value
 
 
@@ -135,7 +133,7 @@ class ClosedModel(RequestModel):
         known = cls.known_fields()
         other = next((name for name in data if name not in known), None) if isinstance(data, dict) else None
         if other is not None:
-            raise PydanticCustomError("extra", "{name} is not allowed here", {"name": other[:100]})
+            raise ValueError(f"{other[:100]} is not allowed here")
         return data
 
 
@@ -150,7 +148,10 @@ class StreamOptions(ClosedModel):
 
 
 class JsonSchema(RequestModel):
-    """OpenAI's wrapping of a schema. name, description and strict: a schema is always kept to here."""
+    """OpenAI's wrapping of a schema. name and description say nothing to the engine.
+
+    strict: False: what no grammar can enforce is left out of the schema; otherwise it is refused. All else is enforced.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -172,7 +173,8 @@ class ResponseFormat(RequestModel):
             return None
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise RequestError("response_format has no json_schema.schema", param="response_format")
-        return {"json": self.json_schema.schema_}
+        lenient = {"lenient": True} if self.json_schema.strict is False else {}
+        return {"json": self.json_schema.schema_, **lenient}
 
 
 class GenerationRequest(RequestModel):

@@ -22,8 +22,9 @@ class Function(RequestModel):
 
     Attributes:
       parameters: JSON schema of the arguments.
-      strict: asks for arguments that keep to it. They do where the call is forced (tool_choice "required" or a name);
-        where the model chooses, it writes them as it likes.
+      strict: asks for arguments that keep to it. They do where the call is forced (tool_choice "required" or a name),
+        but for what no grammar can enforce, which is refused with strict=true and left out otherwise; where the model
+        chooses, it writes them as it likes.
     """
 
     model_config = ConfigDict(extra="allow")

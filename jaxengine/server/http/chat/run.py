@@ -190,5 +190,9 @@ class ChatRun:
             changes["prompt_logprobs"] = asked
         if self._tools.schema is not None:
             # With any white space that JSON allows, a weak model may never come to the next brace.
-            changes["structured_outputs"] = {"json": self._tools.schema, "whitespace_pattern": " ?"}
+            changes["structured_outputs"] = {
+                "json": self._tools.schema,
+                "whitespace_pattern": " ?",
+                "lenient": not any(tool.function.strict for tool in body.tools or ()),
+            }
         return body.sampling_params(inputs, self._server.config, **changes)

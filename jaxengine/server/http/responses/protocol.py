@@ -41,7 +41,7 @@ class NamedFunction(RequestModel):
 
 
 class Format(RequestModel):
-    """How the text is to look. schema: with json_schema; name, description and strict: it is always kept to."""
+    """How the text is to look. schema: with json_schema; name, description and strict: as protocol.JsonSchema's."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -167,7 +167,10 @@ class ResponsesRequest(GenerationRequest):
             return None if asked is None else {"type": asked.type}
         if asked.schema_ is None:
             raise RequestError("text.format has no schema", param="text")
-        return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema_}}
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": asked.name, "schema": asked.schema_, "strict": asked.strict},
+        }
 
 
 def as_response_error(error: RequestError) -> RequestError:
