@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -47,6 +48,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 TextsByName = Annotated[dict[str, str], BeforeValidator(_all_texts)]
 
 MIN_LOGPROB = -9999.0
+_TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 # Fields of vLLM and OpenAI that ask for what is not built, and the values by which they do not ask.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -266,7 +268,7 @@ class TextRequest(GenerationRequest):
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
         """The fields as SamplingParams, over what the model suggests and under `changes`. Raises RequestError."""
-        if self.n is not None and self.n > config.max_n:
+        if self.n is not None and not 1 <= self.n <= config.max_n:
             raise RequestError(f"n is {show_value(self.n)}; allowed are 1 to {config.max_n}", param="n", value=self.n)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
         given["logit_bias"] = self._logit_bias()
@@ -291,10 +293,12 @@ class TextRequest(GenerationRequest):
     def _logit_bias(self) -> dict[int, Any] | None:
         if self.logit_bias is None:
             return None
-        try:
-            return {int(key): value for key, value in self.logit_bias.items()}
-        except ValueError:
-            raise RequestError("logit_bias must have token ids as keys", param="logit_bias") from None
+        wrong = next((key for key in self.logit_bias if not _TOKEN_ID.fullmatch(key)), None)
+        if wrong is not None:
+            raise RequestError(
+                f"logit_bias has the key {show_value(wrong)}; allowed are token ids", param="logit_bias", value=wrong
+            )
+        return {int(key): value for key, value in self.logit_bias.items()}
 
     def _structure(self) -> dict[str, Any] | None:
         asked = None if self.response_format is None else self.response_format.structured_outputs()

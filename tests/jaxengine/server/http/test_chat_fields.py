@@ -217,3 +217,25 @@ async def test_wrong_types_end_in_no_server_error(app, path, model):
             assert answer.status in (200, 400, 404), (name, value, answer.body)
             if answer.status != 200:
                 assert answer.error["param"] is not None, (name, value, answer.body)
+
+
+async def test_usage_in_every_chunk_counts_what_has_been_said(app):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await post(app, "/v1/chat/completions", messages=HI, stream=True, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in answer.events]
+    assert counts[0] == 0 < counts[1] and counts == sorted(counts)
+
+
+async def test_fields_that_clients_read_are_there(app):
+    whole = (await post(app, "/v1/chat/completions", messages=HI)).json
+    assert whole["prompt_logprobs"] is whole["prompt_token_ids"] is None
+    (choice,) = (await post(app, "/v1/completions", prompt="Hi")).json["choices"]
+    assert choice["prompt_logprobs"] is choice["prompt_token_ids"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"n": 0}, "allowed are 1 to 128"), ({"logit_bias": {"7": 1, "seven": 1}}, "logit_bias has the key 'seven'")],
+)
+async def test_advice_can_be_followed(app, fields, said):
+    assert said in (await post(app, "/v1/chat/completions", messages=HI, **fields)).error["message"]
