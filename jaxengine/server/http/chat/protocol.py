@@ -146,9 +146,13 @@ class ChatRequest(TextRequest):
             raise RequestError("tool_choice is only allowed with tools", param="tool_choice")
         if isinstance(self.choice, NamedTool) and self.choice.function.name not in names:
             raise RequestError("tool_choice names a function that is not among tools", param="tool_choice")
-        if self.structured_outputs is not None or (self.response_format and self.response_format.type != "text"):
-            given = "response_format" if self.structured_outputs is None else "structured_outputs"
-            raise RequestError(f"{given} is only allowed without tools, or with tool_choice 'none'", param=given)
+        if self.structured_outputs is not None:
+            text = "structured_outputs is only allowed without tools, or with tool_choice 'none'"
+            raise RequestError(text, param="structured_outputs")
+        # Of an answer that is a call, response_format says nothing.
+        if self.choice == "auto" and self.response_format is not None and self.response_format.type != "text":
+            text = "response_format is only allowed without tools, or with a tool_choice other than 'auto'"
+            raise RequestError(text, param="response_format")
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool:

@@ -175,6 +175,17 @@ async def test_the_function_that_is_named(scripted):
     assert schema_asked_for(engine) == {**PARAMETERS, "additionalProperties": False}
 
 
+async def test_a_forced_call_goes_before_response_format(scripted):
+    client, engine = scripted(FORCED)
+    answer = await client.chat.completions.create(
+        **ASK,
+        tool_choice="required",
+        response_format={"type": "json_schema", "json_schema": {"schema": {"enum": [7]}, "name": "a"}},
+    )
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather", "now"]
+    assert schema_asked_for(engine)["type"] == "array"
+
+
 async def test_a_long_answer_is_read_as_a_short_one(scripted):
     client, _ = scripted("word " * 10_000 + CALLS, **AUTO)
     (choice,) = (await client.chat.completions.create(**ASK)).choices
