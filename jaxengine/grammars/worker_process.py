@@ -32,6 +32,8 @@ _MAX_MEMORY_BYTES = 8 << 30
 # Compiled grammars that are kept for the next request with the same one.
 _MAX_CACHED = 16
 _MAX_REASON = 500
+# Of the library's, which no caller can follow, and ours.
+_ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "anyOf, or lenient, is"
 # Priorities of a thread that compiles, and after how many seconds it gets the second one: a hostile grammar must not
 # slow a model that runs on the same cores, and a usual one takes milliseconds.
 _NICE, _NICE_IF_LONG, _LONG_SECONDS = 10, 19, 0.1
@@ -144,6 +146,8 @@ def compile_grammar(kind: str, text: str, options: dict[str, Any]) -> str:
             chosen["whitespace_flexible"] = False
         if options.get("whitespace_pattern"):
             chosen["whitespace_pattern"] = options["whitespace_pattern"]
+        if options.get("lenient"):
+            chosen["lenient"] = True
         return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=chosen)
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
@@ -225,7 +229,8 @@ class Matchers:
 
     def _fail(self, key: int, opened: bool, error: Exception) -> Failed:
         self.close(key)
-        return Failed(key, opened, (str(error) or type(error).__name__)[:_MAX_REASON])
+        reason = (str(error) or type(error).__name__).replace(*_ADVICE)
+        return Failed(key, opened, reason[:_MAX_REASON])
 
     def _compile(self, message: Open) -> llguidance.LLMatcher:
         name = repr((message.kind, message.text, message.options))

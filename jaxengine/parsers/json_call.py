@@ -1,7 +1,8 @@
 """Reads one JSON object {"name": ..., "arguments": {...}}, as most models write a tool call, while it comes.
 
 Once the name is known and the arguments have begun it is a call, and every character of the arguments goes out as it
-is. Until then it may still turn out to be something else, and its text is kept.
+is; arguments in a string go out without its quotes when it ends, null stands for none. Until then it may still turn out
+to be something else, and its text is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class JsonCall:
 
     Args:
       names: keys that may hold the arguments.
-      bare: an object with a name and no arguments is a call without any.
+      bare: an object with a name and nothing else but scalars is a call without arguments.
     """
 
     def __init__(self, out: Collector, names: tuple[str, ...], bare: bool = False):
@@ -41,6 +42,8 @@ class JsonCall:
         self._arguments: list[str] = []
         self._in_arguments = False
         self._has_arguments = False
+        self._in_null = False
+        self._holds_more = False
         self._started = False
 
     @property
@@ -74,6 +77,8 @@ class JsonCall:
         )
         if not scanner.read(char):
             return self._wrong()
+        if self._in_null and not scanner.in_scalar:
+            self._arguments, self._has_arguments, self._in_null = ["{}"], True, False
         if self._in_arguments:
             self._arguments.append(char)
             if scanner.depth == 1:
@@ -87,7 +92,7 @@ class JsonCall:
                 return Progress.REJECTED
         if not scanner.done:
             return Progress.MORE
-        if self._bare and self._name is not None and not self._has_arguments:
+        if self._bare and self._name is not None and not (self._has_arguments or self._holds_more):
             self._arguments, self._has_arguments = ["{}"], True
         return Progress.DONE if self._is_call else Progress.REJECTED
 
@@ -112,16 +117,20 @@ class JsonCall:
         elif self._key == "name" and self._name is None:
             self._name = value
             return bool(value) and value.isprintable()  # which half a surrogate pair is not
-        elif self._key in self._names:
-            return self._has_arguments
+        elif self._key in self._names and not self._has_arguments:
+            self._arguments, self._has_arguments = [value if value.strip() else "{}"], True
+            return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
         return True
 
     def _begin_value(self, char: str) -> bool:
         """A value of the object that is no string: False when the object cannot be a call with it."""
         if self._key in self._names and not self._has_arguments:
+            self._in_null = char == "n"
             self._in_arguments = char == "{"
-            self._arguments.append(char)
-            return self._in_arguments
+            if self._in_arguments:
+                self._arguments.append(char)
+            return self._in_arguments or self._in_null
+        self._holds_more |= char in "{["
         return self._key != "name"
 
     def _send(self) -> None:

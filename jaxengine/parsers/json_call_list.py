@@ -8,13 +8,14 @@ from jaxengine.parsers.markers import Opening
 
 
 class JsonCallList:
-    """One list, from its opening bracket on. names: keys that may hold a call's arguments.
+    """One list, from its opening bracket on. names, bare: as JsonCall's.
 
     Brackets and commas around calls are no content; before the first call they may be.
     """
 
-    def __init__(self, out: Collector, names: tuple[str, ...]):
+    def __init__(self, out: Collector, names: tuple[str, ...], bare: bool = True):
         self._out = out
+        self._bare = bare
         self._names = names
         self._before: list[str] = []
         self._opening = Opening("[")
@@ -44,7 +45,7 @@ class JsonCallList:
         at, found = self._opening.read(text, at)
         if found:
             self._before.append(self._opening.held[:-1])
-            self._call = JsonCall(self._out, self._names, bare=True)
+            self._call = JsonCall(self._out, self._names, self._bare)
             self._call.read("{", 0)
             self._state = self._object
         return at, Progress.REJECTED if found is False else Progress.MORE

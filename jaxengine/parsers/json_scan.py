@@ -56,6 +56,11 @@ class JsonScanner:
         return self._state in (_State.STRING, _State.ESCAPE, _State.HEX)
 
     @property
+    def in_scalar(self) -> bool:
+        """Inside a number or a literal; where it ends shows with the next character."""
+        return self._state is _State.SCALAR
+
+    @property
     def expects_value(self) -> bool:
         return self._state is _State.VALUE
 

@@ -1,16 +1,18 @@
-"""One Python literal, character by character, into JSON: strings, numbers, True, False, None, lists, dicts.
+"""One Python literal, character by character, into JSON: strings, numbers, True, False, None, lists, dicts, and tuples
+and sets, which become lists.
 
-Line breaks inside strings are let pass, and JSON's own true, false and null are taken. Nothing is evaluated. Knows
-nothing of tool calls.
+Strings side by side are one, line breaks inside them are let pass, and JSON's own true, false and null are taken.
+Nothing is evaluated. Knows nothing of tool calls.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from enum import Enum, auto
 
-_CLOSING = {"{": "}", "[": "]"}
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
 _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "a": "\\u0007", "v": "\\u000b"}
 _ESCAPES |= {"\\": "\\\\", '"': '\\"', "'": "'", "\n": ""}
@@ -34,6 +36,17 @@ class _State(Enum):
     ESCAPE = auto()
     NUMBER = auto()  # digits of an escape
     SCALAR = auto()
+    AFTER_STRING = auto()  # another one may go on with it
+
+
+@dataclass(slots=True)
+class _Open:
+    """What is open: its bracket, where its JSON begins, whether it has a comma, whether a brace holds keys."""
+
+    bracket: str
+    place: int
+    has_comma: bool = False
+    has_keys: bool | None = None
 
 
 class PythonScanner:
@@ -46,8 +59,9 @@ class PythonScanner:
     def __init__(self) -> None:
         self.json: list[str] = []
         self._state = _State.VALUE
-        self._open: list[str] = []
+        self._open: list[_Open] = []
         self._is_key = False
+        self._was_string = False
         self._quote = ""
         self._escape = ""
         self._scalar: list[str] = []
@@ -61,6 +75,15 @@ class PythonScanner:
                 return self._begin_escape(char)
             case _State.NUMBER:
                 return self._number(char)
+            case _State.AFTER_STRING:
+                if char.isspace():
+                    return Reading.MORE
+                if char in "\"'":
+                    self.json.pop()
+                    self._state, self._quote = _State.STRING, char
+                    return Reading.MORE
+                if self._end_value(was_string=True) is Reading.DONE:
+                    return Reading.BEFORE
             case _State.SCALAR:
                 if char.isalnum() or char in "_.+-":
                     self._scalar.append(char)
@@ -75,24 +98,30 @@ class PythonScanner:
 
     def _structure(self, char: str) -> Reading:
         state = self._state
-        in_dict = bool(self._open) and self._open[-1] == "{"
-        if state in (_State.FIRST, _State.LATER, _State.NEXT) and char == _CLOSING[self._open[-1]]:
-            self._open.pop()
-            self.json.append(char)
-            return self._end_value()
+        inner = self._open[-1] if self._open else None
+        if inner is None or state is _State.VALUE:
+            return self._begin_value(char)
+        if char == _CLOSING[inner.bracket] and state in (_State.FIRST, _State.LATER, _State.NEXT):
+            return self._close(inner, is_empty=state is _State.FIRST)
         if state is _State.NEXT and char == ",":
-            self._state = _State.LATER
-        elif state is _State.COLON and char == ":":
+            inner.has_comma, self._state = True, _State.LATER
+            inner.has_keys = bool(inner.has_keys)
+        elif char == ":" and (state is _State.COLON or self._ends_first_key(inner)):
+            inner.has_keys = True
             self.json.append(": ")
             self._state = _State.VALUE
-        elif state in (_State.FIRST, _State.LATER, _State.VALUE):
+        elif state in (_State.FIRST, _State.LATER):
             if state is _State.LATER:
                 self.json.append(", ")
-            self._is_key = in_dict and state is not _State.VALUE
+            self._is_key = bool(inner.has_keys)
             return self._begin_value(char)
         else:
             return Reading.WRONG
         return Reading.MORE
+
+    def _ends_first_key(self, inner: _Open) -> bool:
+        """Behind the first item of a brace shows whether items are keys."""
+        return inner.bracket == "{" and inner.has_keys is None and self._state is _State.NEXT and self._was_string
 
     def _begin_value(self, char: str) -> Reading:
         if char in "\"'":
@@ -101,23 +130,34 @@ class PythonScanner:
         elif self._is_key:
             return Reading.WRONG
         elif char in _CLOSING:
-            self._open.append(char)
+            self._open.append(_Open(char, len(self.json)))
             self._state = _State.FIRST
-            self.json.append(char)
+            self.json.append("{" if char == "{" else "[")
         else:
             self._state, self._scalar = _State.SCALAR, [char]
         return Reading.MORE
 
-    def _end_value(self) -> Reading:
+    def _close(self, inner: _Open, is_empty: bool) -> Reading:
+        self._open.pop()
+        if inner.bracket == "(" and not inner.has_comma and not is_empty:
+            self.json[inner.place] = ""  # parentheses around a value
+        elif inner.bracket == "{" and (inner.has_keys or is_empty):
+            self.json.append("}")
+        else:
+            self.json[inner.place] = "["
+            self.json.append("]")
+        return self._end_value()
+
+    def _end_value(self, was_string: bool = False) -> Reading:
         self._state = _State.COLON if self._is_key else _State.NEXT
-        self._is_key = False
+        self._is_key, self._was_string = False, was_string
         return Reading.MORE if self._open else Reading.DONE
 
     def _string(self, char: str) -> Reading:
         if char == self._quote:
             self.json.append('"')
-            return self._end_value()
-        if char == "\\":
+            self._state = _State.AFTER_STRING
+        elif char == "\\":
             self._state = _State.ESCAPE
         else:
             self.json.append(json.dumps(char, ensure_ascii=False)[1:-1] if char < " " or char == '"' else char)

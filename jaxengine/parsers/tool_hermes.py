@@ -1,6 +1,7 @@
 """Tool calls of Hermes 2 Pro, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 
-The closing word may be missing, and text may stand before, between and behind calls.
+The arguments may be called parameters, the closing word may be missing, and text may stand before, between and behind
+calls.
 """
 
 from __future__ import annotations
@@ -93,4 +94,4 @@ class HermesToolParser:
             self._out.content(_BEGIN + self._opening.held[:-1] + self._call.held)
 
     def _new_call(self) -> JsonCall:
-        return JsonCall(self._out, ("arguments",), bare=True)
+        return JsonCall(self._out, ("arguments", "parameters"), bare=True)

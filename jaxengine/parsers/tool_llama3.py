@@ -1,30 +1,32 @@
-"""Tool calls of Llama 3: an answer that is {"name": ..., "parameters": {...}}, or several with ; between them.
+"""Tool calls of Llama 3: {"name": ..., "parameters": {...}} anywhere in a text, several of them, or a list of them.
 
-<|python_tag|> may come before; elsewhere in a text it begins calls as well.
+<|python_tag|> may come before, and white space with a semicolon or a comma between calls; both are no content then. An
+object that is no call is content.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from jaxengine.parsers.events import Collector, Event
 from jaxengine.parsers.json_call import JsonCall, Progress
-from jaxengine.parsers.markers import Marker, Opening
+from jaxengine.parsers.json_call_list import JsonCallList
 
 _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
+_START = re.compile(r"[<{\[]")
 
 
 class Llama3ToolParser:
     def __init__(self, new_id: Iterable[str]):
         self._out = Collector(new_id)
-        self._tag = Marker(_TAG)
-        # What comes before the object that is read: white space, a tag, or a semicolon behind the last call.
-        self._before = ""
-        self._opening = Opening("{")
-        self._separator: Opening | None = None
-        self._call = JsonCall(self._out, _KEYS)
-        self._state = self._before_object
+        # What is content unless a call comes behind it: a tag, or what separates calls.
+        self._before: list[str] = []
+        self._may_separate = False
+        self._num_of_tag = 0
+        self._calls: JsonCall | JsonCallList = JsonCall(self._out, _KEYS)
+        self._state = self._content
 
     def feed(self, text: str) -> list[Event]:
         at = 0
@@ -33,37 +35,64 @@ class Llama3ToolParser:
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        if self._state == self._content:
-            self._out.content(self._tag.take())
-        elif self._state == self._before_object:
-            self._out.content(self._before + self._opening.held)
-        elif self._state == self._object:
-            self._reject()
-        elif self._separator is not None:
-            self._out.content(self._separator.held)
+        if self._state == self._tag:
+            self._out.content(_TAG[: self._num_of_tag])
+        elif self._state == self._gap:
+            self._out.content("".join(self._before))
+        elif self._state == self._reading:
+            self._release()
         return self._out.finish()
 
-    def _before_object(self, text: str, at: int) -> int:
-        at, found = self._opening.read(text, at)
-        if found:
-            self._call = JsonCall(self._out, _KEYS)
-            self._call.read("{", 0)
-            self._state = self._object
-        elif found is False:
-            self._out.content(self._before + self._opening.held)
+    def _content(self, text: str, at: int) -> int:
+        start = _START.search(text, at)
+        end = len(text) if start is None else start.start()
+        self._out.content(text[at:end])
+        if start is None:
+            return end
+        self._before = []
+        if start.group() == "<":
+            self._num_of_tag, self._state = 0, self._tag
+            return end
+        return self._open(text, end)
+
+    def _tag(self, text: str, at: int) -> int:
+        if text[at] != _TAG[self._num_of_tag]:
+            self._out.content(_TAG[: self._num_of_tag])
             self._state = self._content
+            return at
+        self._num_of_tag += 1
+        if self._num_of_tag == len(_TAG):
+            self._before, self._may_separate, self._state = [_TAG], False, self._gap
+        return at + 1
+
+    def _gap(self, text: str, at: int) -> int:
+        """Behind a tag or a call."""
+        char = text[at]
+        if char in "{[":
+            return self._open(text, at)
+        if char.isspace() or (self._may_separate and char in ";,"):
+            self._before.append(char)
+            self._may_separate &= char.isspace()
+            return at + 1
+        self._out.content("".join(self._before))
+        self._state = self._content
         return at
 
-    def _object(self, text: str, at: int) -> int:
-        at, progress = self._call.read(text, at)
-        if progress is Progress.REJECTED:
-            self._reject()
-            self._state = self._content
-        elif progress is Progress.BROKEN:
+    def _open(self, text: str, at: int) -> int:
+        self._calls = JsonCall(self._out, _KEYS) if text[at] == "{" else JsonCallList(self._out, _KEYS, bare=False)
+        self._calls.read(text[at], 0)
+        self._state = self._reading
+        return at + 1
+
+    def _reading(self, text: str, at: int) -> int:
+        at, progress = self._calls.read(text, at)
+        if progress is Progress.BROKEN:
             self._state = self._broken
+        elif progress is Progress.REJECTED:
+            self._release()
+            self._state = self._content
         elif progress is not Progress.MORE:
-            self._separator = Opening(";")
-            self._state = self._after_object
+            self._before, self._may_separate, self._state = [], True, self._gap
         return at
 
     def _broken(self, text: str, at: int) -> int:
@@ -71,27 +100,6 @@ class Llama3ToolParser:
         self._out.arguments(text[at:])
         return len(text)
 
-    def _after_object(self, text: str, at: int) -> int:
-        assert self._separator is not None
-        at, found = self._separator.read(text, at)
-        if found:
-            self._expect_object(self._separator.held)
-        elif found is False:
-            self._out.content(self._separator.held)
-            self._state = self._content
-        return at
-
-    def _content(self, text: str, at: int) -> int:
-        plain, at, found = self._tag.read(text, at)
-        self._out.content(plain)
-        if found:
-            self._expect_object(_TAG)
-        return at
-
-    def _expect_object(self, before: str) -> None:
-        self._before, self._opening = before, Opening("{")
-        self._state = self._before_object
-
-    def _reject(self) -> None:
-        if self._call.held:
-            self._out.content(self._before + self._opening.held[:-1] + self._call.held)
+    def _release(self) -> None:
+        if self._calls.held:
+            self._out.content("".join(self._before) + self._calls.held)

@@ -1,6 +1,7 @@
 """Tool calls of Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name{...} (from v11 on).
 
-The newer form may have [ARGS] behind the name, and every call has a marker of its own. Markers are special tokens.
+The newer form may have [CALL_ID] with an id of the model's, which is left out, and [ARGS] behind the name, and every
+call has a marker of its own. Markers are special tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from jaxengine.parsers.json_call_list import JsonCallList
 from jaxengine.parsers.json_scan import JsonScanner
 from jaxengine.parsers.markers import Marker
 
-_BEGIN, _ARGS = "[TOOL_CALLS]", "[ARGS]"
+_BEGIN, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_KEYS = ("arguments", "parameters")
 _MAX_NAME = 256
 
 
@@ -22,7 +24,7 @@ class MistralToolParser:
         self._out = Collector(new_id)
         self._begin = Marker(_BEGIN)
         self._word: list[str] = []
-        self._calls = JsonCallList(self._out, ("arguments",))
+        self._calls = JsonCallList(self._out, _KEYS)
         self._scanner = JsonScanner()
         self._state = self._content
 
@@ -54,14 +56,15 @@ class MistralToolParser:
         if text[at].isspace():
             self._word.append(text[at])
             return at + 1
-        self._calls = JsonCallList(self._out, ("arguments",))
+        self._calls = JsonCallList(self._out, _KEYS)
         self._state = self._list if text[at] == "[" else self._name
         return at
 
     def _name(self, text: str, at: int) -> int:
         """The name of a call in the newer form, up to the brace that opens its arguments."""
         char = text[at]
-        name = "".join(self._word).strip().removesuffix(_ARGS).strip() if char == "{" else ""
+        word = "".join(self._word) if char == "{" else ""
+        name = word.strip().removesuffix(_ARGS).partition(_CALL_ID)[0].strip()
         if name and name.isprintable() and " " not in name:
             self._out.start(name)
             self._scanner, self._state = JsonScanner(), self._arguments

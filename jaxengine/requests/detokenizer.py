@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
     def append(self, token_ids: Sequence[int], *, check_stop: bool = True) -> str | None:
         """Takes in ids; returns the stop string that ended the text, now or before.
 
-        check_stop=False: stop strings do not count in this text, nor across its ends (min_tokens).
+        check_stop=False: stop strings that end in this text do not count (min_tokens); one may begin in it.
         """
         return self._take(self._decoder.push(token_ids), check_stop)
 
@@ -81,10 +81,7 @@ class IncrementalDetokenizer:
         if self._stop is None:
             self._settle(text)
             return None
-        if self._stop.met is None and not check_stop:
-            self._settle(self._stop.release() + text)
-        else:
-            self._settle(self._stop.feed(text))
+        self._settle(self._stop.feed(text, counts=check_stop))
         return self._stop.met
 
     def _settle(self, text: str) -> None:

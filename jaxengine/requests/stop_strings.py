@@ -24,9 +24,13 @@ class _Automaton:
         return matched + (self.pattern[matched] == char)
 
     def read(self, char: str) -> bool:
-        """Whether the pattern ends with this character. Nothing may be read after it has."""
+        """Whether the pattern ends with this character. Nothing but `go_on` may come after it has."""
         self.matched = self._after(self.matched, char)
         return self.matched == len(self.pattern)
+
+    def go_on(self) -> None:
+        """Looks for the next match: the end of this one may be its beginning."""
+        self.matched = self._fallback[self.matched]
 
 
 class StopStrings:
@@ -45,27 +49,30 @@ class StopStrings:
         self._held = ""
         self.met: str | None = None
 
-    def feed(self, text: str) -> str:
-        """Text that is settled now: it comes before any stop string, and is the beginning of none."""
+    def feed(self, text: str, *, counts: bool = True) -> str:
+        """Text that is settled now: it comes before any stop string, and is the beginning of none.
+
+        counts=False: a stop string that ends in this text is text; one that begins here may end, and count, later.
+        """
         if self.met is not None:
             return ""
         if not any(automaton.matched for automaton in self._automata) and self._first_chars.isdisjoint(text):
             return text
         for length, char in enumerate(text, 1):
-            completed = [automaton.pattern for automaton in self._automata if automaton.read(char)]
-            if completed:
-                self.met = max(completed, key=len)
+            completed = [automaton for automaton in self._automata if automaton.read(char)]
+            if completed and counts:
+                self.met = max((automaton.pattern for automaton in completed), key=len)
                 passed = self._held + text[:length]
                 self._held = ""
                 return passed if self._keep else passed[: len(passed) - len(self.met)]
+            for automaton in completed:
+                automaton.go_on()
         passed = self._held + text
         held = 0 if self._keep else max(automaton.matched for automaton in self._automata)
         self._held = passed[len(passed) - held :]
         return passed[: len(passed) - held]
 
     def release(self) -> str:
-        """The text held back: no more comes, or what came so far is not to count. Matches begin anew."""
+        """The text held back: no more comes."""
         held, self._held = self._held, ""
-        for automaton in self._automata:
-            automaton.matched = 0
         return held

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxengine.requests.json_schema import fit_for_grammar
 from scheduler.errors import RequestError, show_value
 from scheduler.token_params import Grammar
 
@@ -22,7 +23,7 @@ MAX_WHITESPACE_BYTES = 1 << 10
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _JSON_OBJECT = '{"type":"object"}'
-_JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "lenient")
 # Keywords whose values are data, not schemas.
 _DATA = frozenset(("const", "enum", "default", "examples"))
 
@@ -60,6 +61,8 @@ class StructuredOutputsParams:
       json_object: True for any JSON object.
       disable_any_whitespace: no white space between the parts of JSON; otherwise any that JSON allows.
       disable_additional_properties: objects have only the properties their schema lists, where it does not say.
+      lenient: keywords of the schema that no grammar can enforce (not, contains, uniqueItems, ...) are left out, and
+        oneOf is read as anyOf; otherwise the request is refused with the keyword's name.
       whitespace_pattern: a regex for the white space between the parts of JSON.
       structural_tag: not supported.
 
@@ -75,6 +78,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    lenient: bool = False
     structural_tag: str | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +86,7 @@ class StructuredOutputsParams:
             raise _refuse("structural_tag", self.structural_tag, "None (not supported yet)")
         if self.json_object is not None and not isinstance(self.json_object, bool):
             raise _refuse("json_object", self.json_object, "True, or None")
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
+        for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "True or False")
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
@@ -120,7 +124,8 @@ class StructuredOutputsParams:
         """What jaxengine.grammars makes its masks from."""
         if self.kind in ("json", "json_object"):
             options = {name: getattr(self, name) for name in _JSON_OPTIONS if getattr(self, name)}
-            return Grammar(kind="json", text=str(self.json or _JSON_OBJECT), options=options)
+            text = fit_for_grammar(str(self.json), self.lenient) if self.json is not None else _JSON_OBJECT
+            return Grammar(kind="json", text=text, options=options)
         if self.kind == "choice":
             return Grammar(kind="choice", text=json.dumps(self.choice))
         return Grammar(kind=self.kind, text=str(getattr(self, self.kind)))

@@ -133,6 +133,9 @@ class TrafficMiddleware:
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 if state.get("unknown_fields"):
                     headers.append((b"x-unknown-fields", _header_text(state["unknown_fields"])))
+                    logger.warning("a request has fields that are not known: %s", headers[-1][1].decode())
+                if state.get("ignored_fields"):
+                    headers.append((b"x-ignored-fields", _header_text(state["ignored_fields"])))
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -152,6 +155,6 @@ class TrafficMiddleware:
 
 def _header_text(names: list[str]) -> bytes:
     """Names of fields that a client made up, as a header may carry them: at most 20, nothing but plain characters."""
-    plain = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names]
-    logger.warning("a request has fields that are not known: %s", ", ".join(plain[:20]))
-    return ", ".join(plain[:20]).encode()
+    # A header's value must not end in white space, as it would behind an empty name.
+    plain = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) or "?" for name in names[:20]]
+    return ", ".join(plain).encode()

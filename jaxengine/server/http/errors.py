@@ -121,4 +121,5 @@ def _want(problem: dict[str, Any]) -> str:
     # Pydantic names the branch of a union as if it were a key; only keys and positions help.
     inside = [str(step) for step in problem["loc"][2:] if step not in _BRANCHES and not str(step).endswith("]")]
     where = f"{'.'.join(inside)[:100]}: " if inside else ""
-    return where + problem["msg"][:1].lower() + problem["msg"][1:]
+    said = problem["msg"].removeprefix("Value error, ")
+    return where + said[:1].lower() + said[1:]

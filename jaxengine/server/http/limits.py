@@ -20,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxengine.server.http.errors import ApiError, error_response
 
 MAX_DEPTH = 64
+# Arrays and objects in one body. An empty one takes two bytes there and a hundred in memory.
+MAX_CONTAINERS = 500_000
 # Longer bodies are parsed beside the event loop.
 _LONG_BODY = 256 << 10
 # A string, up to the end of the body where it is not closed, or a bracket. Possessive: linear whatever the body holds.
@@ -78,14 +80,15 @@ class LimitsMiddleware:
 class JsonRoute(APIRoute):
     """A route whose body is JSON in the narrow sense of `read_json`, sent as application/json.
 
-    Fields that it does not know are noted in the request's state, for a header of the answer.
+    Fields that it does not know, and those that it takes and ignores, are noted in the request's state, for headers of
+    the answer.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         body = self.body_field
         model = None if body is None else body.field_info.annotation
-        fields = getattr(model, "known_fields", None)
+        fields, ignored = getattr(model, "known_fields", None), getattr(model, "ignored", frozenset())
         if body is None:
             return handle
         if fields is None:
@@ -95,7 +98,7 @@ class JsonRoute(APIRoute):
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, "Content-Type must be application/json")
-            return await handle(_JsonRequest(request.scope, request.receive, fields()))
+            return await handle(_JsonRequest(request.scope, request.receive, fields(), ignored))
 
         return handle_json
 
@@ -103,22 +106,26 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     """Has the body read as JSON by our rules."""
 
-    def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str]):
+    def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
         super().__init__(scope, receive)
         self._fields = fields
+        self._ignored = ignored - fields
 
     async def json(self) -> Any:
         body = await self.body()
         value = await asyncio.to_thread(read_json, body) if len(body) > _LONG_BODY else read_json(body)
         if isinstance(value, dict):
-            self.state.unknown_fields = [name for name in value if name not in self._fields]
+            given = [name for name in value if name not in self._fields]
+            self.state.unknown_fields = [name for name in given if name not in self._ignored]
+            self.state.ignored_fields = [name for name in given if name in self._ignored and value[name] is not None]
         return value
 
 
 def read_json(body: bytes) -> Any:
     """The value. Raises ApiError for what is no JSON (RFC 8259), and for what is and does harm.
 
-    That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH.
+    That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH, more than
+    MAX_CONTAINERS arrays and objects.
     """
     _check_depth(body)
     try:
@@ -137,11 +144,13 @@ def read_json(body: bytes) -> Any:
 def _check_depth(body: bytes) -> None:
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    depth = 0
+    depth = num_open = 0
     for match in _STRUCTURE.finditer(body):
         first = body[match.start()]
         if first in b"[{":
-            depth += 1
+            depth, num_open = depth + 1, num_open + 1
+            if num_open > MAX_CONTAINERS:
+                raise ApiError(400, f"the body holds more than {MAX_CONTAINERS} arrays and objects")
             if depth > MAX_DEPTH:
                 raise _too_deep()
         elif first in b"]}":

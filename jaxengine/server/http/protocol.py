@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.outputs import PositionLogprobs
@@ -21,11 +22,33 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError, show_value
 
-# Lists end at their first fault: a body has room for millions of them.
+
+def at_most(number: int) -> BeforeValidator:
+    """Of a list or an object with more entries than `number` none is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > number:
+            raise ValueError(f"at most {number} entries are allowed, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _all_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        wrong = next((name for name, item in value.items() if not isinstance(item, str)), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong[:100]} must be a text")
+    return value
+
+
+# Lists and objects end at their first fault: a body has room for millions of them.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+TextsByName = Annotated[dict[str, str], BeforeValidator(_all_texts)]
 
 MIN_LOGPROB = -9999.0
+_TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 # Fields of vLLM and OpenAI that ask for what is not built, and the values by which they do not ask.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -53,16 +76,35 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
 }
 
+# Fields of OpenAI that cannot change what is answered: hints for billing, caches, speed or length. They are taken, and
+# the answer's X-Ignored-Fields names them.
+HINTS = frozenset(
+    (
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    )
+)
+
 logger = logging.getLogger(__name__)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
 class RequestModel(BaseModel):
-    """A JSON object of a request. `refused`: fields that it turns down when they ask for something."""
+    """A JSON object of a request.
+
+    refused: fields that it turns down when they ask for something. ignored: fields that it takes and does nothing with.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def known_fields(cls) -> frozenset[str]:
@@ -87,7 +129,14 @@ class RequestModel(BaseModel):
 class ClosedModel(RequestModel):
     """One that takes no other fields than its own."""
 
-    model_config = ConfigDict(extra="forbid")
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_others(cls, data: Any) -> Any:
+        known = cls.known_fields()
+        other = next((name for name in data if name not in known), None) if isinstance(data, dict) else None
+        if other is not None:
+            raise ValueError(f"{other[:100]} is not allowed here")
+        return data
 
 
 class StreamOptions(ClosedModel):
@@ -101,7 +150,10 @@ class StreamOptions(ClosedModel):
 
 
 class JsonSchema(RequestModel):
-    """OpenAI's wrapping of a schema. name, description and strict: a schema is always kept to here."""
+    """OpenAI's wrapping of a schema. name and description say nothing to the engine.
+
+    strict: False: what no grammar can enforce is left out of the schema; otherwise it is refused. All else is enforced.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -123,7 +175,8 @@ class ResponseFormat(RequestModel):
             return None
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise RequestError("response_format has no json_schema.schema", param="response_format")
-        return {"json": self.json_schema.schema_}
+        lenient = {"lenient": True} if self.json_schema.strict is False else {}
+        return {"json": self.json_schema.schema_, **lenient}
 
 
 class GenerationRequest(RequestModel):
@@ -135,6 +188,8 @@ class GenerationRequest(RequestModel):
       timeout: seconds from arrival until the request is ended.
       request_id: what the request is called, in the answer and to `abort`.
     """
+
+    ignored = HINTS
 
     model: str | None = None
     temperature: float | None = None
@@ -213,7 +268,7 @@ class TextRequest(GenerationRequest):
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
         """The fields as SamplingParams, over what the model suggests and under `changes`. Raises RequestError."""
-        if self.n is not None and self.n > config.max_n:
+        if self.n is not None and not 1 <= self.n <= config.max_n:
             raise RequestError(f"n is {show_value(self.n)}; allowed are 1 to {config.max_n}", param="n", value=self.n)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
         given["logit_bias"] = self._logit_bias()
@@ -238,10 +293,12 @@ class TextRequest(GenerationRequest):
     def _logit_bias(self) -> dict[int, Any] | None:
         if self.logit_bias is None:
             return None
-        try:
-            return {int(key): value for key, value in self.logit_bias.items()}
-        except ValueError:
-            raise RequestError("logit_bias must have token ids as keys", param="logit_bias") from None
+        wrong = next((key for key in self.logit_bias if not _TOKEN_ID.fullmatch(key)), None)
+        if wrong is not None:
+            raise RequestError(
+                f"logit_bias has the key {show_value(wrong)}; allowed are token ids", param="logit_bias", value=wrong
+            )
+        return {int(key): value for key, value in self.logit_bias.items()}
 
     def _structure(self) -> dict[str, Any] | None:
         asked = None if self.response_format is None else self.response_format.structured_outputs()

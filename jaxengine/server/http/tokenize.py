@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, Messages
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
-from jaxengine.server.http.protocol import RequestModel, TokenIds
+from jaxengine.server.http.protocol import RequestModel, TokenIds, at_most
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder, check_token_ids
@@ -28,12 +29,12 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -202,13 +202,29 @@ def test_text_that_may_become_a_stop_string_is_held_back(smollm):
     assert detokenizer.finish() == "\nUser:" and detokenizer.delta() == ""
 
 
-def test_text_before_min_tokens_takes_no_part_in_a_match(smollm):
+def test_a_stop_string_counts_when_it_ends_behind_min_tokens(smollm):
     detokenizer = IncrementalDetokenizer(smollm, stop=("ab",))
     assert detokenizer.append(smollm.encode("ab a"), check_stop=False) is None
-    assert detokenizer.append(smollm.encode("b")) is None
-    assert detokenizer.text == "ab ab"
-    assert detokenizer.append(smollm.encode("ab")) == "ab"
-    assert detokenizer.text == "ab ab"
+    assert detokenizer.text == "ab "
+    assert detokenizer.append(smollm.encode("b")) == "ab"
+    assert detokenizer.text == "ab "
+
+
+@settings(max_examples=500, deadline=None)
+@given(short_text, stop_strings, st.booleans(), st.integers(0, 40), st.integers(0, 40))
+def test_matches_that_do_not_count_hide_none_that_do(text, stop, keep, boundary, cut):
+    finder = StopStrings(stop, keep=keep)
+    early, late = text[:boundary], text[boundary:]
+    passed = finder.feed(early[:cut], counts=False) + finder.feed(early[cut:], counts=False) + finder.feed(late)
+    ends = range(len(early) + 1, len(text) + 1)
+    found = [(end, pattern) for end in ends for pattern in stop if text[:end].endswith(pattern)]
+    if not found:
+        assert finder.met is None and passed + finder.release() == text
+        return
+    first = min(end for end, _ in found)
+    pattern = max((pattern for end, pattern in found if end == first), key=len)
+    assert finder.met == pattern
+    assert passed == text[: first if keep else first - len(pattern)]
 
 
 def test_an_empty_stop_string_is_refused(smollm):

@@ -59,6 +59,7 @@ WRONG = {
     "structural_tag": ["{}"],
     "disable_any_whitespace": [None, 1],
     "disable_additional_properties": [None, "no"],
+    "lenient": [None, "yes"],
     "whitespace_pattern": ["", 3, "x" * 2000],
 }
 

@@ -14,7 +14,7 @@ import pytest
 
 import jaxengine
 from jaxengine.tokens import chat_sandbox
-from jaxengine.tokens.chat_template import MAX_DEPTH
+from jaxengine.tokens.chat_messages import MAX_DEPTH
 from jaxengine.tokens.tokenizer import Tokenizer
 from scheduler.errors import RequestError
 
@@ -106,6 +106,40 @@ def test_reasoning_is_found_under_its_names(chatml, name):
     assert chatml.apply_chat_template([message], chat_template=template) == "because"
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x'}}
+CALLING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}", "|Hi|"),
+        ("{% for m in messages %}{% if m['content'] is none %}called{% endif %}{% endfor %}", "called"),
+        ("{% for m in messages %}{{ 'content' in m }}{% endfor %}", "TrueFalse"),
+        ("{{ messages[1].tool_calls[0].function.arguments | tojson }}", '{"a": [1, "x"]}'),
+        (
+            "{% for k, v in messages[1].tool_calls[0].function.arguments|items %}{{ k }}={{ v }}{% endfor %}",
+            "a=[1, 'x']",
+        ),
+        ("{{ '```' + messages[1].tool_calls[0].function.arguments }}", '```{"a": [1, "x'),
+        ("{{ '|' + messages[1].content + messages[1].tool_calls[0].function.arguments }}", '|{"a": [1, "x'),
+    ],
+)
+def test_a_call_is_written_as_the_template_wants_it(chatml, template, text):
+    assert chatml.apply_chat_template(CALLING, chat_template=template) == text
+
+
+def test_a_template_that_takes_no_way_to_write_a_call_says_why(chatml):
+    with pytest.raises(RequestError, match="TemplateRefusal: calls are beyond me"):
+        chatml.apply_chat_template(CALLING, chat_template="{{ raise_exception('calls are beyond me') }}")
+
+
+def test_an_answer_of_reasoning_or_a_refusal_needs_no_content(chatml):
+    for said, text in (({"reasoning": "Hm"}, ""), ({"refusal": "No."}, "No.")):
+        rendered = chatml.apply_chat_template([{"role": "assistant", "content": None, **said}])
+        assert rendered.startswith(f"<|im_start|>assistant\n{text}<|im_end|>")
+
+
 def test_text_parts_are_joined_by_line_breaks(chatml):
     parts = [{"type": "text", "text": "one"}, "two"]
     joined = chatml.apply_chat_template([{"role": "user", "content": parts}])
@@ -135,7 +169,10 @@ def nested(depth: int) -> Any:
         ([{"role": "user"}], r"messages\[0\].content is missing"),
         ([{"role": "user", "content": 3}], "content must be a text or a list of text parts, got int"),
         ([{"role": "user", "content": [3]}], r"content\[0\] must be"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "must be 'text', got 'image_url'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "must be 'text' or 'refusal', got 'image_url'",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], "text must be a text, got NoneType"),
         ([{"role": "user", "content": "x", "extra": object()}], "JSON values only, got object"),
         ([{"role": "user", "content": "x", "extra": float("nan")}], "JSON values only, got float"),

@@ -47,9 +47,10 @@ class _ChatCompletion:
         )
         self._num_prompt_tokens = 0
 
-    async def prepare(self) -> None:
-        """Raises RequestError."""
+    async def prepare(self, ignored: list[str]) -> None:
+        """ignored: gets the fields that say nothing to this model. Raises RequestError."""
         await self._run.prepare()
+        ignored += self._run.ignored
         self._num_prompt_tokens = len(self._run.prompt["prompt_token_ids"])
 
     async def whole(self) -> Response:
@@ -57,7 +58,9 @@ class _ChatCompletion:
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             output, outputs = await anext(pieces)
         choices = [self._writer.whole(*piece) for piece in outputs]
-        body = {**self._head, "choices": choices, "usage": self._usage(), **self._about_prompt(output)}
+        # Clients read these whether they asked for them or not.
+        unasked = {"prompt_logprobs": None, "prompt_token_ids": None}
+        body = {**self._head, "choices": choices, "usage": self._usage(), **unasked, **self._about_prompt(output)}
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._writer.prompt_logprobs(output.prompt_logprobs)
         return json_response(body)
@@ -66,20 +69,22 @@ class _ChatCompletion:
         """The answer as server-sent events."""
         last, always = self._body.usage_in_stream(self._config)
         begun: set[int] = set()
+        num_tokens = 0
         async with contextlib.aclosing(self._run.pieces()) as pieces:
             async for output, outputs in pieces:
                 chunks = []
                 about = {} if begun else self._about_prompt(output)
                 for piece in outputs:
                     index = piece.output.index
-                    choices = [] if index in begun else self._writer.opening(index)
+                    opening = [] if index in begun else self._writer.opening(index)
                     begun.add(index)
-                    chunk = self._writer.chunk(*piece)
-                    chunks += [{"choices": [choice]} for choice in [*choices, *([chunk] if chunk else ())]]
+                    for choices, count in ((opening, num_tokens), (self._writer.chunks(*piece), None)):
+                        counts = {"usage": self._usage(count)} if always else {}
+                        chunks += [{"choices": [choice], **counts} for choice in choices]
+                num_tokens = self._run.num_completion_tokens
                 if chunks:
                     chunks[0] |= about
-                counts = {"usage": self._usage()} if always else {}
-                yield b"".join(event({**self._head, **chunk, **counts}) for chunk in chunks)
+                yield b"".join(event({**self._head, **chunk}) for chunk in chunks)
         if last:
             yield event({**self._head, "choices": [], "usage": self._usage()})
 
@@ -91,9 +96,11 @@ class _ChatCompletion:
             about["prompt_text"] = self._run.prompt["prompt"]
         return about
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self, num_tokens: int | None = None) -> dict[str, Any]:
+        """num_tokens: of the answer, where it is not all that the engine has said."""
         run = self._run
-        counts = usage(self._num_prompt_tokens, run.num_completion_tokens, run.num_cached_tokens)
+        count = run.num_completion_tokens if num_tokens is None else num_tokens
+        counts = usage(self._num_prompt_tokens, count, run.num_cached_tokens)
         if run.has_reasoning:
             counts["completion_tokens_details"] = {"reasoning_tokens": run.num_reasoning_tokens}
         return counts
@@ -110,7 +117,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         model = check_model(body.model, names)
         name = body.register("chatcmpl", request)
         completion = _ChatCompletion(server, body, name, model, request.state.client)
-        await completion.prepare()
+        await completion.prepare(request.state.ignored_fields)
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)
         return await answer(request, completion.whole())

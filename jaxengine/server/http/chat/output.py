@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,15 +65,28 @@ class ChatChoiceWriter:
         deltas = [{"role": self._role, "content": ""}, *([{"content": self._before}] if self._before else ())]
         return [{"index": index, "delta": each, "logprobs": None, "finish_reason": None} for each in deltas]
 
-    def chunk(self, output: CompletionOutput, events: Sequence[Event]) -> dict[str, Any] | None:
-        """A choice with what is new; None where that is nothing anybody asked for."""
+    def chunks(self, output: CompletionOutput, events: Sequence[Event]) -> list[dict[str, Any]]:
+        """Choices with what is new, one for each chunk; none where that is nothing anybody asked for.
+
+        No two calls are in one chunk, and the reason to end is in none with a call: OpenAI's client would not notice
+        that the call is complete.
+        """
         if any(isinstance(event, ToolCallStart) for event in events):
             self._calling.add(output.index)
-        delta = _delta(events)
+        deltas = _deltas(events)
+        ends = output.finish_reason is not None
+        if not deltas or (ends and "tool_calls" in deltas[-1]):
+            deltas.append({})
         tokens = bool(output.token_ids) and (self._with_token_ids or self._logprobs is not None)
-        if not delta and not tokens and output.finish_reason is None:
-            return None
-        return self._choice(output, "delta", delta)
+        if deltas == [{}] and not tokens and not ends:
+            return []
+        choices = [self._choice(output, "delta", deltas[0])]
+        # Tokens, and what goes with them, are in the first chunk, the end is in the last one.
+        rest = dataclasses.replace(output, token_ids=[], logprobs=None)
+        choices += [self._choice(rest, "delta", delta) for delta in deltas[1:]]
+        for choice in choices[:-1]:
+            choice |= {"finish_reason": None, "stop_reason": None}
+        return choices
 
     def prompt_logprobs(self, positions: Sequence[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
         """As vLLM has them: for each token of the prompt, by token id."""
@@ -113,25 +127,30 @@ def token_logprobs(
     return found
 
 
-def _delta(events: Sequence[Event]) -> dict[str, Any]:
+def _deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Content and reasoning together, then each call by itself."""
     delta: dict[str, Any] = {}
     content = "".join(event.text for event in events if isinstance(event, ContentDelta))
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
-    calls = [_call(event) for event in events if isinstance(event, ToolCallStart | ArgumentsDelta)]
     if content:
         delta["content"] = content
     if reasoning:
         delta |= _reasoning(reasoning)
-    if calls:
-        delta["tool_calls"] = calls
-    return delta
+    calls = [{"tool_calls": [call]} for call in _calls(events)]
+    return [delta, *calls] if delta else calls
 
 
-def _call(event: ToolCallStart | ArgumentsDelta) -> dict[str, Any]:
-    if isinstance(event, ArgumentsDelta):
-        return {"index": event.index, "function": {"arguments": event.text}}
-    function = {"name": event.name, "arguments": ""}
-    return {"index": event.index, "id": event.id, "type": "function", "function": function}
+def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """One entry for each call, however many events it has: clients take a second one for another call."""
+    entries: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, ToolCallStart):
+            function = {"name": event.name, "arguments": ""}
+            entries[event.index] = {"index": event.index, "id": event.id, "type": "function", "function": function}
+        elif isinstance(event, ArgumentsDelta):
+            entry = entries.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += event.text
+    return list(entries.values())
 
 
 def _reasoning(text: str) -> dict[str, str]:

@@ -6,8 +6,7 @@ Owns what a request may tell the chat template. Knows nothing of sampling or of 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
+import re
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
@@ -15,6 +14,8 @@ from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder
 from scheduler.errors import RequestError
+
+_THINKING = re.compile(r"\b(?:reasoning_effort|enable_thinking|thinking)\b")
 
 
 class ChatRenderer:
@@ -51,21 +52,30 @@ class ChatRenderer:
         tokenizer = self._inputs.require_tokenizer()
         template = body.chat_template or self._inputs.config.chat_template
         return tokenizer.apply_chat_template(
-            [_with_parsed_arguments(message) for message in body.messages],
+            body.messages,
             add_generation_prompt=not body.continues and body.add_generation_prompt is not False,
             continue_final_message=body.continues,
             tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
             chat_template=template,
-            chat_template_kwargs=self._variables(body, str(template or tokenizer.chat_template)),
+            chat_template_kwargs=self._variables(body, self._template(body)),
         )
+
+    def ignored(self, body: ChatRequest) -> list[str]:
+        """Fields about reasoning that this model's template does not know."""
+        known = _thinking_names(self._template(body))
+        names = {"reasoning_effort": known, "thinking": known - {"reasoning_effort"}}
+        return [name for name, variables in names.items() if getattr(body, name) is not None and not variables]
+
+    def _template(self, body: ChatRequest) -> str:
+        template = body.chat_template or self._inputs.config.chat_template
+        return str(template or self._inputs.require_tokenizer().chat_template)
 
     def _variables(self, body: ChatRequest, template: str) -> dict[str, Any]:
         given = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            if "reasoning_effort" not in template and "enable_thinking" not in template:
-                raise RequestError("reasoning_effort means nothing to this model", param="reasoning_effort")
-            given.setdefault("enable_thinking", body.reasoning_effort != "none")
-            given["reasoning_effort"] = body.reasoning_effort
+        for name in _thinking_names(template):
+            value = body.reasoning_effort if name == "reasoning_effort" else body.thinks
+            if value is not None:
+                given.setdefault(name, value)
         if body.documents is not None:
             if "documents" not in template:
                 raise RequestError("documents mean nothing to this model's chat template", param="documents")
@@ -73,26 +83,6 @@ class ChatRenderer:
         return given
 
 
-def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Clients send the arguments of earlier calls as JSON text; templates count on objects. Raises RequestError."""
-    calls = message.get("tool_calls")
-    if calls is None:
-        return message
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RequestError("messages hold tool_calls that are no list of calls", param="messages")
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
-
-
-def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError("messages hold a tool call without function.name", param="messages")
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise RequestError("messages hold a tool call whose arguments are no JSON", param="messages") from None
-    if not isinstance(arguments, dict):
-        raise RequestError("messages hold a tool call whose arguments are no JSON object", param="messages")
-    return {**call, "function": {**function, "arguments": arguments}}
+def _thinking_names(template: str) -> set[str]:
+    """Those variables about reasoning that the template mentions."""
+    return set(_THINKING.findall(template))

@@ -6,14 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxengine.server.http.protocol import REFUSED, RequestModel, TextRequest
+from jaxengine.server.http.protocol import REFUSED, RequestModel, TextRequest, TextsByName, at_most
 from scheduler.errors import RequestError
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
+MAX_DOCUMENTS = 1000
 MAX_NAME_CHARS = 256
 
-Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_MESSAGES)]
 
 
 class Function(RequestModel):
@@ -21,8 +22,9 @@ class Function(RequestModel):
 
     Attributes:
       parameters: JSON schema of the arguments.
-      strict: asks for arguments that keep to it. They do where the call is forced (tool_choice "required" or a name);
-        where the model chooses, it writes them as it likes.
+      strict: asks for arguments that keep to it. They do where the call is forced (tool_choice "required" or a name),
+        but for what no grammar can enforce, which is refused with strict=true and left out otherwise; where the model
+        chooses, it writes them as it likes.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -53,6 +55,12 @@ class NamedTool(RequestModel):
     function: FunctionName
 
 
+class Thinking(RequestModel):
+    """Whether the model is to reason before it answers, as several APIs ask for it."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class ChatRequest(TextRequest):
     """The fields of TextRequest and these; None stands for the default.
 
@@ -62,7 +70,9 @@ class ChatRequest(TextRequest):
       max_completion_tokens: None: max_tokens, which it goes before; neither: the rest of the context.
       tools: what the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without.
       parallel_tool_calls: False: at most one call.
-      reasoning_effort: the template's variable of that name, and enable_thinking: whether it is not "none".
+      reasoning_effort: the template's variable of that name; thinking, if left out, is whether it is not "none".
+      thinking: the template's variables thinking and enable_thinking. Both fields are hints without effect for a
+        template that knows none of these.
       include_reasoning: False: reasoning is left out of the answer.
       echo: the answer begins with the last message, where that is of the answer's role.
       add_generation_prompt: the template begins an answer; default: unless continue_final_message.
@@ -79,13 +89,8 @@ class ChatRequest(TextRequest):
         "function_call": ("none", "auto"),
         "functions": ([],),
         "media_io_kwargs": ({},),
-        "metadata": ({},),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
-        "prediction": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "verbosity": ("medium",),
         "web_search_options": (),
     }
 
@@ -94,24 +99,23 @@ class ChatRequest(TextRequest):
     top_logprobs: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking: bool | Thinking | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, str]] | None = None
+    documents: Annotated[list[TextsByName], Field(fail_fast=True), at_most(MAX_DOCUMENTS)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_prompt_text: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if not 1 <= len(self.messages) <= MAX_MESSAGES:
-            raise RequestError(
-                f"messages holds {len(self.messages)} messages; allowed are 1 to {MAX_MESSAGES}", param="messages"
-            )
+        if not self.messages:
+            raise RequestError(f"messages holds no message; allowed are 1 to {MAX_MESSAGES}", param="messages")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
         if self.top_logprobs is not None and self.top_logprobs < -1:
@@ -130,10 +134,9 @@ class ChatRequest(TextRequest):
         return self
 
     def _check_tools(self) -> None:
-        if self.tools is not None and not 1 <= len(self.tools) <= MAX_TOOLS:
-            raise RequestError(
-                f"tools holds {len(self.tools)} tools; allowed are 1 to {MAX_TOOLS}, or to leave it out", param="tools"
-            )
+        if self.tools is not None and not self.tools:
+            text = f"tools holds no tool; allowed are 1 to {MAX_TOOLS}, or to leave it out"
+            raise RequestError(text, param="tools")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise RequestError("tools holds two functions of one name", param="tools")
@@ -143,14 +146,25 @@ class ChatRequest(TextRequest):
             raise RequestError("tool_choice is only allowed with tools", param="tool_choice")
         if isinstance(self.choice, NamedTool) and self.choice.function.name not in names:
             raise RequestError("tool_choice names a function that is not among tools", param="tool_choice")
-        if self.structured_outputs is not None or (self.response_format and self.response_format.type != "text"):
-            given = "response_format" if self.structured_outputs is None else "structured_outputs"
-            raise RequestError(f"{given} is only allowed without tools, or with tool_choice 'none'", param=given)
+        if self.structured_outputs is not None:
+            text = "structured_outputs is only allowed without tools, or with tool_choice 'none'"
+            raise RequestError(text, param="structured_outputs")
+        # Of an answer that is a call, response_format says nothing.
+        if self.choice == "auto" and self.response_format is not None and self.response_format.type != "text":
+            text = "response_format is only allowed without tools, or with a tool_choice other than 'auto'"
+            raise RequestError(text, param="response_format")
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
         """tool_choice with its default."""
         return self.tool_choice or ("auto" if self.tools else "none")
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is asked to reason first; None where nothing is said of it."""
+        if self.thinking is not None:
+            return self.thinking if isinstance(self.thinking, bool) else self.thinking.type == "enabled"
+        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     @property
     def continues(self) -> bool:

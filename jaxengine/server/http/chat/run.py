@@ -96,6 +96,11 @@ class ChatRun:
         """Whether reasoning is told apart from content."""
         return self._reasoning is not None
 
+    @property
+    def ignored(self) -> list[str]:
+        """Fields of the request that say nothing to this model."""
+        return self._server.renderer.ignored(self.body)
+
     async def prepare(self) -> None:
         """Renders the conversation. Raises RequestError."""
         self.prompt = await self._server.renderer.prompt(self.body)
@@ -184,5 +189,9 @@ class ChatRun:
             changes["prompt_logprobs"] = asked
         if self._tools.schema is not None:
             # With any white space that JSON allows, a weak model may never come to the next brace.
-            changes["structured_outputs"] = {"json": self._tools.schema, "whitespace_pattern": " ?"}
+            changes["structured_outputs"] = {
+                "json": self._tools.schema,
+                "whitespace_pattern": " ?",
+                "lenient": not any(tool.function.strict for tool in body.tools or ()),
+            }
         return body.sampling_params(inputs, self._server.config, **changes)

@@ -101,6 +101,8 @@ class _Completion:
             async for prompt, output in outputs:
                 choices += [writer.choice(prompt, output, each) for each in output.outputs]
         choices.sort(key=lambda choice: choice["index"])
+        # Clients read these whether they asked for them or not.
+        choices = [{"prompt_logprobs": None, "prompt_token_ids": None, **choice} for choice in choices]
         return json_response({**self._head, "choices": choices, "usage": self._usage()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:

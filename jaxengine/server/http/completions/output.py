@@ -57,7 +57,8 @@ class ChoiceWriter:
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self._tokenizer is None:
             return output.prompt or ""
-        return self._tokenizer.decode(output.prompt_token_ids, self._body.skip_special_tokens is not False)
+        # With special tokens, which have their places among the logprobs' offsets too.
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _legacy_logprobs(
         self, index: int, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]

@@ -66,12 +66,13 @@ class _Making:
             raise as_response_error(error) from None
         self.writer = ResponseWriter(_head(body, response_id, model, store, self._run.params))
 
-    async def prepare(self) -> None:
-        """Raises RequestError."""
+    async def prepare(self, ignored: list[str]) -> None:
+        """ignored: gets the fields that say nothing to this model. Raises RequestError."""
         try:
             await self._run.prepare()
         except RequestError as error:
             raise as_response_error(error) from None
+        ignored += ["reasoning"] if self._run.ignored else []
 
     async def events(self) -> AsyncGenerator[list[Said], None]:
         """Works until the response is complete; yields what there is to say."""
@@ -196,7 +197,9 @@ class _Responses:
         stored = can_store and body.store is not False
         messages = [*earlier, *read_input(body.input)]
         making = _Making(self.server, body, response_id, model, messages, stored, request.state.client)
-        await making.prepare()
+        if body.text is not None and body.text.verbosity is not None:
+            request.state.ignored_fields.append("text.verbosity")
+        await making.prepare(request.state.ignored_fields)
         if body.background:
             return await self._begin(making, owner, request.app.state.traffic)
         keep_for = owner if stored else None

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, ChatRequest, Messages, renamed
-from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel
+from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
+from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel, TextsByName, at_most
 from scheduler.errors import RequestError
 
 # Fields that a chat request has by the same name.
@@ -41,7 +41,7 @@ class NamedFunction(RequestModel):
 
 
 class Format(RequestModel):
-    """How the text is to look. schema: with json_schema; name, description and strict: it is always kept to."""
+    """How the text is to look. schema: with json_schema; name, description and strict: as protocol.JsonSchema's."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -51,10 +51,10 @@ class Format(RequestModel):
 
 
 class TextOptions(ClosedModel):
-    refused = {"verbosity": ("medium",)}
+    """verbosity: a hint without effect."""
 
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(ClosedModel):
@@ -91,7 +91,6 @@ class ResponsesRequest(GenerationRequest):
         "previous_input_messages": (),
         "previous_response": (),
         "prompt": (),
-        "service_tier": ("auto", "default"),
         "stream_options": ({"include_obfuscation": False},),
     }
 
@@ -101,15 +100,15 @@ class ResponsesRequest(GenerationRequest):
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: int | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[ResponseFunction], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseFunction], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[TextsByName, at_most(16)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -168,7 +167,10 @@ class ResponsesRequest(GenerationRequest):
             return None if asked is None else {"type": asked.type}
         if asked.schema_ is None:
             raise RequestError("text.format has no schema", param="text")
-        return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema_}}
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": asked.name, "schema": asked.schema_, "strict": asked.strict},
+        }
 
 
 def as_response_error(error: RequestError) -> RequestError:

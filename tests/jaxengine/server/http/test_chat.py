@@ -195,9 +195,11 @@ async def test_earlier_tool_calls_reach_the_template_as_objects(recorder):
     messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert (await post(app, PATH, messages=messages, chat_template=template, max_tokens=1)).status == 200
     assert recorder.calls[-1][0]["prompt"] == "Paris"
-    for arguments in ("{", "[]", 3):
-        call["function"]["arguments"] = arguments
-        assert (await post(app, PATH, messages=messages, chat_template=template)).error["param"] == "messages"
+    call["function"]["arguments"] = '{"city": "Par'  # as this server itself cuts it at max_tokens
+    assert (await post(app, PATH, messages=messages, chat_template=template, max_tokens=1)).status == 200
+    assert recorder.calls[-1][0]["prompt"] == "Par"
+    call["function"]["arguments"] = 3
+    assert (await post(app, PATH, messages=messages, chat_template=template)).error["param"] == "messages"
 
 
 @pytest.mark.parametrize(
@@ -225,13 +227,10 @@ async def test_earlier_tool_calls_reach_the_template_as_objects(recorder):
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"documents": [{"text": "x"}]}, "documents"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "a lot"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"service_tier": "flex"}, "service_tier"),
-        ({"store": True}, "store"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"priority": 1}, "priority"),

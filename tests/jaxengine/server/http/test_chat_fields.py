@@ -6,10 +6,11 @@ import pytest
 
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.protocol import HINTS
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.options import ServerConfig
 from tests.jaxengine.server.asgi_client import post
-from tests.jaxengine.server.field_matrix import check_acts, check_refused
+from tests.jaxengine.server.field_matrix import check_acts, check_refused, outcome
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
 
 TEXT = (
@@ -21,7 +22,7 @@ ANSWER = [*HI, {"role": "assistant", "content": "Well"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
-    "{{ tools }}{{ mood }}{{ documents }}{{ reasoning_effort }}{{ 'begin' if add_generation_prompt }}"
+    "{{ tools }}{{ mood }}{{ documents }}{{ reasoning_effort }}{{ thinking }}{{ 'begin' if add_generation_prompt }}"
 )
 SCHEMA = {"type": "object"}
 
@@ -74,6 +75,7 @@ CHAT = {
     "tool_choice": ("none", {"tools": TOOLS}),
     "parallel_tool_calls": (False, {"tools": TOOLS}),
     "reasoning_effort": "low",
+    "thinking": True,
     "include_reasoning": False,
     "add_generation_prompt": False,
     "continue_final_message": (True, {"messages": ANSWER}),
@@ -152,8 +154,52 @@ async def test_a_field_of_responses_is_refused(app, name):
 
 
 async def test_a_field_nobody_knows_is_named_in_a_header(app):
-    answer = await post(app, "/v1/chat/completions", messages=HI, prompt_cache_key="x")
-    assert answer.status == 200 and answer.headers["x-unknown-fields"] == "prompt_cache_key"
+    answer = await post(app, "/v1/chat/completions", messages=HI, cache_key="x", store=None)
+    assert answer.status == 200 and answer.headers["x-unknown-fields"] == "cache_key"
+    assert "x-ignored-fields" not in answer.headers
+    answer = await post(app, "/v1/chat/completions", messages=HI, **{"": 1})
+    assert answer.status == 200 and answer.headers["x-unknown-fields"] == "?"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", [True, "high", {"a": "b"}])
+async def test_hints_change_nothing_and_are_named(app, engine, value, stream, caplog):
+    for path, base in (
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+    ):
+        base = {**base, "stream": stream}
+        hints = dict.fromkeys(sorted(HINTS - ({"metadata", "store"} if "input" in base else set())), value)
+        plain = await outcome(app, engine, path, base, caplog)
+        assert await outcome(app, engine, path, {**base, **hints}, caplog) == plain
+        answer = await post(app, path, **base, **hints)
+        assert answer.headers["x-ignored-fields"] == ", ".join(hints) and "x-unknown-fields" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "written", "ignored"),
+    [
+        ("{{ reasoning_effort }}", {"reasoning_effort": "high"}, "high", None),
+        ("{{ enable_thinking }}{{ thinking }}", {"reasoning_effort": "none"}, "FalseFalse", None),
+        ("{{ enable_thinking }}{{ thinking }}", {"thinking": {"type": "enabled"}}, "TrueTrue", None),
+        ("{{ thinking }}", {"thinking": False, "reasoning_effort": "low"}, "False", None),
+        ("{{ thinking }}", {"thinking": True, "chat_template_kwargs": {"thinking": "!"}}, "!", None),
+        ("{{ reasoning_effort }}.", {"thinking": True}, ".", "thinking"),
+        ("plain", {"thinking": True, "reasoning_effort": "low"}, "plain", "reasoning_effort, thinking"),
+    ],
+)
+async def test_reasoning_is_asked_for_as_the_template_knows_it(app, engine, template, fields, written, ignored):
+    answer = await post(app, "/v1/chat/completions", messages=HI, chat_template=template, **fields)
+    assert answer.status == 200 and engine.calls[-1][0]["prompt"] == written
+    assert answer.headers.get("x-ignored-fields") == ignored
+
+
+async def test_hints_of_responses_that_this_model_does_not_know(chat_engine):
+    app = create_app(ScriptedEngine(chat_engine, "Yes."), ServerConfig())
+    fields = {"reasoning": {"effort": "low"}, "text": {"verbosity": "high"}}
+    answer = await post(app, "/v1/responses", input="Hi", **fields)
+    assert answer.status == 200 and answer.headers["x-ignored-fields"] == "text.verbosity, reasoning"
 
 
 WRONG = (None, True, 7, 1.5, "x", [], [None], [[1]], {}, {"a": None}, -1, 1e308, 10**30)
@@ -171,3 +217,25 @@ async def test_wrong_types_end_in_no_server_error(app, path, model):
             assert answer.status in (200, 400, 404), (name, value, answer.body)
             if answer.status != 200:
                 assert answer.error["param"] is not None, (name, value, answer.body)
+
+
+async def test_usage_in_every_chunk_counts_what_has_been_said(app):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await post(app, "/v1/chat/completions", messages=HI, stream=True, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in answer.events]
+    assert counts[0] == 0 < counts[1] and counts == sorted(counts)
+
+
+async def test_fields_that_clients_read_are_there(app):
+    whole = (await post(app, "/v1/chat/completions", messages=HI)).json
+    assert whole["prompt_logprobs"] is whole["prompt_token_ids"] is None
+    (choice,) = (await post(app, "/v1/completions", prompt="Hi")).json["choices"]
+    assert choice["prompt_logprobs"] is choice["prompt_token_ids"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"n": 0}, "allowed are 1 to 128"), ({"logit_bias": {"7": 1, "seven": 1}}, "logit_bias has the key 'seven'")],
+)
+async def test_advice_can_be_followed(app, fields, said):
+    assert said in (await post(app, "/v1/chat/completions", messages=HI, **fields)).error["message"]

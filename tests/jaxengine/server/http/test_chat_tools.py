@@ -76,6 +76,46 @@ async def test_calls_the_model_chose(scripted):
     assert [(name, json.loads(text)) for _, name, text in calls] == found
 
 
+@pytest.mark.parametrize(
+    ("text", "extra"),
+    [(CALLS, {}), (CALLS.removeprefix("Sure."), {}), (FORCED, {"tool_choice": "required"}), (CALLS, {"n": 2})],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_the_clients_own_stream_adds_calls_up(scripted, monkeypatch, text, extra, at_once):
+    """at_once: the whole answer is one piece, as a fast engine and a slow reader make it."""
+    client, engine = scripted(text, **AUTO)
+    if at_once:
+        monkeypatch.setattr(engine, "_pieces", lambda text, ids: [text])
+    done = []
+    async with client.chat.completions.stream(**{**ASK, **extra}) as stream:
+        async for event in stream:
+            if event.type == "chunk":
+                for choice in event.chunk.choices:
+                    assert len(choice.delta.tool_calls or ()) <= 1
+            if event.type == "tool_calls.function.arguments.done":
+                done.append((event.name, json.loads(event.arguments)))
+        answer = await stream.get_final_completion()
+    found = [("weather", {"city": "Zürich"}), ("now", {})]
+    assert sorted(done) == sorted(found * extra.get("n", 1))
+    for choice in answer.choices:
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+        assert calls == found and choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": [{"type": "refusal", "refusal": "no"}]}])
+async def test_the_second_turn_of_an_agent(scripted, content):
+    """With the embedded model's template, which adds content to a text; arguments are as they were cut, or worse."""
+    client, engine = scripted("Fine.", **AUTO)
+    for arguments in ('{"city": "Zürich"}', '{"city": "Zür', '{"city"', "", "null", "[1]", "oops", '{"a": "\\ud800"}'):
+        call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        said = {"role": "assistant", **content, "tool_calls": [call]}
+        messages = [*HI, said, {"role": "tool", "tool_call_id": "a", "content": "Rain."}]
+        answer = await client.chat.completions.create(**{**ASK, "messages": messages})
+        assert answer.choices[0].message.content == "Fine."
+        written = "no" if content.get("content") else ""
+        assert f"<|im_start|>assistant\n{written}<|im_end|>" in engine.calls[-1][0]["prompt"]
+
+
 async def test_an_answer_without_calls_stays_an_answer(scripted):
     client, _ = scripted("<tool_call> is a word.", **AUTO)
     (choice,) = (await client.chat.completions.create(**ASK)).choices
@@ -133,6 +173,17 @@ async def test_the_function_that_is_named(scripted):
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Zürich"})
     assert choice.finish_reason == "tool_calls"
     assert schema_asked_for(engine) == {**PARAMETERS, "additionalProperties": False}
+
+
+async def test_a_forced_call_goes_before_response_format(scripted):
+    client, engine = scripted(FORCED)
+    answer = await client.chat.completions.create(
+        **ASK,
+        tool_choice="required",
+        response_format={"type": "json_schema", "json_schema": {"schema": {"enum": [7]}, "name": "a"}},
+    )
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather", "now"]
+    assert schema_asked_for(engine)["type"] == "array"
 
 
 async def test_a_long_answer_is_read_as_a_short_one(scripted):

@@ -44,11 +44,21 @@ async def test_an_answer_is_what_the_engine_says(app, chat_engine):
         "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
     }
     assert answer["object"] == "text_completion" and answer["model"] == "alias"
     assert answer["id"] == f"cmpl-{found.headers['x-request-id']}"
     assert answer["usage"]["completion_tokens"] == 6
     assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+
+
+async def test_an_echo_of_ids_has_the_text_that_its_offsets_count(app):
+    found = await post(app, PATH, prompt=[1, *IDS], echo=True, logprobs=1, max_tokens=0)
+    (choice,) = found.json["choices"]
+    tokens = choice["logprobs"]["tokens"]
+    assert tokens[0] == "<|im_start|>" and choice["text"] == "".join(tokens)
+    assert choice["logprobs"]["text_offset"] == [len("".join(tokens[:count])) for count in range(len(tokens))]
 
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"logprobs": 1, "echo": True}, {"return_token_ids": True}])

@@ -1,0 +1,154 @@
+"""What a chat message may look like, and the ways in which templates want the same message written.
+
+A template says nowhere what it expects of a message without text, or of the arguments of an earlier call: some want the
+key left out, None or "", and an object or its JSON text. Knows nothing of templates' language.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxengine.tokens.cut_json import read_cut_json
+from scheduler.errors import RequestError
+
+MAX_DEPTH = 32
+# What answers call a model's reasoning; templates know the first.
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+
+# Where arguments stand in a message: tool_calls, the call, function, arguments.
+_ARGUMENTS_DEPTH = 4
+_ASKS_FOR_NONE = re.compile(r"""\bcontent\b['"]?\]?\s+is\s+(?:not\s+)?none\b""", re.IGNORECASE)
+
+Message = dict[str, Any]
+
+
+def checked_messages(messages: Any) -> list[Message]:
+    """Copies of the messages, every content a text, keys without a value left out; RequestError(param="messages")."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise _refused(f"messages must be a list of at least one message, got {kind(messages)}", messages)
+    return [_checked_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def ways_to_write(messages: Sequence[Message], template: str) -> Iterator[list[Message]]:
+    """Checked messages as `template` may want them, the likeliest way first; each is a way of its own.
+
+    A content that is left out is None for a template that asks for it, and a key less for others (they would print the
+    None), or "". Arguments of earlier calls are an object, or the text that the model wrote.
+    """
+    none_first = _ASKS_FOR_NONE.search(template) is not None
+    contents: tuple[Mapping[str, Any], ...] = ({"content": None} if none_first else {}, {"content": ""})
+    calls = (_with_objects, lambda call: call)
+    lacks_content = any("content" not in message for message in messages)
+    has_calls = any("tool_calls" in message for message in messages)
+    for write, content in itertools.product(calls[: 1 + has_calls], contents[: 1 + lacks_content]):
+        written = [{**content, **message} for message in messages]
+        for message in written:
+            if "tool_calls" in message:
+                message["tool_calls"] = [write(call) for call in message["tool_calls"]]
+        yield written
+
+
+def plain(value: Any, param: str, depth: int = 0) -> Any:
+    """A copy made of JSON types only: methods of anything else would be within a template's reach.
+
+    Raises RequestError for anything else, and for more than MAX_DEPTH levels.
+    """
+    if depth > MAX_DEPTH:
+        raise RequestError(f"{param} must not be nested deeper than {MAX_DEPTH}", param=param)
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise RequestError(f"{param} must have texts as keys", param=param)
+        return {str.__str__(key): plain(item, param, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, param, depth + 1) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
+        return value
+    raise RequestError(f"{param} must hold JSON values only, got {type(value).__name__}", param=param)
+
+
+def kind(value: Any) -> str:
+    """The type of a value for an error's text."""
+    empty = isinstance(value, (str, list, tuple, dict)) and not value
+    return f"an empty {type(value).__name__}" if empty else type(value).__name__
+
+
+def _checked_message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise _refused(f"{where} must be a dict with role and content, got {kind(message)}", message)
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise _refused(f"{where}.role must be a text that is not empty, got {kind(role)}", role)
+    calls = _checked_calls(message.get("tool_calls"), where)
+    reasoning = [message[name] for name in REASONING_NAMES if message.get(name) is not None]
+    refusal = message.get("refusal")
+    if content is None and isinstance(refusal, str):
+        content = refusal
+    if content is None and not calls and not (reasoning and role == "assistant"):
+        allowed = "only an answer with tool_calls, reasoning or a refusal may leave it out"
+        raise _refused(f"{where}.content is missing; {allowed}", message)
+    if isinstance(content, (list, tuple)):
+        content = "\n".join(_part_text(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+    if content is not None and not isinstance(content, str):
+        raise _refused(f"{where}.content must be a text or a list of text parts, got {kind(content)}", content)
+    checked = plain({**message, "content": content, "tool_calls": calls}, "messages")
+    # Templates print a None as "None", but know how to do without a key.
+    checked = {key: value for key, value in checked.items() if value is not None}
+    return {**checked, REASONING_NAMES[0]: reasoning[0]} if reasoning else checked
+
+
+def _checked_calls(calls: Any, where: str) -> list[Any] | None:
+    """The calls of an earlier answer; None where there are none."""
+    if not calls and (calls is None or isinstance(calls, (list, tuple))):
+        return None
+    if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
+        raise _refused(f"{where}.tool_calls must be a list of calls, got {kind(calls)}", calls)
+    for number, call in enumerate(calls):
+        function = call.get("function")
+        place = f"{where}.tool_calls[{number}].function"
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise _refused(f"{place}.name is missing or no text", call)
+        if not isinstance(function.get("arguments") or "", (str, Mapping)):
+            text = f"{place}.arguments must be a text or an object, got {kind(function['arguments'])}"
+            raise _refused(text, function["arguments"])
+    return list(calls)
+
+
+def _with_objects(call: Message) -> Message:
+    """Clients send the arguments of a call as the text that they got; most templates count on objects."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _object(function.get("arguments") or {})}}
+
+
+def _object(arguments: Any) -> Any:
+    """What a text of arguments says: of one that was cut short as much as came, of no object the text as a value."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = read_cut_json(arguments)
+        value = {} if value is None else plain(value, "messages", _ARGUMENTS_DEPTH)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise _refused(f'{where} must be {{"type": "text", "text": ...}}, got {kind(part)}', part)
+    name = part.get("type")
+    if name not in ("text", "refusal"):
+        raise _refused(f"{where}.type must be 'text' or 'refusal', got {str(name)[:100]!r}", name)
+    if not isinstance(part.get(name), str):
+        raise _refused(f"{where}.{name} must be a text, got {kind(part.get(name))}", part.get(name))
+    return part[name]
+
+
+def _refused(message: str, value: Any) -> RequestError:
+    return RequestError(message, param="messages", value=value)

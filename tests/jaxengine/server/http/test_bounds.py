@@ -1,0 +1,83 @@
+"""A request as large as a body may be costs no more work than it has right entries: what is wrong is one fault."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.errors import ApiError
+from jaxengine.server.http.limits import MAX_CONTAINERS, read_json
+from jaxengine.server.http.responses.protocol import ResponsesRequest
+from jaxengine.server.http.tokenize import DetokenizeRequest, TokenizeRequest
+from scheduler.errors import RequestError
+
+BASES: dict[type[BaseModel], dict[str, Any]] = {
+    ChatRequest: {"messages": [{"role": "user", "content": "Hi"}]},
+    CompletionRequest: {"prompt": "Hi"},
+    ResponsesRequest: {"input": "Hi"},
+    TokenizeRequest: {"prompt": "Hi"},
+    DetokenizeRequest: {"tokens": [1]},
+}
+NUMBER = 20_000
+ENTRIES = (0, "x", None, True, 1.5, [], {}, {"a": 1}, {"a": "b"}, {"type": "function", "function": {"name": 1}})
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from models_in(part)
+
+
+def large_values(annotation: Any, depth: int = 0) -> Iterator[Any]:
+    """Lists and objects of many entries, and objects that hold such where the field's own model looks for them."""
+    for entry in ENTRIES:
+        yield [entry] * NUMBER
+        yield {f"key{number}": entry for number in range(NUMBER)}
+    if depth < 3:
+        for model in models_in(annotation):
+            for name, field in model.model_fields.items():
+                for value in large_values(field.annotation, depth + 1):
+                    yield {field.alias or name: value}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for model in BASES for name in model.model_fields], ids=lambda each: str(each)
+)
+def test_faults_are_not_collected_one_by_one(model, name):
+    """Each costs a few hundred bytes: pydantic made half a gigabyte of a megabyte of documents."""
+    for value in large_values(model.model_fields[name].annotation):
+        try:
+            model.model_validate({**BASES[model], name: value})
+        except ValidationError as error:
+            assert error.error_count() <= 10, (name, error.error_count())
+        except RequestError:
+            continue
+
+
+@pytest.mark.parametrize("name", ["stop", "documents", "metadata", "tools", "messages", "chat_template_kwargs"])
+def test_the_right_entries_of_large_fields_are_still_taken(name):
+    right = {
+        "stop": ["x"] * 10,
+        "documents": [{"title": "t", "text": "x"}] * 1000,
+        "metadata": {"a": "b"},
+        "tools": [{"function": {"name": f"f{number}"}} for number in range(128)],
+        "messages": [{"role": "user", "content": "Hi"}] * 10_000,
+        "chat_template_kwargs": {str(number): number for number in range(NUMBER)},
+    }[name]
+    assert ChatRequest.model_validate({**BASES[ChatRequest], name: right})
+
+
+@pytest.mark.parametrize("container", ["{}", "[]"])
+def test_a_body_of_nothing_but_brackets_is_not_built(container):
+    whole = "[" + ",".join([container] * (MAX_CONTAINERS - 1)) + "]"
+    assert len(read_json(whole.encode())) == MAX_CONTAINERS - 1
+    with pytest.raises(ApiError, match="more than 500000 arrays and objects"):
+        read_json(f"[{whole}]".encode())
+    assert read_json(f'["{container * MAX_CONTAINERS}"]'.encode())
