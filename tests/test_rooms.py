@@ -18,7 +18,7 @@ APART = {
     "jaxengine:base": ("jaxengine.version", "jaxengine._siblings"),
     "jaxengine:main": ("jaxengine.__main__",),
     "jaxengine.server:entries": ("jaxengine.server.command", "jaxengine.server.ray_serve"),
-    "jaxengine.server.http:app": ("jaxengine.server.http.app",),
+    "jaxengine.server.http:app": ("jaxengine.server.http.app", "jaxengine.server.http.tokenize"),
     "models:registry": ("models.registry",),
     "models.weights:declarations": ("models.weights.declare", "models.weights.source", "models.weights.errors"),
     "pallas_kernels:base": ("pallas_kernels.registry", "pallas_kernels.tuning"),
@@ -116,7 +116,7 @@ ROOMS = {
         "jaxengine.server.http.chat"
     ),
     "jaxengine.server.http:app": (
-        "jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe jaxengine.server.http "
+        "scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe jaxengine.server.http "
         "jaxengine.server.http.chat jaxengine.server.http.completions jaxengine.server.http.responses"
     ),
     "jaxengine.server.processes": (
