@@ -202,7 +202,7 @@ class Rank:
         result.num_new_tokens += len(rows)
         slots_.append_tokens(slots, tokens)
         known = slots_.num_known[slots]
-        stopped = (slots_.stop_ids[slots] == tokens[:, None]).any(axis=1) & (known >= slots_.min_stop[slots])
+        stopped = slots_.are_stops(slots, tokens) & (known >= slots_.min_stop[slots])
         ended = stopped | (known >= slots_.limit[slots]) | (tokens < 0)
         first = known == slots_.num_prompt[slots] + 1
         intervals = now - slots_.last_token_time[slots]
