@@ -1,7 +1,5 @@
 """`python -m jaxengine` is the command `jaxengine`."""
 
-import sys
+from jaxengine.commands.process import main
 
-from jaxengine.commands.cli import main
-
-sys.exit(main())
+main()

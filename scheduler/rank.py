@@ -73,6 +73,8 @@ class Rank:
         self._decodes = np.empty(0, np.int64)
         self._prefills: list[tuple[int, int]] = []
         self._admitted: list[Request] = []
+        # Free pages that the running requests still need for tokens that are known already.
+        self._num_promised = 0
 
     @property
     def num_tokens(self) -> int:
@@ -105,16 +107,24 @@ class Rank:
         for slot, count in prefills:
             self._register_pages(slot, int(self.slots.num_computed[slot]) + count)
         self._decodes, self._prefills = decodes, prefills
+        self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist())
 
     def offer(self, request: Request) -> Offer | None:
-        """What an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice."""
+        """What an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice.
+
+        The pages must suffice for all tokens that are known, not only for those of the next step, and beside those that
+        running requests still need for theirs: a prompt that is let in to grow into pages that others will hold is
+        preempted, often by itself, and computed again.
+        """
         known = request.known_token_ids()
         hits = self._cached_pages(request, known)
         cached = hits.num_columns * self.config.page_size
         count = self._chunk(len(known) - cached)
         if count < len(known) - cached and not self.config.enable_chunked_prefill:
             return None
-        return Offer(known, hits, cached, count) if self.pages.can_take(hits, cached + count) else None
+        need = self.config.most_pages(len(known)) - sum(map(len, hits.pages))
+        reserved = self._num_promised + self._num_kept_free()
+        return Offer(known, hits, cached, count) if self.pages.can_take(hits, need + reserved) else None
 
     def admit(self, request: Request, offer: Offer) -> None:
         """Gives a request the slot, the pages and the tokens of its offer, made after the last change."""
@@ -128,6 +138,8 @@ class Rank:
         self._admitted.append(request)
         self._prefills.append((slot, count))
         self.budget -= count
+        if cached + count < len(known):
+            self._num_promised += self._num_missing(slot)
 
     def commit(self) -> ScheduledBatch:
         """Counts the step as done and describes it."""
@@ -190,7 +202,7 @@ class Rank:
         result.num_new_tokens += len(rows)
         slots_.append_tokens(slots, tokens)
         known = slots_.num_known[slots]
-        stopped = (slots_.stop_ids[slots] == tokens[:, None]).any(axis=1) & (known >= slots_.min_stop[slots])
+        stopped = slots_.are_stops(slots, tokens) & (known >= slots_.min_stop[slots])
         ended = stopped | (known >= slots_.limit[slots]) | (tokens < 0)
         first = known == slots_.num_prompt[slots] + 1
         intervals = now - slots_.last_token_time[slots]
@@ -265,8 +277,7 @@ class Rank:
 
     def _schedule_prefills(self) -> list[tuple[int, int]]:
         """(slot, tokens) of running requests whose known tokens are not all computed."""
-        s = self.slots
-        slots = np.flatnonzero(s.active & (s.num_computed < s.num_fed))
+        s, slots = self.slots, self._unfed()
         if not len(slots):
             return []
         order = np.lexsort((s.arrival_index[slots], s.priority[slots]))
@@ -288,6 +299,26 @@ class Rank:
             scheduled.append((slot, count))
             self.budget -= count
         return scheduled
+
+    def _unfed(self) -> np.ndarray:
+        """Slots whose known tokens are not all computed, i64[n]."""
+        s = self.slots
+        return np.flatnonzero(s.active & (s.num_computed < s.num_fed))
+
+    def _num_missing(self, slot: int) -> int:
+        """The most pages that the known tokens of a slot will take beside those that it holds."""
+        held = int(self.pages.num_held(np.array([slot]))[0])
+        return self.config.most_pages(int(self.slots.num_fed[slot])) - held
+
+    def _num_kept_free(self) -> int:
+        """Pages that admission leaves to running requests: the next column of each that may still outgrow its own.
+
+        A watermark, so that a request is not let in only to be preempted by the next decode that crosses a page. It
+        follows what runs, where vLLM's is a share of the pool: an empty rank keeps nothing back.
+        """
+        s = self.slots
+        may_grow = s.active & (s.limit > self.pages.num_columns * self.config.page_size)
+        return self.pages.num_groups * int(np.count_nonzero(may_grow))
 
     def _chunk(self, remaining: int) -> int:
         limit = self.config.long_prefill_token_threshold or remaining

@@ -9,6 +9,10 @@ from numpy.typing import DTypeLike
 
 from scheduler.request import Request
 
+# Stop ids of a slot that are compared with those of all others in one operation. The rare longer lists are sets beside
+# the table, so that one request does not make the steps of others slower.
+STOP_COLUMNS = 8
+
 
 class Slots:
     """Columns over slots 0 .. max_num_seqs - 1. A slot's row means something only while `active`.
@@ -46,7 +50,9 @@ class Slots:
         self.per_step = column(np.bool_, False)
         self.tag = column(np.int64)
         self.features = column(np.int32)
-        self.stop_ids = np.full((max_num_seqs, 4), -1, np.int32)
+        self._stop_ids = np.full((max_num_seqs, STOP_COLUMNS), -1, np.int32)
+        self._has_many_stop_ids = column(np.bool_, False)
+        self._many_stop_ids: dict[int, frozenset[int]] = {}
         self.known: list[np.ndarray | None] = [None] * max_num_seqs
         self._output = np.zeros((max_num_seqs, 64), np.int32)
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -63,7 +69,7 @@ class Slots:
         """Gives `request` a slot. `known` are the tokens to feed, of which `num_computed` have their KV already."""
         slot = self._free.pop()
         num_output = len(known) - request.num_prompt_tokens
-        self._reserve(limit - request.num_prompt_tokens, len(request.stop_token_ids))
+        self._reserve(limit - request.num_prompt_tokens)
         self.requests[slot] = request
         self.known[slot] = known
         self.active[slot] = True
@@ -80,8 +86,13 @@ class Slots:
         self.per_step[slot] = request.per_step
         self.tag[slot] = request.tag
         self.features[slot] = features
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
+        stop_ids = request.stop_token_ids
+        self._stop_ids[slot] = -1
+        if len(stop_ids) <= STOP_COLUMNS:
+            self._stop_ids[slot, : len(stop_ids)] = stop_ids
+        else:
+            self._has_many_stop_ids[slot] = True
+            self._many_stop_ids[slot] = frozenset(stop_ids)
         self._output[slot, :num_output] = known[request.num_prompt_tokens :]
         request.slot = slot
         return slot
@@ -95,6 +106,8 @@ class Slots:
         request.slot = -1
         self.requests[slot] = self.known[slot] = None
         self.active[slot] = False
+        self._has_many_stop_ids[slot] = False
+        self._many_stop_ids.pop(slot, None)
         self.epoch[slot] += 1
         self._free.append(slot)
 
@@ -111,19 +124,23 @@ class Slots:
         self._output[slots, self.num_known[slots] - self.num_prompt[slots]] = token_ids
         self.num_known[slots] += 1
 
+    def are_stops(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """Whether each of `token_ids` i32[n] is among the stop ids of its slot, bool[n]."""
+        stops = (self._stop_ids[slots] == token_ids[:, None]).any(axis=1)
+        if self._many_stop_ids:
+            for row in np.flatnonzero(self._has_many_stop_ids[slots]).tolist():
+                stops[row] = int(token_ids[row]) in self._many_stop_ids[int(slots[row])]
+        return stops
+
     def last_in_line(self) -> int:
         """The active slot to give up first: lowest priority, latest arrival."""
         slots = np.flatnonzero(self.active)
         order = np.lexsort((self.arrival_index[slots], self.priority[slots]))
         return int(slots[order[-1]])
 
-    def _reserve(self, num_output: int, num_stop_ids: int) -> None:
+    def _reserve(self, num_output: int) -> None:
         rows, columns = self._output.shape
         if num_output > columns:
             wider = np.empty((rows, max(num_output, 2 * columns)), np.int32)
             wider[:, :columns] = self._output
             self._output = wider
-        if num_stop_ids > self.stop_ids.shape[1]:
-            more = np.full((rows, num_stop_ids), -1, np.int32)
-            more[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = more

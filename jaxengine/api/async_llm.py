@@ -222,6 +222,9 @@ class AsyncLLM:
                 else:
                     self._wake.wait()
                     self._wake.clear()
+        except EngineDeadError as failure:
+            logger.exception("the engine's loop failed")
+            error = failure
         except Exception as failure:
             logger.exception("the engine's loop failed")
             error = EngineDeadError(f"the engine has failed: {failure}")

@@ -15,6 +15,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxengine.api.custom_models import has_custom_class
+from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.cluster.host0 import Cluster
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.engine import Engine
@@ -43,6 +44,7 @@ class EngineCore:
       config: nothing left open.
       inputs: prepares requests for this engine.
       model_path: file or folder of the model.
+      dead: why no request is taken and no step made any more, once a step has failed or after `shutdown`.
     """
 
     def __init__(self, config: EngineConfig, *, devices: Sequence[Any] | None = None, mesh: Mesh | None = None):
@@ -52,6 +54,7 @@ class EngineCore:
         """
         if config.nnodes > 1 and (devices is not None or mesh is not None):
             raise ConfigError("nnodes", config.nnodes, "1 beside devices or a mesh; it takes those of all processes")
+        self.dead: EngineDeadError | None = None
         self._cluster = Cluster(config) if config.nnodes > 1 else None
         try:
             opened = open_resolved(config, devices, mesh)
@@ -73,7 +76,8 @@ class EngineCore:
         self._processor = OutputProcessor(self.inputs.tokenizer)
 
     def shutdown(self, reason: str | None = None) -> None:
-        """Ends the engine's other processes, if it has any; with a reason, as a failure."""
+        """Ends the engine and its other processes, if it has any; with a reason, as a failure."""
+        self.dead = self.dead or EngineDeadError("the engine was shut down")
         self.engine.shutdown()
         if self._cluster is not None:
             self._cluster.shutdown(reason)
@@ -99,8 +103,14 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished
 
+    def check(self) -> None:
+        """Raises EngineDeadError once a step has failed, or after `shutdown`."""
+        if self.dead is not None:
+            raise self.dead
+
     def add(self, prepared: PreparedRequest) -> None:
-        """Queues a prepared request; raises RequestError, and nothing has changed then."""
+        """Queues a prepared request; raises RequestError, and nothing has changed then, or as `check`."""
+        self.check()
         if prepared.request_id in self._processor:
             raise RequestError(
                 f"request_id {prepared.request_id!r} is in use", param="request_id", value=prepared.request_id
@@ -133,8 +143,17 @@ class EngineCore:
         return self._process(self.advance())
 
     def advance(self) -> EngineOutput:
-        """Runs one step; returns its tokens, for who makes text of them elsewhere."""
-        output = self.engine.step()
+        """Runs one step; returns its tokens, for who makes text of them elsewhere.
+
+        What a failed step leaves behind nobody knows, device buffers among it: there is no step after it.
+        """
+        self.check()
+        try:
+            output = self.engine.step()
+        except Exception as error:
+            self.dead = EngineDeadError(f"the engine has failed: {error}")
+            self.dead.__cause__ = error
+            raise self.dead from error
         self.metrics.stepped()
         return output
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxengine.api.core import EngineCore
+from jaxengine.api.turns import Turns
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metrics import Histogram, Metric
 from jaxengine.requests.options import RequestOptions
@@ -22,8 +24,19 @@ from scheduler.errors import RequestError
 ProgressFactory = Callable[..., Any]
 
 
+@dataclass(eq=False)
+class _Call:
+    """What has come for one call of `generate`: outputs by request, and the first error of a request."""
+
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+    error: RequestError | None = None
+
+
 class LLM:
     """A model in this process, answering batches of prompts.
+
+    Several threads may call it: their requests run together, each step made by one of the threads that wait for one.
+    A step that fails ends all calls, and every later one, with EngineDeadError.
 
     Args:
       model: a GGUF file, a Hugging Face folder or a hub id; None for the embedded SmolLM2-135M-Instruct.
@@ -41,6 +54,9 @@ class LLM:
         **options: Any,
     ):
         self.core = EngineCore(EngineConfig.from_options(model=model, **options), devices=devices, mesh=mesh)
+        # Whoever touches the core has the turn.
+        self._turns = Turns()
+        self._calls: dict[str, _Call] = {}
 
     def __enter__(self) -> LLM:
         return self
@@ -49,15 +65,18 @@ class LLM:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Ends the engine's other processes, if it has any (`nnodes`), as the end of this process also does."""
-        self.core.shutdown()
+        """Stops the engine; calls of other threads, and all later ones, end with EngineDeadError."""
+        with self._turns:
+            self.core.shutdown()
 
     def get_expert_load(self) -> np.ndarray | None:
         """u32[layers, E]: tokens that each expert was picked for so far, modulo 2**32; None without experts.
 
         Layers are those that have experts. Shows how evenly `enable_expert_parallel` loads the devices.
         """
-        return self.core.runner.expert_load()
+        with self._turns:
+            self.core.check()
+            return self.core.runner.expert_load()
 
     def generate(
         self,
@@ -81,6 +100,7 @@ class LLM:
         Raises:
           RequestError: for the first bad prompt or parameter; no request has been started then. For a grammar that
             cannot be compiled; all requests of this call are aborted then.
+          EngineDeadError: the engine has failed or was shut down.
         """
         if isinstance(prompts, (str, Mapping)):
             prompts = [prompts]
@@ -103,20 +123,23 @@ class LLM:
             raise RequestError(
                 f"client has {len(clients)} values for {len(prompts)} prompts", param="client", value=client
             )
-        prepared = [
-            self.core.inputs.prepare(prompt, each, options=RequestOptions(priority=rank, client=who))
-            for prompt, each, rank, who in zip(prompts, params, priorities, clients, strict=True)
-        ]
-        started = []
+        started: dict[str, _Call] = {}
+        call = _Call()
         try:
-            for request in prepared:
-                self.core.add(request)
-                started.append(request.request_id)
-            return self._run(started, use_tqdm)
+            with self._turns:
+                self.core.check()
+                prepared = [
+                    self.core.inputs.prepare(prompt, each, options=RequestOptions(priority=rank, client=who))
+                    for prompt, each, rank, who in zip(prompts, params, priorities, clients, strict=True)
+                ]
+                for request in prepared:
+                    self.core.add(request)
+                    started[request.request_id] = self._calls[request.request_id] = call
+            self._run(call, len(started), use_tqdm)
         except BaseException:
-            for request_id in started:
-                self.core.abort(request_id)
+            self._abort(started)
             raise
+        return [call.outputs[request_id] for request_id in started]
 
     def chat(
         self,
@@ -134,17 +157,18 @@ class LLM:
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [
-            self.core.inputs.chat_prompt(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template=chat_template,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
+        with self._turns:
+            prompts = [
+                self.core.inputs.chat_prompt(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    chat_template=chat_template,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+                for conversation in conversations
+            ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -157,11 +181,13 @@ class LLM:
 
     def get_metrics(self) -> list[Metric | Histogram]:
         """Counters, gauges and histograms, each with `name` and `value`."""
-        return self.core.metrics.collect()
+        with self._turns:
+            return self.core.metrics.collect()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
-        return self.core.utility("reset_prefix_cache")
+        with self._turns:
+            return self.core.utility("reset_prefix_cache")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if params is None:
@@ -177,17 +203,33 @@ class LLM:
         final = RequestOutputKind.FINAL_ONLY
         return [each.clone_with(output_kind=final) if isinstance(each, SamplingParams) else each for each in params]
 
-    def _run(self, request_ids: list[str], use_tqdm: bool | ProgressFactory) -> list[RequestOutput]:
-        outputs: dict[str, RequestOutput] = {}
+    def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
+        """Steps, in turns with other threads, until all outputs of a call have come."""
         make = use_tqdm if callable(use_tqdm) else tqdm
-        waited = set(request_ids)
-        with make(total=len(request_ids), desc="Processed prompts", disable=not use_tqdm) as bar:
-            while len(outputs) < len(waited):
-                for output in self.core.step():
-                    if output.request_id in waited and output.finished:
-                        outputs[output.request_id] = output
-                        bar.update(1)
-                for request_id, error in self.core.take_refused():
-                    if request_id in waited:
-                        raise error
-        return [outputs[request_id] for request_id in request_ids]
+        with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:
+            shown = 0
+            while shown < num_requests:
+                with self._turns:
+                    if call.error is None and len(call.outputs) == shown:
+                        self._step()
+                    if call.error is not None:
+                        raise call.error
+                    num_ended = len(call.outputs)
+                if num_ended > shown:
+                    bar.update(num_ended - shown)
+                    shown = num_ended
+
+    def _step(self) -> None:
+        """One step; what it brought goes to the calls that wait for it."""
+        for output in self.core.step():
+            if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
+                call.outputs[output.request_id] = output
+        for request_id, error in self.core.take_refused():
+            if (call := self._calls.pop(request_id, None)) is not None:
+                call.error = call.error or error
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        with self._turns:
+            for request_id in request_ids:
+                if self._calls.pop(request_id, None) is not None and self.core.dead is None:
+                    self.core.abort(request_id)

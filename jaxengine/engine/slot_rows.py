@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxengine.engine.token_bias import TokenBias
+from jaxengine.engine.token_bias import Forbidden, TokenBias
 from jaxengine.grammars.request_masks import RequestMasks
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.sampling.state import param_words
@@ -22,11 +22,11 @@ from scheduler.token_params import BIAS, LAST_TOKEN, MASK, PENALTIES
 
 
 class _SlotBias(NamedTuple):
-    """The bias of a slot and the tokens that it forbids now."""
+    """The bias of a slot and what it forbids now."""
 
     request: Request
     bias: TokenBias
-    forbidden: frozenset[int]
+    forbidden: Forbidden
 
 
 class SlotRows:
@@ -111,13 +111,13 @@ class SlotRows:
         else:
             self._runner.set_bias(slot, None)
 
-    def _set_bias(self, request: Request, bias: TokenBias, forbidden: frozenset[int]) -> None:
+    def _set_bias(self, request: Request, bias: TokenBias, forbidden: Forbidden) -> None:
         slot = self._slot(request)
         self._biases[slot] = _SlotBias(request, bias, forbidden)
         self._runner.set_bias(slot, bias.row(forbidden))
 
-    def _forbidden(self, request: Request, bias: TokenBias) -> frozenset[int]:
-        """The tokens forbidden to the token that the step being dispatched samples."""
+    def _forbidden(self, request: Request, bias: TokenBias) -> Forbidden:
+        """What is forbidden to the token that the step being dispatched samples."""
         slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
         sampling = int(slots.num_computed[slot] >= slots.num_fed[slot])
         num_output = int(slots.num_tokens[slot] - slots.num_prompt[slot]) - sampling

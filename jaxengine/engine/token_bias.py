@@ -1,14 +1,28 @@
 """Which tokens a request favours or may not take next, as a row added to its logits.
 
 logit_bias and allowed_token_ids never change. min_tokens forbids the stop tokens until enough tokens are out.
-bad_words of several tokens forbid the last one wherever the ones before it have just been generated.
+bad_words of several tokens forbid the last one wherever the ones before it have just been generated. All requests of a
+step wait for this: what it costs does not grow with the number of stop tokens, and with bad words only with how many
+lengths they have.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from scheduler.request import Request
+
+
+class Forbidden(NamedTuple):
+    """What a request may not take next beyond what it never may: its stop tokens, and the ends of bad words begun."""
+
+    stops: bool
+    ends: frozenset[int]
+
+
+_NO_ENDS: frozenset[int] = frozenset()
 
 
 class TokenBias:
@@ -30,22 +44,29 @@ class TokenBias:
         row[[word[0] for word in params.bad_words if len(word) == 1]] = -np.inf
         self._row = row
         self._min_tokens = params.min_tokens
-        self._stop_ids = list(request.stop_token_ids)
-        self._sequences = [tuple(word) for word in params.bad_words if len(word) > 1]
+        self._stop_ids = np.array(request.stop_token_ids, np.int64)
+        ends: dict[tuple[int, ...], set[int]] = {}
+        for *head, last in (word for word in params.bad_words if len(word) > 1):
+            ends.setdefault(tuple(head), set()).add(last)
+        self._ends_of = {head: frozenset(lasts) for head, lasts in ends.items()}
+        self._head_lengths = sorted({len(head) for head in ends})
 
-    def forbidden(self, num_output: int, output: np.ndarray) -> frozenset[int]:
-        """Tokens forbidden now beyond the constant row.
+    def forbidden(self, num_output: int, output: np.ndarray) -> Forbidden:
+        """What is forbidden now beyond the constant row.
 
         num_output counts the tokens out so far; `output` i32[n] may lack the last ones unless bad words need them.
         """
-        forbidden = set(self._stop_ids) if num_output < self._min_tokens else set()
-        for *head, last in self._sequences:
-            if len(output) >= len(head) and output[len(output) - len(head) :].tolist() == head:
-                forbidden.add(last)
-        return frozenset(forbidden)
+        ends = _NO_ENDS
+        if self._head_lengths:
+            tail = tuple(output[-self._head_lengths[-1] :].tolist())
+            for length in self._head_lengths:
+                ends |= self._ends_of.get(tail[-length:], _NO_ENDS)
+        return Forbidden(num_output < self._min_tokens, ends)
 
-    def row(self, forbidden: frozenset[int]) -> np.ndarray:
+    def row(self, forbidden: Forbidden) -> np.ndarray:
         """f32[V]: what to add to the logits."""
         row = self._row.copy()
-        row[list(forbidden)] = -np.inf
+        if forbidden.stops:
+            row[self._stop_ids] = -np.inf
+        row[list(forbidden.ends)] = -np.inf
         return row

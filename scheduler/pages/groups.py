@@ -69,10 +69,9 @@ class PageTables:
         """Pages that the slot's first `num_tokens` tokens still need."""
         return self.num_groups * max(0, self._columns(num_tokens) - int(self.num_columns[slot]))
 
-    def can_take(self, hits: Hits, num_tokens: int) -> bool:
-        """Whether the pool has what `num_tokens` tokens need that begin with `hits`."""
-        need = self.num_groups * (self._columns(num_tokens) - hits.num_columns)
-        return need <= self.pool.num_free - sum(self.pool.num_free_among(pages) for pages in hits.pages)
+    def can_take(self, hits: Hits, num_pages: int) -> bool:
+        """Whether the pool has so many free pages beside those of `hits`."""
+        return num_pages <= self.pool.num_free - sum(self.pool.num_free_among(pages) for pages in hits.pages)
 
     def lookup(self, digests: Sequence[bytes]) -> Hits:
         """The longest prefix of a digest chain that every group can serve."""

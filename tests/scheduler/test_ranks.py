@@ -295,7 +295,7 @@ def test_chunks_of_a_prompt_follow_each_other_at_once():
 
 
 def test_a_request_preempted_in_flight_waits_for_its_token():
-    loop = Loop(num_micro_batches=4, num_pages=8, max_model_len=32, enable_prefix_caching=False)
+    loop = Loop(num_micro_batches=4, num_pages=10, max_model_len=32, enable_prefix_caching=False)
     requests = [make(index, [index] * 13, 16) for index in range(2)]
     for request in requests:
         loop.scheduler.add_request(request)

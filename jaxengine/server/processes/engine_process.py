@@ -283,7 +283,8 @@ def main(child: Child) -> None:
         server.run()
     except Exception as error:
         logger.exception("the engine has failed")
-        core.shutdown(f"{type(error).__name__}: {error}")
+        cause = error.__cause__ or error
+        core.shutdown(f"{type(cause).__name__}: {cause}")
         child.leave(1)
     core.shutdown()
     child.leave(0)

@@ -1,0 +1,124 @@
+"""`LLM` called by several threads: everybody gets the tokens of a call alone, and a failure reaches everybody."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.api.turns import Turns
+
+rng = np.random.default_rng(8)
+PROMPTS = [{"prompt_token_ids": rng.integers(3, 100, 3 + index).tolist()} for index in range(12)]
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+LONG = GREEDY.clone_with(max_tokens=80)
+
+
+def in_threads(*calls):
+    """What each call returned or raised, all called at the same time."""
+    results = [None] * len(calls)
+
+    def run(index):
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a thread never ended"
+    return results
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_calls_of_several_threads_run_together(make_llm):
+    llm = make_llm()
+    alone = [tokens(llm.generate(prompt, GREEDY, use_tqdm=False)) for prompt in PROMPTS]
+    steps = llm.core.engine.stats.num_steps
+
+    def call(prompt):
+        def run():
+            llm.get_metrics()
+            return tokens(llm.generate(prompt, GREEDY, use_tqdm=False))
+
+        return run
+
+    assert in_threads(*map(call, PROMPTS)) == alone
+    # Eight slots, twelve requests of thirty tokens: one by one they would take 360 steps.
+    assert llm.core.engine.stats.num_steps - steps < 150
+    assert llm._calls == {}
+
+
+def test_one_bad_call_ends_alone(make_llm):
+    llm = make_llm()
+    alone = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    bad = SamplingParams(logit_bias={10**6: 1.0})
+    results = in_threads(
+        lambda: tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)), lambda: llm.generate(PROMPTS, bad)
+    )
+    assert results[0] == alone and results[1].param == "logit_bias"
+
+
+def test_a_failed_step_ends_every_call_and_every_later_one(tiny_options):
+    llm = LLM(**tiny_options)
+    execute, count = llm.core.runner.execute, [0]
+
+    def fail(message):
+        count[0] += 1
+        if count[0] > 5:
+            raise RuntimeError("planted")
+        return execute(message)
+
+    llm.core.runner.execute = fail
+    for error in in_threads(*[lambda: llm.generate(PROMPTS, LONG, use_tqdm=False)] * 3):
+        assert isinstance(error, EngineDeadError) and "planted" in str(error)
+    llm.core.runner.execute = execute
+    with pytest.raises(EngineDeadError, match="planted"):
+        llm.generate(PROMPTS, GREEDY)
+    with pytest.raises(EngineDeadError, match="planted"):
+        llm.core.step()
+
+
+def test_shutdown_ends_calls(tiny_options):
+    llm = LLM(**tiny_options)
+
+    def stop():
+        while not llm.core.has_unfinished:
+            time.sleep(0.001)
+        llm.shutdown()
+
+    error, _ = in_threads(lambda: [llm.generate(PROMPTS, LONG, use_tqdm=False) for _ in range(1000)], stop)
+    assert isinstance(error, EngineDeadError) and "shut down" in str(error)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.shutdown()
+
+
+def test_turns_go_by_arrival():
+    turns, order, threads = Turns(), [], []
+
+    def take(index):
+        with turns:
+            order.append(index)
+
+    with turns:
+        for index in range(5):
+            threads.append(threading.Thread(target=take, args=(index,)))
+            threads[-1].start()
+            while len(turns._line) <= index:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4]
+    with turns:
+        order.append(5)

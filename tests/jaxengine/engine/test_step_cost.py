@@ -1,0 +1,143 @@
+"""Nothing that one request may ask for makes the steps of others dearer: counted in calls and bytes, not in time."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from jaxengine import SamplingParams
+from jaxengine.engine.token_bias import TokenBias
+from jaxengine.requests.sampling_params import MAX_BAD_WORDS_TOKENS
+from scheduler.request import Request
+from scheduler.slots import STOP_COLUMNS, Slots
+from scheduler.token_params import TokenParams
+
+VOCAB, WIDE_VOCAB = 128, 150_000
+# Most sequences that bad_words may become, and most lengths.
+PAIRS = tuple((1 + index % 5, 3 + index % 120) for index in range(MAX_BAD_WORDS_TOKENS // 2))
+LENGTHS = tuple((5,) * length for length in range(2, 45))
+
+# The largest value of every field that the engine gets to see.
+LARGEST = {
+    "presence_penalty": 2.0,
+    "frequency_penalty": 2.0,
+    "repetition_penalty": 1e20,
+    "temperature": 2.0,
+    "top_p": 0.999,
+    "top_k": VOCAB,
+    "min_p": 1.0,
+    "seed": 2**63 - 1,
+    "stop_token_ids": range(3, VOCAB - 1),
+    "max_tokens": 90,
+    "min_tokens": 90,
+    "logprobs": 20,
+    "prompt_logprobs": 20,
+    "logit_bias": dict.fromkeys(range(VOCAB), 1.0),
+    "allowed_token_ids": range(VOCAB),
+}
+# What only the detokenizer sees; n, which becomes as many requests; bad_words, whose tokens are below; and grammars,
+# which need a tokenizer.
+ELSEWHERE = {
+    *("stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+    *("output_kind", "ignore_eos", "n", "bad_words", "structured_outputs"),
+}
+
+
+def test_every_field_is_here():
+    unsupported = set()
+    for field in fields(SamplingParams):
+        try:
+            SamplingParams(**{field.name: object()})
+        except ValueError as error:
+            if "not supported yet" in str(error):
+                unsupported.add(field.name)
+    assert set(LARGEST) | ELSEWHERE == {field.name for field in fields(SamplingParams)} - unsupported
+
+
+def calls_in_steps(core, requests) -> float:
+    """Calls of Python and C functions in a step of the middle, the median; all requests run to their end."""
+    for index, (params, changes) in enumerate(requests):
+        prepared = core.inputs.prepare({"prompt_token_ids": [5, 6, 7]}, params, request_id=f"cost-{index}")
+        prepared.requests[0].params = replace(prepared.requests[0].params, **changes)
+        core.add(prepared)
+    counts = []
+
+    def count(_frame, event, _argument):
+        counts[-1] += event in ("call", "c_call")
+
+    while core.has_unfinished:
+        counts.append(0)
+        sys.setprofile(count)
+        try:
+            output = core.advance()
+        finally:
+            sys.setprofile(None)
+        core._process(output)
+    return float(np.median(counts[6:26]))
+
+
+PLAIN = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), {}
+
+
+@pytest.mark.parametrize("case", [*LARGEST, "bad_words pairs", "bad_words lengths"])
+def test_steps_cost_what_they_did(make_llm, case):
+    core = make_llm(max_logprobs=20).core
+    params, changes = PLAIN[0], {}
+    if case in LARGEST:
+        params = SamplingParams(**{"max_tokens": 90, "ignore_eos": True, "min_tokens": 60, case: LARGEST[case]})
+    else:
+        changes = {"bad_words": PAIRS if case.endswith("pairs") else LENGTHS}
+    calls_in_steps(core, [PLAIN, PLAIN])
+    before = calls_in_steps(core, [PLAIN, PLAIN])
+    beside = calls_in_steps(core, [PLAIN, (params, changes)])
+    after = calls_in_steps(core, [PLAIN, PLAIN])
+    assert beside <= before + 100
+    assert abs(after - before) <= 2
+
+
+def allocated(call) -> int:
+    """The most bytes that a call holds at once."""
+    call()
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def make_request(**fields) -> Request:
+    params = fields.pop("params", TokenParams(temperature=0))
+    return Request("a", np.array([1, 2], np.int32), params, 1000, **fields)
+
+
+def test_many_stop_token_ids_do_not_widen_the_table_of_all():
+    slots = Slots(256)
+    many = tuple(range(10, 10 + WIDE_VOCAB))
+    known = np.array([1, 2], np.int32)
+    requests = [make_request(stop_token_ids=(7,) if index else many) for index in range(256)]
+    taken = np.array([slots.take(request, known, 0, 1002, 0) for request in requests])
+    token_ids = np.full(256, 7, np.int32)
+    assert slots.are_stops(taken, token_ids).tolist() == [False] + [True] * 255
+    assert slots.are_stops(taken[::-1], token_ids + 5).tolist() == [False] * 255 + [True]
+    assert allocated(lambda: slots.are_stops(taken, token_ids)) < 256 * (STOP_COLUMNS + 8) * 8
+    slots.release(int(taken[0]))
+    slots.take(make_request(stop_token_ids=(7,)), known, 0, 1002, 0)
+    assert slots.are_stops(taken, token_ids).all()
+
+
+@pytest.mark.parametrize("bad_words", [(), tuple((*word[:-1], 7) for word in PAIRS), LENGTHS])
+def test_what_a_bias_forbids_is_found_without_a_walk(bad_words):
+    request = make_request(
+        params=TokenParams(min_tokens=900, bad_words=bad_words), stop_token_ids=tuple(range(WIDE_VOCAB))
+    )
+    bias = TokenBias(request, WIDE_VOCAB)
+    output = np.full(800, 5, np.int32)
+    forbidden = bias.forbidden(800, output)
+    assert forbidden.ends == frozenset(word[-1] for word in bad_words if set(word[:-1]) == {5})
+    assert np.isneginf(bias.row(forbidden)).all() and np.isfinite(bias.row(bias.forbidden(900, output[:0]))).all()
+    assert allocated(lambda: bias.forbidden(800, output) == forbidden) < 20_000
