@@ -15,7 +15,7 @@ import numpy as np
 from scheduler.batch import PageDeltas, ScheduledBatch, StepResult, TokenRows
 from scheduler.config import SchedulerConfig
 from scheduler.pages.groups import Hits, PageTables
-from scheduler.request import FinishReason, Request, RequestStatus, Wait
+from scheduler.request import NOT_FINITE, FinishReason, Request, RequestStatus, Wait
 from scheduler.slots import Slots
 from scheduler.token_params import LAST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
 
@@ -380,7 +380,7 @@ class Rank:
 
 def _end(request: Request, token: int, stopped: bool) -> End:
     if token < 0:
-        return End(request, FinishReason.ERROR, "logits are not finite")
+        return End(request, FinishReason.ERROR, NOT_FINITE)
     if stopped:
         return End(request, FinishReason.STOP, None if token in request.eos_token_ids else token)
     return End(request, FinishReason.LENGTH)

@@ -11,6 +11,10 @@ import numpy as np
 from scheduler.token_params import TokenParams
 
 
+# Why a request ended whose row could not be sampled: its stop_reason.
+NOT_FINITE = "logits are not finite"
+
+
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.request import FinishReason, Request
+from scheduler.request import NOT_FINITE, FinishReason, Request
 
 # Upper bounds as vLLM has them, seconds, so that its dashboards fit.
 FIRST_TOKEN_BOUNDS = (
@@ -127,6 +127,7 @@ class RequestStats:
 
     Attributes:
       num_rejections: requests that were refused because too many waited.
+      num_corrupted: requests that ended because their logits were not finite.
       num_prompt_tokens: of requests whose prompt is done, those found in the prefix cache included.
       recent_first_token, recent_intervals: seconds.
     """
@@ -134,6 +135,7 @@ class RequestStats:
     max_model_len: int
     num_prompt_tokens: int = 0
     num_rejections: int = 0
+    num_corrupted: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     def __post_init__(self):
@@ -172,6 +174,7 @@ class RequestStats:
         """A request ended; what never began is not in the histograms of how long it took."""
         assert request.finish_reason is not None and request.finished_time is not None
         self.finished[request.finish_reason] += 1
+        self.num_corrupted += request.stop_reason == NOT_FINITE
         num_output, end = len(request.output_token_ids), request.finished_time
         self.prompt_tokens.observe(request.num_prompt_tokens)
         self.generation_tokens.observe(num_output)

@@ -95,11 +95,12 @@ class ExecutableCache:
           name: for messages.
           function: what to compile.
           arguments: its arguments as ShapeDtypeStructs.
-          results: a pytree of the structure that `function` returns; the leaves do not matter.
+          results: what it returns as ShapeDtypeStructs, where their shapes do not follow from the arguments: sources and
+            arguments may be those of another program that gives more.
           donate: indices of donated arguments.
           description: what decides the function's meaning beyond our sources and its arguments.
         """
-        path = self._path(name, arguments, donate, description)
+        path = self._path(name, arguments, results, donate, description)
         trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(results)
         compiled = _load(path, *trees, self._devices) if path is not None else None
         if compiled is not None:
@@ -114,7 +115,7 @@ class ExecutableCache:
 
     def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
         """A number that follows from a compilation, remembered like the program it belongs to."""
-        path = self._path(name, arguments, (), description)
+        path = self._path(name, arguments, (), (), description)
         if path is not None and (stored := _read(path)) is not None:
             return int.from_bytes(stored, "little")
         number = compute()
@@ -122,13 +123,16 @@ class ExecutableCache:
             _write(path, number.to_bytes(8, "little"))
         return number
 
-    def _path(self, name: str, arguments: Sequence[Any], donate: tuple[int, ...], description: str) -> Path | None:
+    def _path(
+        self, name: str, arguments: Sequence[Any], results: Any, donate: tuple[int, ...], description: str
+    ) -> Path | None:
         if self._directory is None:
             return None
-        shapes = [(leaf.shape, str(leaf.dtype), str(leaf.format)) for leaf in jax.tree.leaves(arguments)]
+        shapes = [(leaf.shape, str(leaf.dtype), str(leaf.format)) for leaf in jax.tree.leaves((arguments, results))]
         devices = [device.id for device in self._devices]
         environment = _environment(self._devices[0], self._family)
-        key = repr((environment, devices, name, donate, shapes, str(jax.tree.structure(arguments)), description))
+        structure = str(jax.tree.structure((arguments, results)))
+        key = repr((environment, devices, name, donate, shapes, structure, description))
         return self._directory / f"{hashlib.sha256(key.encode()).hexdigest()}.xla"
 
 

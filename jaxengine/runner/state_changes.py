@@ -101,9 +101,7 @@ def _row_of_vocab(dtype: Any) -> Callable[[StateSizes], list[Shape]]:
 
 
 STATE_CHANGES = {
-    PAGE_DELTAS: StateChange(
-        _write_deltas, lambda sizes: [((3, NUM_DELTAS), np.int32, _EVERYWHERE)], everywhere=True
-    ),
+    PAGE_DELTAS: StateChange(_write_deltas, lambda sizes: [((3, NUM_DELTAS), np.int32, _EVERYWHERE)], everywhere=True),
     PARAMETERS: StateChange(
         _on_sampling(sampling_state.write_params),
         lambda sizes: [

@@ -1,5 +1,5 @@
-"""Phi-3, and Phi-4-mini after it (Abdin et al. 2024, arXiv:2404.14219): Llama whose checkpoints join q, k and v, and
-gate and up, and of which some rotate a part of each head only."""
+"""Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219) without longrope, which those of 128k tokens and Phi-4-mini
+have: Llama whose checkpoints join q, k and v, and gate and up."""
 
 from __future__ import annotations
 

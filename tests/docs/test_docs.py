@@ -177,7 +177,14 @@ def test_words_of_options_and_requests_exist(name):
     known = {field.name for cls in classes for field in dataclasses.fields(cls)} | set(_NOT_BUILT) | OF_VLLM
     for model in (CompletionRequest, ChatRequest):
         known |= set(model.known_fields())
-    known |= {*TOOL_PARSERS, *REASONING_PARSERS, *jaxengine.__all__, *EngineConfig().__dict__, "finish_reason"}
+    known |= {
+        *TOOL_PARSERS,
+        *REASONING_PARSERS,
+        *jaxengine.__all__,
+        *EngineConfig().__dict__,
+        "finish_reason",
+        "stop_reason",
+    }
     words = [span for span in code_spans(text_of(f"docs/{name}")) if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", span)]
     folders = {path.name for package in FOLDERS for path in (ROOT / package).glob("*")} | set(FOLDERS)
     assert not set(words) - known - folders

@@ -128,6 +128,8 @@ OPTIONS = {
     "compilation_config": {"cudagraph_capture_sizes": [8], "prefill_sizes": [32]},
     "disable_log_stats": True,
 }
+# The longest request holds 16 pages, or 27 where two cache groups take pages of the pool.
+MORE_PAGES = {"gemma2": {"num_gpu_blocks_override": 40}}
 
 
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
@@ -180,7 +182,7 @@ def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[st
     options = dict(options)
     first = options.pop("first", None)
     devices = None if first is None else jax.devices()[first:]
-    llm = LLM(str(path), devices=devices, compile_cache_dir=cache, **OPTIONS, **options)
+    llm = LLM(str(path), devices=devices, compile_cache_dir=cache, **OPTIONS | MORE_PAGES.get(model, {}), **options)
     outputs = llm.generate(*requests(), use_tqdm=False)
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     load = llm.get_expert_load()

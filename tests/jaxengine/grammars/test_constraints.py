@@ -154,6 +154,22 @@ def test_a_bad_grammar_is_refused_and_the_next_request_runs(chat_llm, constraint
     assert {each.text for each in generate(chat_llm, good)} <= {"yes", "no"}
 
 
+def test_a_request_that_asks_for_what_cannot_be_is_not_corrupted(chat_llm):
+    """vllm:corrupted_requests is an alarm for a broken model; nobody's request may ring it."""
+    ten = chat_llm.get_tokenizer().encode("10", add_special_tokens=False)[0]
+
+    def count(name, **labels):
+        return sum(each.value for each in chat_llm.get_metrics() if each.name == name and each.labels == labels)
+
+    errors = count("vllm:request_success", finished_reason="error")
+    generate(chat_llm, params_of({"regex": "[a-z]+"}, allowed_token_ids=[ten]))
+    generate(chat_llm, params_of({"choice": ["yes"]}, min_tokens=9))
+    with pytest.raises(RequestError, match="structured_outputs"):
+        generate(chat_llm, params_of({"regex": "("}))
+    assert count("vllm:request_success", finished_reason="error") == errors + 3
+    assert count("vllm:corrupted_requests") == 0
+
+
 def test_abort_and_deadline_while_the_grammar_compiles(chat_llm):
     core, slow = chat_llm.core, {"regex": "((((a{100}){100}){100}){100})"}
     prompts = {"prompt": "x"}

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.runner.executables import ExecutableCache
 from models.families.llama import LlamaForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 
 DEVICES = jax.devices()[:1]
 ARGUMENTS = (jax.ShapeDtypeStruct((4,), np.float32),)
@@ -24,7 +26,7 @@ def double(x):
 
 
 def get(cache, function=double, arguments=ARGUMENTS, **changes):
-    return cache.get("double", function, arguments, 0, **{"donate": (), **changes})
+    return cache.get("double", function, arguments, **{"results": ARGUMENTS[0], "donate": (), **changes})
 
 
 def run(compiled):
@@ -40,7 +42,12 @@ def test_second_time_loads(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"donate": (0,)}, {"description": "other"}, {"arguments": (jax.ShapeDtypeStruct((5,), np.float32),)}],
+    [
+        {"donate": (0,)},
+        {"description": "other"},
+        {"arguments": (jax.ShapeDtypeStruct((5,), np.float32),)},
+        {"results": jax.ShapeDtypeStruct((8,), np.float32)},
+    ],
     ids=str,
 )
 def test_what_matters_is_in_the_key(tmp_path, changes):
@@ -48,6 +55,25 @@ def test_what_matters_is_in_the_key(tmp_path, changes):
     cache = ExecutableCache(str(tmp_path), DEVICES)
     get(cache, **changes)
     assert (cache.num_compiled, cache.num_loaded) == (1, 0)
+
+
+def test_engines_of_other_shapes_do_not_take_each_others_steps(tmp_path):
+    """A bucket's rows of logits follow from the other buckets, and whether it scores prompts as well."""
+    model = str(TINY_CHECKPOINT)
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1, ignore_eos=True)
+    small = {"max_num_seqs": 1, "compilation_config": {"cudagraph_capture_sizes": [1], "prefill_sizes": []}}
+    found = []
+    for changes in (
+        {"compilation_config": {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [5]}},
+        {"compilation_config": {"cudagraph_capture_sizes": [4, 8], "prefill_sizes": [5]}},
+        {**small, "max_num_batched_tokens": 8},
+        {**small, "max_num_batched_tokens": 1},
+    ):
+        options = {**TINY_OPTIONS, "model": model, "max_model_len": 32, "max_num_batched_tokens": 8, **changes}
+        llm = LLM(compile_cache_dir=str(tmp_path), **options)
+        (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], params, use_tqdm=False)
+        found.append((output.outputs[0].token_ids, [sorted(each) for each in output.prompt_logprobs[1:]]))
+    assert found == [found[0]] * 4
 
 
 def test_nothing_is_kept_without_a_directory(tmp_path):
