@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 
 NUM_REQUESTS = 300
@@ -65,8 +66,7 @@ def test_nothing_compiles_after_ready(make_llm, async_scheduling):
             {"prompt_token_ids": token_ids},
             random_params(rng, vocab_size, 96 - length),
             request_id=f"{async_scheduling}-{index}",
-            priority=int(rng.integers(-3, 4)),
-            timeout=30.0 if rng.random() < 0.1 else None,
+            options=RequestOptions(int(rng.integers(-3, 4)), 30.0 if rng.random() < 0.1 else None),
         )
         core.add(request)
         alive.append(request.request_id)

@@ -147,9 +147,10 @@ class FreeRunner:
         from jaxengine.runner.compile_watch import CompileWatch
 
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
-        self.vocab_size, self.num_ranks, self.plan = 32_000, 1, SimpleNamespace(num_pages=config.num_pages)
+        self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
+        self.plan = SimpleNamespace(num_pages=config.num_pages)
         self.config = SimpleNamespace(
-            scheduler_config=lambda num_pages, num_ranks: config,
+            scheduler_config=lambda num_pages, num_ranks, windows: config,
             max_model_len=config.max_model_len,
             async_scheduling=True,
         )

@@ -95,7 +95,7 @@ class ExecutableCache:
           name: for messages.
           function: what to compile.
           arguments: its arguments as ShapeDtypeStructs.
-          results: what it returns as ShapeDtypeStructs, where their shapes do not follow from the arguments: sources and
+          results: what it returns as ShapeDtypeStructs, where shapes do not follow from the arguments: sources and
             arguments may be those of another program that gives more.
           donate: indices of donated arguments.
           description: what decides the function's meaning beyond our sources and its arguments.

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     ),
     "experts, dp 4, ep, ragged": (EXPERTS, {DATA: 4, EXPERT: True} | RAGGED, {"all-gather": 1, "ragged-all-to-all": 2}),
 }
-# Compiled with sampling too, which takes most of the time; the others as a first pipeline stage.
+# Compiled with its heads too, which take most of the time; the others as a first pipeline stage.
 WHOLE = "tp 4"
 PLANTED = "weights gathered"
 # The most exchanges around the layers.
@@ -86,14 +86,19 @@ def compile_cases(backend: str) -> None:
         stages = {"pipeline_parallel_size": len(sizes), "pipeline_layers": sizes}
         config = EngineConfig(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64, **stages, **options)
         stage = open_stages(model, config, PLATFORMS[backend], devices)[0]
-        program = stage.step(stage.buckets(short=True)[1], stage.num_columns)
-        with jax.set_mesh(program.mesh):
-            traced = jax.jit(program.function, donate_argnums=program.donate).trace(*program.arguments)
-            compiled = compile_program(traced.lower(lowering_platforms=(backend,)), backend)
-        text = compiled.as_text()
-        assert text is not None and program.expected is not None
-        found = exchanges(parse(text))
-        return {"places": by_place(found), "compiled": counts(found), "wrong": wrong(found, program.expected)}
+        bucket = stage.buckets(short=True)[1]
+        programs = [stage.forward(bucket, stage.num_columns)]
+        programs += [stage.head(*head, stage.num_columns) for head in stage.heads(short=True)[-2:]]
+        found, faults = [], []
+        for program in programs:
+            with jax.set_mesh(program.mesh):
+                traced = jax.jit(program.function, donate_argnums=program.donate).trace(*program.arguments)
+                compiled = compile_program(traced.lower(lowering_platforms=(backend,)), backend)
+            text = compiled.as_text()
+            assert text is not None and program.expected is not None
+            found += (own := exchanges(parse(text)))
+            faults += wrong(own, program.expected)
+        return {"places": by_place(found), "compiled": counts(found), "wrong": faults}
 
     for name in CASES:
         row = {"case": name, "one": step(name, 1, 1), "two": step(name, 2, 1)}

@@ -36,7 +36,11 @@ def renamed(**members: Any) -> type:
     ("architecture", "model_class", "sentence"),
     [
         ("OwnForCausalLM", OwnForCausalLM.__init__, "model_class is .*; allowed: a class$"),
-        ("OwnForCausalLM", dict, "model_class is 'dict'; allowed: a CausalLM; it lacks __call__, gguf_architecture, "),
+        (
+            "OwnForCausalLM",
+            dict,
+            "model_class is 'dict'; allowed: a CausalLM; it lacks __call__, cache_groups, gguf_architecture, ",
+        ),
         ("Another", OwnForCausalLM, "architecture is 'Another'; allowed: the name of its class, 'OwnForCausalLM'$"),
         (
             "LlamaForCausalLM",

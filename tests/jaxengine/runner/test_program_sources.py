@@ -78,7 +78,7 @@ def test_the_familys_own_file_and_the_compilers_options_change_the_digest(tree):
         "models/weights/safetensors.py",
         "models/weights/load.py",
         "models/weights/gguf_header.py",
-        "models/config/gguf.py",
+        "models/weights/gguf.py",
         "models/families/mixtral.py",
         "models/registry.py",
         "pallas_kernels/attention/tpu/kernel.py",

@@ -44,7 +44,7 @@ class Broken:
         self.inputs = engine.inputs
         self._error = error
 
-    async def generate(self, *_: Any, **__: Any) -> Any:
+    async def stream(self, *_: Any, **__: Any) -> Any:
         raise self._error
         yield
 
