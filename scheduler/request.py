@@ -10,7 +10,6 @@ import numpy as np
 
 from scheduler.token_params import TokenParams
 
-
 # Why a request ended whose row could not be sampled: its stop_reason.
 NOT_FINITE = "logits are not finite"
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from jaxengine.engine import stats
 from jaxengine.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
