@@ -59,11 +59,11 @@ class SchedulerConfig:
 def most_pages(num_tokens: int, windows: Sequence[int | None], *, page_size: int, chunk: int) -> int:
     """The most pages that a sequence of so many tokens holds at once, over groups with these windows.
 
-    chunk: tokens of it that one step computes at most. What the window of the chunk's first token sees stays, and the
-    window may begin in the middle of a page.
+    chunk: tokens of it that one step computes at most. What the window of the chunk's first token sees stays: n tokens
+    in a row, whose first may be the last of a page; the others fill ceil((n - 1) / page_size) columns behind it.
     """
     columns = -(-num_tokens // page_size)
     return sum(
-        columns if window is None else min(columns, -(-(window - 1 + min(chunk, num_tokens)) // page_size) + 1)
+        columns if window is None else min(columns, -(-(window - 2 + min(chunk, num_tokens)) // page_size) + 1)
         for window in windows
     )

@@ -95,8 +95,8 @@ class ExecutableCache:
           name: for messages.
           function: what to compile.
           arguments: its arguments as ShapeDtypeStructs.
-          results: what it returns as ShapeDtypeStructs, where shapes do not follow from the arguments: sources and
-            arguments may be those of another program that gives more.
+          results: a pytree of the structure that `function` returns, of ShapeDtypeStructs. They are part of the key:
+            right they must be where they do not follow from the arguments.
           donate: indices of donated arguments.
           description: what decides the function's meaning beyond our sources and its arguments.
         """

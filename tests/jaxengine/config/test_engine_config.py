@@ -9,9 +9,9 @@ import pytest
 from jaxengine.config.engine_config import _NOT_BUILT, CompilationConfig, ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.memory import plan_memory
-from tests.models.tiny import TINY, with_attention
+from tests.models.tiny import TINY
 
-MODEL = dataclasses.replace(with_attention(TINY, num_layers=2), max_position_embeddings=1000)
+MODEL = dataclasses.replace(TINY, vocab_size=128, max_position_embeddings=1000, attention=TINY.attention[:2])
 CPU = PLATFORMS["cpu"]
 
 
@@ -116,7 +116,8 @@ def test_pages_follow_from_memory():
     assert quarter.num_pages == ((256 - 100 - 28) << 20) >> 14
     assert plan(kv_cache_memory_bytes=4 << 20).num_pages == 256
     assert plan(num_gpu_blocks_override=99, kv_cache_memory_bytes=1 << 14).num_pages == 99
-    assert f"{quarter.num_pages:,} pages of 16 tokens" in quarter.table()
+    # 63 pages hold 1,000 tokens.
+    assert "8,192 pages of 16 tokens; 130.0 requests of 1,000 tokens at once" in quarter.table()
 
 
 def test_no_more_pages_than_are_useful():

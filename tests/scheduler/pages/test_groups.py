@@ -78,6 +78,19 @@ def test_admission_counts_what_is_held_at_most(windows, length):
         assert loop.scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("chunk", [1, 4, 7])
+def test_admission_counts_no_page_more(window, page_size, chunk):
+    """Wherever a chunk begins, what its tokens and their windows lie on is counted, and reached."""
+    length = window + chunk + page_size
+    held = max(
+        (start + chunk - 1) // page_size - max(0, start - (window - 1)) // page_size + 1
+        for start in range(length - chunk + 1)
+    )
+    assert most_pages(length, (window,), page_size=page_size, chunk=chunk) == held
+
+
 def brute_force(found, windows, page_size):
     """found[group][column]: whether a page is there. The longest prefix that every group can serve."""
     for columns in range(len(found[0]), 0, -1):
