@@ -64,7 +64,7 @@ class ScheduledStep:
     """One step: a batch for each rank, possibly empty. It is to be dispatched if any rank has rows.
 
     Attributes:
-      expired: requests ended in this step because their deadline had passed.
+      expired: requests ended in this step because their deadline had passed, or because they could not be taken in.
       num_rows, num_tokens: of all ranks.
       features: union over the ranks, which all take the same branches.
     """

@@ -130,8 +130,9 @@ class Rank:
         """Gives a request the slot, the pages and the tokens of its offer, made after the last change."""
         s, (known, hits, cached, count) = self.slots, offer
         limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
+        request.rank = self.index
         slot = s.take(request, known, cached, limit, request.params.features)
-        request.rank, request.status = self.index, RequestStatus.RUNNING
+        request.status = RequestStatus.RUNNING
         self.pages.begin(slot, hits)
         self.pages.grow(slot, cached + count)
         self._register_pages(slot, cached + count)

@@ -203,7 +203,7 @@ class Scheduler:
             for request in rank.preempted:
                 self._requeue(request)
         if len(self._waiting):
-            self._admit(now)
+            expired += self._admit(now)
         step = ScheduledStep([rank.commit() for rank in self.ranks], expired)
         if self._fair is not None:
             for index, batch in enumerate(step.batches):
@@ -240,14 +240,24 @@ class Scheduler:
                 expired.append(request)
         return expired
 
-    def _admit(self, now: float) -> None:
-        """Gives waiting requests their ranks and slots, in line order, until the first in line fits nowhere."""
+    def _admit(self, now: float) -> list[Request]:
+        """Gives waiting requests their ranks and slots, in line order, until the first in line fits nowhere.
+
+        Returns requests that could not be taken in: what is wrong with one of them is to end no other.
+        """
+        failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
             place = self._place(request)
             if place is None:
-                return
+                break
             rank, offer = place
-            rank.admit(request, offer)
+            try:
+                rank.admit(request, offer)
+            except (OverflowError, TypeError, ValueError) as error:
+                logger.exception("request %s cannot be taken in", request.request_id)
+                self.finish(request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+                failed.append(request)
+                continue
             is_new = request.num_cached_tokens < 0
             self._waiting.start(request, len(offer.known) - offer.num_cached if is_new else 0)
             if is_new:
@@ -256,6 +266,7 @@ class Scheduler:
                 if self.config.enable_prefix_caching:
                     self.num_prefix_queries += len(offer.known)
                     self.num_prefix_hits += request.num_cached_tokens
+        return failed
 
     def _place(self, request: Request) -> tuple[Rank, Offer] | None:
         """The rank that is to run a request, and what it offers; None if none can now."""

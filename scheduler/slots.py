@@ -66,14 +66,13 @@ class Slots:
         return len(self._free)
 
     def take(self, request: Request, known: np.ndarray, num_computed: int, limit: int, features: int) -> int:
-        """Gives `request` a slot. `known` are the tokens to feed, of which `num_computed` have their KV already."""
-        slot = self._free.pop()
+        """Gives `request` a slot. `known` are the tokens to feed, of which `num_computed` have their KV already.
+
+        Where a value of the request fits no column, that raises, and the slot is free as before.
+        """
+        slot = self._free[-1]
         num_output = len(known) - request.num_prompt_tokens
         self._reserve(limit - request.num_prompt_tokens)
-        self.requests[slot] = request
-        self.known[slot] = known
-        self.active[slot] = True
-        self.epoch[slot] += 1
         self.priority[slot] = request.priority
         self.arrival_index[slot] = request.arrival_index
         self.deadline[slot] = request.deadline
@@ -87,13 +86,19 @@ class Slots:
         self.tag[slot] = request.tag
         self.features[slot] = features
         stop_ids = request.stop_token_ids
+        has_many = len(stop_ids) > STOP_COLUMNS
         self._stop_ids[slot] = -1
-        if len(stop_ids) <= STOP_COLUMNS:
-            self._stop_ids[slot, : len(stop_ids)] = stop_ids
-        else:
-            self._has_many_stop_ids[slot] = True
+        self._has_many_stop_ids[slot] = has_many
+        if has_many:
             self._many_stop_ids[slot] = frozenset(stop_ids)
+        else:
+            self._stop_ids[slot, : len(stop_ids)] = stop_ids
         self._output[slot, :num_output] = known[request.num_prompt_tokens :]
+        self.requests[slot] = request
+        self.known[slot] = known
+        self.active[slot] = True
+        self.epoch[slot] += 1
+        self._free.pop()
         request.slot = slot
         return slot
 

@@ -119,13 +119,13 @@ class EngineCore:
         self._processor.add(prepared)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Queues the requests of one caller's request without following them; all of them, or RequestError."""
+        """Queues the requests of one caller's request without following them; all of them, or none and an error."""
         added = []
         try:
             for request in requests:
                 self.engine.add_request(request)
                 added.append(request)
-        except RequestError:
+        except Exception:
             for request in added:
                 self.engine.finish(request, FinishReason.ABORT)
             raise

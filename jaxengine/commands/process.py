@@ -59,10 +59,17 @@ def _watch_interrupts() -> None:
             if number[0] == signal.SIGINT and unheard and signal.getsignal(signal.SIGINT) is interrupt:
                 _leave(INTERRUPTED)
 
+    def lost(error: sys.UnraisableHookArgs) -> None:
+        """An interrupt that came in a callback, out of which nothing can be raised."""
+        if error.exc_type is KeyboardInterrupt:
+            _leave(INTERRUPTED)
+        sys.__unraisablehook__(error)
+
     # One who started this process without Ctrl-C, as a shell starts what runs in the background, wants it so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        sys.unraisablehook = lost
         threading.Thread(target=watch, name="interrupts", daemon=True).start()
 
 

@@ -229,7 +229,10 @@ class InputProcessor:
         return int.from_bytes(digest[:8], "little")
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Each bad word as it is spelt at a start and after a space, as vLLM does."""
+        """Each bad word as it is spelt at a start and after a space, unless the first ends the second.
+
+        vLLM leaves the second one out where it has another number of tokens; the word would stay allowed after a space.
+        """
         if not params.bad_words:
             return []
         assert self.tokenizer is not None
@@ -242,7 +245,7 @@ class InputProcessor:
             plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
             spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
             sequences.append(plain)
-            if spaced[0] != plain[0] and len(spaced) == len(plain):
+            if spaced[-len(plain) :] != plain:
                 sequences.append(spaced)
         verify_bad_word_tokens(sequences)
         return sequences

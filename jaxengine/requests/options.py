@@ -6,12 +6,17 @@ its rule, and where it acts. Knows nothing of prompts, sampling or transports.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.errors import RequestError
+from scheduler.errors import RequestError, show_value
 
 MAX_CLIENT_LENGTH = 256
+# What the scheduler's columns and the messages between processes hold.
+MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
+# Some thirty years, in seconds.
+MAX_TIMEOUT = 1e9
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class RequestOptions:
     """How a request is scheduled. Checked when the request is prepared, not before.
 
     Attributes:
-      priority: smaller runs first; needs scheduling_policy="priority".
+      priority: smaller runs first, an int of 64 bits; needs scheduling_policy="priority".
       timeout: seconds after which the request is aborted, counted from when it is prepared.
       client: whose request it is; needs scheduling_policy="fair". None for all who have no name.
     """
@@ -30,11 +35,15 @@ class RequestOptions:
 
     def verify_against(self, scheduling_policy: str) -> None:
         """Raises RequestError, naming the field, its value and what is allowed, also where the policy ignores it."""
-        if type(self.priority) is not int:
-            raise _refuse("priority", self.priority, f"priority must be an int, got {self.priority!r}")
+        if type(self.priority) is not int or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
+            text = f"priority must be an int of 64 bits, got {show_value(self.priority)}"
+            raise _refuse("priority", self.priority, text)
         timeout = self.timeout
-        if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
-            raise _refuse("timeout", timeout, f"timeout must be a number above 0, got {timeout!r}")
+        if timeout is not None and not (
+            type(timeout) in (int, float) and (0 < timeout <= MAX_TIMEOUT or timeout == math.inf)
+        ):
+            text = f"timeout must be a number above 0, at most {MAX_TIMEOUT:.0f} seconds, got {show_value(timeout)}"
+            raise _refuse("timeout", timeout, text)
         if self.priority and scheduling_policy != "priority":
             text = f"priority is {self.priority}; it needs scheduling_policy='priority'"
             raise _refuse("priority", self.priority, text)

@@ -39,7 +39,11 @@ class EngineLink:
 
     def send(self, message: ToEngine) -> None:
         """Sends a message, or keeps it until the connection is there."""
-        self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        self.send_encoded(messages.encode(message))
+
+    def send_encoded(self, message: bytes) -> None:
+        """The same, of a message that `messages.encode` made."""
+        self._socket.send(message, zmq.NOBLOCK)
         # A file descriptor of ZeroMQ tells of news once, and sending may have taken note of them ...
         self._loop.call_soon(self._read, self._socket)
 

@@ -200,13 +200,18 @@ class RemoteEngine:
         except OverloadedError:
             self._count_rejection()
             raise
+        self._processor.add(prepared)
+        try:
+            message = messages.encode(messages.submit(self._num_submitted + 1, prepared))
+        except Exception:  # what cannot be told to the engine must not be waited for
+            self._processor.forget(requests[0])
+            raise
         self._num_submitted += 1
         self._pending.append(_Pending(self._num_submitted, request_id, len(requests), num_tokens))
-        self._processor.add(prepared)
         self._replicas.update((request.tag, request) for request in requests)
         aggregate = prepared.params.output_kind is RequestOutputKind.DELTA
         stream = self._streams[request_id] = OutputStream(aggregate)
-        self._link.send(messages.submit(self._num_submitted, prepared))
+        self._link.send_encoded(message)
         return stream
 
     def _count_rejection(self) -> None:

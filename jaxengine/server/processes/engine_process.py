@@ -170,6 +170,10 @@ class EngineServer:
             self.core.engine.request_stats.num_rejections += isinstance(error, OverloadedError)
             client.refused.append(Reply(message.number, _failure(error)))
             return
+        except Exception as error:  # ours, but the other requests are not to pay for it
+            logger.exception("a request could not be queued")
+            client.refused.append(Reply(message.number, Failure("internal", f"the request failed: {error}")))
+            return
         for member, request in zip(message.members, requests, strict=True):
             client.requests[member.handle] = request
 

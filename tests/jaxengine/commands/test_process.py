@@ -71,6 +71,31 @@ def test_ctrl_c_reaches_a_process_whose_main_thread_is_in_c():
     assert status == 130 and seconds < 5
 
 
+LOST = """
+import gc, time, weakref
+from jaxengine.commands import process
+
+class Gone: pass
+
+def run():
+    gone = Gone()
+    reference = weakref.ref(gone, lambda _: time.sleep(60))
+    print("begun")
+    del gone  # nothing is raised out of its callback
+
+process.run_command = run
+process.main()
+"""
+
+
+def test_ctrl_c_in_a_callback_that_cannot_raise():
+    process = start(LOST)
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(0.5)
+    status, seconds, _ = interrupt(process)
+    assert status == 130 and seconds < 5
+
+
 OWN = """
 import signal, time
 from jaxengine.commands import process
