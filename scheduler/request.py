@@ -58,6 +58,7 @@ class Request:
       deadline: the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only within one salt.
       per_step: report every token when it is known, not only the end.
+      text_ends: its text may end it, so that whoever makes text of its tokens knows how it ended and with how many.
       wait: why it is not to run yet; one with a slot waits for nothing.
       tag: a number of the caller's own, which comes back with the request's tokens.
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
@@ -80,6 +81,7 @@ class Request:
     deadline: float = float("inf")
     cache_salt: str | None = None
     per_step: bool = False
+    text_ends: bool = False
     wait: Wait = Wait.NONE
     tag: int = -1
 

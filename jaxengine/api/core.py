@@ -185,11 +185,15 @@ class EngineCore:
                 self.engine.finish(sibling, FinishReason.ABORT)
             if request_id is not None:
                 self._refused.append((request_id, error))
-        return self._processor.process(
-            result,
-            time.monotonic(),
-            lambda request, text: self.engine.finish(request, FinishReason.STOP, text),
-        )
+        outputs = self._processor.process(result, time.monotonic(), self._stop)
+        for request in result.finished:
+            self.engine.count_end(request)
+        return outputs
+
+    def _stop(self, request: Request, text: str, num_tokens: int) -> None:
+        """A stop string was found."""
+        self.engine.finish(request, FinishReason.STOP, text)
+        self.engine.count_end(request, FinishReason.STOP, num_tokens)
 
 
 def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks | None:

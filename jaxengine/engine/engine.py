@@ -36,6 +36,7 @@ class Engine:
 
     Attributes:
       stats, request_stats, bucket_use, timeline: what was counted about steps and requests.
+      untold: requests that have ended and are counted once it is known what their text says (`count_end`).
     """
 
     def __init__(self, runner: ModelRunner, masks: RequestMasks | None = None):
@@ -53,6 +54,7 @@ class Engine:
         self._max_in_flight = max(ahead, self.scheduler.config.num_micro_batches)
         self._in_flight: deque[InFlight] = deque()
         self._idle_since = time.monotonic()
+        self.untold: set[Request] = set()
         self._rows = SlotRows(runner, self.scheduler, masks)
 
     @property
@@ -76,6 +78,17 @@ class Engine:
         if request.status is not RequestStatus.FINISHED:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)
+
+    def count_end(self, request: Request, reason: FinishReason | None = None, num_output: int | None = None) -> None:
+        """Counts a request of `untold` by what its caller was told: as it ended here, or so, after so many tokens."""
+        if request not in self.untold:
+            return
+        self.untold.remove(request)
+        assert request.finish_reason is not None
+        num_known = len(request.output_token_ids)
+        num_output = num_known if num_output is None else num_output
+        self.stats.count_untold(num_known - num_output)
+        self.request_stats.observe_end(request, reason or request.finish_reason, num_output)
 
     def step(self) -> EngineOutput:
         """Dispatches the next step; takes in the oldest in flight once there are enough of them, or none to add.
@@ -190,7 +203,7 @@ class Engine:
         output.prompt_scores += done.prompt_scores()
         output.first_tokens += result.first_tokens
         output.finished += result.finished
-        self.stats.num_generated_tokens += result.num_new_tokens
+        self.stats.count_generated(result.num_new_tokens)
         for intervals in result.intervals:
             self.request_stats.observe_intervals(intervals)
         for request in result.first_tokens:
@@ -209,7 +222,9 @@ class Engine:
         if self.masks is not None:
             self.masks.drop(request)
         request.finished_time = time.monotonic()
-        self.request_stats.observe_end(request)
+        self.untold.add(request)
+        if not request.text_ends or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self.count_end(request)
         self.timeline.ended(request)
 
     def _advance(self, masks: RequestMasks, request: Request, token_id: int) -> None:

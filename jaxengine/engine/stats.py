@@ -105,6 +105,7 @@ class StepStats:
       schedule_seconds, dispatch_seconds, wait_seconds, update_seconds: host time by part of the step.
       idle_seconds: time in which requests were unfinished and the device had nothing to do, as far as the host sees:
         from the moment it knew that the device was done until the next step was dispatched.
+      num_generated_tokens: those that callers were told of; what is sampled after the text has ended is not counted.
       page_slots_used, page_slots_empty: token slots of the pages held by running requests, summed over steps.
     """
 
@@ -119,6 +120,17 @@ class StepStats:
     idle_seconds: float = 0.0
     page_slots_used: int = 0
     page_slots_empty: int = 0
+    _num_untold_tokens: int = 0
+
+    def count_generated(self, num_tokens: int) -> None:
+        """Tokens came, less those counted before that no caller was told of: a counter never goes back."""
+        untold = min(num_tokens, self._num_untold_tokens)
+        self._num_untold_tokens -= untold
+        self.num_generated_tokens += num_tokens - untold
+
+    def count_untold(self, num_tokens: int) -> None:
+        """So many tokens that have been counted came after their request's text had ended."""
+        self._num_untold_tokens += num_tokens
 
 
 @dataclass
@@ -170,12 +182,12 @@ class RequestStats:
             self.intervals.observe_all(intervals)
             self.recent_intervals.add(intervals)
 
-    def observe_end(self, request: Request) -> None:
-        """A request ended; what never began is not in the histograms of how long it took."""
-        assert request.finish_reason is not None and request.finished_time is not None
-        self.finished[request.finish_reason] += 1
+    def observe_end(self, request: Request, reason: FinishReason, num_output: int) -> None:
+        """A request ended, as its caller was told; what never began is not in the histograms of how long it took."""
+        assert request.finished_time is not None
+        self.finished[reason] += 1
         self.num_corrupted += request.stop_reason == NOT_FINITE
-        num_output, end = len(request.output_token_ids), request.finished_time
+        end = request.finished_time
         self.prompt_tokens.observe(request.num_prompt_tokens)
         self.generation_tokens.observe(num_output)
         self.max_tokens.observe(request.max_tokens)

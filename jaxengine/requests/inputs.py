@@ -214,6 +214,7 @@ class InputProcessor:
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
             seed=fallback_seed if params.seed is None else params.seed,
             per_step=follows_every_step(params),
+            text_ends=bool(params.stop),
             **fields,
         )
 

@@ -160,8 +160,9 @@ class OutputProcessor:
         del self._groups[request_id]
         return request_id, running
 
-    def process(self, step: EngineOutput, now: float, stop: Callable[[Request, str], None]) -> list[RequestOutput]:
-        """Takes in what a step brought; `stop` is called for requests that met a stop string.
+    def process(self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]) -> list[RequestOutput]:
+        """Takes in what a step brought; `stop` is called for requests that met a stop string, with it and their number
+        of tokens.
 
         Returns what callers asked to see: each new piece, or whole requests that ended.
         """
@@ -184,7 +185,7 @@ class OutputProcessor:
                     self._score(sequence, token_id, emitted.scores, score_rows[index])
                 stop_string = sequence.append(token_id)
                 if stop_string is not None:
-                    stop(sequence.request, stop_string)
+                    stop(sequence.request, stop_string, len(sequence.token_ids))
                     self._end(sequence, FinishReason.STOP, stop_string)
                 changed[sequence] = None
         for request in step.finished:

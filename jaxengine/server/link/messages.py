@@ -58,13 +58,24 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     cache_salt: str | None
     client: str
     per_step: bool
+    text_ends: bool
 
 
 class Finish(msgspec.Struct, array_like=True, tag="finish"):
-    """Requests are over: "stop" after a stop string was found, or "abort", which is answered like any other end."""
+    """Requests are over: "stop" after a stop string was found, or "abort", which is answered like any other end.
+
+    num_tokens: of each that a stop string ended, tokens that its caller was told of.
+    """
 
     handles: list[int]
     reason: str
+    num_tokens: list[int] = []
+
+
+class Told(msgspec.Struct, array_like=True, tag="told"):
+    """Requests with `text_ends` whose callers were told of the ends that the engine gave them."""
+
+    handles: list[int]
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
@@ -175,7 +186,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
 
 _NO_LOAD = Load()
 
-ToEngine = Hello | Submit | Finish | Call
+ToEngine = Hello | Submit | Finish | Told | Call
 FromEngine = Welcome | Update
 
 encode = msgspec.msgpack.Encoder().encode
@@ -200,6 +211,7 @@ def submit(number: int, prepared: PreparedRequest) -> Submit:
         cache_salt=first.cache_salt,
         client=first.client,
         per_step=first.per_step,
+        text_ends=first.text_ends,
     )
 
 
@@ -207,7 +219,7 @@ def requests_of(message: Submit, client: int) -> list[Request]:
     """The scheduler's requests of a Submit."""
     params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
-    shared = {name: getattr(message, name) for name in (*names, "client", "per_step")}
+    shared = {name: getattr(message, name) for name in (*names, "client", "per_step", "text_ends")}
     return [
         Request(each.request_id, prompt, params, seed=each.seed, tag=client << 32 | each.handle, **shared)
         for each in message.members

@@ -30,7 +30,7 @@ from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.link import messages
 from jaxengine.server.link.engine_link import EngineLink
-from jaxengine.server.link.messages import Call, Failure, Finish, FromEngine, Load, Reply, Update, Welcome
+from jaxengine.server.link.messages import Call, Failure, Finish, FromEngine, Load, Reply, Told, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import OverloadedError, RequestError
@@ -72,7 +72,8 @@ class RemoteEngine:
         self._num_rejected = 0
         self._pending: collections.deque[_Pending] = collections.deque()
         self._replicas: dict[int, Request] = {}
-        self._stopped: list[int] = []
+        # Tags of requests that met a stop string, and how many tokens their callers were told of.
+        self._stopped: dict[int, int] = {}
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_readers = 0
@@ -268,24 +269,25 @@ class RemoteEngine:
                 stream.put(result)
                 if result.finished:
                     del self._streams[result.request_id]
+        told = [request.tag for request in output.finished if request.text_ends and request.tag in self._replicas]
+        if told:
+            self._link.send(Told(told))
         for request in output.finished:
             self._drop(request)
         for each in update.unservable:
             if (request := self._replicas.get(each.handle)) is not None:
                 self._end_unservable(request, _error(each.failure))
         if self._stopped:
-            self._link.send(Finish(self._stopped, "stop"))
-            self._stopped = []
+            self._link.send(Finish(list(self._stopped), "stop", list(self._stopped.values())))
+            self._stopped = {}
         for reply in update.replies:
             self._settle(reply)
 
-    def _stop(self, request: Request, text: str) -> None:
-        """A stop string was found."""
-        if request.status is RequestStatus.FINISHED:
-            return
+    def _stop(self, request: Request, text: str, num_tokens: int) -> None:
+        """A stop string was found; the engine may have ended the request already, after more tokens or with these."""
         request.status, request.finish_reason, request.stop_reason = RequestStatus.FINISHED, FinishReason.STOP, text
         if request.tag in self._replicas:
-            self._stopped.append(request.tag)
+            self._stopped[request.tag] = num_tokens
             self._drop(request)
 
     def _drop(self, request: Request) -> None:

@@ -26,7 +26,7 @@ from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.output import EngineOutput
 from jaxengine.server.link import messages
-from jaxengine.server.link.messages import Call, Failure, Finish, Hello, Load, Reply, Submit, Update, Welcome
+from jaxengine.server.link.messages import Call, Failure, Finish, Hello, Load, Reply, Submit, Told, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child
@@ -144,6 +144,10 @@ class EngineServer:
             self._submit(client, message)
         elif isinstance(message, Finish):
             self._finish(client, message)
+        elif isinstance(message, Told):
+            for handle in message.handles:
+                if (request := client.requests.get(handle)) is not None:
+                    self._settle(request)
         else:
             client.replies.append(self._call(message))
 
@@ -179,15 +183,16 @@ class EngineServer:
 
     def _finish(self, client: _Client, message: Finish) -> None:
         reason = FinishReason(message.reason)
-        for handle in message.handles:
+        for index, handle in enumerate(message.handles):
             request = client.requests.get(handle)
             if request is None:
                 continue
-            self.core.engine.finish(request, reason)
-            if reason is FinishReason.ABORT:
+            if reason is FinishReason.ABORT and request not in self.core.engine.untold:
+                self.core.engine.finish(request, reason)
                 self._aborted.append(request)
             else:
-                self._forget(request)
+                self.core.engine.finish(request, reason)
+                self._settle(request, reason, message.num_tokens[index] if message.num_tokens else None)
 
     def _call(self, message: Call) -> Reply:
         try:
@@ -207,7 +212,8 @@ class EngineServer:
                 self._served = True
                 self._tell("served")
             for request in output.finished:
-                self._forget(request)
+                if request not in self.core.engine.untold or messages.owner_of(request)[0] not in self._by_number:
+                    self._settle(request)
         for request, _ in output.refused:
             self._forget(request)
         load = self._current_load()
@@ -239,6 +245,11 @@ class EngineServer:
             self._load = Load(*counts, self._retry.seconds(scheduler.num_waiting))
         return self._load
 
+    def _settle(self, request: Request, reason: FinishReason | None = None, num_tokens: int | None = None) -> None:
+        """Forgets a request whose end its caller knows: as the engine ended it, or so."""
+        self.core.engine.count_end(request, reason, num_tokens)
+        self._forget(request)
+
     def _forget(self, request: Request) -> None:
         number, handle = messages.owner_of(request)
         if number in self._by_number:
@@ -259,7 +270,7 @@ class EngineServer:
         """An API process is gone, and nobody waits for its requests."""
         for request in list(client.requests.values()):
             self.core.engine.finish(request, FinishReason.ABORT)
-            self._forget(request)
+            self._settle(request)
         del self._clients[client.identity], self._by_number[client.number]
 
 
