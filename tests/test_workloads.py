@@ -89,7 +89,7 @@ def test_all_at_once(llm, name, mode, thorough):
 def test_constant_preemption(llm, report, thorough):
     """Pools that hold a few of the requests: whoever is preempted is computed again, and says the same."""
     crowd, preemptions = many_short_ones(), {}
-    cases = [(crowd, 60, True)]
+    cases = [(crowd, 40, True)]
     if thorough:
         cases += [
             (crowd, 60, False),
@@ -103,7 +103,7 @@ def test_constant_preemption(llm, report, thorough):
         preemptions[workload.name, "cache" if caching else "no cache"] = scheduler.num_preemptions
         assert scheduler.num_free_pages == num_pages
     report(f"preemptions on pools too small, every token right: {preemptions}")
-    assert sum(preemptions.values()) > 50
+    assert sum(preemptions.values()) > 15
     use_scheduler(llm)
 
 
@@ -122,15 +122,16 @@ def many_short_ones():
 
 def test_a_mixed_crowd_is_seeded(llm):
     """Seeded sampling with the real vocabulary: alone, and among others, after preemption."""
-    prompts = [{"prompt_token_ids": list(prompt)} for prompt in recorded("W2").prompts[:8]]
-    params = [SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=i, max_tokens=24) for i in range(8)]
+    # Short prompts that outgrow the pool together: what would not fit as it is known is not admitted.
+    prompts = [{"prompt_token_ids": list(prompt[:40])} for prompt in recorded("W2").prompts[:8]]
+    params = [SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=i, max_tokens=48) for i in range(8)]
 
     def tokens(outputs):
         return [output.outputs[0].token_ids for output in outputs]
 
     use_scheduler(llm)
     crowd = tokens(llm.generate(prompts, params, use_tqdm=False))
-    scheduler = use_scheduler(llm, num_pages=56)
+    scheduler = use_scheduler(llm, num_pages=24)
     assert tokens(llm.generate(prompts, params, use_tqdm=False)) == crowd
     assert scheduler.num_preemptions > 0
     use_scheduler(llm)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxengine.bench import host, latency, peers, serve, throughput
 from jaxengine.check import command as check
+from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.command_line import add_options, given_options, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -52,6 +53,8 @@ SAMPLING_OPTIONS = (
     "bad_words",
     "structured_outputs",
 )
+# What ends a command with one line that says why.
+_TOLD = (ConfigError, ModelConfigError, ModelFileError, RequestError, ClusterError, EngineDeadError, OSError)
 # Which devices hold which weights.
 PARALLEL_OPTIONS = (
     "tensor_parallel_size",
@@ -98,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("jaxengine").setLevel(logging.INFO)
     try:
         return args.run(args)
-    except (ConfigError, ModelConfigError, ModelFileError, RequestError, ClusterError, OSError) as error:
+    except _TOLD as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

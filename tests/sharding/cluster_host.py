@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxengine import LLM, SamplingParams
+from jaxengine import LLM, EngineDeadError, SamplingParams
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.engine_config import ConfigError
 from tests.sharding.parallel_cases import MODELS, OPTIONS, differences, run, write_tokenizer
@@ -51,6 +51,8 @@ def main(mode: str, folder: str, cache: str, model: str, options: str) -> None:
         {"compare": compare, "serve": serve}[mode](folder, cache, model, json.loads(options))
     except (ClusterError, ConfigError) as error:
         say(failed=str(error), seconds=time.monotonic() - start)
+    except EngineDeadError as error:
+        say(failed=str(error.__cause__), seconds=time.monotonic() - start)
 
 
 if __name__ == "__main__":

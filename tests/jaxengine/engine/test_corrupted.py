@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxengine import SamplingParams
+from jaxengine import LLM, SamplingParams
 from scheduler.request import NOT_FINITE
 
 
-def test_a_model_that_gives_nan_is_counted(make_llm):
-    llm = make_llm()
+def test_a_model_that_gives_nan_is_counted(tiny_options):
+    llm = LLM(**tiny_options)
     (stage,) = llm.core.runner._stages
     stage._params = [jax.device_put(jnp.full_like(leaf, jnp.nan), leaf.format) for leaf in stage._params]
     params = SamplingParams(max_tokens=4, ignore_eos=True)

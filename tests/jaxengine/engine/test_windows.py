@@ -87,10 +87,23 @@ def test_tokens_do_not_depend_on_pages_given_back(make):
     assert llm.core.engine.runner.compiles.count == 0
 
 
+def growing():
+    """Short prompts that outgrow a pool together."""
+    rng = np.random.default_rng(0)
+    lengths, outputs = rng.integers(1, 6, 24).tolist(), rng.integers(30, 50, 24).tolist()
+    prompts = [rng.integers(0, 128, length).tolist() for length in lengths]
+    params = [
+        SamplingParams(temperature=0.9 * (index % 2), seed=index, max_tokens=most, ignore_eos=True)
+        for index, most in enumerate(outputs)
+    ]
+    return prompts, params
+
+
 def test_tokens_are_the_same_alone_and_under_preemption(make):
     make_llm, windows = make
-    prompts, params = workload()
-    tight = make_llm(num_gpu_blocks_override=20 * len(windows), enable_prefix_caching=False)
+    prompts, params = growing()
+    # Pages of one request of the longest there are, and a few more.
+    tight = make_llm(num_gpu_blocks_override=14 if len(windows) == 1 else 44, enable_prefix_caching=False)
     expected = [run(tight, [prompt], [each])[0][0] for prompt, each in zip(prompts, params, strict=True)]
     assert tight.core.engine.scheduler.num_preemptions == 0
     found, _ = run(tight, prompts, params)
