@@ -60,8 +60,7 @@ ROOMS = {
     "jaxengine.tokens": "models.weights:declarations scheduler",
     "jaxengine.config": "sharding models.config scheduler",
     "jaxengine.checkpoint": (
-        "models.config models.weights:declarations models:registry models.weights jaxengine.tokens "
-        "jaxengine.config"
+        "models.config models.weights:declarations models:registry models.weights jaxengine.tokens jaxengine.config"
     ),
     "jaxengine.parsers": "jaxengine.config",
     "jaxengine.runner": (

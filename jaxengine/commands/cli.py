@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.bench import host, latency, peers, serve, throughput
 from jaxengine.check import command as check
-from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.command_line import add_options, given_options, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
