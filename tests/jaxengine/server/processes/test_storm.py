@@ -144,7 +144,10 @@ async def test_a_storm_leaves_nothing_in_the_server(make_server, chat_engine, ch
     assert [running.engine_pid, *running.api_pids] == pids, running.errors()
     assert [now["threads"] for now in holds] == [was["threads"] for was in held]
     pages = dict(zip(after["pages"]["states"], after["pages"]["counts"], strict=True))
-    assert pages["active"] == pages["shared"] == 0 and pages["free"] + pages["cached"] == SMALL_POOL["num_gpu_blocks_override"]
+    assert (
+        pages["active"] == pages["shared"] == 0
+        and pages["free"] + pages["cached"] == SMALL_POOL["num_gpu_blocks_override"]
+    )
     assert after["compilations_since_ready"] == 0
     preemptions = after["num_preemptions"] - before["num_preemptions"]
     assert preemptions > count // 25
