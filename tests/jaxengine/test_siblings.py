@@ -5,12 +5,15 @@ Every case runs against the checkout, against what the wheel unpacks, and agains
 
 from __future__ import annotations
 
+import atexit
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
@@ -37,12 +40,25 @@ def home(request, wheel) -> Path:
     return {"checkout": ROOT, "wheel": wheel, "zip": wheel.parent / "wheel.zip"}[request.param]
 
 
+@cache
+def installed_beside_ours() -> Path:
+    """Links to what is installed where jaxengine is installed too, but for our own packages; a folder for sys.path."""
+    folder = Path(mkdtemp(prefix="beside-"))
+    atexit.register(shutil.rmtree, folder)
+    for place in map(Path, sys.path):
+        if (place / "jaxengine").is_dir() and place.name == "site-packages":
+            for entry in place.iterdir():
+                if entry.name not in ("jaxengine", *SIBLINGS):
+                    (folder / entry.name).symlink_to(entry)
+    return folder
+
+
 def run_python(code: str, *path: Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs `code` in an isolated interpreter with `path` in front of sys.path, where nothing of ours is otherwise."""
-    folders = [str(folder) for folder in path]
+    folders = [str(folder) for folder in (*path, installed_beside_ours())]
     # The environment of the tests has an editable install, which is another place of the same packages.
     others = "[place for place in sys.path if not os.path.isdir(os.path.join(place, 'jaxengine'))]"
-    program = f"import os, sys; sys.path[:] = {folders!r} + {others}\n{code}"
+    program = f"import os, sys; sys.path[:] = {folders[:-1]!r} + {others} + {folders[-1:]!r}\n{code}"
     command = [sys.executable, "-I", "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
 
