@@ -67,7 +67,8 @@ def visits(count: int, model: str, *, seed: int, priorities: bool = False, struc
     prefixes = generator.integers(1000, 40_000, (4, 24)).tolist()
     made = []
     for number in range(count):
-        length = int(generator.integers(4, 90))
+        # Answers outgrow prompts: what is known of a request has its pages before it is admitted.
+        length = int(generator.integers(4, 40))
         prompt = generator.integers(1000, 40_000, length).tolist()
         if generator.random() < 0.3:
             prompt = prefixes[number % 4] + prompt
@@ -75,7 +76,7 @@ def visits(count: int, model: str, *, seed: int, priorities: bool = False, struc
         body: dict[str, Any] = {
             "model": model,
             "prompt": prompt,
-            "max_tokens": int(generator.integers(1, 60)),
+            "max_tokens": int(generator.integers(1, 150)),
             "temperature": 0.0 if greedy else float(generator.choice([0.3, 0.8, 1.0])),
             "return_token_ids": True,
         }

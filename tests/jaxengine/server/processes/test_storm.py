@@ -98,7 +98,7 @@ async def test_a_storm_leaves_nothing_in_the_process(small_engine, chat_engine, 
     pool.check()
     assert not small_engine._readers and not len(small_engine.core._processor)
     preemptions = scheduler.num_preemptions - before
-    assert preemptions > 0 and runner.compiles.count == 0
+    assert preemptions >= 30 and runner.compiles.count == 0
     assert counts["stay ended"] == 60 and counts["leave left"] == 20 and counts["abort left"] >= 10, counts
     assert not [visit.error for visit in planned if visit.error]
     assert_structured(planned)
@@ -150,7 +150,7 @@ async def test_a_storm_leaves_nothing_in_the_server(make_server, chat_engine, ch
     )
     assert after["compilations_since_ready"] == 0
     preemptions = after["num_preemptions"] - before["num_preemptions"]
-    assert preemptions > count // 25
+    assert preemptions > count // 3
     assert not [visit.error for visit in planned if visit.error]
     assert counts["stay ended"] == count * 3 // 5 and counts["leave left"] == count // 5, counts
     assert counts["abort left"] > count // 10, counts
