@@ -107,7 +107,8 @@ class Rank:
         for slot, count in prefills:
             self._register_pages(slot, int(self.slots.num_computed[slot]) + count)
         self._decodes, self._prefills = decodes, prefills
-        self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist())
+        # Where no prefill has its place, either none is left or the step has no tokens for anybody.
+        self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if prefills else 0
 
     def offer(self, request: Request) -> Offer | None:
         """What an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice.
@@ -251,15 +252,15 @@ class Rank:
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
         slots = np.flatnonzero(ready) if self.config.num_micro_batches == 1 else self._next_share(ready, num_in_flight)
-        pages = self.pages
-        pages.give_back(slots, s.num_computed[slots])
-        needy = slots[s.num_computed[slots] == pages.num_columns[slots] * self.config.page_size]
+        pages, computed = self.pages, s.num_computed[slots]
+        pages.give_back(slots, computed)
+        needy = slots[computed == pages.num_columns[slots] * self.config.page_size]
         while len(needy) * pages.num_groups > self.pool.num_free:
             self._preempt(s.last_in_line())
             needy = needy[s.active[needy]]
         if len(needy):
             pages.grow_by_one(needy)
-        return slots[s.active[slots]]
+        return slots[s.active[slots]] if self.preempted else slots
 
     def _next_share(self, ready: np.ndarray, num_in_flight: int) -> np.ndarray:
         """The decodes of one of the steps in flight together: with known last tokens, those that waited longest.
