@@ -164,6 +164,7 @@ class Scheduler:
         request.status, request.wait = RequestStatus.PREEMPTED, Wait.MASK
         self._enqueue(request)
         if self._fair is not None:
+            self._fair.take_back_output(request)
             self._fair.stop(request)
 
     def release(self, request: Request) -> None:

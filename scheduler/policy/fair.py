@@ -112,6 +112,10 @@ class FairQueue:
         counts = np.bincount(self._owner[rank, slots], minlength=len(self._service))
         self._service += OUTPUT_WEIGHT * counts
 
+    def take_back_output(self, request: Request) -> None:
+        """Gives back what one output token of a running request was charged: it is to be dropped and made again."""
+        self._service[self._numbers[request.client]] -= OUTPUT_WEIGHT
+
     def stop(self, request: Request) -> None:
         """Told of a request that has lost its slot, once it waits again if it is to."""
         self._running[self._numbers[request.client]] -= 1

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from scheduler.errors import RequestError
 from scheduler.policy.fair import INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
-from scheduler.request import FinishReason, RequestStatus
+from scheduler.request import FinishReason, RequestStatus, Wait
 from tests.scheduler.loop import Loop, check_output, make, random_request
 
 NUM_SLOTS = 4
@@ -72,10 +72,20 @@ class FairMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def step(self, data):
         active = [slot for slot in range(NUM_SLOTS) if self.running[slot] is not None]
-        slots = data.draw(st.lists(st.sampled_from(active), unique=True))
+        self.step_of(data.draw(st.lists(st.sampled_from(active), unique=True)))
+
+    def step_of(self, slots):
         for slot in slots:
             self.service[self.running[slot].client] += OUTPUT_WEIGHT
         self.queue.charge_outputs(0, np.array(slots, np.int64))
+
+    @precondition(lambda self: any(self.running))
+    @rule(data=st.data())
+    def hold_back_a_token(self, data):
+        request = data.draw(st.sampled_from([each for each in self.running if each is not None]))
+        self.step_of([request.slot])
+        self.service[request.client] -= OUTPUT_WEIGHT
+        self.queue.take_back_output(request)
 
     @precondition(lambda self: any(self.running))
     @rule(data=st.data(), preempted=st.booleans())
@@ -220,6 +230,36 @@ def test_preempted_requests_are_charged_once_and_go_first_in_their_line():
     loop.run()
     for request in requests:
         check_output(request)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_token_that_is_dropped_for_a_late_mask_is_charged_once(caching):
+    loop = Loop(policy="fair", enable_prefix_caching=caching)
+    # Served less than the other it would be lifted as it comes back; alone it would be forgotten meanwhile.
+    late, other = make("late", range(40), 9, client="a"), make("other", range(3), 60, client="b")
+    loop.scheduler.add_request(late)
+    loop.scheduler.add_request(other)
+    held = 0
+    while loop.scheduler.num_unfinished:
+        step = loop.step()
+        if late.slot in step.batches[0].slots[step.batches[0].sample] and held < 4:
+            # The engine lets no other step of its be in flight.
+            while len(loop.in_flight) > 1:
+                loop.finished += loop.scheduler.update(*loop.in_flight.popleft()).finished
+            loop.scheduler.hold(late)
+            held += 1
+        elif late.slot < 0 and late.wait is Wait.MASK:
+            loop.scheduler.release(late)
+        for request in (late, other):
+            if request.status is RequestStatus.RUNNING:
+                num_tokens = int(loop.scheduler.ranks[0].slots.num_tokens[request.slot])
+                num_output = max(0, num_tokens - request.num_prompt_tokens)
+                paid = INPUT_WEIGHT * request.num_prompt_tokens + OUTPUT_WEIGHT * num_output
+                assert loop.scheduler._fair.service[request.client] == paid
+    assert held == 4
+    loop.run()
+    check_output(late)
+    check_output(other)
 
 
 def test_cached_tokens_are_not_charged():
