@@ -9,36 +9,15 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from benchmarks.largest_request import BAD_WORDS, largest
 from jaxengine import SamplingParams
 from jaxengine.engine.token_bias import TokenBias
-from jaxengine.requests.sampling_params import MAX_BAD_WORDS_TOKENS
 from scheduler.request import Request
 from scheduler.slots import STOP_COLUMNS, Slots
 from scheduler.token_params import TokenParams
 
 VOCAB, WIDE_VOCAB = 128, 150_000
-# Most sequences that bad_words may become, and most lengths.
-PAIRS = tuple((1 + index % 5, 3 + index % 120) for index in range(MAX_BAD_WORDS_TOKENS // 2))
-LENGTHS = tuple((5,) * length for length in range(2, 45))
-
-# The largest value of every field that the engine gets to see.
-LARGEST = {
-    "presence_penalty": 2.0,
-    "frequency_penalty": 2.0,
-    "repetition_penalty": 1e20,
-    "temperature": 2.0,
-    "top_p": 0.999,
-    "top_k": VOCAB,
-    "min_p": 1.0,
-    "seed": 2**63 - 1,
-    "stop_token_ids": range(3, VOCAB - 1),
-    "max_tokens": 90,
-    "min_tokens": 90,
-    "logprobs": 20,
-    "prompt_logprobs": 20,
-    "logit_bias": dict.fromkeys(range(VOCAB), 1.0),
-    "allowed_token_ids": range(VOCAB),
-}
+LARGEST = largest(VOCAB)
 # What only the detokenizer sees; n, which becomes as many requests; bad_words, whose tokens are below; and grammars,
 # which need a tokenizer.
 ELSEWHERE = {
@@ -83,14 +62,14 @@ def calls_in_steps(core, requests) -> float:
 PLAIN = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), {}
 
 
-@pytest.mark.parametrize("case", [*LARGEST, "bad_words pairs", "bad_words lengths"])
+@pytest.mark.parametrize("case", [*LARGEST, *BAD_WORDS])
 def test_steps_cost_what_they_did(make_llm, case):
     core = make_llm(max_logprobs=20).core
     params, changes = PLAIN[0], {}
     if case in LARGEST:
         params = SamplingParams(**{"max_tokens": 90, "ignore_eos": True, "min_tokens": 60, case: LARGEST[case]})
     else:
-        changes = {"bad_words": PAIRS if case.endswith("pairs") else LENGTHS}
+        changes = {"bad_words": BAD_WORDS[case]}
     calls_in_steps(core, [PLAIN, PLAIN])
     before = calls_in_steps(core, [PLAIN, PLAIN])
     beside = calls_in_steps(core, [PLAIN, (params, changes)])
@@ -128,6 +107,9 @@ def test_many_stop_token_ids_do_not_widen_the_table_of_all():
     slots.release(int(taken[0]))
     slots.take(make_request(stop_token_ids=(7,)), known, 0, 1002, 0)
     assert slots.are_stops(taken, token_ids).all()
+
+
+PAIRS, LENGTHS = BAD_WORDS.values()
 
 
 @pytest.mark.parametrize("bad_words", [(), tuple((*word[:-1], 7) for word in PAIRS), LENGTHS])
