@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -11,7 +12,7 @@ from models.build import Build, build_abstract
 from models.causal_lm import CausalLM
 from models.config.fields import ConfigFields, ModelConfigError
 from models.config.gguf import GGUFConfig, gguf_architecture
-from models.config.hf import hf_architecture
+from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.llama import LlamaForCausalLM
@@ -22,6 +23,7 @@ from models.families.qwen2 import Qwen2ForCausalLM
 from models.families.qwen3 import Qwen3ForCausalLM
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
 from models.weights.declare import declared_params
+from models.weights.errors import ModelFileError
 from sharding.layout import MeshLayout
 
 # Keys are the class names that config.json lists under "architectures".
@@ -39,14 +41,14 @@ MODELS: dict[str, type[CausalLM]] = {
 
 def model_for_hf(architecture: str) -> type[CausalLM]:
     if architecture not in MODELS:
-        raise ModelConfigError(f"architectures must be one of {', '.join(MODELS)}, got {architecture!r}")
+        raise ModelConfigError(f"architectures must be one of {', '.join(MODELS)}, got {architecture[:100]!r}")
     return MODELS[architecture]
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
     by_name = {model.gguf_architecture: model for model in MODELS.values() if model.gguf_architecture is not None}
     if architecture not in by_name:
-        raise ModelConfigError(f"general.architecture must be one of {', '.join(by_name)}, got {architecture!r}")
+        raise ModelConfigError(f"general.architecture must be one of {', '.join(by_name)}, got {architecture[:100]!r}")
     return by_name[architecture]
 
 
@@ -55,6 +57,15 @@ def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
     fields = ConfigFields(raw)
     model = model_for_hf(hf_architecture(fields))
     return ModelConfig(architecture=model.__name__, **model.read_hf(fields))
+
+
+def read_folder(folder: Path) -> ModelConfig:
+    """The ModelConfig of a Hugging Face folder. Raises ModelFileError, which names the file and the field."""
+    raw = read_config_json(folder)
+    try:
+        return read_hf(raw)
+    except ModelConfigError as error:
+        raise ModelFileError(folder / CONFIG_FILE, str(error)) from error
 
 
 def read_gguf(

@@ -20,7 +20,12 @@ APART = {
     "jaxengine.server:entries": ("jaxengine.server.command", "jaxengine.server.ray_serve"),
     "jaxengine.server.http:app": ("jaxengine.server.http.app", "jaxengine.server.http.tokenize"),
     "models:registry": ("models.registry",),
-    "models.weights:declarations": ("models.weights.declare", "models.weights.source", "models.weights.errors"),
+    "models.weights:declarations": (
+        "models.weights.declare",
+        "models.weights.source",
+        "models.weights.errors",
+        "models.weights.files",
+    ),
     "pallas_kernels:base": ("pallas_kernels.registry", "pallas_kernels.tuning"),
     "scheduler:loop": ("scheduler.scheduler", "scheduler.rank"),
 }
@@ -37,8 +42,8 @@ ROOMS = {
     "pallas_kernels.attention.hopper": (
         "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention pallas_kernels.attention.xla"
     ),
-    "models.config": "",
     "models.weights:declarations": "sharding",
+    "models.config": "models.weights:declarations",
     "models.quantization": "pallas_kernels.matmul models.weights:declarations",
     "models": (
         "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.config "

@@ -13,10 +13,9 @@ from typing import Any
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
-from models.config.hf import read_config_json
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope, RopeScaling
-from models.registry import read_hf
+from models.registry import read_folder
 
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 _LLAMA31: dict[str, Any] = {**_LLAMA3, "max_position_embeddings": 131072}
@@ -179,7 +178,7 @@ def model_config(name: str) -> ModelConfig:
 
     Raises:
       ConfigError: none of these.
-      ModelConfigError, ModelFileError: what was found cannot be used.
+      ModelFileError: what was found cannot be used.
     """
     if name.lower() in SHAPES:
         return SHAPES[name.lower()]
@@ -189,10 +188,10 @@ def model_config(name: str) -> ModelConfig:
 
         return open_model(EngineConfig(model=name, load_format="dummy")).config
     if path.is_dir():
-        return read_hf(read_config_json(path))
+        return read_folder(path)
     if len(parts := name.split("/")) != 2 or not all(parts) or name.startswith((".", "~")):
         raise ConfigError("model", name, f"{', '.join(SHAPES)}, a GGUF file, a Hugging Face folder, or a hub id")
-    return read_hf(read_config_json(_download_config(name)))
+    return read_folder(_download_config(name))
 
 
 def _download_config(name: str) -> Path:

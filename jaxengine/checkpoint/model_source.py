@@ -6,7 +6,6 @@ read from any of them.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,13 @@ from typing import Any
 from jaxengine.checkpoint.default_model import default_model_path
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.tokens.tokenizer import Tokenizer
-from models.config.hf import read_config_json
+from models.config.fields import MAX_HEAD_DIM, ModelConfigError
 from models.config.model_config import ModelConfig
-from models.registry import read_gguf, read_hf
+from models.registry import read_folder, read_gguf
 from models.weights.errors import ModelFileError
+from models.weights.files import inside, read_object
 from models.weights.gguf import GGUFFile
+from models.weights.load import HEAD, ROPE_FACTORS
 from models.weights.orbax import LAYOUT_FILE
 from models.weights.safetensors import SafetensorsCheckpoint
 from models.weights.source import WeightSource
@@ -50,9 +51,12 @@ class ModelSource:
             self.weights.close()
 
     def files_beside_weights(self) -> list[Path]:
-        """Configuration, tokenizer and templates of a model folder."""
+        """Configuration, tokenizer and templates of a model folder. Raises ModelFileError for a link out of it."""
         found = {file for pattern in _OTHER_FILES for file in self.path.glob(pattern)}
-        return sorted(found - {file for pattern in _WEIGHT_FILES for file in self.path.glob(pattern)})
+        found -= {file for pattern in _WEIGHT_FILES for file in self.path.glob(pattern)}
+        for file in found:
+            inside(self.path, file.name)
+        return sorted(found)
 
     def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
         """The model's tokenizer, the one asked for instead, or None when it is to be skipped."""
@@ -81,9 +85,14 @@ def open_model(config: EngineConfig) -> ModelSource:
 
 def _find(config: EngineConfig) -> Path:
     assert config.model is not None
-    path = Path(config.model).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(config.model).expanduser()
+        if path.exists():
+            return path
+    except (OSError, ValueError, RuntimeError) as error:  # no file can have such a name, or nobody may look
+        raise ConfigError(
+            "model", config.model[:200], f"a file or folder that can be read: {str(error)[:200]}"
+        ) from None
     parts = config.model.split("/")
     if len(parts) != 2 or not all(parts) or config.model.startswith((".", "~")):
         raise ConfigError("model", config.model, "a GGUF file, a Hugging Face folder, or a hub id like org/name")
@@ -103,7 +112,7 @@ def _download(config: EngineConfig) -> Path:
         )
     except Exception as error:  # the hub client has no common base for "not there", "not allowed" and "no network"
         raise ConfigError(
-            "model", config.model, f"no such file or folder, and the hub does not give it: {error}"
+            "model", config.model, f"no such file or folder, and the hub does not give it: {str(error)[:500]}"
         ) from error
     return Path(folder)
 
@@ -112,32 +121,40 @@ def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:
     if config.load_format not in ("auto", "gguf", "dummy"):
         raise ConfigError("load_format", config.load_format, "auto, gguf or dummy for a file")
     file = GGUFFile(path)
-    factors = tuple(float(x) for x in file.read("rope_freqs.weight")) if "rope_freqs.weight" in file.names() else ()
-    model = read_gguf(file.metadata, tie_word_embeddings="lm_head.weight" not in file.names(), rope_factors=factors)
+    tied = HEAD not in file.names()
+    try:
+        model = read_gguf(file.metadata, tie_word_embeddings=tied, rope_factors=_rope_factors(file))
+    except ModelConfigError as error:
+        raise ModelFileError(path, str(error)) from error
     return ModelSource(path, model, None if config.load_format == "dummy" else file, {})
 
 
+def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
+    if ROPE_FACTORS not in file.names():
+        return ()
+    shape = file.shape(ROPE_FACTORS)
+    if len(shape) != 1 or shape[0] > MAX_HEAD_DIM:
+        text = f"rope factors must be a list of at most {MAX_HEAD_DIM}, got {shape}"
+        raise ModelFileError(file.path, text, ROPE_FACTORS)
+    return tuple(float(factor) for factor in file.read(ROPE_FACTORS))
+
+
 def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
+    if not path.is_dir():
+        raise ModelFileError(path, "must be a regular file or a folder")
     converted = (path / LAYOUT_FILE).is_file()
     allowed = ("auto", "orbax" if converted else "safetensors", "dummy")
     if config.load_format not in allowed:
         raise ConfigError("load_format", config.load_format, f"{', '.join(allowed)} for {path}")
-    model = read_hf(read_config_json(path))
+    model = read_folder(path)
     weights = None if config.load_format == "dummy" else path if converted else SafetensorsCheckpoint(path)
-    defaults = {} if config.generation_config == "vllm" else _generation_defaults(path / "generation_config.json")
+    defaults = {} if config.generation_config == "vllm" else _generation_defaults(path)
     return ModelSource(path, model, weights, defaults)
 
 
-def _generation_defaults(path: Path) -> dict[str, Any]:
+def _generation_defaults(folder: Path) -> dict[str, Any]:
     """The sampling parameters of a generation_config.json; values are checked when they are used."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelFileError(str(path), f"not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelFileError(str(path), "not a JSON object")
+    content = read_object(folder, "generation_config.json") or {}
     defaults = {name: content[name] for name in _GENERATION_FIELDS if content.get(name) is not None}
     if content.get("max_new_tokens") is not None:
         defaults["max_tokens"] = content["max_new_tokens"]

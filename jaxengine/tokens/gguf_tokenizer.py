@@ -19,6 +19,9 @@ from models.weights.errors import ModelFileError
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE_MARK = "\u2581"
+# Every way to cut a token is tried. The longest tokens there are have some hundred characters, runs of blanks.
+MAX_TOKEN_CHARS = 1024
+MAX_VOCABULARY_CHARS = 1 << 22
 
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 LLAMA3_SPLIT = "|".join(
@@ -101,6 +104,10 @@ def build_tokenizer(values: Mapping[str, Any], path: str) -> Tokenizer:
     """
     metadata = _Metadata(values, path)
     tokens = metadata.texts("tokens")
+    longest, total = max(map(len, tokens)), sum(map(len, tokens))
+    if longest > MAX_TOKEN_CHARS or total > MAX_VOCABULARY_CHARS:
+        text = f"tokens must have at most {MAX_TOKEN_CHARS} characters each and {MAX_VOCABULARY_CHARS} between them"
+        raise metadata.fail(f"{text}, got {longest} and {total}", "tokens")
     types = metadata.numbers("token_type", len(tokens))
     types = np.full(len(tokens), NORMAL) if types is None else types
     # llama.cpp gives unnamed tokens a name too.

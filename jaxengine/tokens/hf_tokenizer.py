@@ -6,19 +6,22 @@ requests.
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from jaxengine.tokens.rust_errors import rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
 from models.weights.errors import ModelFileError
+from models.weights.files import MAX_JSON_BYTES, read_object, read_text
 
 MAX_TOKENIZER_BYTES = 1 << 28
-MAX_CONFIG_BYTES = 1 << 24
+MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
@@ -28,15 +31,14 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
     The template is chat_template.jinja if there is one, else the configuration's. Further ids that end an answer are
     those of generation_config.json.
     """
-    source = _read_text(folder / TOKENIZER, MAX_TOKENIZER_BYTES)
+    source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
         raise ModelFileError(folder, f"{TOKENIZER} is missing; other tokenizer formats are not read")
-    try:
+    with rust_errors(folder / TOKENIZER):
         tokenizer = Tokenizer.from_str(source)
-    except Exception as error:  # the library raises a bare Exception
-        raise ModelFileError(folder / TOKENIZER, f"cannot be used: {error}"[:300]) from None
-    config = _read_json(folder / CONFIG)
-    _add_missing_tokens(tokenizer, config, folder / CONFIG)
+    config = read_object(folder, CONFIG) or {}
+    with rust_errors(folder / CONFIG):
+        _add_missing_tokens(tokenizer, config, folder / CONFIG)
     return tokenizer, _special_tokens(tokenizer, config, folder), _chat_template(config, folder)
 
 
@@ -44,7 +46,7 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path
     """Tokens that only tokenizer_config.json knows (`added_tokens_decoder`: id -> description)."""
     key = "added_tokens_decoder"
     entries = config.get(key, {})
-    if not isinstance(entries, dict) or not all(number.isdecimal() for number in entries):
+    if not isinstance(entries, dict) or not all(_TOKEN_ID.fullmatch(number) for number in entries):
         raise ModelFileError(path, "must map token ids to tokens", key)
     for number, entry in sorted(entries.items(), key=lambda item: int(item[0])):
         content = _content(entry, path, key)
@@ -58,7 +60,7 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path
 
 def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) -> SpecialTokens:
     ids: dict[str, int | None] = {}
-    fallback = _read_json(folder / SPECIAL)
+    fallback = read_object(folder, SPECIAL) or {}
     for role in ("bos", "eos", "unk", "pad"):
         key = f"{role}_token"
         entry = config.get(key) if config.get(key) is not None else fallback.get(key)
@@ -66,20 +68,21 @@ def _special_tokens(tokenizer: Tokenizer, config: dict[str, Any], folder: Path) 
         # Nothing here pads, and only tokenizer.json decides what is unknown: those two may name what does not exist.
         if entry is not None and ids[role] is None and role in ("bos", "eos"):
             raise ModelFileError(folder / CONFIG, "names a token that the vocabulary does not have", key)
-    return SpecialTokens(**ids, turn_ends=_turn_ends(tokenizer, folder / GENERATION))  # type: ignore[arg-type]
+    return SpecialTokens(**ids, turn_ends=_turn_ends(tokenizer, folder))  # type: ignore[arg-type]
 
 
-def _turn_ends(tokenizer: Tokenizer, path: Path) -> tuple[int, ...]:
-    value = _read_json(path).get("eos_token_id")
+def _turn_ends(tokenizer: Tokenizer, folder: Path) -> tuple[int, ...]:
+    value = (read_object(folder, GENERATION) or {}).get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    if not all(type(number) is int and 0 <= number < size for number in ids):
-        raise ModelFileError(path, f"must be token ids below {size}, got {repr(value)[:100]}", "eos_token_id")
+    if len(ids) > MAX_TURN_ENDS or not all(type(number) is int and 0 <= number < size for number in ids):
+        text = f"must be token ids below {size}, at most {MAX_TURN_ENDS}, got {repr(value)[:100]}"
+        raise ModelFileError(folder / GENERATION, text, "eos_token_id")
     return tuple(ids)
 
 
 def _chat_template(config: dict[str, Any], folder: Path) -> str | dict[str, str] | None:
-    template = _read_text(folder / TEMPLATE, MAX_CONFIG_BYTES)
+    template = read_text(folder, TEMPLATE, MAX_JSON_BYTES)
     if template is None:
         template = config.get("chat_template")
     if template is None or isinstance(template, str):
@@ -100,33 +103,3 @@ def _content(entry: Any, path: Path, key: str) -> str:
     if not isinstance(content, str) or not content:
         raise ModelFileError(path, f"must be a token, got {repr(entry)[:100]}", key)
     return content
-
-
-def _read_text(path: Path, limit: int) -> str | None:
-    """The file's text, None when there is no such file."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(limit + 1)
-        if len(raw) > limit:
-            raise ModelFileError(path, f"larger than {limit} bytes")
-        return raw.decode()
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError:
-        raise ModelFileError(path, "not UTF-8 text") from None
-    except OSError as error:
-        raise ModelFileError(path, f"cannot be read: {error.strerror}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, {} when there is no such file."""
-    source = _read_text(path, MAX_CONFIG_BYTES)
-    if source is None:
-        return {}
-    try:
-        value = json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(path, f"not JSON: {error}"[:300]) from None
-    if not isinstance(value, dict):
-        raise ModelFileError(path, f"must hold a JSON object, got {type(value).__name__}")
-    return value

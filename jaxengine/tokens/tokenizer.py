@@ -18,6 +18,7 @@ import tokenizers.decoders
 from jaxengine.tokens.chat_template import ROLE_TOKENS, render_chat
 from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, special_tokens
 from jaxengine.tokens.hf_tokenizer import read_hf_tokenizer
+from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
 from scheduler.errors import RequestError
 
@@ -74,13 +75,16 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, path: str = "GGUF metadata") -> Tokenizer:
         """From the `tokenizer.*` keys of a GGUF file; `path` is for error messages. Raises ModelFileError."""
-        backend = build_tokenizer(metadata, path)
-        return cls(backend, special_tokens(metadata, path), chat_template_of(metadata, path))
+        with rust_errors(path):
+            return cls(
+                build_tokenizer(metadata, path), special_tokens(metadata, path), chat_template_of(metadata, path)
+            )
 
     @classmethod
     def from_hf_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """From tokenizer.json and the files beside it (see hf_tokenizer). Raises ModelFileError."""
-        return cls(*read_hf_tokenizer(Path(path)))
+        with rust_errors(path):
+            return cls(*read_hf_tokenizer(Path(path)))
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -104,11 +108,24 @@ class Tokenizer:
             raise RequestError(
                 "a prompt must be valid Unicode text; it holds a lone surrogate", param="prompt"
             ) from None
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            text = f"the model's tokenizer cannot encode the prompt: {str(error)[:300]}"
+            raise RequestError(text, param="prompt") from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the ids; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Text of the ids; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing.
+
+        So does all of it where the model's decoder fails at what the model has written: an answer is no place for one.
+        """
+        try:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            return "\ufffd"
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's entries as they are stored; None for ids outside."""

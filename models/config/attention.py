@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.config.fields import ModelConfigError
+from models.config.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_INTEGER, ModelConfigError, check_size
 from models.config.rope import Rope
 
 
@@ -40,12 +40,11 @@ class LayerAttention:
     output_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim", "window"):
-            value = getattr(self, name)
-            if name == "window" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ModelConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        check_size("num_heads", self.num_heads, MAX_HEADS)
+        check_size("num_kv_heads", self.num_kv_heads, MAX_HEADS)
+        check_size("head_dim", self.head_dim, MAX_HEAD_DIM)
+        if self.window is not None:
+            check_size("window", self.window, MAX_INTEGER)
         for name in ("scale", "soft_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.config.fields import ModelConfigError
+from models.config.fields import MAX_EXPERTS, MAX_INTERMEDIATE, ModelConfigError, check_size
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,9 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_per_token", "intermediate_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ModelConfigError(f"experts: {name} must be an integer >= 1, got {value!r}")
+        check_size("experts: num_experts", self.num_experts, MAX_EXPERTS)
+        check_size("experts: num_per_token", self.num_per_token, MAX_EXPERTS)
+        check_size("experts: intermediate_size", self.intermediate_size, MAX_INTERMEDIATE)
         if self.num_per_token > self.num_experts:
             raise ModelConfigError(
                 f"experts: num_per_token must be at most num_experts = {self.num_experts}, got {self.num_per_token}"

@@ -5,7 +5,7 @@ Owns the wording of configuration errors. Knows neither what the values mean nor
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +13,51 @@ import numpy as np
 
 _REQUIRED = object()
 MAX_INTEGER = 2**31 - 1
-MAX_LAYERS = 4096  # a configuration holds one entry per layer, so their number is bounded before it is believed
+# What a model may ask for: a few times what the largest ones have. A file of some hundred bytes names these numbers,
+# and arrays and lists are made of their size before any weight is seen.
+MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
+MAX_HIDDEN, MAX_INTERMEDIATE, MAX_VOCAB = 1 << 17, 1 << 20, 1 << 22
+MAX_POSITIONS = 1 << 26
+MAX_TOKEN_IDS = 1024
+# Of layers and experts of each, which all have tensors with names of their own.
+MAX_ALL_EXPERTS = 1 << 17
+# By the fields' names, those of config.json first, then those of GGUF files.
+_MAXIMA = {
+    "vocab_size": MAX_VOCAB,
+    "hidden_size": MAX_HIDDEN,
+    "intermediate_size": MAX_INTERMEDIATE,
+    "moe_intermediate_size": MAX_INTERMEDIATE,
+    "num_hidden_layers": MAX_LAYERS,
+    "max_window_layers": MAX_LAYERS,
+    "decoder_sparse_step": MAX_LAYERS,
+    "num_attention_heads": MAX_HEADS,
+    "num_key_value_heads": MAX_HEADS,
+    "head_dim": MAX_HEAD_DIM,
+    "num_experts": MAX_EXPERTS,
+    "num_local_experts": MAX_EXPERTS,
+    "num_experts_per_tok": MAX_EXPERTS,
+    "max_position_embeddings": MAX_POSITIONS,
+    "original_max_position_embeddings": MAX_POSITIONS,
+    "sliding_window": MAX_INTEGER,  # of any length is no window
+    "embedding_length": MAX_HIDDEN,
+    "feed_forward_length": MAX_INTERMEDIATE,
+    "block_count": MAX_LAYERS,
+    "attention.head_count": MAX_HEADS,
+    "attention.head_count_kv": MAX_HEADS,
+    "attention.key_length": MAX_HEAD_DIM,
+    "attention.value_length": MAX_HEAD_DIM,
+    "rope.dimension_count": MAX_HEAD_DIM,
+    "expert_count": MAX_EXPERTS,
+    "context_length": MAX_POSITIONS,
+    "rope.scaling.original_context_length": MAX_POSITIONS,
+    "attention.sliding_window": MAX_INTEGER,
+}
+
+
+def check_size(name: str, value: Any, maximum: int, minimum: int = 1) -> None:
+    """Raises ModelConfigError unless value is an integer within these bounds."""
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        raise ModelConfigError(f"{name} must be an integer >= {minimum} and <= {maximum}, got {value!r}")
 
 
 class ModelConfigError(ValueError):
@@ -36,8 +80,9 @@ class ConfigFields:
         return self.raw.get(self.prefix + name) is not None
 
     def fail(self, name: str, allowed: str) -> ModelConfigError:
-        value = repr(self.raw.get(self.prefix + name))
-        shown = value if len(value) <= 80 else value[:77] + "..."
+        value = self.raw.get(self.prefix + name)
+        text = repr(value[:1000] if isinstance(value, (str, list)) else value)
+        shown = text if len(text) <= 80 else text[:77] + "..."
         return ModelConfigError(f"{self.prefix + name} must be {allowed}, got {shown}")
 
     def _get(self, name: str, default: Any) -> Any:
@@ -52,10 +97,12 @@ class ConfigFields:
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
         return self._get(name, default)
 
-    def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> Any:
+    def integer(self, name: str, default: Any = _REQUIRED, *, minimum: int = 1) -> Any:
+        """An integer of at most what _MAXIMA allows a field of this name, MAX_INTEGER where it does not know it."""
         value = self._get(name, default)
         if value is default:
             return value
+        maximum = _MAXIMA.get(name, MAX_INTEGER)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise self.fail(name, f"an integer >= {minimum} and <= {maximum}")
         return value
@@ -65,7 +112,8 @@ class ConfigFields:
         value = self._get(name, default)
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        # Compared, for an integer that no float can hold is no error of isfinite's.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise self.fail(name, "a finite number > 0")
         return float(value)
 
@@ -93,6 +141,7 @@ class ConfigFields:
         """One token id or a list of them; empty when the field is absent."""
         value = self._get(name, ())
         ids: tuple[Any, ...] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-            raise self.fail(name, "a token id >= 0 or a list of token ids")
+        wrong = any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_INTEGER for i in ids)
+        if wrong or len(ids) > MAX_TOKEN_IDS:
+            raise self.fail(name, f"a token id >= 0 or a list of at most {MAX_TOKEN_IDS} token ids")
         return ids

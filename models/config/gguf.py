@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from models.config.attention import LayerAttention
-from models.config.fields import MAX_LAYERS, ConfigFields, ModelConfigError
+from models.config.fields import ConfigFields, ModelConfigError
 from models.config.rope import Rope, RopeScaling
 
 
@@ -47,7 +47,7 @@ def gguf_fields(gguf: GGUFConfig, **attention: Any) -> dict[str, Any]:
     if fields.integer("expert_count", 0, minimum=0):
         raise fields.fail("expert_count", "0 or absent: mixtures of experts are not supported")
     hidden_size = fields.integer("embedding_length")
-    num_layers = fields.integer("block_count", maximum=MAX_LAYERS)
+    num_layers = fields.integer("block_count")
     num_heads = fields.integer("attention.head_count")
     head_dim = _head_dim(fields, hidden_size, num_heads)
     max_positions = fields.integer("context_length")

@@ -5,32 +5,25 @@ Owns what all families spell alike. Only data is read: `auto_map` and every othe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from models.config.attention import LayerAttention
-from models.config.fields import MAX_LAYERS, ConfigFields, ModelConfigError
+from models.config.fields import ConfigFields, ModelConfigError
 from models.config.rope import Rope, RopeScaling
+from models.weights.errors import ModelFileError
+from models.weights.files import read_object
 
-MAX_CONFIG_BYTES = 16 << 20
+CONFIG_FILE = "config.json"
 
 
 def read_config_json(folder: Path | str) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint folder. Raises ModelConfigError when it is absent or not a JSON object."""
-    path = Path(folder) / "config.json"
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ModelConfigError(f"{path} must be at most {MAX_CONFIG_BYTES} bytes, got {path.stat().st_size}")
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ModelConfigError):
-            raise
-        raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelConfigError(f"{path} must hold a JSON object, got {type(raw).__name__}")
+    """The parsed config.json of a checkpoint folder. Raises ModelFileError when it is absent or not a JSON object."""
+    raw = read_object(folder, CONFIG_FILE)
+    if raw is None:
+        raise ModelFileError(Path(folder) / CONFIG_FILE, "cannot be read: there is no such file")
     return raw
 
 
@@ -83,7 +76,7 @@ def hf_fields(
         )
     own_head_dim: int = fields.integer("head_dim", head_dim or hidden_size // num_heads)
     max_positions = fields.integer("max_position_embeddings")
-    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    num_layers = fields.integer("num_hidden_layers")
     layer = partial(
         LayerAttention,
         num_heads=num_heads,
@@ -112,9 +105,9 @@ def windows_by_kind(fields: ConfigFields, window: int | None) -> tuple[int | Non
     """Windows of the layers as `layer_types` lists them: `window` for sliding ones, none for the others."""
     by_kind = {"full_attention": None, "sliding_attention": window}
     kinds, num_layers = fields.value("layer_types"), fields.integer("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in by_kind for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(str(kind) not in by_kind for kind in kinds):
         raise fields.fail("layer_types", f"a list of {num_layers} of {', '.join(by_kind)}")
-    return tuple(by_kind[kind] for kind in kinds)
+    return tuple(by_kind[str(kind)] for kind in kinds)
 
 
 def _read_hf_rope(fields: ConfigFields, head_dim: int, max_positions: int, partial_rotary: bool) -> Rope:

@@ -10,7 +10,23 @@ from dataclasses import dataclass
 
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
-from models.config.fields import ModelConfigError
+from models.config.fields import (
+    MAX_ALL_EXPERTS,
+    MAX_HIDDEN,
+    MAX_INTERMEDIATE,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    ModelConfigError,
+    check_size,
+)
+
+_MAXIMA = {
+    "vocab_size": MAX_VOCAB,
+    "hidden_size": MAX_HIDDEN,
+    "intermediate_size": MAX_INTERMEDIATE,
+    "max_position_embeddings": MAX_POSITIONS,
+}
 
 
 @dataclass(frozen=True)
@@ -37,10 +53,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ModelConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        for name, maximum in _MAXIMA.items():
+            check_size(name, getattr(self, name), maximum)
+        all_experts = len(self.attention) * (self.experts.num_experts if self.experts else 1)
+        if len(self.attention) > MAX_LAYERS or all_experts > MAX_ALL_EXPERTS:
+            raise ModelConfigError(
+                f"there must be at most {MAX_LAYERS} layers, with at most {MAX_ALL_EXPERTS} experts between them, got "
+                f"{len(self.attention)} and {all_experts}"
+            )
         for name in ("rms_norm_eps", "logit_soft_cap"):
             value = getattr(self, name)
             if name == "logit_soft_cap" and value is None:

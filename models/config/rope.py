@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from models.config.fields import ConfigFields, ModelConfigError
+from models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 
 ROPE_TYPES = ("linear", "llama3", "yarn", "factors")
 
@@ -50,6 +50,8 @@ class RopeScaling:
                 f"high_freq_factor must be larger than low_freq_factor, got {self.high_freq_factor} "
                 f"and {self.low_freq_factor}"
             )
+        if not math.isfinite(self.attention_factor):
+            raise ModelConfigError(f"attention_factor must be a finite number, got {self.attention_factor}")
         if self.rope_type == "factors" and not all(math.isfinite(f) and f > 0 for f in self.factors):
             raise ModelConfigError(f"rope factors must be finite numbers > 0, got {self.factors!r}")
 
@@ -107,11 +109,19 @@ class Rope:
     def __post_init__(self) -> None:
         if not 1 < self.theta < float("inf"):
             raise ModelConfigError(f"rope_theta must be a finite number > 1, got {self.theta!r}")
-        if self.rotary_dim < 2 or self.rotary_dim % 2:
+        if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= MAX_HEAD_DIM:
             raise ModelConfigError(
-                f"rotary_dim, head_dim or a part of it, must be even and >= 2, got {self.rotary_dim}"
+                f"rotary_dim, head_dim or a part of it, must be even, >= 2 and <= {MAX_HEAD_DIM}, got {self.rotary_dim}"
             )
-        self.frequencies()  # raises where they do not fit together
+        try:
+            with np.errstate(all="ignore"):
+                usable = np.isfinite(self.frequencies()).all()
+        except ModelConfigError:
+            raise
+        except (ArithmeticError, ValueError):  # the logarithm of 0, ...
+            usable = False
+        if not usable:
+            raise ModelConfigError(f"rope must give finite frequencies, got theta {self.theta} with {self.scaling}")
 
     def frequencies(self) -> np.ndarray:
         """Radians per position of each rotated pair, float64[rotary_dim / 2]."""

@@ -49,5 +49,5 @@ def _dense_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     listed = fields.value("mlp_only_layers", [])
     if not isinstance(listed, list) or any(type(layer) is not int or layer < 0 for layer in listed):
         raise fields.fail("mlp_only_layers", "a list of layer indices >= 0")
-    step = fields.integer("decoder_sparse_step", 1)
-    return tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step)
+    step, dense = fields.integer("decoder_sparse_step", 1), set(listed)
+    return tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterable, Mapping
 from io import FileIO
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from models.weights.errors import ModelFileError
+from models.weights.files import open_regular
 from models.weights.gguf_dequant import dequantize
 from models.weights.gguf_header import TensorInfo, read_header
 from models.weights.source import WHOLE
@@ -87,11 +87,9 @@ class GGUFFile:
         self.path = os.fspath(path)
         self._file: FileIO | None = None
         try:
-            # A pipe would block the open, so what it is comes first.
-            if not stat.S_ISREG(os.stat(self.path).st_mode):
-                raise ModelFileError(self.path, "not a regular file")
-            self._file = FileIO(self.path)
-            header = read_header(self.path, self._file.fileno(), os.fstat(self._file.fileno()).st_size)
+            descriptor, size = open_regular(self.path)
+            self._file = FileIO(descriptor)
+            header = read_header(self.path, descriptor, size)
             self.metadata = header.metadata
             self.architecture = _architecture(self.path, header.metadata)
             self._heads = {part: self._head_count(key) for part, key in _HEADS_KEY.items()}

@@ -8,7 +8,9 @@ depends on how many devices they are split over (declare.ParamDecl): another num
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from models.causal_lm import CausalLM
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
+from models.weights.files import read_object
 from models.weights.parts import format_of, num_parts, sharding_of
 
 LAYOUT_FILE = "layout.json"
@@ -94,31 +97,39 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
     restore = ocp.args.PyTreeRestore(
         wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
     )
+    _check_files(folder / WEIGHTS_FOLDER)
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=CONCURRENT_GB)) as checkpointer:
             arrays = checkpointer.restore(folder.absolute() / WEIGHTS_FOLDER, args=restore)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelFileError(folder / WEIGHTS_FOLDER, f"cannot be read: {error}") from error
+    except Exception as error:  # of orbax, tensorstore and all that they call, which have no base in common
+        raise ModelFileError(folder / WEIGHTS_FOLDER, f"cannot be read: {type(error).__name__}: {error}") from error
     filled = []
     for name, param in zip(names, declared, strict=True):
-        array = arrays.pop(name)
+        array = arrays.pop(name, None)
+        # Where its own notes are damaged, orbax leaves out what it does not find.
+        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (param.shape, param.dtype):
+            raise ModelFileError(folder / WEIGHTS_FOLDER, "does not hold this weight as layout.json says", name)
         array = jax.device_put(array, format_of(param.decl, array.sharding))
         filled.append((param.path, param.variable.replace(array)))
     return nnx.from_flat_state(filled)
 
 
+def _check_files(weights: Path) -> None:
+    """Orbax opens what it finds: a link would lead it out of the folder, and a pipe never ends."""
+    for folder, folders, files in os.walk(weights):
+        for name in (*folders, *files):
+            mode = os.lstat(Path(folder) / name).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise ModelFileError(Path(folder) / name, "must be a regular file or a folder")
+
+
 def read_layout(folder: Path) -> dict[str, Any]:
     """The layout.json of a checkpoint folder: format, mesh (axis sizes), weights (name -> arrangement)."""
     path = folder / LAYOUT_FILE
-    try:
-        if path.stat().st_size > MAX_LAYOUT_BYTES:
-            raise ModelFileError(path, f"must be a file of at most {MAX_LAYOUT_BYTES} bytes")
-        layout = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        if isinstance(error, ModelFileError):
-            raise
-        raise ModelFileError(path, f"cannot be read: {error}") from error
-    if not isinstance(layout, dict) or layout.get("format") != FORMAT:
+    layout = read_object(folder, LAYOUT_FILE, MAX_LAYOUT_BYTES)
+    if layout is None:
+        raise ModelFileError(path, "cannot be read: there is no such file")
+    if layout.get("format") != FORMAT:
         raise ModelFileError(path, f"format must be {FORMAT!r}; convert the model again")
     if not isinstance(layout.get("weights"), dict) or not isinstance(layout.get("mesh"), dict):
         raise ModelFileError(path, "must hold objects mesh and weights")
@@ -141,7 +152,8 @@ def _check(folder: Path, name: str, saved: dict[str, Any], wanted: dict[str, Any
     if found is None:
         raise ModelFileError(folder, "a weight that the model needs is missing", name)
     if found != wanted:
-        text = f"was saved as {found} for the mesh {saved['mesh']}, but this engine needs {wanted}"
+        was, mesh = str(found)[:300], str(saved["mesh"])[:100]
+        text = f"was saved as {was} for the mesh {mesh}, but this engine needs {wanted}"
         what_to_do = "use the saved dtype and parallel sizes, or convert the model again for these"
         raise ModelFileError(folder, f"{text}: {what_to_do}", name)
 

@@ -6,11 +6,9 @@ the checkpoint's folder. Formats that are programs (pickle: .bin, .pt, .pth) are
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,12 @@ import ml_dtypes
 import numpy as np
 
 from models.weights.errors import ModelFileError
+from models.weights.files import inside, open_regular, parse_object, read_bytes
 from models.weights.source import WHOLE
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_RANK = 16
+MAX_SIZE = 2**63 - 1
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -67,8 +67,10 @@ class SafetensorsCheckpoint:
         self._where: dict[str, _SafetensorsFile] = {}
         try:
             self._open(Path(path))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):  # a folder that may not be looked into
+                raise ModelFileError(self.path, f"cannot be read: {error.strerror}") from None
             raise
 
     def names(self) -> Iterable[str]:
@@ -101,7 +103,7 @@ class SafetensorsCheckpoint:
         if not path.is_dir():
             self._add(path)
         elif (path / SINGLE_FILE).exists() or (path / SINGLE_FILE).is_symlink():
-            self._add(_inside(path, SINGLE_FILE))
+            self._add(inside(path, SINGLE_FILE))
         elif (path / INDEX_FILE).exists():
             self._open_index(path)
         elif any(child.suffix in PICKLE_SUFFIXES for child in path.iterdir()):
@@ -116,39 +118,19 @@ class SafetensorsCheckpoint:
         return file
 
     def _open_index(self, folder: Path) -> None:
-        index_path = _inside(folder, INDEX_FILE)
-        if not index_path.is_file() or index_path.stat().st_size > MAX_HEADER_BYTES:
-            raise ModelFileError(index_path, f"must be a regular file of at most {MAX_HEADER_BYTES} bytes")
-        weight_map = _parse_object(index_path, index_path.read_bytes()).get("weight_map")
+        index_path = folder / INDEX_FILE
+        raw = read_bytes(folder, INDEX_FILE, MAX_HEADER_BYTES) or b""
+        weight_map = _parse_unique(index_path, raw).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelFileError(index_path, "must map tensor names to file names", "weight_map")
-        for file_name in dict.fromkeys(weight_map.values()):
-            file = self._add(_inside(folder, file_name))
-            listed = {tensor for tensor, where in weight_map.items() if where == file_name}
-            differing = sorted(listed ^ file.tensors.keys())
-            if differing:
-                raise ModelFileError(index_path, f"index and file {file_name} disagree about this tensor", differing[0])
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """The file `name` of a checkpoint folder; ModelFileError if it is elsewhere, by its spelling or by a link.
-
-    One kind of link out is legitimate: the Hugging Face cache keeps files in <model>/blobs, and
-    <model>/snapshots/<revision> holds links to them.
-    """
-    parts = Path(name).parts
-    if not parts or Path(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name:
-        raise ModelFileError(folder, "file names must be relative and stay inside the folder", name)
-    try:
-        home, target = folder.resolve(), (folder / name).resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
-        raise ModelFileError(folder, f"cannot be resolved: {error}", name) from error
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
-    if not any(target.is_relative_to(place) for place in allowed):
-        raise ModelFileError(folder, "links must not lead out of the folder", name)
-    return target
+        listed: dict[str, set[str]] = {}
+        for tensor, file_name in weight_map.items():
+            listed.setdefault(file_name, set()).add(tensor)
+        for file_name, names in listed.items():
+            file = self._add(inside(folder, file_name))
+            if differing := names ^ file.tensors.keys():
+                text = f"index and file {file_name!r} disagree about this tensor"
+                raise ModelFileError(index_path, text, min(differing))
 
 
 class _SafetensorsFile:
@@ -159,11 +141,8 @@ class _SafetensorsFile:
         self.bytes_read = 0
         self._fd = -1
         try:
-            # Asked before opening: opening a pipe would wait for a writer.
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise ModelFileError(path, "must be a regular file")
-            self._fd = os.open(path, os.O_RDONLY)
-            self.tensors = self._read_header(os.fstat(self._fd).st_size)
+            self._fd, size = open_regular(path)
+            self.tensors = self._read_header(size)
         except OSError as error:
             raise ModelFileError(path, f"cannot be read: {error.strerror}") from error
         except ModelFileError:
@@ -213,7 +192,7 @@ class _SafetensorsFile:
         raw = bytearray(header_bytes)
         self._fill(memoryview(raw), 8)
         data_start = 8 + header_bytes
-        header = _parse_object(self.path, bytes(raw))
+        header = _parse_unique(self.path, bytes(raw))
         header.pop("__metadata__", None)
         tensors = {name: _tensor_info(self.path, name, entry, data_start) for name, entry in header.items()}
         self._check_cover(tensors, data_start, file_bytes)
@@ -235,11 +214,15 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise ModelFileError(path, "an entry must hold exactly dtype, shape and data_offsets", name)
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
-        raise ModelFileError(path, f"dtype must be one of {', '.join(DTYPES)}, got {code!r}", name)
+        raise ModelFileError(path, f"dtype must be one of {', '.join(DTYPES)}, got {_short(code)}", name)
     if not _is_sizes(shape) or len(shape) > MAX_RANK:
-        raise ModelFileError(path, f"shape must be a list of at most {MAX_RANK} integers >= 0, got {shape!r}", name)
+        text = f"shape must be a list of at most {MAX_RANK} integers from 0 to 2^63 - 1, got {_short(shape)}"
+        raise ModelFileError(path, text, name)
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ModelFileError(path, f"data_offsets must be [begin, end] with 0 <= begin <= end, got {offsets!r}", name)
+        text = f"data_offsets must be [begin, end] with 0 <= begin <= end < 2^63, got {_short(offsets)}"
+        raise ModelFileError(path, text, name)
+    if math.prod(max(size, 1) for size in shape) > MAX_SIZE // 8:  # numpy counts so, though a size be 0
+        raise ModelFileError(path, f"shape must have sizes with a product of at most 2^60, got {_short(shape)}", name)
     num_bytes = math.prod(shape) * DTYPES[code].itemsize
     if num_bytes != offsets[1] - offsets[0]:
         raise ModelFileError(
@@ -248,24 +231,33 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     return TensorInfo(DTYPES[code], tuple(shape), data_start + offsets[0], num_bytes)
 
 
+def _short(value: Any) -> str:
+    return repr(value)[:100]
+
+
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= MAX_SIZE for n in value)
 
 
-def _parse_object(path: Path, raw: bytes) -> dict[str, Any]:
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Makes a dict of a JSON object's pairs, and a ModelFileError of a key that appears twice."""
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise ModelFileError(path, "a JSON key appears twice", next(n for n in names if names.count(n) > 1))
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    raise ModelFileError(path, "a JSON key appears twice", name)
+                seen.add(name)
         return found
 
+    return checked
+
+
+def _parse_unique(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=without_duplicates)
-    except ModelFileError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(path, f"holds invalid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(path, f"must hold a JSON object, got {type(value).__name__}")
-    return value
+        source = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelFileError(path, f"not UTF-8 text: {error.reason}") from None
+    return parse_object(path, source, _without_duplicates(path))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ import pytest
 from jaxengine import LLM
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from models.config.fields import ModelConfigError
 from models.weights.errors import ModelFileError
+from models.weights.orbax import read_layout
 from tests.conftest import TINY_CHECKPOINT
 
 
@@ -87,22 +89,77 @@ def remote_code(folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "error"),
+    ("damage", "file"),
     [
-        (truncated, ModelFileError),
-        (lambda folder: (folder / "model.safetensors").unlink(), ModelFileError),
-        (lambda folder: (folder / "config.json").unlink(), ModelConfigError),
-        (lambda folder: (folder / "config.json").write_text("{"), ModelConfigError),
-        (unknown, ModelConfigError),
-        (remote_code, ModelConfigError),
+        (truncated, "model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (unknown, "config.json"),
+        (remote_code, "config.json"),
     ],
 )
-def test_a_damaged_folder_is_one_clear_error(tmp_path, tiny_options, damage, error):
+def test_a_damaged_folder_is_one_clear_error(tmp_path, tiny_options, damage, file):
     folder = copy(tmp_path)
     damage(folder)
-    with pytest.raises(error):
+    with pytest.raises(ModelFileError, match=file):
         LLM(**{**tiny_options, "model": str(folder), "max_model_len": 32})
     assert not (folder / "canary").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "layout.json"])
+def test_files_that_never_end_or_lie_elsewhere(tmp_path, name):
+    """A pipe would wait for ever, /dev/zero fills the memory, and what a link leads to is nobody's business."""
+    folder = copy(tmp_path)
+    file = folder / name
+    for make, message in (
+        (os.mkfifo, "must be a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "links must not lead out"),
+        (lambda path: path.symlink_to("/etc/passwd"), "links must not lead out"),
+        (Path.mkdir, "must be a regular file"),
+    ):
+        file.unlink(missing_ok=True)
+        make(file)
+        with pytest.raises(ModelFileError, match=message):
+            open_model(EngineConfig(model=str(folder), load_format="dummy"))
+            read_layout(folder)
+
+
+def test_a_link_out_of_the_folder_is_not_copied(tmp_path):
+    folder = copy(tmp_path)
+    source = open_model(EngineConfig(model=str(folder), load_format="dummy"))
+    assert source.files_beside_weights() == [folder / "config.json"]
+    (folder / "chat_template.jinja").symlink_to("/etc/passwd")
+    with pytest.raises(ModelFileError, match="links must not lead out.*chat_template.jinja"):
+        source.files_beside_weights()
+
+
+def test_sizes_are_bounded_before_anything_is_made_of_them(tmp_path):
+    folder = copy(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    tracemalloc.start()
+    try:
+        for field, value in (
+            *((name, 2**28) for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")),
+            *((name, 2**28) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")),
+            ("max_position_embeddings", 2**31),
+            ("rms_norm_eps", 10**400),
+            ("num_attention_heads", 10**400),
+            ("eos_token_id", [1] * 10_000),
+        ):
+            (folder / "config.json").write_text(json.dumps({**config, field: value}))
+            with pytest.raises(ModelFileError, match=r"config\.json: "):
+                open_model(EngineConfig(model=str(folder), load_format="dummy"))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["a\0b/c", "/" + "a" * 5000, "~nobody-of-this-name/model", "\ud800", "/dev/zero"])
+def test_names_that_no_file_can_have(name):
+    with pytest.raises((ConfigError, ModelFileError)) as error:
+        open_model(EngineConfig(model=name))
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 16, b"x" * 1000])

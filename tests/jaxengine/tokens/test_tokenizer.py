@@ -165,6 +165,7 @@ def test_what_is_no_text(smollm, text):
         ({"tokens": np.arange(3)}, "must be list"),
         ({"tokens": ["a", 3]}, "list of strings"),
         ({"tokens": ["a"] * 600}, "only 1 of 600 tokens are distinct"),
+        ({"tokens": ["a" * 200_000]}, "at most 1024 characters each"),
         ({"model": "wordpiece"}, "'wordpiece' is not supported; supported: 'gpt2', 'llama'"),
         ({"model": None}, "None is not supported"),
         ({"model": "gpt2", "pre": "unheard-of", "merges": ["a b"]}, "'unheard-of' is not supported; supported: smollm"),

@@ -148,5 +148,22 @@ def test_no_tokenizer_and_no_utf8(folder, tmp_path):
         Tokenizer.from_hf_folder(path)
     (path / "chat_template.jinja").unlink()
     (path / "chat_template.jinja").mkdir()
-    with pytest.raises(ModelFileError, match="cannot be read"):
+    with pytest.raises(ModelFileError, match="must be a regular file"):
         Tokenizer.from_hf_folder(path)
+
+
+def test_a_template_of_elsewhere_is_not_shown(folder, tmp_path_factory):
+    secret = tmp_path_factory.mktemp("elsewhere") / "secret"
+    secret.write_text("a key")
+    path = folder()
+    (path / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(ModelFileError, match="links must not lead out"):
+        Tokenizer.from_hf_folder(path)
+
+
+def test_a_panic_of_the_library_is_an_error_like_others(folder):
+    """A decoder that takes a letter off a token that has none: Rust panics, and Python gets a BaseException."""
+    nothing = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": ""}
+    strip = {"type": "Strip", "content": "a", "start": 0, "stop": 1}
+    tokenizer = Tokenizer.from_hf_folder(folder(decoder={"type": "Sequence", "decoders": [nothing, strip]}))
+    assert tokenizer.decode(tokenizer.encode(" ")) == "\ufffd"
