@@ -20,7 +20,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from models.causal_lm import CausalLM
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
-from models.weights.parts import format_of, num_parts, sharding_of
+from models.weights.parts import num_parts, put, sharding_of
 
 LAYOUT_FILE = "layout.json"
 WEIGHTS_FOLDER = "weights"
@@ -102,7 +102,7 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
     filled = []
     for name, param in zip(names, declared, strict=True):
         array = arrays.pop(name)
-        array = jax.device_put(array, format_of(param.decl, array.sharding))
+        array = put(array, param.decl, array.sharding)
         filled.append((param.path, param.variable.replace(array)))
     return nnx.from_flat_state(filled)
 
