@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, page_bytes, partition_spec
@@ -28,10 +27,10 @@ __all__ = [
     "KVPages",
     "Paged",
     "abstract_kv",
+    "device_kv",
     "group_layers",
     "kernel_modules",
     "kv_partition",
-    "make_kv",
     "num_places",
     "page_bytes_of_group",
     "platform_of",
@@ -112,13 +111,6 @@ def abstract_kv(groups: Sequence[Paged], num_pages: int, *, layout: str, mesh: M
     return jax.tree.map(of_all_devices, kv, kv_partition(kv))
 
 
-def make_kv(shapes: KVPages) -> KVPages:
-    """The pool of `abstract_kv`, zeroed, each device making its own part; quantised dtypes start with scales of 1."""
-
-    def fill(shape: Any, value: int) -> jax.Array:
-        return jax.jit(jnp.full, static_argnums=(0, 1, 2), out_shardings=shape.sharding)(
-            shape.shape, value, shape.dtype
-        )
-
-    scales = [None if scale is None else fill(scale, 1) for scale in (shapes.k_scale, shapes.v_scale)]
-    return replace(shapes, data=fill(shapes.data, 0), k_scale=scales[0], v_scale=scales[1])
+def device_kv(shapes: KVPages) -> KVPages:
+    """One device's part of the pool of `abstract_kv`, zeroed; quantised dtypes start with scales of 1."""
+    return alloc(shapes.spec, layout=shapes.layout)

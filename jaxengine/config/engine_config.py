@@ -135,7 +135,8 @@ class EngineConfig:
       cluster_key_file: a file with the secret that all of them know.
       cluster_timeout: seconds that a start-up waits for a process.
       compilation_config: which shapes are compiled; a CompilationConfig or a dict of its fields.
-      compile_cache_dir: where compiled steps are kept; "" keeps none.
+      compile_cache_dir: where compiled steps are kept, JAXENGINE_CACHE_DIR if not given, else ~/.cache/jaxengine
+        (XDG_CACHE_HOME is heeded); "" keeps none. A folder of root's is only read by other users.
       max_logprobs: most logprobs a request may ask for.
       logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".
       generation_config: "auto" takes default sampling parameters from the model's generation_config.json, "vllm" none.

@@ -18,7 +18,6 @@ from jaxengine.runner.heads import HEADS
 from jaxengine.runner.memory import device_memory, memory_in_use, workspace_bytes
 from jaxengine.runner.step import Forwarded
 from jaxengine.runner.step_programs import Program, StepPrograms
-from models.cache import make_kv
 from scheduler.buckets import Bucket
 from sharding.rules import named_sharding, part_bytes
 
@@ -99,8 +98,8 @@ class StageRunner:
 
     def allocate(self) -> None:
         """Makes the pool and the state of the slots."""
-        self._kv = make_kv(self._kv_shapes)
-        self._state = self.programs.make_state()
+        self._kv = self._compile(self.programs.pool(self._kv_shapes))()
+        self._state = self._compile(self.programs.state())()
 
     def forward(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
         """Dispatches the stage's part of a forward pass: hidden states for the next stage, or Forwarded."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from jaxengine.runner.step import (
     make_forward,
 )
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState, mask_words
-from models.cache import KVPages, abstract_kv, page_bytes_of_group
+from models.cache import KVPages, abstract_kv, device_kv, page_bytes_of_group
 from models.causal_lm import CausalLM
 from scheduler.buckets import Bucket
 from scheduler.packing import Packer
@@ -231,16 +232,18 @@ class StepPrograms:
 
         return jax.tree.map(whole, jax.eval_shape(self._own_state), self._state_partition())
 
+    def pool(self, kv: KVPages) -> Program:
+        """() -> the KV pool of these shapes, as it begins, each device making its own part."""
+        return self._program("pool", partial(device_kv, kv), (), kv, donate=())
+
+    def state(self) -> Program:
+        """() -> what is kept, before the first request."""
+        return self._program(f"state of {self.model.stage}", self._own_state, (), self.state_shapes, donate=())
+
     def gather_ranks(self, x: jax.Array) -> jax.Array:
         """x [ranks, ...], a part on each rank, on every device."""
         gather = self._on_devices(lambda part: stack_ranks(part[0]), (_RANKS,), _EVERYWHERE)
         return jax.jit(gather)(x)
-
-    def make_state(self) -> DeviceState:
-        """What is kept, before the first request."""
-        make = self._on_devices(self._own_state, (), self._state_partition())
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)
-        return jax.jit(make, out_shardings=shardings)()
 
 
 def _count_experts(model: CausalLM) -> tuple[int, int] | None:

@@ -24,9 +24,9 @@ from models.weights.errors import ModelFileError
 from models.weights.parts import (
     Block,
     column_axis,
-    format_of,
     local_blocks,
     num_parts,
+    put,
     sharding_of,
     source_row,
     tensor_name,
@@ -94,8 +94,8 @@ class _Loader:
             if param.decl.transposed:
                 host = host.swapaxes(-1, -2)
             for device, columns in block.devices:
-                place = None if device is None else format_of(param.decl, SingleDeviceSharding(device))
-                arrays.append(jax.device_put(_columns(param, host, columns), place))
+                place = None if device is None else SingleDeviceSharding(device)
+                arrays.append(put(_columns(param, host, columns), param.decl, place))
             # Transfers are asynchronous: waiting here keeps at most one block's host copy alive.
             jax.block_until_ready(arrays)
             del host

@@ -23,7 +23,7 @@ from models.causal_lm import CausalLM
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
 from models.weights.files import read_object
-from models.weights.parts import format_of, num_parts, sharding_of
+from models.weights.parts import num_parts, put, sharding_of
 
 LAYOUT_FILE = "layout.json"
 WEIGHTS_FOLDER = "weights"
@@ -109,7 +109,7 @@ def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) 
         # Where its own notes are damaged, orbax leaves out what it does not find.
         if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (param.shape, param.dtype):
             raise ModelFileError(folder / WEIGHTS_FOLDER, "does not hold this weight as layout.json says", name)
-        array = jax.device_put(array, format_of(param.decl, array.sharding))
+        array = put(array, param.decl, array.sharding)
         filled.append((param.path, param.variable.replace(array)))
     return nnx.from_flat_state(filled)
 

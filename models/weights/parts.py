@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, Sharding
 
@@ -63,6 +65,16 @@ def sharding_of(param: DeclaredParam, mesh: Mesh | None) -> NamedSharding | None
 def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
     """Where a weight lives and, unless that is the compiler's affair, in which order of its axes."""
     return Format(Layout(tuple(range(len(decl.axes)))), sharding) if decl.row_major else sharding
+
+
+def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | None) -> jax.Array:
+    """A weight's values, or a device's part of them, where it lives; None for the default device."""
+    placed = jax.device_put(array, sharding)
+    order = format_of(decl, placed.sharding)
+    # Where the compiler's order is the one wanted already, jax would compile a program that does nothing.
+    if not isinstance(order, Format) or order.layout.major_to_minor == placed.format.layout.major_to_minor:
+        return placed
+    return jax.device_put(placed, order)
 
 
 def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:

@@ -37,6 +37,7 @@ PRESENT = [name for name in DOCUMENTS if name != "CHANGELOG.md"]
 # Options of other programs: pip's, pytest's (tests/conftest.py), those of our scripts and benchmarks.
 OTHER_OPTIONS = {
     *("--no-deps", "--thorough", "--pool-operations", "--xla_force_host_platform_device_count"),
+    *("--build-arg", "--rm"),
     *("--budget-s", "--platform", "--tiny", "--out"),
 }
 # Words of vLLM that coming_from_vllm.md explains and that are not ours.

