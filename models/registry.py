@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,23 @@ MODELS: dict[str, type[CausalLM]] = {
 
 def model_for_hf(architecture: str) -> type[CausalLM]:
     if architecture not in MODELS:
-        raise ModelConfigError(f"architectures must be one of {', '.join(MODELS)}, got {architecture[:100]!r}")
+        raise ModelConfigError(_unsupported(architecture, MODELS))
     return MODELS[architecture]
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
     by_name = {model.gguf_architecture: model for model in MODELS.values() if model.gguf_architecture is not None}
     if architecture not in by_name:
-        raise ModelConfigError(f"general.architecture must be one of {', '.join(by_name)}, got {architecture[:100]!r}")
+        raise ModelConfigError(_unsupported(architecture, by_name))
     return by_name[architecture]
+
+
+def _unsupported(architecture: str, known: Iterable[str]) -> str:
+    shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
+    return (
+        f"the architecture {shown} is not supported; there are {', '.join(known)} (docs/supported_models.md), and "
+        f"jaxengine.register_model adds one of your own"
+    )
 
 
 def read_hf(raw: Mapping[str, Any]) -> ModelConfig:

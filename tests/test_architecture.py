@@ -20,6 +20,7 @@ MAX_LINES = 400
 # Distributions whose module has another name.
 MODULES = {
     "orbax_checkpoint": "orbax",
+    "pyyaml": "yaml",
     "pyzmq": "zmq",
     "protobuf": "google",
     "grpcio": "grpc",

@@ -10,8 +10,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.bench.workloads import NAMES
-from jaxengine.config.command_line import add_options, given_options, positive_int
+from jaxengine.config.command_line import given_options, positive_int
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.engine_flags import add_engine_options, add_model
 
 if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--workload", choices=NAMES, help="a recorded workload of the default model")
     what.add_argument("--trace", action="store_true", help="log-normal lengths; also KV waste and static batches")
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=positive_int, default=64, help="new tokens of random requests")
     parser.add_argument("--num-runs", type=positive_int, default=2, help="the fastest counts; each starts uncached")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
-    add_options(parser, "engine options", EngineConfig)
+    add_engine_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 from jaxengine.check.targets import TARGETS, find_target, require_compiler, split_targets
-from jaxengine.config.command_line import add_options, given_options
+from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.engine_flags import add_engine_options, add_model
 from jaxengine.config.platforms import PLATFORMS
 
 # Options of the engine that decide what is compiled.
@@ -44,12 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,NAME,...",
         help=f"{', '.join(TARGETS)}; NAME-N for N devices, else as few as the model fits on (default: cpu)",
     )
-    parser.add_argument(
-        "--model",
-        default="smollm2-135m",
-        metavar="NAME",
-        help="a built-in shape such as llama-3.1-8b, a GGUF file, a folder or a hub id; no weights are read",
-    )
+    about = "a built-in shape such as llama-3.1-8b, a GGUF file, a folder or a hub id; no weights are read"
+    add_model(parser, dest="model", default="smollm2-135m", help=about)
     parser.add_argument(
         "--buckets", choices=("all", "short"), default="all", help="the whole grid of steps, or its four corners"
     )
@@ -63,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="FILE", help="fail on what is more than 5%% worse than a baseline")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument("--bundle", metavar="DIR", help="write the executables there")
-    add_options(parser, "engine options", EngineConfig, ENGINE_OPTIONS)
+    add_engine_options(parser, ENGINE_OPTIONS)
     parser.set_defaults(run=run)
 
 

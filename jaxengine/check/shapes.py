@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jaxengine.checkpoint.hub import download
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
@@ -190,14 +191,6 @@ def model_config(name: str) -> ModelConfig:
     if path.is_dir():
         return read_folder(path)
     if len(parts := name.split("/")) != 2 or not all(parts) or name.startswith((".", "~")):
-        raise ConfigError("model", name, f"{', '.join(SHAPES)}, a GGUF file, a Hugging Face folder, or a hub id")
-    return read_folder(_download_config(name))
-
-
-def _download_config(name: str) -> Path:
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.hf_hub_download(name, "config.json")).parent
-    except Exception as error:  # the hub client has no common base for "not there", "not allowed" and "no network"
-        raise ConfigError("model", name, f"no such file or folder, and the hub does not give it: {error}") from error
+        advice = f"name a GGUF file, a Hugging Face folder, a hub id like org/name, or one of {', '.join(SHAPES)}"
+        raise ConfigError.because("model", f"there is no model at {name!r}", advice)
+    return read_folder(download("model", name, ["config.json"]))

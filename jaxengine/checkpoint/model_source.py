@@ -6,11 +6,13 @@ read from any of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxengine.checkpoint.default_model import default_model_path
+from jaxengine.checkpoint.hub import download
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.fields import MAX_HEAD_DIM, ModelConfigError
@@ -26,7 +28,12 @@ from models.weights.source import WeightSource
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
-_GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+CONFIG, GENERATION = "config.json", "generation_config.json"
+# vLLM's: what of a generation_config.json a request takes.
+GENERATION_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "max_new_tokens"),
+)
 
 
 @dataclass(frozen=True)
@@ -37,13 +44,15 @@ class ModelSource:
       path: file or folder.
       config: the model's shape.
       weights: None for load_format="dummy", the folder itself where weights lie as devices hold them (`convert`).
-      generation_defaults: sampling parameters the model's authors suggest.
+      generation_defaults: sampling parameters that the model's authors suggest, or its user.
+      tokenizer_path: a folder with the tokenizer to use instead of the model's own, None for that.
     """
 
     path: Path
     config: ModelConfig
     weights: WeightSource | Path | None
     generation_defaults: dict[str, Any]
+    tokenizer_path: Path | None = None
 
     def close(self) -> None:
         """Closes the weights' files."""
@@ -62,8 +71,8 @@ class ModelSource:
         """The model's tokenizer, the one asked for instead, or None when it is to be skipped."""
         if config.skip_tokenizer_init:
             return None
-        if config.tokenizer is not None:
-            return Tokenizer.from_hf_folder(config.tokenizer)
+        if self.tokenizer_path is not None:
+            return Tokenizer.from_hf_folder(self.tokenizer_path)
         if self.path.is_dir():
             return Tokenizer.from_hf_folder(self.path)
         with GGUFFile(self.path) as file:
@@ -75,12 +84,30 @@ def open_model(config: EngineConfig) -> ModelSource:
 
     Raises:
       ConfigError: no such file, folder or hub model.
-      ModelFileError: a file of it cannot be used.
+      ModelFileError: a file of it cannot be used, or describes a model that is not supported.
     """
     path = default_model_path() if config.model is None else _find(config)
-    if path.is_file():
-        return _open_gguf(path, config)
-    return _open_folder(path, config)
+    source = _open_gguf(path, config) if path.is_file() else _open_folder(path, config)
+    if config.skip_tokenizer_init:
+        return source
+    return replace(source, tokenizer_path=_find_tokenizer(config))
+
+
+def _find_tokenizer(config: EngineConfig) -> Path | None:
+    """The folder of the tokenizer that is asked for, downloaded if need be; None for the model's own."""
+    revision = config.tokenizer_revision
+    if config.tokenizer is None and revision is None:
+        return None
+    param, name = ("tokenizer", config.tokenizer) if config.tokenizer is not None else ("model", config.model)
+    path = Path(name).expanduser() if name is not None else default_model_path()
+    if path.exists():
+        if revision is not None:
+            problem = f"tokenizer_revision is {revision!r}, but the tokenizer is on this machine ({path})"
+            advice = "leave it out, or name a tokenizer of the hub"
+            raise ConfigError.because("tokenizer_revision", problem, advice)
+        return path
+    assert name is not None
+    return _from_hub(param, name, _OTHER_FILES, revision, config)
 
 
 def _find(config: EngineConfig) -> Path:
@@ -90,43 +117,33 @@ def _find(config: EngineConfig) -> Path:
         if path.exists():
             return path
     except (OSError, ValueError, RuntimeError) as error:  # no file can have such a name, or nobody may look
-        raise ConfigError(
-            "model", config.model[:200], f"a file or folder that can be read: {str(error)[:200]}"
-        ) from None
-    parts = config.model.split("/")
-    if len(parts) != 2 or not all(parts) or config.model.startswith((".", "~")):
-        raise ConfigError("model", config.model, "a GGUF file, a Hugging Face folder, or a hub id like org/name")
-    return _download(config)
+        problem = f"model {config.model[:200]!r} cannot be looked up ({str(error)[:200]})"
+        raise ConfigError.because("model", problem, "name a file or folder that can be read, or a hub id") from None
+    return _from_hub("model", config.model, (*_WEIGHT_FILES, *_OTHER_FILES), config.revision, config)
 
 
-def _download(config: EngineConfig) -> Path:
-    import huggingface_hub
-
-    assert config.model is not None
-    try:
-        folder = huggingface_hub.snapshot_download(
-            config.model,
-            revision=config.revision,
-            cache_dir=config.download_dir,
-            allow_patterns=[*_WEIGHT_FILES, *_OTHER_FILES],
-        )
-    except Exception as error:  # the hub client has no common base for "not there", "not allowed" and "no network"
-        raise ConfigError(
-            "model", config.model, f"no such file or folder, and the hub does not give it: {str(error)[:500]}"
-        ) from error
-    return Path(folder)
+def _from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
+    parts = name.split("/")
+    if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
+        what = "a folder with a tokenizer.json" if param == "tokenizer" else "a GGUF file, a Hugging Face folder"
+        raise ConfigError.because(param, f"there is no {param} at {name!r}", f"name {what}, or a hub id like org/name")
+    return download(param, name, patterns, revision=revision, cache_dir=config.download_dir, token=config.hf_token)
 
 
 def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:
     if config.load_format not in ("auto", "gguf", "dummy"):
-        raise ConfigError("load_format", config.load_format, "auto, gguf or dummy for a file")
+        raise ConfigError("load_format", config.load_format, f"auto, gguf or dummy for a file, {path}")
+    if path.name.endswith((".safetensors", ".safetensors.index.json", "config.json")):
+        problem = f"model {str(path)!r} is one file of a Hugging Face folder"
+        raise ConfigError.because("model", problem, f"name the folder, {str(path.parent)!r}")
     file = GGUFFile(path)
     tied = HEAD not in file.names()
     try:
         model = read_gguf(file.metadata, tie_word_embeddings=tied, rope_factors=_rope_factors(file))
     except ModelConfigError as error:
         raise ModelFileError(path, str(error)) from error
-    return ModelSource(path, model, None if config.load_format == "dummy" else file, {})
+    weights = None if config.load_format == "dummy" else file
+    return ModelSource(path, model, weights, _generation_defaults(None, config))
 
 
 def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
@@ -146,16 +163,44 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     allowed = ("auto", "orbax" if converted else "safetensors", "dummy")
     if config.load_format not in allowed:
         raise ConfigError("load_format", config.load_format, f"{', '.join(allowed)} for {path}")
+    if not (path / CONFIG).exists():
+        raise ModelFileError(path, f"has no config.json; {_what_to_name(path)}")
     model = read_folder(path)
     weights = None if config.load_format == "dummy" else path if converted else SafetensorsCheckpoint(path)
-    defaults = {} if config.generation_config == "vllm" else _generation_defaults(path)
-    return ModelSource(path, model, weights, defaults)
+    return ModelSource(path, model, weights, _generation_defaults(path, config))
 
 
-def _generation_defaults(folder: Path) -> dict[str, Any]:
-    """The sampling parameters of a generation_config.json; values are checked when they are used."""
-    content = read_object(folder, "generation_config.json") or {}
-    defaults = {name: content[name] for name in _GENERATION_FIELDS if content.get(name) is not None}
-    if content.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = content["max_new_tokens"]
-    return defaults
+def _what_to_name(path: Path) -> str:
+    """What to do about a folder that is no model."""
+    files = sorted(file.name for file in path.glob("*.gguf"))
+    if files:
+        return f"name the GGUF file itself, {str(path / files[0])!r}"
+    inside = sorted(file.parent.name for file in path.glob(f"*/{CONFIG}"))
+    if inside:
+        return f"name the model inside, {str(path / inside[0])!r}"
+    return f"name a folder with {CONFIG}, tokenizer.json and *.safetensors, or a GGUF file"
+
+
+def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:
+    """What requests of a model that lies at `path` (None: without such a file) run with where they do not say.
+
+    Values are checked when they are used.
+    """
+    content: dict[str, Any] = {}
+    if config.generation_config == "auto" and path is not None:
+        content = read_object(path, GENERATION) or {}
+    elif config.generation_config not in ("auto", "vllm"):
+        folder = Path(config.generation_config).expanduser()
+        found = read_object(folder, GENERATION)
+        if found is None:
+            problem = f"generation_config is {config.generation_config!r}, and there is no {folder / GENERATION}"
+            advice = f"name a folder with {GENERATION}, or 'auto' (the model's own) or 'vllm' (none)"
+            raise ConfigError.because("generation_config", problem, advice)
+        content = found
+    names = {name: "max_tokens" if name == "max_new_tokens" else name for name in GENERATION_FIELDS}
+    for name in config.override_generation_config or {}:
+        if name not in names:
+            problem = f"override_generation_config has {name!r}"
+            raise ConfigError.because("override_generation_config", problem, f"it may have {', '.join(names)}")
+    content = {**content, **(config.override_generation_config or {})}
+    return {names[name]: content[name] for name in names if content.get(name) is not None}

@@ -341,10 +341,10 @@ def versions() -> str:
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
-    """What workers must know, as JSON knows it; they have a key file of their own."""
+    """What workers must know, as JSON knows it; they have a key file and a token for the hub of their own."""
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
     chosen["compilation_config"] = vars(config.compilation_config)
-    return {name: value for name, value in chosen.items() if name != "cluster_key_file"}
+    return {name: value for name, value in chosen.items() if name not in ("cluster_key_file", "hf_token")}
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -20,6 +20,15 @@ from jaxengine.check import command as check
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.command_line import add_options, given_options, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.engine_flags import (
+    MODEL,
+    MODEL_HELP,
+    add_config_file,
+    add_engine_options,
+    add_model,
+    looks_like_model,
+    with_config_file,
+)
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server import command as server
 from jaxengine.server.observe import trace_command
@@ -73,7 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(group: Any, name: str, help_: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
-        add_arguments(group.add_parser(name, help=help_, description=help_, allow_abbrev=False))
+        parser = group.add_parser(name, help=help_, description=help_, allow_abbrev=False)
+        add_config_file(parser)
+        add_arguments(parser)
 
     command(commands, "chat", "Talk with a model; /exit or end of input leaves.", _add_chat)
     command(commands, "generate", "Continue prompts from the arguments, a file or standard input.", _add_generate)
@@ -95,11 +106,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit status. A wrong option or file is one line on standard error and status 2."""
-    args = build_parser().parse_args(argv)
     # The engine's own lines (its memory plan, warnings); of other packages, only warnings.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("jaxengine").setLevel(logging.INFO)
+    parser = build_parser()
     try:
+        args = parser.parse_args(with_config_file(sys.argv[1:] if argv is None else argv, parser))
         return args.run(args)
     except _TOLD as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)
@@ -109,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "engine options", EngineConfig)
+    add_model(parser)
+    add_engine_options(parser)
     parser.set_defaults(run=_demo)
 
 
@@ -120,16 +133,17 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
     parser.add_argument("output", metavar="FOLDER", help="a new folder; it is a model for --model with these options")
-    names = ("model", "revision", "download_dir", "dtype", "disable_log_stats")
-    add_options(parser, "engine options", EngineConfig, [*names, *PARALLEL_OPTIONS])
+    names = ("revision", "download_dir", "hf_token", "dtype", "disable_log_stats")
+    add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_convert)
 
 
 def _convert(args: argparse.Namespace) -> int:
     from jaxengine.commands.convert import convert
 
-    convert(EngineConfig(**given_options(args, EngineConfig)), Path(args.output))
+    convert(EngineConfig.from_options(**given_options(args, EngineConfig)), Path(args.output))
     return 0
 
 
@@ -147,16 +161,24 @@ def _worker(args: argparse.Namespace) -> int:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="[MODEL] PROMPT",
+        help="without --model, a first word that is a GGUF file, a model's folder or like org/name is the model",
+    )
+    parser.add_argument("--model", dest=MODEL, default=argparse.SUPPRESS, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--file", metavar="FILE", help="one prompt a line; - is standard input, as is no prompt at all")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt, with token ids and reasons")
     add_options(parser, "sampling options", SamplingParams, [*SAMPLING_OPTIONS, *OUTPUT_OPTIONS])
-    add_options(parser, "engine options", EngineConfig)
+    add_engine_options(parser)
     parser.set_defaults(run=_generate)
 
 
 def _generate(args: argparse.Namespace) -> int:
+    if args.prompts and not hasattr(args, MODEL) and looks_like_model(args.prompts[0]):
+        setattr(args, MODEL, args.prompts.pop(0))
     prompts = _prompts(args)
     # Before the model is loaded: a wrong value should not cost a minute.
     params = _sampling_params(args)
@@ -220,9 +242,10 @@ def _load(args: argparse.Namespace) -> LLM:
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     add_options(parser, "sampling options", SamplingParams, SAMPLING_OPTIONS)
-    add_options(parser, "engine options", EngineConfig)
+    add_engine_options(parser)
     parser.set_defaults(run=_chat)
 
 

@@ -16,16 +16,28 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxengine.config.values import read_size
 
-def add_options(parser: argparse.ArgumentParser, title: str, cls: type, names: Sequence[str] | None = None) -> None:
-    """Adds one flag for each field of the dataclass `cls` (for `names` only, in their order, when given)."""
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    title: str,
+    cls: type,
+    names: Sequence[str] | None = None,
+    short: Mapping[str, str] = types.MappingProxyType({}),
+) -> None:
+    """Adds one flag for each field of the dataclass `cls` (for `names` only, in their order, when given).
+
+    short: second spellings of flags, by field.
+    """
     hints, texts = typing.get_type_hints(cls), field_texts(cls.__doc__ or "")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     group = parser.add_argument_group(title)
     for name in names if names is not None else fields:
         group.add_argument(
-            "--" + name.replace("_", "-"),
-            dest=_destination(cls, name),
+            *([short[name]] if name in short else []),
+            flag_of(name),
+            dest=destination(cls, name),
             default=argparse.SUPPRESS,
             help=_help(texts.get(name, ""), fields[name].default),
             **_reader(hints[name]),
@@ -34,9 +46,8 @@ def add_options(parser: argparse.ArgumentParser, title: str, cls: type, names: S
 
 def given_options(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The fields of `cls` that were given on the command line, and only those."""
-    values = vars(args)
-    names = [field.name for field in dataclasses.fields(cls)]
-    return {name: values[_destination(cls, name)] for name in names if _destination(cls, name) in values}
+    prefix = destination(cls, "")
+    return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def positive_int(text: str) -> int:
@@ -46,8 +57,16 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def _destination(cls: type, name: str) -> str:
-    """Two dataclasses on one parser may share a field name (`seed`) as long as only one of them adds its flag."""
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def destination(cls: type, name: str) -> str:
+    """Where a parser keeps a field's value.
+
+    Two dataclasses on one parser may share a field name (`seed`) as long as only one of them adds its flag.
+    """
     return f"{cls.__name__}.{name}"
 
 
@@ -71,8 +90,12 @@ def _reader(hint: Any) -> dict[str, Any]:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if kind in (int, float, str):
+    if kind is int:
+        return {"type": _whole, "metavar": "INT"}
+    if kind in (float, str):
         return {"type": kind, "metavar": kind.__name__.upper()}
+    if set(kinds) == {str, bool}:
+        return {"nargs": "?", "const": True, "metavar": "STR"}
     if origin is typing.Literal:
         return {"type": type(arguments[0]), "choices": arguments}
     if origin in (Sequence, list, tuple) and arguments[0] is str:
@@ -86,6 +109,13 @@ def _reader(hint: Any) -> dict[str, Any]:
 
 def _members(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text) if text.startswith("-") else read_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _int_list(text: str) -> tuple[int, ...]:

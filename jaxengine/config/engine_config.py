@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.config import vllm_options
+from jaxengine.config.compilation_config import CompilationConfig
+from jaxengine.config.errors import ConfigError
 from jaxengine.config.platforms import Platform
+from jaxengine.config.values import dtype_name, plain, read_size, whole_number
 from scheduler.buckets import Buckets
 from scheduler.config import POLICIES, SchedulerConfig
 from sharding.layout import GATHER, RAGGED, MeshLayout
@@ -19,73 +25,14 @@ from sharding.layout import GATHER, RAGGED, MeshLayout
 if TYPE_CHECKING:
     from models.config.model_config import ModelConfig
 
+logger = logging.getLogger(__name__)
+
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-
-# Options of vLLM that are not built yet, with the values that ask for nothing.
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "quantization": (None,),
-    "speculative_config": (None,),
-    "enable_lora": (False,),
-    "max_loras": (1,),
-    "cpu_offload_gb": (0,),
-    "swap_space": (0, 4),
-    "limit_mm_per_prompt": (None,),
-    "mm_processor_kwargs": (None,),
-    "hf_overrides": (None,),
-    "kv_transfer_config": (None,),
-    "structured_outputs_config": (None,),
-    "enable_sleep_mode": (False,),
-    "logits_processors": (None,),
-    "tokenizer_mode": ("auto",),
-    "runner": ("auto", "generate"),
-    "trust_remote_code": (False,),
-}
-
-
-class ConfigError(ValueError):
-    """An engine option that cannot be honoured.
-
-    Attributes:
-      param: the option's name.
-    """
-
-    def __init__(self, param: str, value: Any, allowed: str):
-        super().__init__(f"{param} is {value!r}; allowed: {allowed}")
-        self.param = param
-
-
-@dataclass(frozen=True)
-class CompilationConfig:
-    """Which shapes are compiled before serving (vLLM: which CUDA graphs are captured).
-
-    Attributes:
-      cudagraph_capture_sizes: numbers of sequences for decode-only steps; max_num_seqs is always among them.
-      prefill_sizes: token counts for steps with prefill; max_num_batched_tokens is always among them.
-      mode: None or 3; every step is compiled whole, so no lesser mode exists (`enforce_eager` skips warm-up).
-    """
-
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
-    prefill_sizes: tuple[int, ...] | None = None
-    mode: int | None = None
-
-    def __post_init__(self):
-        if self.mode not in (None, 3):
-            raise ConfigError("compilation_config.mode", self.mode, "None or 3")
-        for name in ("cudagraph_capture_sizes", "prefill_sizes"):
-            sizes = getattr(self, name)
-            if sizes is None:
-                continue
-            if not isinstance(sizes, (list, tuple)) or not all(type(size) is int and size > 0 for size in sizes):
-                raise ConfigError(f"compilation_config.{name}", sizes, "a list of integers of at least 1")
-            object.__setattr__(self, name, tuple(sizes))
-
-    def divided(self, parts: int) -> CompilationConfig:
-        """The sizes of each of `parts` that split a batch."""
-        names = ("cudagraph_capture_sizes", "prefill_sizes")
-        sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
+_KINDS = {"int": "a whole number", "bool": "True or False", "float": "a number", "str": "text"}
+# Options that also take "4k" or "4G".
+SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -94,12 +41,15 @@ class EngineConfig:
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download; None for the embedded SmolLM2-135M-Instruct.
-      tokenizer: a folder with a tokenizer.json, when it is not the model's own.
+      tokenizer: a folder with a tokenizer.json or a hub id, when it is not the model's own.
+      tokenizer_revision: the branch, tag or commit of the tokenizer on the hub.
       skip_tokenizer_init: token ids in and out, no text.
       load_format: "auto", "safetensors", "gguf", "orbax" (of `jaxengine convert`), or "dummy" for random weights.
       revision: the hub's branch, tag or commit.
       download_dir: where hub downloads go.
-      dtype: of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere.
+      hf_token: a token for the hub; True or None for the stored one, if there is any, False for none.
+      dtype: of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere. "half" and "float16" are run
+        in bfloat16, which is as large and has float32's range.
       kv_cache_dtype: of the KV pages; "auto" follows dtype.
       seed: of everything random that has no seed of its own.
       max_model_len: longest prompt and output together, in tokens.
@@ -139,17 +89,21 @@ class EngineConfig:
         (XDG_CACHE_HOME is heeded); "" keeps none. A folder of root's is only read by other users.
       max_logprobs: most logprobs a request may ask for.
       logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".
-      generation_config: "auto" takes default sampling parameters from the model's generation_config.json, "vllm" none.
+      generation_config: "auto" takes default sampling parameters from the model's generation_config.json, "vllm" none,
+        the name of a folder those of its file.
+      override_generation_config: default sampling parameters that go before those, such as {"temperature": 0.5}.
       chat_template: a Jinja template to use instead of the model's.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """
 
     model: str | None = None
     tokenizer: str | None = None
+    tokenizer_revision: str | None = None
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
     revision: str | None = None
     download_dir: str | None = None
+    hf_token: str | bool | None = dataclasses.field(default=None, repr=False)
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     seed: int = 0
@@ -184,25 +138,19 @@ class EngineConfig:
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] | None = None
     chat_template: str | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self):
-        if isinstance(self.compilation_config, dict):
-            known = {field.name for field in dataclasses.fields(CompilationConfig)}
-            for name in self.compilation_config:
-                if name not in known:
-                    raise ConfigError("compilation_config", name, f"a dict of {', '.join(sorted(known))}")
-            object.__setattr__(self, "compilation_config", CompilationConfig(**self.compilation_config))
-        elif not isinstance(self.compilation_config, CompilationConfig):
-            raise ConfigError("compilation_config", self.compilation_config, "a CompilationConfig or a dict")
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, self._read(field))
         for name, choices in (
             ("load_format", LOAD_FORMATS),
             ("dtype", DTYPES),
             ("kv_cache_dtype", DTYPES),
             ("scheduling_policy", POLICIES),
             ("logprobs_mode", LOGPROBS_MODES),
-            ("generation_config", ("auto", "vllm")),
             ("all2all_backend", (GATHER, RAGGED)),
         ):
             if getattr(self, name) not in choices:
@@ -234,6 +182,10 @@ class EngineConfig:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
             raise ConfigError("all2all_backend", self.all2all_backend, f"{GATHER} without enable_expert_parallel")
+        if self.hf_token is not None and not isinstance(self.hf_token, (str, bool)):
+            raise ConfigError.because("hf_token", "hf_token is no text", "give the token, True, False or None")
+        if self.override_generation_config is not None and not isinstance(self.override_generation_config, Mapping):
+            raise ConfigError("override_generation_config", self.override_generation_config, "a dict, or None")
         layers = self.pipeline_layers
         if layers is not None:
             listed = isinstance(layers, (list, tuple)) and all(type(count) is int and count > 0 for count in layers)
@@ -250,13 +202,15 @@ class EngineConfig:
         for name, value in options.items():
             if name in known:
                 chosen[name] = value
-            elif name in _NOT_BUILT:
-                if not any(type(value) is type(default) and value == default for default in _NOT_BUILT[name]):
-                    allowed = " or ".join(repr(default) for default in _NOT_BUILT[name])
-                    raise ConfigError(name, value, f"{allowed} (not supported yet)")
-            else:
-                near = difflib.get_close_matches(name, [*known, *_NOT_BUILT], 1)
-                raise ConfigError(name, value, f"no such option{f'; did you mean {near[0]}?' if near else ''}")
+            elif name in vllm_options.NAMES:
+                vllm_options.settle(name, plain(value))
+            elif name != "cudagraph_capture_sizes":
+                near = difflib.get_close_matches(name, [*known, *vllm_options.NAMES], 1)
+                advice = f"did you mean {near[0]}?" if near else "docs/options.md has all of them"
+                raise ConfigError.because(name, f"there is no option {name!r}", advice)
+        if (sizes := options.get("cudagraph_capture_sizes")) is not None:
+            shapes = CompilationConfig.read(chosen.get("compilation_config"))
+            chosen["compilation_config"] = dataclasses.replace(shapes, cudagraph_capture_sizes=sizes)
         return cls(**chosen)
 
     def resolved(self, model: ModelConfig, platform: Platform) -> ResolvedConfig:
@@ -323,6 +277,25 @@ class EngineConfig:
             all2all_backend=self.all2all_backend,
         )
 
+    def _read(self, field: dataclasses.Field[Any]) -> Any:
+        """A field's value in the form that is kept, or as it came where it has none."""
+        name, value = field.name, plain(getattr(self, field.name))
+        if value is None:
+            return field.default
+        if name == "compilation_config":
+            return CompilationConfig.read(value)
+        if name in ("dtype", "kv_cache_dtype"):
+            value = dtype_name(value)
+            if value == "float16":
+                logger.warning("%s: float16 is run in bfloat16, which is as large and has float32's range", name)
+                return "bfloat16"
+        if name in SIZES and isinstance(value, str):
+            try:
+                return read_size(value)
+            except ValueError as error:
+                raise ConfigError.because(name, f"{name} cannot be read: {error}", "write 4096, 4k or 4G") from None
+        return whole_number(value) if str(field.type).startswith("int") else value
+
     def _check_type(self, name: str, annotation: str) -> None:
         value = getattr(self, name)
         if value is None and "None" in annotation:
@@ -335,7 +308,7 @@ class EngineConfig:
             "str": isinstance(value, str),
         }.get(kind, True)
         if not right:
-            raise ConfigError(name, value, f"a value of type {kind}")
+            raise ConfigError(name, value, _KINDS[kind] + (" or None" if "None" in annotation else ""))
 
 
 # vLLM's name for the dataclass of all options.

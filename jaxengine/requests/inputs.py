@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxengine.checkpoint.model_source import ModelSource
-from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.requests.options import NO_OPTIONS, RequestOptions
 from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
@@ -260,5 +260,15 @@ def follows_every_step(params: SamplingParams) -> bool:
 
 def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int = 0) -> InputProcessor:
     """What prepares requests for an engine of this model; needs no device. origin: as InputProcessor's."""
+    try:
+        SamplingParams(**source.generation_defaults)
+    except RequestError as error:
+        files = f"of {config.generation_config}" if config.generation_config != "auto" else f"of {source.path}"
+        problem = f"the default sampling parameters {files} cannot be used: {error}"
+        raise ConfigError.because(
+            "override_generation_config" if config.override_generation_config else "generation_config",
+            problem,
+            "set override_generation_config, or generation_config='vllm'",
+        ) from error
     tokenizer = source.load_tokenizer(config)
     return InputProcessor(config, source.config, tokenizer, source.generation_defaults, origin=origin)

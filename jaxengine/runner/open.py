@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -38,6 +39,9 @@ def open_resolved(config: EngineConfig, devices: Sequence[Any] | None = None, me
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
     source = open_model(config)
+    # What was downloaded is here now: nobody who is given this config needs the hub or the token.
+    tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)
+    config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
     return OpenedModel(source, config.resolved(source.config, platform), platform, devices, mesh)
 
 

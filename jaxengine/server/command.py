@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
 
 from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.engine_flags import add_engine_options, add_model
 from jaxengine.server.options import ServerConfig
 
 _NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
-    parser.add_argument(
-        f"{EngineConfig.__name__}.model",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        metavar="MODEL",
-        help="a GGUF file, a Hugging Face folder, or a hub id to download; the embedded SmolLM2-135M-Instruct if none",
-    )
+    add_model(parser)
     add_options(parser, "server options", ServerConfig)
-    add_options(parser, "engine options", EngineConfig, names)
+    add_engine_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -39,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxengine.server.processes.supervisor import Supervisor
 
     server = ServerConfig(**given_options(args, ServerConfig))
-    engine = EngineConfig(**given_options(args, EngineConfig))
+    engine = EngineConfig.from_options(**given_options(args, EngineConfig))
     # Files that cannot be read are better known now than after the model was loaded.
     server.api_keys()
     server.admin_keys()

@@ -33,13 +33,23 @@ def read_hf_tokenizer(folder: Path) -> tuple[Tokenizer, SpecialTokens, str | dic
     """
     source = read_text(folder, TOKENIZER, MAX_TOKENIZER_BYTES)
     if source is None:
-        raise ModelFileError(folder, f"{TOKENIZER} is missing; other tokenizer formats are not read")
+        raise ModelFileError(folder, f"has no tokenizer.json; {_without_tokenizer(folder)}")
     with rust_errors(folder / TOKENIZER):
         tokenizer = Tokenizer.from_str(source)
     config = read_object(folder, CONFIG) or {}
     with rust_errors(folder / CONFIG):
         _add_missing_tokens(tokenizer, config, folder / CONFIG)
     return tokenizer, _special_tokens(tokenizer, config, folder), _chat_template(config, folder)
+
+
+def _without_tokenizer(folder: Path) -> str:
+    """What to do about a folder without a tokenizer that can be read."""
+    ways = "name another with the option tokenizer, or give token ids with skip_tokenizer_init"
+    others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
+    if others:
+        convert = f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        return f"{others[0]} alone is not read: {convert} writes one; or {ways}"
+    return ways
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:

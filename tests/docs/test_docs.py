@@ -15,7 +15,8 @@ import pytest
 
 import jaxengine
 from jaxengine.commands.cli import build_parser
-from jaxengine.config.engine_config import _NOT_BUILT, CompilationConfig, EngineConfig
+from jaxengine.config.engine_config import CompilationConfig, EngineConfig
+from jaxengine.config.vllm_options import NAMES as OPTIONS_OF_VLLM
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import SamplingParams
@@ -175,7 +176,7 @@ def found(dotted: str) -> bool:
 )
 def test_words_of_options_and_requests_exist(name):
     classes = (EngineConfig, ServerConfig, CompilationConfig, SamplingParams, RequestOptions, StructuredOutputsParams)
-    known = {field.name for cls in classes for field in dataclasses.fields(cls)} | set(_NOT_BUILT) | OF_VLLM
+    known = {field.name for cls in classes for field in dataclasses.fields(cls)} | OPTIONS_OF_VLLM | OF_VLLM
     for model in (CompletionRequest, ChatRequest):
         known |= set(model.known_fields())
     known |= {
@@ -209,7 +210,7 @@ def test_sentences_of_errors_are_those_of_the_code():
     quoted = re.findall(r"^> `(.+)`$", text_of("docs/troubleshooting.md"), flags=re.MULTILINE)
     said = messages()
     lines = [re.sub(r"^\w+Error: ", "", line) for line in quoted]
-    pieces = [piece for line in lines for piece in re.split(r"\.\.\.|; allowed: ", line)]
-    pieces = [piece.strip() for piece in pieces if len(piece.strip()) >= 10]
+    pieces = [piece for line in lines for piece in re.split(r"\.\.\.|; allowed: |; ", line)]
+    pieces = [piece.strip(" :)") for piece in pieces if len(piece.strip()) >= 10]
     assert len(quoted) >= 15 and len(pieces) >= 20
     assert not [piece for piece in pieces if piece not in said and not re.fullmatch(r"\w+ is", piece)]

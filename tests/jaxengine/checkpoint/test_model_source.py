@@ -61,6 +61,62 @@ def test_generation_config_gives_defaults(tmp_path):
         open_model(EngineConfig(model=str(folder)))
 
 
+def test_defaults_of_another_folder_and_of_the_user_go_before_the_models(tmp_path):
+    folder, other = copy(tmp_path), tmp_path / "other"
+    other.mkdir()
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9}))
+    (other / "generation_config.json").write_text(json.dumps({"top_k": 5, "presence_penalty": 0.5}))
+
+    def defaults(**options):
+        return open_model(EngineConfig(model=str(folder), **options)).generation_defaults
+
+    assert defaults(generation_config=str(other)) == {"top_k": 5, "presence_penalty": 0.5}
+    override = {"temperature": 0.1, "max_new_tokens": 9}
+    assert defaults(override_generation_config=override) == {"temperature": 0.1, "top_p": 0.9, "max_tokens": 9}
+    assert defaults(generation_config="vllm", override_generation_config=override) == {
+        "temperature": 0.1,
+        "max_tokens": 9,
+    }
+    with pytest.raises(ConfigError, match="there is no .*nowhere/generation_config.json; name a folder"):
+        defaults(generation_config="nowhere")
+    with pytest.raises(ConfigError, match="override_generation_config has 'top'; it may have temperature"):
+        defaults(override_generation_config={"top": 1})
+    with pytest.raises(ConfigError, match="temperature must be a number from 0 to 2, got 3; set override") as error:
+        LLM(str(folder), skip_tokenizer_init=True, override_generation_config={"temperature": 3})
+    assert error.value.param == "override_generation_config"
+
+
+def test_a_folder_that_is_no_model_says_what_to_name(tmp_path):
+    with pytest.raises(ModelFileError, match="has no config.json; name a folder with config.json, tokenizer.json"):
+        open_model(EngineConfig(model=str(tmp_path)))
+    folder = copy(tmp_path)
+    with pytest.raises(ModelFileError, match=f"has no config.json; name the model inside, '{folder}'"):
+        open_model(EngineConfig(model=str(tmp_path)))
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(ModelFileError, match="has no config.json; name the GGUF file itself, '.*x.gguf'"):
+        open_model(EngineConfig(model=str(tmp_path)))
+    with pytest.raises(ConfigError, match=f"is one file of a Hugging Face folder; name the folder, '{folder}'"):
+        open_model(EngineConfig(model=str(folder / "model.safetensors")))
+
+
+def test_an_unknown_architecture_names_file_and_way_out(tmp_path):
+    folder = copy(tmp_path)
+    unknown(folder)
+    said = f"{folder}/config.json: the architecture 'GPT2LMHeadModel' is not supported; there are .*register_model"
+    with pytest.raises(ModelFileError, match=said):
+        open_model(EngineConfig(model=str(folder)))
+
+
+def test_a_missing_tokenizer_names_folder_and_way_out(tmp_path):
+    folder = copy(tmp_path)
+    source = open_model(EngineConfig(model=str(folder)))
+    with pytest.raises(ModelFileError, match=f"^{folder}: has no tokenizer.json; name another with the option"):
+        source.load_tokenizer(EngineConfig())
+    (folder / "tokenizer.model").touch()
+    with pytest.raises(ModelFileError, match="tokenizer.model alone is not read: transformers.AutoTokenizer"):
+        source.load_tokenizer(EngineConfig())
+
+
 def test_default_params_are_used(tmp_path, tiny_options):
     folder = Path(tiny_options["model"])
     target = tmp_path / "model"

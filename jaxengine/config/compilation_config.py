@@ -1,0 +1,61 @@
+"""Which shapes of a step are compiled before anything is served. Knows nothing of models or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.values import plain, whole_number
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """Which shapes are compiled before serving (vLLM: which CUDA graphs are captured).
+
+    Attributes:
+      cudagraph_capture_sizes: numbers of sequences for decode-only steps; max_num_seqs is always among them.
+      prefill_sizes: token counts for steps with prefill; max_num_batched_tokens is always among them.
+      mode: None or 3; every step is compiled whole, so no lesser mode exists (`enforce_eager` skips warm-up).
+    """
+
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    prefill_sizes: tuple[int, ...] | None = None
+    mode: int | None = None
+
+    def __post_init__(self):
+        if self.mode not in (None, 3):
+            raise ConfigError("compilation_config.mode", self.mode, "None or 3")
+        for name in ("cudagraph_capture_sizes", "prefill_sizes"):
+            sizes = getattr(self, name)
+            if sizes is None:
+                continue
+            listed = isinstance(sizes, (list, tuple))
+            read = [whole_number(plain(size)) for size in sizes] if listed else []
+            if not listed or not all(type(size) is int and size > 0 for size in read):
+                raise ConfigError(f"compilation_config.{name}", sizes, "a list of integers of at least 1")
+            object.__setattr__(self, name, tuple(read))
+
+    @classmethod
+    def read(cls, value: Any) -> CompilationConfig:
+        """From a dict of the fields, a mode, or None for the defaults. Raises ConfigError."""
+        value = whole_number(plain(value))
+        if value is None or isinstance(value, cls):
+            return value or cls()
+        if type(value) is int:
+            return cls(mode=value)
+        if not isinstance(value, Mapping):
+            raise ConfigError("compilation_config", value, "a CompilationConfig, a dict of its fields, or 3")
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in known:
+                problem = f"compilation_config has no {name!r} here, where XLA compiles every step whole"
+                raise ConfigError.because("compilation_config", problem, f"it has {', '.join(known)}")
+        return cls(**value)
+
+    def divided(self, parts: int) -> CompilationConfig:
+        """The sizes of each of `parts` that split a batch."""
+        names = ("cudagraph_capture_sizes", "prefill_sizes")
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})

@@ -1,0 +1,198 @@
+"""The engine's options on a command line: flags, vLLM's short forms and names, a model as a word of its own, a file.
+
+Every command that runs an engine takes them from here. Knows what an option is called; what it means, and whether it is
+allowed, EngineConfig decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config import vllm_options
+from jaxengine.config.command_line import add_options, destination, flag_of
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+
+# vLLM's.
+SHORT = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep",
+    "nnodes": "-n",
+    "compilation_config": "-cc",
+}
+_SHORT_OF_OTHERS = {"quantization": "-q", "speculative_config": "-sc", "optimization_level": "-O"}
+MODEL_HELP = "a GGUF file, a Hugging Face folder, or a hub id; the embedded SmolLM2-135M-Instruct if none"
+MODEL = destination(EngineConfig, "model")
+MAX_FILE_BYTES = 1 << 20
+
+
+def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
+    """Flags for all fields of EngineConfig but the model, or for `names` only.
+
+    With all of them vLLM's other options are taken too, to be refused or explained by EngineConfig.from_options; --help
+    does not list those.
+    """
+    fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+    add_options(parser, "engine options", EngineConfig, fields if names is None else names, SHORT)
+    if names is not None:
+        return
+    taken = parser._option_string_actions
+    for name in sorted({*vllm_options.NAMES, "cudagraph_capture_sizes"}):
+        flags = [flag for flag in (_SHORT_OF_OTHERS.get(name), flag_of(name)) if flag and flag not in taken]
+        if flag_of(name) not in flags:
+            continue
+        switch = vllm_options.is_switch(name)
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if switch else {"type": _json_or_text}
+        parser.add_argument(
+            *flags, dest=destination(EngineConfig, name), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how
+        )
+
+
+def add_model(
+    parser: argparse.ArgumentParser,
+    *,
+    dest: str = MODEL,
+    default: Any = argparse.SUPPRESS,
+    help: str = MODEL_HELP,
+) -> None:
+    """Lets the model be given as --model and as a word of its own; given twice, and not the same, it is refused."""
+
+    class Once(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+            if (first := getattr(namespace, dest, default)) not in (default, values):
+                parser.error(f"the model is given twice, as {first!r} and as {values!r}")
+            setattr(namespace, dest, values)
+
+    parser.add_argument("--model", dest=dest, default=default, action=Once, metavar="MODEL", help=help)
+    parser.add_argument(dest, nargs="?", default=argparse.SUPPRESS, action=Once, metavar="MODEL", help="as --model")
+
+
+def looks_like_model(word: str) -> bool:
+    """Whether a word of a command line that could be a prompt is a model: a GGUF file, a model's folder or a hub id."""
+    if word.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", word, re.ASCII):
+        return True
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # longer than a name may be, say
+        return (Path(word).expanduser() / "config.json").is_file()
+    return False
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """The flag that `with_config_file` reads."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML with options, `max-model-len: 4096`; the command line goes before it"
+    )
+
+
+def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The words of a command line with those of its --config file in their place, behind the command's name.
+
+    parser: of all commands. Underscores in the names of flags become hyphens, as in vLLM.
+
+    Raises ConfigError for a file that cannot be read, or that holds what the command does not take.
+    """
+    words = _hyphens(argv)
+    path, rest = _take_config(words)
+    if path is None:
+        return words
+    depth = 0
+    while depth < len(rest) and (commands := _commands(parser)) is not None and rest[depth] in commands:
+        parser, depth = commands[rest[depth]], depth + 1
+    given = _given(parser, rest[depth:])
+    return [*rest[:depth], *_as_words(path, _read(path), parser, given), *rest[depth:]]
+
+
+def _hyphens(argv: Sequence[str]) -> list[str]:
+    words = list(argv)
+    for at, word in enumerate(words):
+        if word == "--":
+            break
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            words[at] = name.replace("_", "-") + equals + value
+    return words
+
+
+def _take_config(words: list[str]) -> tuple[str | None, list[str]]:
+    """The file's name, and the words without it."""
+    end = words.index("--") if "--" in words else len(words)
+    for at, word in enumerate(words[:end]):
+        if word.startswith("--config="):
+            return word.removeprefix("--config="), words[:at] + words[at + 1 :]
+        if word == "--config" and at + 1 < end:
+            return words[at + 1], words[:at] + words[at + 2 :]
+    return None, words
+
+
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser] | None:
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return actions[0].choices if actions else None
+
+
+def _given(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
+    """Where the parser keeps what the words say themselves; nothing where they are no whole command."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return set(vars(parser.parse_known_args(words)[0]))
+    except SystemExit:
+        return set()
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file.read(MAX_FILE_BYTES))
+    except OSError as error:
+        problem = f"the --config file {path} cannot be read ({error.strerror})"
+        raise ConfigError.because("config", problem, "name a YAML file") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        problem = f"the --config file {path} is no YAML ({why})"
+        raise ConfigError.because("config", problem, "write one option a line, `max-model-len: 4096`") from None
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        problem = f"the --config file {path} holds no options"
+        raise ConfigError.because("config", problem, "write one a line, `max-model-len: 4096`")
+    return content
+
+
+def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentParser, given: set[str]) -> list[str]:
+    words = []
+    for key, value in content.items():
+        flag = flag_of(key)
+        action = parser._option_string_actions.get(flag)
+        if action is None or flag == "--config":
+            problem = f"{key!r} in the --config file {path} is no option of {parser.prog}"
+            raise ConfigError.because("config", problem, "--help and docs/options.md have all of them")
+        if value is None or (action.default is argparse.SUPPRESS and action.dest in given):
+            continue
+        if isinstance(value, bool) and action.nargs in (0, "?"):
+            off = flag_of(f"no-{key}")
+            words += [flag] if value else [off] if off in parser._option_string_actions else []
+        elif isinstance(value, list) and isinstance(action, argparse._AppendAction):
+            words += [f"{flag}={item}" for item in value]
+        elif isinstance(value, list) and action.nargs is not None:
+            words += [flag, *map(str, value)]
+        elif isinstance(value, list) and action.type is not None and action.metavar == "INT,INT,...":
+            words.append(f"{flag}={','.join(map(str, value))}")
+        else:
+            words.append(f"{flag}={value if isinstance(value, (str, int, float)) else json.dumps(value)}")
+    return words
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,71 @@
+"""The forms in which programs and shells write a value: paths, numpy's numbers, dtypes as objects, sizes such as "4G".
+
+Each function returns the one form that options are kept in, or the value as it came, for the checks of the option to
+refuse. Knows no option.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from typing import Any
+
+import numpy as np
+
+# vLLM's reading: small letters count in thousands, capitals in powers of 1,024; "B" and "iB" may follow.
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:([kmgtKMGT])(i?B)?)?", re.ASCII)
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}
+
+
+def read_size(text: str) -> int:
+    """A whole number as text: "4096", "4k" (4,000), "4K" (4,096), "1.5g", "4GiB" (2**32), "4GB" (4 * 10**9).
+
+    Raises ValueError for what is none, fractions of a capital letter among them.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no whole number, with k, m, g, t (of 1000) or K, M, G, T (of 1024) behind it")
+    digits, letter, ending = found.groups()
+    if letter and ending:
+        letter = letter.upper() if ending == "iB" else letter.lower()
+    unit = _UNITS[letter] if letter else 1
+    if "." in digits and (not letter or letter.isupper()):
+        raise ValueError(f"{text!r} is no whole number; fractions go with k, m, g and t")
+    whole, _, fraction = digits.partition(".")
+    number = int(whole) * unit + int(fraction or 0) * unit // 10 ** len(fraction)
+    return number
+
+
+def plain(value: Any) -> Any:
+    """The value without its library's wrapping: numpy's scalars as Python's own, paths as text."""
+    if isinstance(value, np.generic) and not isinstance(value, (np.void, np.complexfloating)):
+        return value.item()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
+def whole_number(value: Any) -> Any:
+    """An int of anything that is one (numpy's, jax's), but of no truth value and no fraction."""
+    if isinstance(value, (int, float, str)):
+        return value
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError):
+        return value
+
+
+def dtype_name(value: Any) -> Any:
+    """The name of a dtype, however it is written: "half", "float", jax's, numpy's and torch's objects."""
+    if not isinstance(value, str):
+        text = str(value)
+        if text.startswith("torch."):
+            value = text.removeprefix("torch.")
+        elif value is not None:
+            try:
+                value = np.dtype(value).name
+            except TypeError:
+                return value
+    return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value

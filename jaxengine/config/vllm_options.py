@@ -1,0 +1,200 @@
+"""Options that vLLM has and this engine has not: which of them ask for nothing here, and which are not built.
+
+The names are those of vLLM 0.32's EngineArgs, with a few of earlier versions that programs still give. An option is in
+one table: `HARMLESS` cannot change an answer and says what stands in its place; `NOT_BUILT` is refused unless it is
+left at a value that asks for nothing; `ELSEWHERE` belongs to another command. Knows nothing of our own options.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from jaxengine.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_XLA = "XLA makes the exchanges between devices"
+_NO_CODE = "no code of a model is run, whatever its folder holds"
+_LOADER = "weights are mapped and go to their devices one by one"
+_COMPILED = "every step is compiled whole before anything is served"
+_EXECUTOR = "one process runs all devices of its host; nnodes is for more hosts"
+
+HARMLESS: dict[str, str] = {
+    "aggregate_engine_logging": "all replicas are one engine with one log line",
+    "allow_deprecated_quantization": "no way of quantising is deprecated",
+    "code_revision": _NO_CODE,
+    "data_parallel_backend": _EXECUTOR,
+    "disable_cascade_attn": "there is no cascade attention",
+    "disable_custom_all_reduce": _XLA,
+    "disable_nccl_for_dp_synchronization": _XLA,
+    "distributed_executor_backend": _EXECUTOR,
+    "fail_on_environ_validation": "no option is read from the environment",
+    "ignore_patterns": "only the files that are needed are downloaded",
+    "jit_monitor_mode": "nothing is compiled while serving, and jaxengine:compilations_since_ready counts",
+    "jit_monitor_verbose": "nothing is compiled while serving, and jaxengine:compilations_since_ready counts",
+    "language_model_only": "there are no other parts than the language model",
+    "max_parallel_loading_workers": _LOADER,
+    "optimization_level": _COMPILED,
+    "prefix_caching_hash_algo": "prefixes are known by SHA-256",
+    "pt_load_map_location": _LOADER,
+    "safetensors_load_strategy": _LOADER,
+    "safetensors_prefetch_block_size": _LOADER,
+    "safetensors_prefetch_num_threads": _LOADER,
+    "served_model_name": "names are the server's: jaxengine serve --served-model-name",
+    "show_hidden_metrics_for_version": "no metric is hidden",
+    "trust_remote_code": _NO_CODE,
+    "use_tqdm_on_load": "disable_log_stats switches the progress bars off",
+    # Of earlier versions.
+    "disable_log_requests": "requests are not logged",
+    "guided_decoding_backend": "grammars are llguidance's",
+    "max_seq_len_to_capture": _COMPILED,
+    "use_v2_block_manager": "there is one",
+}
+
+# Names of what belongs to another command, with its flag.
+ELSEWHERE: dict[str, str] = {
+    "max_num_queued_reqs": "jaxengine serve --max-num-queued-reqs",
+    "max_num_queued_tokens": "jaxengine serve --max-num-queued-tokens",
+    "node_rank": "jaxengine worker --node-rank",
+    "otlp_traces_endpoint": "jaxengine serve --otlp-traces-endpoint",
+    "reasoning_parser": "jaxengine serve --reasoning-parser",
+    "shutdown_timeout": "jaxengine serve --shutdown-timeout",
+}
+
+_SWITCHES = """
+    calculate_kv_scales cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
+    data_parallel_multi_port_external_lb disable_chunked_mm_input disable_sliding_window enable_batch_sharded_sampling
+    enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb enable_fault_tolerance
+    enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
+    enable_logging_iteration_details enable_lora enable_mamba_cache_stochastic_rounding
+    enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format enable_mm_embeds
+    enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_prompt_embeds
+    enable_return_routed_experts enable_shm_tensor_arena enable_sleep_mode enable_tower_connector_lora
+    enable_trace_replay fully_sharded_loras interleave_mm_strings kv_cache_metrics kv_sharing_fast_prefill
+    long_prefill_token_threshold_adaptive mm_encoder_only numa_bind ray_workers_use_nsight return_sampling_mask
+    skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only use_fp64_gumbel use_replayssm
+    dcp_q_replicate
+"""
+_UNSET = """
+    additional_config allowed_local_media_path allowed_media_domains attention_backend attention_config
+    aux_output_config collect_detailed_traces cp_kv_cache_interleave_size cpu_distributed_timeout_seconds
+    cpu_offload_params custom_histogram_buckets data_parallel_address data_parallel_rank data_parallel_rpc_port
+    data_parallel_size_local data_parallel_start_rank dcp_comm_backend default_mm_loras device_ids diffusion_config
+    distributed_timeout_seconds ec_manager_config ec_transfer_config elastic_ep_max_dp_size engram_config eplb_config
+    fault_tolerance_config gdn_prefill_backend hf_config_path hf_overrides io_processor_plugin ir_op_priority
+    kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype_skip_layers kv_events_config kv_offloading_size
+    kv_transfer_config limit_mm_per_prompt log_config_file log_level logging_config logits_processors
+    lora_target_modules mamba_block_size mamba_config mamba_ssu_algorithm max_cpu_loras max_cudagraph_capture_size
+    max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens media_io_kwargs mm_encoder_attn_backend
+    mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_processor_kwargs
+    model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
+    override_pooler_config pooler_config prefix_match_unit profiler_config quantization quantization_config
+    reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
+    spec_method spec_model spec_tokens speculative_config structured_outputs_config video_pruning_rate
+    watermark_config weight_transfer_config worker_extension_cls
+"""
+# Name -> values that ask for nothing, beside None, False and what is empty.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "config_format": ("auto", "hf"),
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": (0,),
+    "dbo_decode_token_threshold": (32,),
+    "dbo_prefill_token_threshold": (512,),
+    "dcp_kv_cache_interleave_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "dp_sync_interval": (16,),
+    "expert_placement_strategy": ("linear",),
+    "kv_cache_metrics_sample": (0.01,),
+    "kv_offloading_backend": ("native",),
+    "linear_backend": ("auto",),
+    "lora_dtype": ("auto",),
+    "mamba_backend": ("triton",),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_cache_mode": ("none",),
+    "mamba_cache_philox_rounds": (0,),
+    "mamba_ssm_cache_dtype": ("auto",),
+    "max_lora_rank": (16,),
+    "max_loras": (1,),
+    "mm_device_do_normalize": (True,),
+    "mm_encoder_fp8_scale_save_margin": (1.5,),
+    "mm_encoder_tp_mode": ("weights",),
+    "mm_hasher_algorithm": ("blake3",),
+    "mm_ipc_gpu_memory_gb": (0,),
+    "mm_processor_cache_gb": (4, 0),
+    "mm_processor_cache_type": ("lru",),
+    "mm_processor_device": ("auto",),
+    "mm_shm_cache_max_object_size_mb": (128,),
+    "mm_tensor_ipc": ("direct_rpc",),
+    "model_impl": ("auto",),
+    "moe_backend": ("auto",),
+    "offload_backend": ("auto",),
+    "offload_group_size": (0,),
+    "offload_num_in_group": (1,),
+    "offload_prefetch_step": (1,),
+    "per_request_spec_decode_metrics": ("none",),
+    "performance_mode": ("balanced",),
+    "prefill_context_parallel_size": (1,),
+    "prefill_schedule_interval": (1,),
+    "prefix_cache_retention_interval": (0,),
+    "renderer_num_workers": (1,),
+    "replayssm_buffer_len": (16,),
+    "runner": ("auto", "generate"),
+    "scheduler_reserve_full_isl": (True,),
+    "sparse_indexer_topk_backend": ("auto",),
+    "stream_interval": (1,),
+    "swa_bounded_replay": (True,),
+    "swap_space": (0, 4),
+    "task": ("auto", "generate"),
+    "tokenizer_mode": ("auto", "hf"),
+    "ubatch_size": (0,),
+    "video_pruning_method": ("evs",),
+    "watermark": (0,),
+    "worker_cls": ("auto",),
+}
+# Switches that are on by default: to switch them off asks for something.
+_ON = frozenset(name for name, values in _DEFAULTS.items() if values == (True,))
+
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_SWITCHES.split(), (False,)),
+    **dict.fromkeys(_UNSET.split(), (None,)),
+    **_DEFAULTS,
+}
+_HARMLESS_SWITCHES = """
+    aggregate_engine_logging allow_deprecated_quantization disable_cascade_attn disable_custom_all_reduce
+    disable_log_requests disable_nccl_for_dp_synchronization fail_on_environ_validation jit_monitor_verbose
+    language_model_only trust_remote_code use_tqdm_on_load use_v2_block_manager
+"""
+NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT))
+
+
+def is_switch(name: str) -> bool:
+    """Whether the option is one that the command line switches on or off without a value."""
+    return isinstance(NOT_BUILT.get(name, (None,))[0], bool) or name in _HARMLESS_SWITCHES.split()
+
+
+def settle(name: str, value: Any) -> None:
+    """Takes an option of NAMES that asks for nothing here; says in the log what a harmless one means.
+
+    Raises ConfigError for one that asks for something.
+    """
+    if asks_for_nothing(name, value):
+        return
+    if name in HARMLESS:
+        logger.info("%s=%r changes nothing here: %s", name, value, HARMLESS[name])
+    elif name in ELSEWHERE:
+        raise ConfigError.because(name, f"{name} is not an option of an engine", f"it is one of {ELSEWHERE[name]}")
+    else:
+        neutral = " or ".join(repr(each) for each in NOT_BUILT[name])
+        raise ConfigError.because(name, f"{name} is {value!r}, which is not supported yet", f"leave it at {neutral}")
+
+
+def asks_for_nothing(name: str, value: Any) -> bool:
+    """Whether it is vLLM's default or an empty value."""
+    if value is None or (value is False and name not in _ON):
+        return True
+    if isinstance(value, (str, dict, list, tuple, set)) and not value:
+        return True
+    kinds = {bool: (bool,), int: (int, float), float: (int, float)}
+    defaults = NOT_BUILT.get(name, ())
+    return any(type(value) in kinds.get(type(each), (type(each),)) and value == each for each in defaults)

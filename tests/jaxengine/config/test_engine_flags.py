@@ -1,0 +1,151 @@
+"""The engine's options on the command line: short forms, a model as a word, vLLM's names, a file of options."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from jaxengine.commands.cli import build_parser, main
+from jaxengine.config.command_line import given_options
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.engine_flags import looks_like_model, with_config_file
+from jaxengine.server.options import ServerConfig
+
+
+def parse(line: str) -> dict:
+    """What a command line gives of the engine's and the server's options."""
+    parser = build_parser()
+    args = parser.parse_args(with_config_file(shlex.split(line), parser))
+    return given_options(args, EngineConfig) | given_options(args, ServerConfig)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "demo", "bench throughput", "bench latency"])
+def test_the_model_is_a_word_or_an_option(command):
+    assert parse(f"{command} a/b --max-num-seqs 4") == parse(f"{command} --max-num-seqs 4 --model a/b")
+    assert parse(f"{command} --max-num-seqs 4 a/b") == {"max_num_seqs": 4, "model": "a/b"}
+
+
+def test_check_and_convert_take_the_model_as_a_word():
+    assert build_parser().parse_args(["check", "llama-3.1-8b"]).model == "llama-3.1-8b"
+    args = build_parser().parse_args(["convert", "a/b", "out"])
+    assert (given_options(args, EngineConfig), args.output) == ({"model": "a/b"}, "out")
+
+
+@pytest.mark.parametrize("line", ["serve a/b --model c/d", "serve --model c/d a/b"])
+def test_two_models_are_refused(line, capsys):
+    with pytest.raises(SystemExit):
+        parse(line)
+    assert "the model is given twice" in capsys.readouterr().err
+
+
+def test_generate_takes_a_first_word_that_names_a_model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert not looks_like_model(str(folder))
+    (folder / "config.json").write_text("{}")
+    for word in (str(folder), "a/b", "x.gguf", "Qwen/Qwen3-0.6B"):
+        assert looks_like_model(word), word
+    for word in ("Once upon a time", "2/3 of it", "either/or, that is", "", "a/b/c", "x" * 5000):
+        assert not looks_like_model(word), word
+
+
+def test_short_forms_sizes_and_underscores():
+    assert parse("serve -tp 2 -pp=3 -dp 4 -ep -n 2 -cc 3 --max_model_len 4k --kv-cache-memory-bytes=4G") == {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 3,
+        "data_parallel_size": 4,
+        "enable_expert_parallel": True,
+        "nnodes": 2,
+        "compilation_config": 3,
+        "max_model_len": 4000,
+        "kv_cache_memory_bytes": 1 << 32,
+    }
+
+
+def test_names_of_vllm_reach_the_engine_and_not_the_help():
+    line = "serve -q awq --enable-lora --no-trust-remote-code -O3 --swap-space 4 --hf-overrides '{\"a\": 1}'"
+    assert parse(line) == {
+        "quantization": "awq",
+        "enable_lora": True,
+        "trust_remote_code": False,
+        "optimization_level": 3,
+        "swap_space": 4,
+        "hf_overrides": {"a": 1},
+    }
+    assert "--quantization" not in build_parser().format_help()
+
+
+@pytest.mark.parametrize("command", ["serve", "generate --file nothing", "chat", "convert out"])
+def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
+    option = "--dtype fp6" if command == "convert out" else "--quantization awq"
+    if command != "convert out":
+        monkeypatch.setattr("jaxengine.commands.cli._prompts", lambda args: ["x"])
+    assert main([*command.split(), *option.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jaxengine: error: ") and said.count("\n") == 1
+    assert ("quantization is 'awq', which is not supported yet" in said) == (option == "--quantization awq")
+
+
+def write(tmp_path, text: str) -> str:
+    (tmp_path / "options.yaml").write_text(text)
+    return str(tmp_path / "options.yaml")
+
+
+OPTIONS = """
+model: a/b
+max-model-len: 4K
+max_num_seqs: 8
+enable-prefix-caching: false
+enforce-eager: true
+api-key: [k1, k2]
+pipeline-layers: [3, 4]
+compilation-config: {cudagraph_capture_sizes: [1, 2]}
+chat-template: null
+port: 81
+"""
+
+
+def test_a_file_of_options_and_the_command_line_before_it(tmp_path):
+    path = write(tmp_path, OPTIONS)
+    read = {
+        "model": "a/b",
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "api_key": ["k1", "k2"],
+        "pipeline_layers": (3, 4),
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2]},
+        "port": 81,
+    }
+    assert parse(f"serve --config {path}") == read
+    given = parse(f"serve c/d --config={path} --max-num-seqs 9 --api-key k3 --enable-prefix-caching --no-enforce-eager")
+    changed = {"model": "c/d", "max_num_seqs": 9, "api_key": ["k3"]}
+    assert given == {**read, **changed, "enable_prefix_caching": True, "enforce_eager": False}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench latency", "check"])
+def test_every_command_takes_a_file(tmp_path, command):
+    path = write(tmp_path, "max-num-seqs: 3")
+    assert parse(f"{command} --config {path}")["max_num_seqs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max-model-length: 5", "'max-model-length' in the --config file .* is no option of jaxengine serve"),
+        ("[1, 2]", "holds no options"),
+        ("a: b: c", "is no YAML"),
+        ("a: !!python/object:os.system x", "is no YAML"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_error(tmp_path, text, said):
+    with pytest.raises(ConfigError, match=said):
+        parse(f"serve --config {write(tmp_path, text)}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse(f"serve --config {tmp_path}/none.yaml")
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    assert parse(f"serve --config {write(tmp_path, '')}") == {}

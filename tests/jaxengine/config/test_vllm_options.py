@@ -1,0 +1,60 @@
+"""Options of vLLM: every name of its EngineArgs is known, and says what it means here."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.vllm_options import ELSEWHERE, HARMLESS, NOT_BUILT
+
+# Recorded from the fields of vllm.engine.arg_utils.EngineArgs and AsyncEngineArgs.
+NAMES = json.loads((Path(__file__).parents[2] / "fixtures" / "vllm_engine_args.json").read_text())["names"]
+OF_ITS_PROCESSES = {"_api_process_count", "_api_process_rank"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_ITS_PROCESSES])
+def test_no_name_of_vllm_is_unknown(name):
+    """A value that no option takes shows what is said of the name."""
+    try:
+        EngineConfig.from_options(**{name: {"no": object()}})
+    except ConfigError as error:
+        assert "there is no option" not in str(error)
+        assert error.param.partition(".")[0] in (name, "compilation_config")
+
+
+def test_each_name_is_in_one_table():
+    assert not set(HARMLESS) & set(NOT_BUILT) and not set(ELSEWHERE) & {*HARMLESS, *NOT_BUILT}
+    assert not {*HARMLESS, *ELSEWHERE, *NOT_BUILT} & set(EngineConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_BUILT))
+def test_options_not_built_are_refused_unless_they_ask_for_nothing(name):
+    neutral = (None, "", *NOT_BUILT[name])
+    for value in neutral:
+        EngineConfig.from_options(**{name: value})
+    for value in (7, "x", not NOT_BUILT[name][0]):
+        if value is not False or NOT_BUILT[name] == (True,):
+            with pytest.raises(ConfigError, match="not supported yet; leave it at") as error:
+                EngineConfig.from_options(**{name: value})
+            assert error.value.param == name
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_harmless_options_say_what_they_mean_here(name, caplog):
+    caplog.set_level(logging.INFO, logger="jaxengine")
+    assert EngineConfig.from_options(**{name: "given"}) == EngineConfig()
+    assert f"{name}='given' changes nothing here: {HARMLESS[name]}" in caplog.text
+    caplog.clear()
+    EngineConfig.from_options(**{name: None})
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_options_of_other_commands_name_them(name):
+    with pytest.raises(ConfigError, match="it is one of jaxengine (serve|worker) --"):
+        EngineConfig.from_options(**{name: 3})
+    EngineConfig.from_options(**{name: None})
