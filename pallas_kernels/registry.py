@@ -33,8 +33,8 @@ _MODULES: dict[tuple[str, str], str] = {
     ("matmul", "gpu_xla"): "matmul.dense_xla",
     ("matmul", "tpu"): "matmul.dense_xla",
     ("grouped_matmul", "cpu"): "matmul.grouped_xla",
-    ("grouped_matmul", "gpu"): "matmul.grouped_ragged_dot",
-    ("grouped_matmul", "gpu_xla"): "matmul.grouped_ragged_dot",
+    ("grouped_matmul", "gpu"): "matmul.grouped_tiles",
+    ("grouped_matmul", "gpu_xla"): "matmul.grouped_tiles",
     ("grouped_matmul", "tpu"): "matmul.grouped_ragged_dot",
 }
 KERNELS = tuple(_MODULES)

@@ -1,8 +1,4 @@
-"""Grouped products with jax.lax.ragged_dot, which XLA:TPU compiles to a kernel whose work follows the rows.
-
-XLA:GPU (jax 0.10.2) multiplies every row with every matrix instead and holds x once per matrix meanwhile, [M, G, in]:
-right, and about as fast where reading the matrices is what takes time, but long prefills pay for G products.
-"""
+"""Grouped products with jax.lax.ragged_dot, which XLA:TPU compiles to a kernel whose work follows the rows."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from models.layers.moe import ExpertLoad, ExpertNames, MixtureOfExperts
 from models.layers.rows import Rows
 from models.registry import build_model, read_hf
 from models.weights.declare import declared_params
+from pallas_kernels import registry
 from sharding.layout import MeshLayout
 from sharding.mesh import make_mesh
 from sharding.rules import logical_to_spec
@@ -249,12 +251,18 @@ LAYOUTS = {
 }
 
 
-def check_layouts() -> None:
-    """Run in a process with eight devices: the same result as one device, exchanging no more than it must."""
+def check_layouts(names: Sequence[str] = tuple(LAYOUTS), grouped: str = "grouped_xla") -> None:
+    """Run in a process with eight devices: the same result as one device, exchanging no more than it must.
+
+    grouped: the implementation of grouped products that all of them have, one device's being the CPU's.
+    """
     assert jax.device_count() == 8
     is_token = np.arange(NUM_TOKENS) % 5 > 0
     expected, expected_load = run(make_layer(), tokens(), jnp.asarray(is_token))
-    for name, (layout, gathers, all_reduces, reduce_scatters) in LAYOUTS.items():
+    assert registry._MODULES["grouped_matmul", "cpu"] == "matmul.grouped_xla"
+    registry._MODULES["grouped_matmul", "cpu"] = f"matmul.{grouped}"
+    for name in names:
+        layout, gathers, all_reduces, reduce_scatters = LAYOUTS[name]
         got, load, collectives = split_over(layout)
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=name)
         assert load.shape == (layout.num_ranks, 8), name
@@ -264,10 +272,13 @@ def check_layouts() -> None:
     print("as on one device")
 
 
-def test_devices_share_the_experts():
+@pytest.mark.parametrize(
+    "arguments", ["", "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'grouped_tiles'"], ids=["cpu", "gpu"]
+)
+def test_devices_share_the_experts(arguments):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    script = "from tests.models.layers.test_moe import check_layouts; check_layouts()"
+    script = f"from tests.models.layers.test_moe import check_layouts; check_layouts({arguments})"
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr
     assert "as on one device" in done.stdout

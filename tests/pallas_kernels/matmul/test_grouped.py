@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.matmul import grouped_tiles
 from pallas_kernels.matmul.grouped import grouped_matmul
 from pallas_kernels.matmul.grouped_xla import block_rows_of
 from pallas_kernels.registry import KERNELS, kernel
@@ -80,12 +81,52 @@ def test_the_operation_passes_everything_on():
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("platform", "expected"), [("cpu", "while"), ("cuda", "ragged_dot"), ("tpu", "ragged_dot")])
+@pytest.mark.parametrize(("platform", "expected"), [("cpu", "while"), ("cuda", "scatter"), ("tpu", "ragged_dot")])
 def test_the_platform_compiled_for_decides(platform, expected):
     x, w = operands(61, 6, "float32")
     traced = jax.jit(grouped_matmul).trace(x, w, jnp.zeros(6, jnp.int32))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert {name for name in ("while", "ragged_dot") if f"{name}" in text} == {expected}
+    assert {name for name in ("while", "scatter", "ragged_dot") if name in text} == {expected}
+
+
+def test_tiles_of_several_trips(monkeypatch):
+    """As where matrices are large: no trip holds all tiles, and the last one holds tiles of no group."""
+    monkeypatch.setattr(grouped_tiles, "_TRIP_BYTES", 3 * IN * OUT * 4)
+    run = jax.jit(partial(grouped_tiles.grouped_matmul, out_dtype=jnp.float32))
+    for name in ("all rows in one group", "whole blocks", "rows after the last group", "groups in the middle"):
+        num_rows, sizes, (first, end) = CASES[name]
+        x, w = operands(num_rows, end - first, "float32")
+        assert grouped_tiles.most_tiles_of(num_rows, end - first, len(sizes)) > 3
+        got = run(x, w, jnp.asarray(sizes, jnp.int32), jnp.int32(first))
+        np.testing.assert_allclose(got, oracle(np.asarray(x), np.asarray(w), sizes, first), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_rows", [8, 512, 65536])
+@pytest.mark.parametrize("here", [128, 16])
+def test_tiles_cost_what_the_rows_cost(num_rows, here):
+    """Of Qwen3-30B-A3B, by the program alone: operations of all trips there may be, matrices of one trip."""
+    (rows, size), (num_groups, _, out) = (num_rows, 2048), (128, 2048, 1536)
+    x, w = jax.ShapeDtypeStruct((rows, size), "bfloat16"), jax.ShapeDtypeStruct((here, size, out), "bfloat16")
+    sizes, first = jax.ShapeDtypeStruct((num_groups,), "int32"), jax.ShapeDtypeStruct((), "int32")
+    run = partial(grouped_tiles.grouped_matmul, out_dtype=jnp.bfloat16)
+    (product,) = (
+        e for e in equations(jax.make_jaxpr(run)(x, w, sizes, first).jaxpr) if e.primitive.name == "dot_general"
+    )
+    trip, tile, _ = product.outvars[0].aval.shape
+    most = grouped_tiles.most_tiles_of(rows, here, num_groups)
+    assert tile == grouped_tiles.tile_rows_of(rows, num_groups)
+    # Rounded to whole trips. Where a group has fewer rows than the smallest tile, a tile for each row at most.
+    assert -(-most // trip) * trip * tile <= (2 * rows if rows >= 16 * num_groups else 16 * rows) + trip * tile
+    assert trip * size * out * 2 <= 64 << 20
+
+
+def equations(jaxpr):
+    """Of a program and all programs in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
+            if (inner := getattr(value, "jaxpr", value)) is not value or hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def test_results_have_the_dtype_of_the_rows():

@@ -1,0 +1,63 @@
+"""Grouped products for CUDA cards: plain XLA over tiles of rows, several tiles in one batched product.
+
+XLA:GPU (jax 0.10.2) makes of jax.lax.ragged_dot one product of [M, G * in] with all matrices: G times the operations
+and x once per matrix in memory. Here every group's rows are cut into tiles; a trip of a loop gathers the rows and the
+matrices of some tiles and multiplies them. As many trips are made as the tiles of the groups here need, so that rows
+of groups on other devices cost nothing. A matrix is read, and written and read once more, for each of its tiles: a
+kernel would save that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_MIN_TILE, _MAX_TILE = 16, 1024  # rows: what a tensor core takes, and where reading a matrix is small beside using it
+_TRIP_BYTES = 64 << 20  # of the matrices that a trip gathers
+_TRIP_ROWS = 8192
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, out_dtype: Any
+) -> jax.Array:
+    """[M, out] in out_dtype; arguments as the public operation has checked them."""
+    (num_rows, _), num_groups = x.shape, w.shape[0]
+    tile, most_tiles = tile_rows_of(num_rows, group_sizes.size), most_tiles_of(num_rows, num_groups, group_sizes.size)
+    trip = max(1, min(most_tiles, _TRIP_BYTES // (w[0].size * w.dtype.itemsize), _TRIP_ROWS // tile))
+    sizes = lax.dynamic_slice_in_dim(group_sizes, group_offset, num_groups)
+    ends = lax.dynamic_slice_in_dim(jnp.cumsum(group_sizes), group_offset, num_groups)
+    tiles = -(-sizes // tile)
+    last_tiles = jnp.cumsum(tiles)
+
+    def multiply(index, out):
+        numbers = index * trip + jnp.arange(trip, dtype=jnp.int32)
+        # Compared rather than searched: a search is a loop of its own. Tiles past the last one are of no group.
+        groups = jnp.sum(numbers[:, None] >= last_tiles, axis=1, dtype=jnp.int32)
+        group = jnp.minimum(groups, num_groups - 1)
+        first = (ends - sizes)[group] + (numbers - (last_tiles - tiles)[group]) * tile
+        row = first[:, None] + jnp.arange(tile, dtype=jnp.int32)
+        is_own = (row < ends[group][:, None]) & (groups < num_groups)[:, None]
+        rows = x.at[row].get(mode="clip")
+        y = lax.dot_general(rows, w[group], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        # A row of a tile that is not its group's has a place of its own behind the result, where it is dropped.
+        place = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
+        return out.at[place].set(y.astype(out_dtype), mode="drop", unique_indices=True)
+
+    out = jnp.zeros((num_rows, w.shape[2]), out_dtype)
+    if most_tiles <= trip:
+        return multiply(jnp.int32(0), out)
+    return lax.fori_loop(0, -(-last_tiles[-1] // trip), multiply, out)
+
+
+def tile_rows_of(num_rows: int, num_groups: int) -> int:
+    """Rows of a tile: a power of two, at most those of an average group, so that tiles hold twice the rows at most."""
+    average = max(num_rows // num_groups, 1)
+    return min(max(1 << average.bit_length() - 1, _MIN_TILE), _MAX_TILE)
+
+
+def most_tiles_of(num_rows: int, num_groups_here: int, num_groups: int) -> int:
+    """Tiles that rows can need however they are spread over the groups here."""
+    return min(num_rows, num_rows // tile_rows_of(num_rows, num_groups) + num_groups_here)
