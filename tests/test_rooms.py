@@ -120,9 +120,14 @@ ROOMS = {
         "scheduler jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http "
         "jaxengine.server.http.chat"
     ),
+    "jaxengine.server.http.messages": (
+        "scheduler jaxengine.tokens jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server "
+        "jaxengine.server.http jaxengine.server.http.chat"
+    ),
     "jaxengine.server.http:app": (
         "scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe jaxengine.server.http "
-        "jaxengine.server.http.chat jaxengine.server.http.completions jaxengine.server.http.responses"
+        "jaxengine.server.http.chat jaxengine.server.http.completions jaxengine.server.http.responses "
+        "jaxengine.server.http.messages"
     ),
     "jaxengine.server.processes": (
         "models.config models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.cluster "

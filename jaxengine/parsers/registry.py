@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.parsers import tool_hermes, tool_llama3, tool_mistral, tool_pythonic
+from jaxengine.parsers.call_grammar import CallGrammar
 from jaxengine.parsers.events import OutputParser
 from jaxengine.parsers.reasoning_think import ThinkParser, begins_inside
-from jaxengine.parsers.tool_hermes import HermesToolParser
-from jaxengine.parsers.tool_llama3 import Llama3ToolParser
-from jaxengine.parsers.tool_mistral import MistralToolParser
-from jaxengine.parsers.tool_pythonic import PythonicToolParser
 
 
 def call_ids() -> Iterator[str]:
@@ -34,10 +32,12 @@ class ToolFormat:
     """How a model writes tool calls.
 
     Attributes:
+      grammar: rules for them, `calls` above the others; raises ValueError for functions that the format cannot call.
       special_tokens: it marks them with special tokens, which text must then show.
     """
 
     parser: Callable[[Iterable[str]], OutputParser]
+    grammar: Callable[[CallGrammar], Iterator[str]]
     ids: Callable[[], Iterator[str]] = call_ids
     special_tokens: bool = False
 
@@ -67,11 +67,13 @@ class ReasoningFormat:
 
 
 TOOL_PARSERS = {
-    "hermes": ToolFormat(HermesToolParser),
-    "llama3_json": ToolFormat(Llama3ToolParser, special_tokens=True),
-    "llama4_json": ToolFormat(Llama3ToolParser, special_tokens=True),
-    "mistral": ToolFormat(MistralToolParser, ids=short_call_ids, special_tokens=True),
-    "pythonic": ToolFormat(PythonicToolParser),
+    "hermes": ToolFormat(tool_hermes.HermesToolParser, tool_hermes.grammar),
+    "llama3_json": ToolFormat(tool_llama3.Llama3ToolParser, tool_llama3.grammar, special_tokens=True),
+    "llama4_json": ToolFormat(tool_llama3.Llama3ToolParser, tool_llama3.grammar, special_tokens=True),
+    "mistral": ToolFormat(
+        tool_mistral.MistralToolParser, tool_mistral.grammar, ids=short_call_ids, special_tokens=True
+    ),
+    "pythonic": ToolFormat(tool_pythonic.PythonicToolParser, tool_pythonic.grammar),
 }
 
 REASONING_PARSERS = {

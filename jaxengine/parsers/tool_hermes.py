@@ -6,13 +6,21 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from jaxengine.parsers.call_grammar import CallGrammar
 from jaxengine.parsers.events import Collector, Event
 from jaxengine.parsers.json_call import JsonCall, Progress
 from jaxengine.parsers.markers import Marker, Opening
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+
+
+def grammar(calls: CallGrammar) -> Iterator[str]:
+    """Rules; an answer that calls is a `calls`."""
+    yield "calls: " + calls.listed("call", "\n")
+    yield f'call: {calls.word(_BEGIN)} "\\n" ({calls.objects("arguments")}) "\\n" {calls.word(_END)}'
+    yield from calls.arguments()
 
 
 class HermesToolParser:

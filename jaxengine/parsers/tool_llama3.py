@@ -7,8 +7,9 @@ object that is no call is content.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from jaxengine.parsers.call_grammar import CallGrammar, call_schema
 from jaxengine.parsers.events import Collector, Event
 from jaxengine.parsers.json_call import JsonCall, Progress
 from jaxengine.parsers.json_call_list import JsonCallList
@@ -16,6 +17,15 @@ from jaxengine.parsers.json_call_list import JsonCallList
 _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
 _START = re.compile(r"[<{\[]")
+
+
+def grammar(calls: CallGrammar) -> Iterator[str]:
+    """Rules; an answer that calls is a `calls`."""
+    yield f"calls: {calls.word(_TAG)}? {calls.listed('call', '; ')}"
+    # As JSON to the last brace: the lexer does not go back behind the brace that an answer begins with as well.
+    for at, (name, schema) in enumerate(calls.functions.items()):
+        yield f"call_{at}: {calls.json(call_schema(name, 'parameters', schema))}"
+    yield f"call: {' | '.join(f'call_{at}' for at in range(len(calls.functions)))}"
 
 
 class Llama3ToolParser:

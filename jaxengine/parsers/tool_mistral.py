@@ -6,8 +6,9 @@ call has a marker of its own. Markers are special tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from jaxengine.parsers.call_grammar import CallGrammar, literal
 from jaxengine.parsers.events import Collector, Event
 from jaxengine.parsers.json_call import Progress
 from jaxengine.parsers.json_call_list import JsonCallList
@@ -17,6 +18,20 @@ from jaxengine.parsers.markers import Marker
 _BEGIN, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _KEYS = ("arguments", "parameters")
 _MAX_NAME = 256
+
+
+def grammar(calls: CallGrammar) -> Iterator[str]:
+    """Rules; an answer that calls is a `calls`. A vocabulary with a token for [ARGS] is of the newer form."""
+    begin = calls.word(_BEGIN)
+    yield from calls.arguments()
+    if calls.token_id(_ARGS) is None:
+        yield f'calls: {begin} "[" {calls.listed("call", ", ")} "]"'
+        yield f"call: {calls.objects('arguments')}"
+        return
+    own_id = f"({calls.word(_CALL_ID)} /[A-Za-z0-9]{{9}}/)?"
+    yield f"calls: {'call+' if calls.many else 'call'}"
+    named = [f"{literal(name)} {own_id} {calls.word(_ARGS)} arguments_{at}" for at, name in enumerate(calls.functions)]
+    yield f"call: {begin} ({' | '.join(named)})"
 
 
 class MistralToolParser:

@@ -6,9 +6,10 @@ The list is the answer's beginning. A call goes out when it is closed. Nothing i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 
+from jaxengine.parsers.call_grammar import CallGrammar, Schema, definitions, literal
 from jaxengine.parsers.events import Collector, Event
 from jaxengine.parsers.python_scan import PythonScanner, Reading
 
@@ -25,6 +26,36 @@ class _State(Enum):
     AFTER_VALUE = auto()
     AFTER_CALL = auto()
     CONTENT = auto()
+
+
+def grammar(calls: CallGrammar) -> Iterator[str]:
+    """Rules; an answer that calls is a `calls`. Arguments come in their schema's order, values are written as JSON.
+
+    Raises ValueError for a name that Python has no way to write.
+    """
+    for name in calls.functions:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"the function {name!r} cannot be called in Python's notation")
+    yield f'calls: "[" {calls.listed("call", ", ")} "]"'
+    names = (f"{literal(name + '(')} first_{at}_0 {literal(')')}" for at, name in enumerate(calls.functions))
+    yield f"call: {' | '.join(names)}"
+    for at, schema in enumerate(calls.functions.values()):
+        yield from _keywords(calls, at, schema)
+
+
+def _keywords(calls: CallGrammar, at: int, schema: Schema) -> Iterator[str]:
+    """first_<at>_<n>: the arguments from the n-th on, of which it writes the first one; rest_<at>_<n>: the others."""
+    properties = dict(schema.get("properties") or {})
+    for number, (name, value) in enumerate(properties.items()):
+        if not name.isidentifier():
+            raise ValueError(f"the parameter {name!r} cannot be named in Python's notation")
+        left_out = name not in schema.get("required", ())
+        this, later = f"{at}_{number}", f"{at}_{number + 1}"
+        yield f"value_{this}: {calls.json({**value, **definitions(schema)} if isinstance(value, dict) else {})}"
+        yield f"first_{this}: {literal(name + '=')} value_{this} rest_{later}{f' | first_{later}' if left_out else ''}"
+        yield f"rest_{this}: {literal(f', {name}=')} value_{this} rest_{later}{f' | rest_{later}' if left_out else ''}"
+    yield f'first_{at}_{len(properties)}: ""'
+    yield f'rest_{at}_{len(properties)}: ""'
 
 
 class PythonicToolParser:

@@ -124,11 +124,23 @@ class StructuredOutputsParams:
         """What jaxengine.grammars makes its masks from."""
         if self.kind in ("json", "json_object"):
             options = {name: getattr(self, name) for name in _JSON_OPTIONS if getattr(self, name)}
-            text = fit_for_grammar(str(self.json), self.lenient) if self.json is not None else _JSON_OBJECT
-            return Grammar(kind="json", text=text, options=options)
+            return Grammar(kind="json", text=self._fitted_json(), options=options)
         if self.kind == "choice":
             return Grammar(kind="choice", text=json.dumps(self.choice))
         return Grammar(kind=self.kind, text=str(getattr(self, self.kind)))
+
+    def in_lark(self) -> str:
+        """The body of a rule of a grammar in Lark's notation that takes what `json` or `json_object` does."""
+        schema = json.loads(self._fitted_json())
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        options: dict[str, Any] = {"lenient": True} if self.lenient else {}
+        if self.whitespace_pattern is not None:
+            options["whitespace_pattern"] = self.whitespace_pattern
+        return "%json " + json.dumps({**schema, "x-guidance": options} if options else schema, ensure_ascii=False)
+
+    def _fitted_json(self) -> str:
+        return _JSON_OBJECT if self.json is None else fit_for_grammar(str(self.json), self.lenient)
 
 
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:

@@ -20,6 +20,7 @@ from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.completions import endpoint as completions
 from jaxengine.server.http.errors import ApiError, as_api_error, error_response
 from jaxengine.server.http.limits import JsonRoute, LimitsMiddleware
+from jaxengine.server.http.messages import endpoint as messages
 from jaxengine.server.http.responses import endpoint as responses
 from jaxengine.server.keys import Keys
 from jaxengine.server.names import REQUEST_ID
@@ -35,6 +36,7 @@ ROUTERS: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     chat.router,
     completions.router,
     responses.router,
+    messages.router,
     models.router,
     tokenize.router,
     operations.router,

@@ -57,4 +57,7 @@ def _unauthorized() -> ApiError:
 
 
 def _key(scope: Scope) -> bytes:
-    return bearer_key([value for name, value in scope["headers"] if name == b"authorization"])
+    """As "Authorization: Bearer KEY", or as Anthropic's clients send it, as X-Api-Key."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    return plain[0] if not given and len(plain) == 1 else bearer_key(given)

@@ -1,4 +1,6 @@
-"""How an error looks to a client: one JSON shape, one status for each kind, no inside of the server in its words.
+"""How an error looks to a client: OpenAI's shape, Anthropic's where its clients call, one status for each kind.
+
+No inside of the server is in its words.
 
 Every answer that is no success is made here. Knows nothing of endpoints.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.server.observe.scrub import scrub
@@ -30,6 +34,17 @@ _TYPES = {
     429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+}
+# Where Anthropic's clients call, and their words for `type`.
+_MESSAGES = "/v1/messages"
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 _BRANCHES = {"str", "int", "float", "bool", "none"}
 
@@ -83,11 +98,34 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"error": body}
 
 
+def messages_error_body(error: ApiError) -> dict[str, Any]:
+    """Anthropic's shape."""
+    fallback = "invalid_request_error" if error.status_code < 500 else "api_error"
+    kind = _MESSAGES_TYPES.get(error.status_code, fallback)
+    return {"type": "error", "error": {"type": kind, "message": scrub(error.detail)}}
+
+
 def error_response(error: ApiError) -> Response:
     """The whole answer."""
-    # ASCII only: a message may quote half a surrogate pair, which has no UTF-8 form.
-    body = json.dumps(error_body(error)).encode()
-    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
+    return _ErrorResponse(error)
+
+
+class _ErrorResponse(Response):
+    """In the shape that clients of the path know."""
+
+    def __init__(self, error: ApiError):
+        self._error = error
+        super().__init__(self._body(error_body), error.status_code, dict(error.headers or {}), "application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].removeprefix(scope["root_path"]).startswith(_MESSAGES):
+            self.body = self._body(messages_error_body)
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+    def _body(self, shape: Callable[[ApiError], dict[str, Any]]) -> bytes:
+        # ASCII only: a message may quote half a surrogate pair, which has no UTF-8 form.
+        return json.dumps(shape(self._error)).encode()
 
 
 def install(app: FastAPI) -> None:

@@ -222,6 +222,13 @@ class GenerationRequest(RequestModel):
             )
         return self
 
+    def register(self, prefix: str, request: Request) -> str:
+        """Notes who asks in the request's state; returns what answer and engine call it, which `abort` knows it by."""
+        request.state.user = self.user
+        name = f"{prefix}-{self.request_id or request.state.unique_id}"
+        logger.debug("%s is asked for by user %r", name, self.user)
+        return name
+
 
 class TextRequest(GenerationRequest):
     """What completions and chat completions have in common.
@@ -276,13 +283,6 @@ class TextRequest(GenerationRequest):
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         given = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
-
-    def register(self, prefix: str, request: Request) -> str:
-        """Notes who asks in the request's state; returns what answer and engine call it, which `abort` knows it by."""
-        request.state.user = self.user
-        name = f"{prefix}-{self.request_id or request.state.unique_id}"
-        logger.debug("%s is asked for by user %r", name, self.user)
-        return name
 
     def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
         """Whether a stream ends with the counts of tokens, and whether every chunk has them."""

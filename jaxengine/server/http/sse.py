@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxengine.server.http.errors import as_api_error, error_body
+from jaxengine.server.http.errors import ApiError, as_api_error, error_body
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,11 @@ class ClientLeft(Exception):
 def event(value: Any) -> bytes:
     """One event with a JSON value."""
     return b"data: %b\n\n" % encode_json(value)
+
+
+def failed_event(error: ApiError) -> bytes:
+    """The event of a stream that cannot go on, in the shape of an error."""
+    return event(error_body(error))
 
 
 def json_response(value: Any) -> Response:
@@ -71,13 +76,17 @@ async def answer(request: Request, work: Coroutine[Any, Any, Response]) -> Respo
 
 
 async def stream_events(
-    request: Request, events: AsyncGenerator[bytes, None], write_timeout: float, done: bytes = DONE
+    request: Request,
+    events: AsyncGenerator[bytes, None],
+    write_timeout: float,
+    done: bytes = DONE,
+    failed: Callable[[ApiError], bytes] = failed_event,
 ) -> Response:
     """Streams `events`, each one or more server-sent events, then `done`.
 
     The first of them is waited for before anything is sent, so that what is raised until then is answered with a status
-    of its own: a generator should ask the engine before it yields. What is raised later ends the stream as an event in
-    the shape of an error. `events` is closed in every case.
+    of its own: a generator should ask the engine before it yields. What is raised later ends the stream as the event
+    that `failed` makes of it. `events` is closed in every case.
     """
     try:
         first = await while_connected(request.receive, anext(events, b""))
@@ -87,11 +96,18 @@ async def stream_events(
     except BaseException:
         await events.aclose()
         raise
-    return _EventStream(first, events, write_timeout, done)
+    return _EventStream(first, events, write_timeout, done, failed)
 
 
 class _EventStream(Response):
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], write_timeout: float, done: bytes):
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        write_timeout: float,
+        done: bytes,
+        failed: Callable[[ApiError], bytes],
+    ):
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         # The length of an empty body is no length of a stream; a proxy that buffers makes no stream.
         del self.headers["content-length"]
@@ -100,6 +116,7 @@ class _EventStream(Response):
         self._events = events
         self._write_timeout = write_timeout
         self._done = done
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -121,7 +138,7 @@ class _EventStream(Response):
                 told = as_api_error(error)
                 if told.status_code == 500:
                     logger.exception("a stream failed")
-                await self._write(send, event(error_body(told)))
+                await self._write(send, self._failed(told))
             await self._write(send, self._done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

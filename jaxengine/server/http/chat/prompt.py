@@ -28,10 +28,7 @@ class ChatRenderer:
 
     async def prompt(self, body: ChatRequest) -> dict[str, Any]:
         """The prompt for `engine.generate`, its text beside the token ids. Raises RequestError."""
-        # A template is a program that runs as long as it likes.
-        text = await asyncio.to_thread(self._render, body)
-        special = bool(body.add_special_tokens)
-        (whole,) = await self._encoder.encode([text], add_special_tokens=special, param="messages")
+        text, whole = await self._encode(body)
         ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])
         longest = self._inputs.config.max_model_len
         if not 1 <= len(ids) < longest:
@@ -39,6 +36,17 @@ class ChatRenderer:
                 f"messages make {len(ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)", param="messages"
             )
         return {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}
+
+    async def token_ids(self, body: ChatRequest) -> list[int]:
+        """Of the conversation, which may be longer than the model's context. Raises RequestError."""
+        return (await self._encode(body))[1]
+
+    async def _encode(self, body: ChatRequest) -> tuple[str, list[int]]:
+        # A template is a program that runs as long as it likes.
+        text = await asyncio.to_thread(self._render, body)
+        special = bool(body.add_special_tokens)
+        (ids,) = await self._encoder.encode([text], add_special_tokens=special, param="messages")
+        return text, ids
 
     def _render(self, body: ChatRequest) -> str:
         config = self._config

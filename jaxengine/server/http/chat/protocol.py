@@ -22,9 +22,9 @@ class Function(RequestModel):
 
     Attributes:
       parameters: JSON schema of the arguments.
-      strict: asks for arguments that keep to it. They do where the call is forced (tool_choice "required" or a name),
-        but for what no grammar can enforce, which is refused with strict=true and left out otherwise; where the model
-        chooses, it writes them as it likes.
+      strict: asks for arguments that keep to it. They do where the call is forced (tool_choice "required" or a name)
+        or the answer has a response_format, but for what no grammar can enforce, which is refused with strict=true and
+        left out otherwise; elsewhere the model writes them as it likes.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -69,6 +69,7 @@ class ChatRequest(TextRequest):
       logprobs: whether to report log-probabilities; top_logprobs: of how many of the best tokens as well.
       max_completion_tokens: None: max_tokens, which it goes before; neither: the rest of the context.
       tools: what the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without.
+      response_format: where the model may call tools, its answer keeps to it or is nothing but calls.
       parallel_tool_calls: False: at most one call.
       reasoning_effort: the template's variable of that name; thinking, if left out, is whether it is not "none".
       thinking: the template's variables thinking and enable_thinking. Both fields are hints without effect for a
@@ -149,10 +150,6 @@ class ChatRequest(TextRequest):
         if self.structured_outputs is not None:
             text = "structured_outputs is only allowed without tools, or with tool_choice 'none'"
             raise RequestError(text, param="structured_outputs")
-        # Of an answer that is a call, response_format says nothing.
-        if self.choice == "auto" and self.response_format is not None and self.response_format.type != "text":
-            text = "response_format is only allowed without tools, or with a tool_choice other than 'auto'"
-            raise RequestError(text, param="response_format")
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool:

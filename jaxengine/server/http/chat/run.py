@@ -74,7 +74,8 @@ class ChatRun:
         self._client = client
         self._arrival = time.monotonic()
         self.body = body
-        self._tools = tool_use(body, server.config.enable_auto_tool_choice, server.tool_format)
+        tokenizer = server.engine.inputs.require_tokenizer()
+        self._tools = tool_use(body, server.config.enable_auto_tool_choice, server.tool_format, tokenizer)
         try:
             self.params = self._sampling_params()
         except RequestError as error:
@@ -164,7 +165,7 @@ class ChatRun:
         """The error with the field that the structure came from."""
         if error.param != "structured_outputs" or self.body.structured_outputs is not None:
             return error
-        return renamed(error, "response_format" if self._tools.schema is None else "tools")
+        return renamed(error, "response_format" if self._tools.structure is None else self._tools.asked_by)
 
     @property
     def _shows_special_tokens(self) -> bool:
@@ -187,11 +188,6 @@ class ChatRun:
         }
         if body.echo and body.logprobs and body.prompt_logprobs is None and not body.stream:
             changes["prompt_logprobs"] = asked
-        if self._tools.schema is not None:
-            # With any white space that JSON allows, a weak model may never come to the next brace.
-            changes["structured_outputs"] = {
-                "json": self._tools.schema,
-                "whitespace_pattern": " ?",
-                "lenient": not any(tool.function.strict for tool in body.tools or ()),
-            }
+        if self._tools.structure is not None:
+            changes["structured_outputs"] = self._tools.structure
         return body.sampling_params(inputs, self._server.config, **changes)

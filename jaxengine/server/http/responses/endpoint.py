@@ -167,7 +167,8 @@ def _shown_choice(body: ResponsesRequest) -> Any:
 
 def _owner(request: Request) -> str:
     """Who asks, as far as the server knows: by the key."""
-    return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
+    shown = [request.headers.get(name, "") for name in ("authorization", "x-api-key")]
+    return hashlib.sha256("\n".join(shown).encode()).hexdigest()
 
 
 class _Responses:

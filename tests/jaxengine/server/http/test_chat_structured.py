@@ -85,6 +85,70 @@ async def test_a_named_call_is_made(client):
         assert call.function.name == "weather" and Weather.model_validate_json(call.function.arguments)
 
 
+async def outcomes(ask, answers: str, seeds: int = 8) -> set[str]:
+    """What the model did under several seeds, each time one of the two and nothing else."""
+    found = set()
+    for seed in range(seeds):
+        content, calls = await ask(seed)
+        if calls:
+            assert not content
+            found |= {name for name, _ in calls}
+            for name, arguments in calls:
+                assert json.loads(arguments) == {} if name == "now" else Weather.model_validate_json(arguments)
+        else:
+            found.add("answer")
+            assert set(json.loads(content)) == {answers}
+    return found
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}},
+    "required": ["sure"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("parser", ["hermes", "pythonic"])
+async def test_an_answer_keeps_to_its_schema_where_tools_may_be_called(chat_engine, parser):
+    options = ServerConfig(served_model_name="tiny", enable_auto_tool_choice=True, tool_call_parser=parser)
+    client = openai_client(create_app(chat_engine, options))
+    tokenizer = chat_engine.inputs.tokenizer
+    braces = [number for number in range(tokenizer.vocab_size) if tokenizer.decode([number]).startswith("{")]
+    ask = {**ASK, "messages": HI}
+
+    def bias(seed):
+        """Every other time an answer is unlikely."""
+        return {**ASK["logit_bias"], **({str(number): -100 for number in braces} if seed % 2 else {})}
+
+    format_ = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
+
+    async def chat(seed):
+        answer = await client.chat.completions.create(
+            **{**ask, "logit_bias": bias(seed)},
+            tools=TOOLS,
+            response_format=format_,
+            seed=seed,
+            parallel_tool_calls=False,
+        )
+        message = answer.choices[0].message
+        return message.content, [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+
+    async def respond(seed):
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        text = {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}}
+        extra = {"seed": seed, "logit_bias": bias(seed)}
+        response = await client.responses.create(
+            model="tiny", input="Hi", tools=tools, text=text, parallel_tool_calls=False, extra_body=extra
+        )
+        calls = [(item.name, item.arguments) for item in response.output if item.type == "function_call"]
+        return response.output_text, calls
+
+    for way in (chat, respond):
+        found = await outcomes(way, "sure")
+        assert "answer" in found and len(found) > 1, found
+
+
 async def test_a_json_object_and_a_choice(client):
     answer = await client.chat.completions.create(
         **ASK, messages=HI, seed=5, max_tokens=60, response_format={"type": "json_object"}

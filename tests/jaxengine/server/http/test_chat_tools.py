@@ -249,7 +249,6 @@ async def test_reasoning_that_a_message_has_begun(scripted):
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "a"}, "tool_choice": "required"}, "structured_outputs"),
         ({}, "tool_choice"),
     ],

@@ -1,0 +1,145 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's endpoint over chat completions.
+
+Owns the answer's two forms, whole and streamed. Knows nothing of templates, tool formats or the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.outputs import CompletionOutput
+from jaxengine.server.http.chat.run import ChatRun, ChatServer
+from jaxengine.server.http.errors import ApiError, messages_error_body
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.messages.output import MessageWriter, Said, sse
+from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest, as_messages_error
+from jaxengine.server.http.models import check_model
+from jaxengine.server.http.sse import answer, json_response, stream_events
+from jaxengine.server.names import served_names
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import RequestError
+
+
+class _Message:
+    """One message under way."""
+
+    def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, client: str | None):
+        """Raises RequestError."""
+        self._body = body
+        self._writer = MessageWriter()
+        self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._head = {"id": name, "type": "message", "role": "assistant", "model": model}
+        try:
+            self._run = ChatRun(server, body.chat_request(), name, client)
+        except RequestError as error:
+            raise body.as_asked(error) from None
+
+    async def prepare(self, ignored: list[str]) -> None:
+        """ignored: gets the fields that say nothing to this model. Raises RequestError."""
+        try:
+            await self._run.prepare()
+        except RequestError as error:
+            raise self._body.as_asked(error) from None
+        names = {"reasoning_effort": "output_config.effort"}
+        ignored += [names.get(name, name) for name in self._run.ignored] + self._body.ignored_parts
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        async with contextlib.aclosing(self._events()) as events:
+            async for _ in events:
+                continue
+        return json_response({**self._head, "content": self._writer.content, **self._stop, "usage": self._usage()})
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events."""
+        begun = False
+        async with contextlib.aclosing(self._events()) as events:
+            async for said in events:
+                if not begun:
+                    begun, usage = True, {**self._usage(), "output_tokens": 0}
+                    message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+                    said = [{"type": "message_start", "message": message}, *said]
+                yield b"".join(map(sse, said))
+        yield sse({"type": "message_delta", "delta": self._stop, "usage": self._usage()})
+        yield sse({"type": "message_stop"})
+
+    async def _events(self) -> AsyncGenerator[list[Said], None]:
+        async with contextlib.aclosing(self._run.pieces()) as pieces:
+            try:
+                async for _, outputs in pieces:
+                    said: list[Said] = []
+                    for output, events in outputs:
+                        said += self._writer.add(events)
+                        if output.finish_reason is not None:
+                            self._end(output)
+                            said += self._writer.close()
+                            self._stop |= {"stop_reason": "tool_use"} if self._calls(output) else {}
+                    yield said
+            except RequestError as error:
+                raise self._body.as_asked(error) from None
+
+    def _end(self, output: CompletionOutput) -> None:
+        """Raises ApiError for an output that is no answer."""
+        reason, stop = output.finish_reason, output.stop_reason
+        if reason == "length":
+            self._stop["stop_reason"] = "max_tokens"
+        elif reason == "stop":
+            # A token that ends the answer is no sequence that was asked for.
+            sequence = stop if isinstance(stop, str) else None
+            self._stop = {"stop_reason": "stop_sequence" if sequence else "end_turn", "stop_sequence": sequence}
+        elif reason == "abort":
+            # By its time limit or by an operator: what there is may be sent back, to have the model go on.
+            self._stop["stop_reason"] = "pause_turn"
+        else:
+            raise ApiError(500, str(stop or "the output cannot be used"))
+
+    def _calls(self, output: CompletionOutput) -> bool:
+        return output.finish_reason == "stop" and self._writer.calls
+
+    def _usage(self) -> dict[str, Any]:
+        cached = self._run.num_cached_tokens
+        return {
+            "input_tokens": len(self._run.prompt["prompt_token_ids"]) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._run.num_completion_tokens,
+        }
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    """Raises ConfigError for a parser that is not known."""
+    routes = APIRouter(tags=["messages"], route_class=JsonRoute)
+    server = ChatServer.open(engine, config)
+    names = served_names(engine, config)
+
+    @routes.post("/v1/messages", response_class=Response)
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        model = check_model(body.model, names)
+        name = body.register("msg", request)
+        message = _Message(server, body, name, model, request.state.client)
+        await message.prepare(request.state.ignored_fields)
+        if body.stream:
+            events, limit = message.stream(), config.stream_write_timeout
+            return await stream_events(request, events, limit, done=b"", failed=_failed)
+        return await answer(request, message.whole())
+
+    @routes.post("/v1/messages/count_tokens", response_class=Response)
+    async def count_message_tokens(body: Conversation) -> Response:
+        """How many tokens the conversation has; longer ones than fit are counted too."""
+        check_model(body.model, names)
+        try:
+            ids = await server.renderer.token_ids(body.chat_request())
+        except RequestError as error:
+            raise as_messages_error(error) from None
+        return json_response({"input_tokens": len(ids)})
+
+    return routes
+
+
+def _failed(error: ApiError) -> bytes:
+    return sse(messages_error_body(error))

@@ -1,0 +1,91 @@
+"""From Anthropic's messages to chat messages. Every block acts or is refused by its type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.errors import RequestError, show_value
+
+ROLES = ("user", "assistant", "system")
+# Blocks by who may say them.
+_BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "system": ("text",),
+}
+
+
+def read_messages(system: str | list[Any] | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages. Raises RequestError."""
+    read = _read("system", system, "system") if system else []
+    for number, message in enumerate(messages):
+        where, role = f"messages[{number}]", message.get("role")
+        if role not in ROLES:
+            raise _refused(f"{where}.role is {show_value(role)}; allowed: {', '.join(ROLES)}")
+        read += _read(role, message.get("content"), f"{where}.content")
+    return read
+
+
+def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise _refused(f"{where} must be a text or a list of blocks")
+    return _blocks(role, content, where)
+
+
+def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, in front of what the user says beside them."""
+    results: list[dict[str, Any]] = []
+    texts: list[str] = []
+    said: dict[str, Any] = {"role": role}
+    for number, block in enumerate(blocks):
+        place = f"{where}[{number}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind not in _BLOCKS[role]:
+            raise _refused(f"{place}.type is {show_value(kind)}; allowed for {role}: {', '.join(_BLOCKS[role])}")
+        if kind == "text":
+            texts.append(_text(block, "text", place))
+        elif kind == "thinking":
+            said["reasoning"] = said.get("reasoning", "") + _text(block, "thinking", place)
+        elif kind == "tool_result":
+            content = {"role": "tool", "tool_call_id": _text(block, "tool_use_id", place)}
+            results.append({**content, "content": _result(block.get("content"), f"{place}.content")})
+        else:
+            said.setdefault("tool_calls", []).append(_call(block, place))
+    if texts or len(said) > 1 or not results:
+        results.append({**said, "content": "\n".join(texts)})
+    return results
+
+
+def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(block.get("input"), dict):
+        raise _refused(f"{where}.input is no object")
+    arguments = json.dumps(block["input"], ensure_ascii=False)
+    function = {"name": _text(block, "name", where), "arguments": arguments}
+    return {"id": _text(block, "id", where), "type": "function", "function": function}
+
+
+def _result(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _refused(f"{where} must be a text or a list of text blocks")
+    for number, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text":
+            raise _refused(f"{where}[{number}].type is {show_value(kind)}; allowed: text")
+    return "\n".join(_text(block, "text", f"{where}[{at}]") for at, block in enumerate(content))
+
+
+def _text(block: dict[str, Any], key: str, where: str) -> str:
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise _refused(f"{where}.{key} is missing or no text")
+    return value
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="system" if message.startswith("system") else "messages")

@@ -1,0 +1,98 @@
+"""A message as it grows: content blocks, and the events that tell of them in Anthropic's words.
+
+Blocks are one behind the other: thinking, text, tool_use. Knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxengine.parsers.events import ArgumentsDelta, ContentDelta, Event, ReasoningDelta, ToolCallStart
+from jaxengine.server.http.sse import event
+from jaxengine.tokens.cut_json import read_cut_json
+
+Said = dict[str, Any]
+
+
+class MessageWriter:
+    """Writes one message.
+
+    Attributes:
+      content: the blocks that are complete.
+    """
+
+    def __init__(self) -> None:
+        self.content: list[dict[str, Any]] = []
+        self._block: dict[str, Any] | None = None
+        self._texts: list[str] = []
+
+    def add(self, events: Sequence[Event]) -> list[Said]:
+        """Takes in what is new; the events that say so."""
+        said: list[Said] = []
+        for part in events:
+            match part:
+                case ContentDelta(text):
+                    said += self._turn_to("text", text="")
+                    said.append(self._delta("text_delta", "text", text))
+                case ReasoningDelta(text):
+                    # Nobody here has signed it; clients send the field back.
+                    said += self._turn_to("thinking", thinking="", signature="")
+                    said.append(self._delta("thinking_delta", "thinking", text))
+                case ToolCallStart():
+                    said += self._close()
+                    said += self._turn_to("tool_use", id=part.id, name=part.name, input={})
+                case ArgumentsDelta(_, text):
+                    said.append(self._delta("input_json_delta", "partial_json", text))
+        return said
+
+    def close(self) -> list[Said]:
+        """The last events of the content. An empty answer has an empty text."""
+        said = self._close()
+        if not self.content:
+            said = [*self._turn_to("text", text=""), *self._close()]
+        return said
+
+    @property
+    def calls(self) -> bool:
+        """Whether a tool is called."""
+        return any(block["type"] == "tool_use" for block in self.content)
+
+    def _turn_to(self, kind: str, **fields: Any) -> list[Said]:
+        """Opens a block of this kind, unless the current one is."""
+        if self._block is not None and self._block["type"] == kind:
+            return []
+        said = self._close()
+        self._block, self._texts = {"type": kind, **fields}, []
+        return [*said, self._say("content_block_start", content_block=self._block)]
+
+    def _close(self) -> list[Said]:
+        if self._block is None:
+            return []
+        said, text = self._say("content_block_stop"), "".join(self._texts)
+        kind = self._block["type"]
+        whole = {"input": _input(text)} if kind == "tool_use" else {kind: text}
+        self.content.append({**self._block, **whole})
+        self._block = None
+        return [said]
+
+    def _delta(self, kind: str, key: str, text: str) -> Said:
+        self._texts.append(text)
+        return self._say("content_block_delta", delta={"type": kind, key: text})
+
+    def _say(self, kind: str, **fields: Any) -> Said:
+        return {"type": kind, "index": len(self.content), **fields}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Of a call, as much as there is where it is cut short; nothing where it is no object."""
+    try:
+        value = read_cut_json(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def sse(said: Said) -> bytes:
+    """The event as it is sent."""
+    return b"event: %b\n%b" % (said["type"].encode(), event(said))

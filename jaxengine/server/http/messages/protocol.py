@@ -1,0 +1,174 @@
+"""What a request to /v1/messages may hold, Anthropic's fields, and the chat request that it amounts to."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
+from jaxengine.server.http.messages.input import read_messages
+from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, GenerationRequest, RequestModel, Texts, at_most
+from scheduler.errors import RequestError
+
+# Fields that a chat request has by the same name.
+_SAME = {*GenerationRequest.model_fields, "chat_template_kwargs"} - {"model", "request_id"}
+# What a field of the chat request is called here.
+_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "parallel_tool_calls": "tool_choice",
+    "reasoning_effort": "output_config",
+    "response_format": "output_config",
+}
+
+
+class MessagesTool(RequestModel):
+    """A function that the model may call; strict as in chat.protocol.Function. Tools that a server runs are refused."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(RequestModel):
+    """any: some tool must be called; tool: the one of that name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name is needed with type 'tool', and only there")
+        return self
+
+
+class Thinking(RequestModel):
+    """Whether the model is to reason first; adaptive: as it likes. budget_tokens and display: hints without effect."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(RequestModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(ClosedModel):
+    """effort: as reasoning_effort of a chat request. format: what the text keeps to."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Conversation(RequestModel):
+    """What is counted by /v1/messages/count_tokens, and answered by /v1/messages.
+
+    Attributes:
+      messages: of roles user, assistant and system; content is a text or a list of blocks: text, thinking, tool_use,
+        tool_result. After a last one of the assistant's the model goes on with it.
+      system: the system message, a text or a list of text blocks.
+    """
+
+    ignored = HINTS | {"cache_control"}
+    refused = {
+        "container": (),
+        "context_management": (),
+        "inference_geo": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+
+    model: str | None = None
+    messages: Messages
+    system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(1000)] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def chat_request(self) -> ChatRequest:
+        """The same as a request for a chat completion. Raises RequestError, by the names of here."""
+        try:
+            return ChatRequest.model_validate(self._chat_fields())
+        except ValidationError as error:
+            raised = error.errors()[0].get("ctx", {}).get("error")
+            if isinstance(raised, RequestError):
+                raise as_messages_error(raised) from None
+            raise
+
+    def _chat_fields(self) -> dict[str, Any]:
+        messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config
+        fields: dict[str, Any] = {
+            "messages": messages,
+            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+        }
+        if messages and messages[-1]["role"] == "assistant":
+            fields["continue_final_message"] = True
+        if choice is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            fields["tool_choice"] = named if choice.type == "tool" else choice.type.replace("any", "required")
+            fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            fields["thinking"] = self.thinking.type == "enabled"
+        if output is not None:
+            fields["reasoning_effort"] = output.effort
+            if output.format is not None:
+                schema = {"name": "output", "schema": output.format.schema_}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+    @property
+    def ignored_parts(self) -> list[str]:
+        """Parts of fields that are taken and have no effect."""
+        budget = self.thinking is not None and self.thinking.budget_tokens is not None
+        return ["thinking.budget_tokens"] if budget else []
+
+
+class MessagesRequest(Conversation, GenerationRequest):
+    """Anthropic's fields, and vLLM's by which sampling is told more; None stands for the default.
+
+    Attributes:
+      max_tokens: the most that the answer may have; needed.
+      stop_sequences: texts that end the answer; the same as stop.
+    """
+
+    refused = {**REFUSED, **Conversation.refused}
+    ignored = Conversation.ignored
+
+    max_tokens: int
+    stop_sequences: Texts | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_stop(self) -> Self:
+        if self.stop_sequences is not None and self.stop is not None:
+            raise RequestError("stop_sequences and stop are the same; give one", param="stop_sequences")
+        return self
+
+    def _chat_fields(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in _SAME}
+        if self.stop_sequences is not None:
+            fields["stop"] = self.stop_sequences
+        return {**fields, **super()._chat_fields(), "max_completion_tokens": self.max_tokens}
+
+    def as_asked(self, error: RequestError) -> RequestError:
+        """The error of the chat request with the field as it is called here."""
+        if error.param == "stop" and self.stop_sequences is not None:
+            return renamed(error, "stop_sequences")
+        return as_messages_error(error)
+
+
+def as_messages_error(error: RequestError) -> RequestError:
+    """The error of a chat request with the field as it is called in a MessagesRequest."""
+    return renamed(error, _NAMES[error.param]) if error.param in _NAMES else error
+
+
+def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
+    function = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}

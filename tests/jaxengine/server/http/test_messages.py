@@ -1,0 +1,299 @@
+"""/v1/messages: the events in the order that Anthropic's clients read them, blocks, ends and errors."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from jaxengine.server.http.app import create_app
+from jaxengine.server.http.messages.protocol import MessagesRequest
+from jaxengine.server.options import ServerConfig
+from tests.jaxengine.server.asgi_client import http_client, post
+from tests.jaxengine.server.field_matrix import check_acts
+from tests.jaxengine.server.http.test_chat_fields import SAMPLING, TEMPLATE
+from tests.jaxengine.server.scripted_engine import ScriptedEngine
+
+PATH = "/v1/messages"
+HI = [{"role": "user", "content": "Hi"}]
+ASK = {"model": "tiny", "max_tokens": 20, "messages": HI}
+WEATHER = {
+    "name": "weather",
+    "description": "d",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOLS = [WEATHER, {"name": "now", "input_schema": {"type": "object"}}]
+PARSERS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+SAYS = (
+    '<think>Hm, ü.</think>Yes.<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>'
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+)
+
+
+@pytest.fixture
+def scripted(chat_engine):
+    def build(*texts: str, template: str | None = None, **options):
+        engine = ScriptedEngine(chat_engine, *texts, chat_template=template)
+        return create_app(engine, ServerConfig(served_model_name=("tiny", "alias"), **options)), engine
+
+    return build
+
+
+def events_of(answer) -> list[dict]:
+    """What a stream says; each event is named twice."""
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.body
+    *frames, rest = answer.body.decode().split("\n\n")
+    assert rest == ""
+    lines = [frame.split("\n") for frame in frames]
+    said = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in lines]
+    assert all(name == event["type"] for name, event in said)
+    return [event for _, event in said]
+
+
+def put_together(events: list[dict]) -> dict:
+    """The message, as Anthropic's clients add it up; the order of the events is checked."""
+    message, buffers, closed = {}, {}, set()
+    for number, event in enumerate(events):
+        match event["type"]:
+            case "message_start":
+                assert number == 0 and event["message"]["content"] == []
+                message = copy.deepcopy(event["message"])
+            case "content_block_start":
+                assert event["index"] == len(message["content"]) == len(closed)
+                message["content"].append(dict(event["content_block"]))
+            case "content_block_delta":
+                assert event["index"] == len(message["content"]) - 1 not in closed
+                block, delta = message["content"][event["index"]], event["delta"]
+                if delta["type"] == "input_json_delta":
+                    text = buffers[event["index"]] = buffers.get(event["index"], "") + delta["partial_json"]
+                    block["text"] = text
+                else:
+                    key = delta["type"].removesuffix("_delta")
+                    block[key] += delta[key]
+            case "content_block_stop":
+                closed.add(event["index"])
+                block = message["content"][event["index"]]
+                if block["type"] == "tool_use":
+                    block["input"] = json.loads(block.pop("text"))
+            case "message_delta":
+                assert len(closed) == len(message["content"])
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+            case "message_stop":
+                assert number == len(events) - 1
+    return message
+
+
+async def test_thinking_text_and_calls_whole_and_streamed(scripted):
+    app, engine = scripted(SAYS, **PARSERS)
+    answer = await post(app, PATH, **ASK, tools=TOOLS)
+    message = answer.json
+    assert message["id"].startswith("msg-") and (message["type"], message["role"]) == ("message", "assistant")
+    assert (message["stop_reason"], message["stop_sequence"], message["model"]) == ("tool_use", None, "tiny")
+    thinking, text, weather, now = message["content"]
+    assert (thinking["thinking"], text) == ("Hm, ü.", {"type": "text", "text": "Yes."})
+    assert (weather["name"], weather["input"], now["input"]) == ("weather", {"city": "Zürich"}, {})
+    number = len(engine.inputs.tokenizer.encode(SAYS))
+    assert message["usage"]["output_tokens"] == number and message["usage"]["input_tokens"] > 0
+    events = events_of(await post(app, PATH, **ASK, tools=TOOLS, stream=True))
+    streamed = put_together(events)
+    for one in (message, streamed):
+        one.pop("id")
+        for block in one["content"]:
+            block.pop("id", None)
+    assert streamed == message
+    assert events[0]["message"]["usage"]["output_tokens"] == 0
+
+
+async def test_a_conversation_with_calls_is_the_chat_it_means(scripted):
+    app, engine = scripted("Yes.", **PARSERS)
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Ö"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "Hm", "signature": ""}, {"type": "text", "text": "So"}, call],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "20"}]},
+                {"type": "text", "text": "Well?"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be brief."}]
+    answer = await post(app, PATH, **{**ASK, "messages": messages}, system=system, tools=TOOLS)
+    assert answer.status == 200, answer.body
+    prompt = engine.calls[-1][0]["prompt_token_ids"]
+    function = {"name": "weather", "arguments": '{"city": "Ö"}'}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": "So",
+            "reasoning": "Hm",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "20"},
+        {"role": "user", "content": "Well?"},
+    ]
+    weather = {"name": "weather", "description": "d", "parameters": WEATHER["input_schema"]}
+    now = {"name": "now", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": each} for each in (weather, now)]
+    await post(app, "/v1/chat/completions", model="tiny", messages=chat, tools=tools)
+    assert engine.calls[-1][0]["prompt_token_ids"] == prompt
+    counted = await post(app, PATH + "/count_tokens", model="tiny", messages=messages, system=system, tools=TOOLS)
+    assert counted.json == {"input_tokens": len(prompt)}
+
+
+async def test_forced_calls_and_schemas(chat_engine):
+    app = create_app(chat_engine, ServerConfig(served_model_name="tiny"))
+    tool = {
+        "name": "pick",
+        "input_schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
+    }
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "pick"}):
+        ask = {**ASK, "max_tokens": 60, "tools": [tool], "tool_choice": choice, "seed": 1}
+        for message in (
+            (await post(app, PATH, **ask)).json,
+            put_together(events_of(await post(app, PATH, **ask, stream=True))),
+        ):
+            (block,) = message["content"]
+            assert message["stop_reason"] == "tool_use" and block["name"] == "pick" and block["input"]["a"] in (1, 2)
+    config = {"format": {"type": "json_schema", "schema": {"enum": [7]}}}
+    answer = await post(app, PATH, **ASK, output_config=config)
+    assert json.loads(answer.json["content"][0]["text"]) == 7
+
+
+async def test_ends_are_named(chat_engine):
+    app = create_app(chat_engine, ServerConfig(served_model_name="tiny"))
+    long = (await post(app, PATH, **{**ASK, "max_tokens": 8}, ignore_eos=True, seed=3)).json
+    assert (long["stop_reason"], long["stop_sequence"], long["usage"]["output_tokens"]) == ("max_tokens", None, 8)
+    text = long["content"][0]["text"]
+    stop = text[-3:]
+    cut = (await post(app, PATH, **{**ASK, "max_tokens": 8}, ignore_eos=True, seed=3, stop_sequences=[stop])).json
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stop)
+    assert text.startswith(cut["content"][0]["text"])
+
+
+async def test_an_answer_that_is_ended_early_may_be_gone_on_with(chat_engine):
+    app = create_app(chat_engine, ServerConfig(served_model_name="tiny"))
+    answer = await post(app, PATH, **{**ASK, "max_tokens": 200}, ignore_eos=True, timeout=0.05)
+    assert (answer.status, answer.json["stop_reason"]) == (200, "pause_turn")
+
+
+async def test_the_model_goes_on_with_an_answer(scripted):
+    app, engine = scripted(" well.")
+    answer = await post(app, PATH, **{**ASK, "messages": [*HI, {"role": "assistant", "content": "All is"}]})
+    assert answer.json["content"] == [{"type": "text", "text": " well."}] and answer.json["stop_reason"] == "end_turn"
+    assert engine.calls[-1][0]["prompt"].endswith("All is")
+
+
+@pytest.mark.parametrize(
+    ("fields", "about"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}]},
+            "input",
+        ),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        ({"tools": TOOLS}, "enable-auto-tool-choice"),
+        ({"thinking": {"type": "much"}}, "thinking"),
+        ({"stop_sequences": ["a"], "stop": ["b"]}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"$ref": "http://a"}}}}, "output_config"),
+    ],
+)
+async def test_what_is_wrong_is_named_in_anthropics_shape(chat_engine, fields, about):
+    app = create_app(chat_engine, ServerConfig(served_model_name="tiny"))
+    asked = {name: value for name, value in {**ASK, **fields}.items() if value is not None}
+    for stream in (False, True):
+        answer = await post(app, PATH, **asked, stream=stream)
+        assert answer.status == 400 and set(answer.json) == {"type", "error"}, answer.body
+        assert answer.json["type"] == "error" and answer.json["error"]["type"] == "invalid_request_error"
+        assert about in answer.json["error"]["message"]
+
+
+async def test_a_key_as_anthropics_clients_send_it(chat_engine):
+    app = create_app(chat_engine, ServerConfig(served_model_name="tiny", api_key="right"))
+    for headers, status, kind in (
+        ({"X-Api-Key": "right"}, 200, None),
+        ({"Authorization": "Bearer right"}, 200, None),
+        ({"X-Api-Key": "wrong"}, 401, "authentication_error"),
+        ({"X-Api-Key": "right", "Authorization": "Bearer wrong"}, 401, "authentication_error"),
+        ({}, 401, "authentication_error"),
+    ):
+        async with http_client(app) as client:
+            answer = await client.post(PATH, json=ASK, headers=headers)
+        assert answer.status_code == status and (kind is None or answer.json()["error"]["type"] == kind), headers
+    async with http_client(app) as client:
+        answer = await client.post(PATH, json={**ASK, "model": "other"}, headers={"X-Api-Key": "right"})
+    assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
+
+
+async def test_a_stream_that_fails_says_so(scripted):
+    app, engine = scripted("Hello there, all of you")
+    engine.failure, plain = RuntimeError("nobody knows"), engine.stream
+
+    async def breaks(*arguments, **options):
+        count = 0
+        async for output in plain(*arguments, **options):
+            if count == 2:
+                raise engine.failure
+            count += 1
+            yield output
+
+    engine.stream = breaks
+    *events, last = events_of(await post(app, PATH, **ASK, stream=True))
+    assert events[0]["type"] == "message_start" and last["type"] == "error"
+    assert last["error"] == {"type": "api_error", "message": "internal error of the server"}
+
+
+FIELDS = {
+    **{name: value for name, value in SAMPLING.items() if name != "structured_outputs"},
+    "structured_outputs": {"regex": "a+"},
+    "messages": [{"role": "user", "content": "Other"}],
+    "model": "alias",
+    "max_tokens": 5,
+    "system": "Be brief.",
+    "stop_sequences": ["x"],
+    "tools": (TOOLS, {}),
+    "tool_choice": ({"type": "none"}, {"tools": TOOLS}),
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "output_config": {"effort": "low"},
+    "chat_template_kwargs": {"mood": "good"},
+}
+
+
+def test_no_field_is_forgotten():
+    assert FIELDS.keys() == MessagesRequest.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+async def test_a_field_acts(scripted, name, caplog):
+    app, engine = scripted(SAYS, template=TEMPLATE, **PARSERS)
+    value, beside = FIELDS[name] if isinstance(FIELDS[name], tuple) else (FIELDS[name], {})
+    base = {**{key: value for key, value in ASK.items() if key != "model"}, **beside}
+    await check_acts(app, engine, PATH, base, name, value, caplog)
+
+
+@pytest.mark.parametrize("name", MessagesRequest.refused)
+async def test_a_field_is_refused(scripted, name):
+    app, _ = scripted("Yes.")
+    for value in (True, 7, "x", [1], {"a": 1}):
+        answer = await post(app, PATH, **ASK, **{name: value})
+        neutral = any(type(value) is type(one) and value == one for one in MessagesRequest.refused[name])
+        assert answer.status == (200 if neutral else 400), (name, value, answer.body)
+        assert neutral or name in answer.json["error"]["message"]
