@@ -343,7 +343,8 @@ def versions() -> str:
 def _options(config: EngineConfig) -> dict[str, Any]:
     """What workers must know, as JSON knows it; they have a key file and a token for the hub of their own."""
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
-    chosen["compilation_config"] = vars(config.compilation_config)
+    for name in ("compilation_config", "structured_outputs_config"):
+        chosen[name] = vars(chosen[name])
     return {name: value for name, value in chosen.items() if name not in ("cluster_key_file", "hf_token")}
 
 

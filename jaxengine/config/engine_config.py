@@ -17,6 +17,7 @@ from jaxengine.config import vllm_options
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.platforms import Platform
+from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, plain, read_size, whole_number
 from scheduler.buckets import Buckets
 from scheduler.config import POLICIES, SchedulerConfig
@@ -85,6 +86,8 @@ class EngineConfig:
       cluster_key_file: a file with the secret that all of them know.
       cluster_timeout: seconds that a start-up waits for a process.
       compilation_config: which shapes are compiled; a CompilationConfig or a dict of its fields.
+      structured_outputs_config: how schemas are read where a request does not say; a dict of disable_any_whitespace,
+        disable_additional_properties and lenient, which mean what they do in a request's structured_outputs.
       compile_cache_dir: where compiled steps are kept, JAXENGINE_CACHE_DIR if not given, else ~/.cache/jaxengine
         (XDG_CACHE_HOME is heeded); "" keeps none. A folder of root's is only read by other users.
       max_logprobs: most logprobs a request may ask for.
@@ -134,6 +137,7 @@ class EngineConfig:
     cluster_key_file: str | None = None
     cluster_timeout: int = 300
     compilation_config: CompilationConfig = CompilationConfig()
+    structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
     compile_cache_dir: str | None = None
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
@@ -284,6 +288,8 @@ class EngineConfig:
             return field.default
         if name == "compilation_config":
             return CompilationConfig.read(value)
+        if name == "structured_outputs_config":
+            return StructuredOutputsConfig.read(value)
         if name in ("dtype", "kv_cache_dtype"):
             value = dtype_name(value)
             if value == "float16":

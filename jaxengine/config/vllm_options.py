@@ -91,7 +91,7 @@ _UNSET = """
     model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
     override_pooler_config pooler_config prefix_match_unit profiler_config quantization quantization_config
     reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
-    spec_method spec_model spec_tokens speculative_config structured_outputs_config video_pruning_rate
+    spec_method spec_model spec_tokens speculative_config video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
 """
 # Name -> values that ask for nothing, beside None, False and what is empty.

@@ -208,7 +208,7 @@ class InputProcessor:
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
-            params=params.token_params(bad_words),
+            params=params.token_params(bad_words, self.config.structured_outputs_config.chosen),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             eos_token_ids=eos,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),

@@ -274,8 +274,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
-    def token_params(self, bad_words: Iterable[Iterable[int]] = ()) -> TokenParams:
-        """What the engine must know of these. bad_words: the token ids of the field of that name."""
+    def token_params(self, bad_words: Iterable[Iterable[int]] = (), json_switches: Iterable[str] = ()) -> TokenParams:
+        """What the engine must know of these.
+
+        bad_words: the token ids of the field of that name. json_switches: as StructuredOutputsParams.switched_on.
+        """
         structured = self.structured_outputs
         assert structured is None or isinstance(structured, StructuredOutputsParams)
         allowed = self.allowed_token_ids
@@ -284,7 +287,7 @@ class SamplingParams:
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=tuple(map(tuple, bad_words)),
-            grammar=None if structured is None else structured.compiled_from(),
+            grammar=None if structured is None else structured.switched_on(json_switches).compiled_from(),
         )
 
     def clone_with(self, **changes: Any) -> SamplingParams:

@@ -7,8 +7,8 @@ out by a process that may be killed (jaxengine.grammars). Knows nothing of token
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxengine.requests.json_schema import fit_for_grammar
@@ -119,6 +119,13 @@ class StructuredOutputsParams:
     def kind(self) -> str:
         """The constraint given, one of CONSTRAINTS."""
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+
+    def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
+        """With what an engine's structured_outputs_config switches on for every schema, where it does not contradict."""
+        if self.kind not in ("json", "json_object"):
+            return self
+        chosen = {name for name in names if name != "disable_any_whitespace" or self.whitespace_pattern is None}
+        return replace(self, **dict.fromkeys(chosen, True)) if chosen else self
 
     def compiled_from(self) -> Grammar:
         """What jaxengine.grammars makes its masks from."""

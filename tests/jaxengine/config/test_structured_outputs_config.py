@@ -1,0 +1,60 @@
+"""structured_outputs_config: what it switches on reaches every schema, and what is not here is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxengine import SamplingParams
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
+
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+# vLLM's whole default, as a script may write it out.
+VLLMS = {
+    "backend": "auto",
+    "disable_fallback": False,
+    "disable_any_whitespace": False,
+    "disable_additional_properties": False,
+    "reasoning_parser": "",
+    "reasoning_parser_plugin": "",
+    "enable_in_reasoning": False,
+}
+
+
+def grammar(config: StructuredOutputsConfig, **structured):
+    return SamplingParams(structured_outputs=structured).token_params((), config.chosen).grammar
+
+
+def test_vllms_defaults_are_ours():
+    assert EngineConfig(structured_outputs_config=VLLMS).structured_outputs_config == StructuredOutputsConfig()
+    assert grammar(StructuredOutputsConfig(), json=SCHEMA).options == {}
+
+
+@pytest.mark.parametrize("name", StructuredOutputsConfig.switches())
+def test_a_switch_is_as_if_every_request_had_it(name):
+    config = StructuredOutputsConfig.read({name: True, "backend": "guidance"})
+    assert grammar(config, json=SCHEMA) == grammar(StructuredOutputsConfig(), json=SCHEMA, **{name: True})
+    assert grammar(config, json_object=True).options == {name: True}
+    assert grammar(config, regex="a+") == grammar(StructuredOutputsConfig(), regex="a+")
+
+
+def test_a_requests_white_space_goes_before():
+    config = StructuredOutputsConfig(disable_any_whitespace=True)
+    assert grammar(config, json=SCHEMA, whitespace_pattern=" ?").options == {"whitespace_pattern": " ?"}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"backend": "xgrammar"}, "llguidance"),
+        ({"reasoning_parser": "qwen3"}, "serve --reasoning-parser"),
+        ({"enable_in_reasoning": True}, "enable_in_reasoning"),
+        ({"lenient": 1}, "lenient"),
+        ({"whitespace": " "}, "it has backend, disable_any_whitespace"),
+        ("guidance", "a dict"),
+    ],
+)
+def test_what_is_not_here_is_refused(value, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        EngineConfig(structured_outputs_config=value)
+    assert error.value.param.startswith("structured_outputs_config")
