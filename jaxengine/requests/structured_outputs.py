@@ -121,7 +121,7 @@ class StructuredOutputsParams:
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
     def switched_on(self, names: Iterable[str]) -> StructuredOutputsParams:
-        """With what an engine's structured_outputs_config switches on for every schema, where it does not contradict."""
+        """With what an engine switches on for every schema (structured_outputs_config), unless it contradicts that."""
         if self.kind not in ("json", "json_object"):
             return self
         chosen = {name for name in names if name != "disable_any_whitespace" or self.whitespace_pattern is None}
