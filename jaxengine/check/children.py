@@ -114,7 +114,7 @@ def _run(
                     failed = _failed(target, "memory plan", message["reason"])
                     return [*rows, failed | {"too_small": message["too_small"]}], {}
                 elif event == "plan":
-                    known = {name: message[name] for name in ("num_pages", "planned_bytes")}
+                    known = {name: message[name] for name in ("num_pages", "planned_bytes", "planned_held")}
                 elif event == "programs":
                     total = total or len(message["names"])
                 elif event == "start":

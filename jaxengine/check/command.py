@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Checks every target; 1 when anything failed."""
     from jaxengine.bench.report import write_json
-    from jaxengine.check import baseline, bundle, report
+    from jaxengine.check import baseline, bundle, judge, report
     from jaxengine.check.children import Job, check_smallest
     from jaxengine.check.shapes import model_config
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         missing = baseline.missing(rows, before, list(seconds)) if args.buckets == "all" else []
     print(report.table(rows))
     print("\n".join([*instead, report.summary(rows, seconds)]))
-    wrong = report.failures(rows) + missing
+    wrong = report.failures(rows) + judge.overfull(rows) + missing
     for line in wrong:
         print(f"FAIL {line}")
     result = {"settings": settings, "rows": rows, "seconds": seconds, "instead": instead}

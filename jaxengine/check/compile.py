@@ -27,7 +27,7 @@ from jaxengine.check.targets import Target, find_target
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.executables import compile_program
-from jaxengine.runner.memory import MemoryPlan, device_memory, plan_memory
+from jaxengine.runner.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
 from models.cache import platform_of
 
 Reply = Callable[[dict[str, Any]], None]
@@ -54,8 +54,8 @@ class Request:
       bundle: folder for the executables.
       only: programs to compile, None for all.
       cycles: read what libtpu was told to leave of its schedules.
-      num_pages, planned_bytes: the memory plan, the latter of each stage, known from an earlier process; None to make
-        it.
+      num_pages, planned_bytes, planned_held: the memory plan, known from an earlier process; None to make it. The
+        latter are of each stage: what it foresees for one program, and what all of them hold.
     """
 
     target: str
@@ -71,6 +71,7 @@ class Request:
     cycles: bool = False
     num_pages: int | None = None
     planned_bytes: list[int] | None = None
+    planned_held: list[int] | None = None
 
 
 class Compiler:
@@ -89,23 +90,24 @@ class Compiler:
     def run(self) -> None:
         """Plans the memory, then compiles what is not to be skipped."""
         request = self.request
-        num_pages, planned = request.num_pages, request.planned_bytes
-        if num_pages is None or planned is None:
+        num_pages, planned, held = request.num_pages, request.planned_bytes, request.planned_held
+        if num_pages is None or planned is None or held is None:
             plans = [self._plan(stage) for stage in self.stages]
             num_pages = min(plan.num_pages for plan, _ in plans)
-            # Of one program: what a head holds beside a forward pass is none of either's own.
-            planned = [plan.weights + plan.workspace - beside + num_pages * plan.page_bytes for plan, beside in plans]
-        self._reply({"event": "plan", "num_pages": num_pages, "planned_bytes": planned})
+            planned = [plan.weights + of_one + num_pages * plan.page_bytes for plan, of_one in plans]
+            held = [plan.programs for plan, _ in plans]
+        self._reply({"event": "plan", "num_pages": num_pages, "planned_bytes": planned, "planned_held": held})
         todo = [
-            (program, bytes_of_stage)
-            for stage, bytes_of_stage in zip(self.stages, planned, strict=True)
+            (program, number)
+            for number, stage in enumerate(self.stages)
             for program in self._programs(stage, num_pages)
             if self._is_wanted(program)
         ]
         self._reply({"event": "programs", "names": [program.name for program, _ in todo]})
-        for program, bytes_of_stage in todo:
+        for program, number in todo:
             self._reply({"event": "start", "name": program.name})
-            self._reply({"event": "row", "row": self.row(program, bytes_of_stage)})
+            row = self.row(program, planned[number]) | {"stage": number, "planned_held": held[number]}
+            self._reply({"event": "row", "row": row})
 
     def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[Program]:
         """Kernels first: Mosaic GPU tells what it made of a kernel once in a process."""
@@ -122,38 +124,40 @@ class Compiler:
 
     def _plan(self, stage: StagePrograms) -> tuple[MemoryPlan, int]:
         """As the engine plans: the largest forward pass is measured with a small pool, and beside it the largest head
-        and what it works on, whose bytes are the second result."""
+        and what it works on. The second result is what one forward pass takes of it."""
         total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
         if total and stage.weight_bytes > _MOST_WEIGHTS * total:
             raise TooSmall(f"weights take {stage.weight_bytes >> 20:,} MiB of a device's {total >> 20:,} MiB")
-        forward = self._workspace(stage.forward(stage.largest, stage.num_columns))
-        largest = dict(stage.heads(short=True))  # the largest of a name comes last
-        beside = max(
-            [
-                stage.forwarded_bytes(name, size) + self._workspace(stage.head(name, size, stage.num_columns))
-                for name, size in largest.items()
-            ],
-            default=0,
-        )
+        forward, held = self._needs(stage.forward(stage.largest, stage.num_columns))
+        held, beside = held * len(stage.buckets(short=False)), 0
+        sizes = stage.heads(short=False)
+        for name, size in dict(stage.heads(short=True)).items():  # the largest of a name comes last
+            head, held_by_head = self._needs(stage.head(name, size, stage.num_columns))
+            held += held_by_head * sum(each == name for each, _ in sizes)
+            beside = max(beside, stage.forwarded_bytes(name, size) + head["workspace_bytes"])
         try:
             plan = plan_memory(
                 stage.config,
                 total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
                 weights=stage.weight_bytes,
-                workspace=forward + beside + stage.state_bytes,
+                needs=StageNeeds(held, forward["workspace_bytes"] + beside + stage.state_bytes),
                 page_bytes=stage.page_bytes,
                 windows=stage.windows,
+                shared=self.target.num_devices if self.target.backend == "cpu" else 0,
             )
-            return plan, beside
+            return plan, forward["workspace_bytes"] + forward["code_bytes"] + stage.state_bytes
         except ConfigError as error:
             if total and given is None:
                 raise TooSmall(str(error)) from None
             raise
 
-    def _workspace(self, program: Program) -> int:
+    def _needs(self, program: Program) -> tuple[dict[str, int], int]:
+        """What `inspect.memory` tells of a program, and what it holds while it is loaded."""
         self._reply({"event": "start", "name": f"memory plan, {program.name}"})
         compiled, _ = self._compile(program)
-        return inspect.memory(compiled)["workspace_bytes"]
+        memory = inspect.memory(compiled)
+        stored = 0 if memory["code_bytes"] else len(inspect.serialized(compiled))
+        return memory, held_bytes(memory["code_bytes"], stored, self.target.backend)
 
     def row(self, program: Program, planned: int) -> dict[str, Any]:
         """Compiles a program and tells what came out; planned: bytes that the memory plan foresees on a device."""
@@ -185,6 +189,7 @@ class Compiler:
                 row |= inspect.mosaic_gpu(log.read_bytes()[read_from:].decode(errors="replace"))
             payload = inspect.serialized(compiled)
             row["serialized_bytes"] = len(payload)
+            row["held_bytes"] = held_bytes(row["code_bytes"], len(payload), self.target.backend)
             if self.request.bundle is not None:
                 row["file"] = self._store(program, payload)
         except Exception as error:  # a compiler's refusal is a finding; its classes are jaxlib's own

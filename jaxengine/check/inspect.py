@@ -21,16 +21,17 @@ _SHARED = re.compile(r"call ptr @mosaic_gpu_get_function\(.*, i32 (\d+), i32 \d+
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Bytes of device memory: in all, and of it what is neither argument nor donated."""
+    """Bytes of device memory: in all, and of it what is neither argument nor donated nor code."""
     analysis = compiled.memory_analysis()
     workspace = workspace_bytes(analysis)
     # The compiler's own peak leaves the scratch arena out on CPU, the arena can leave a copy out on TPU.
-    peak = max(analysis.peak_memory_in_bytes, analysis.argument_size_in_bytes + workspace)
+    code = analysis.generated_code_size_in_bytes
+    peak = max(analysis.peak_memory_in_bytes, analysis.argument_size_in_bytes + workspace + code)
     return {
         "peak_bytes": peak,
         "argument_bytes": analysis.argument_size_in_bytes,
         "workspace_bytes": workspace,
-        "code_bytes": analysis.generated_code_size_in_bytes,
+        "code_bytes": code,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.check.targets import Target
@@ -35,4 +36,18 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
     if row["collectives"] and target.num_devices == 1:
         found.append(f"talks to other devices although there is one: {row['collectives']}")
     found.extend(f"exchanges: {text}" for text in row["wrong_exchanges"])
+    return found
+
+
+def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The stages whose programs, all of which stay loaded, hold more than the memory plan foresaw; as sentences."""
+    found = []
+    steps = [row for row in rows if row["step"] and "held_bytes" in row]
+    for target, stage in dict.fromkeys((row["target"], row["stage"]) for row in steps):
+        own = [row for row in steps if (row["target"], row["stage"]) == (target, stage)]
+        held, planned = sum(row["held_bytes"] for row in own), own[0]["planned_held"]
+        if held > planned:
+            found.append(
+                f"{target}, stage {stage}: {len(own)} programs hold {held / MIB:,.1f} MiB, {planned / MIB:,.1f} planned"
+            )
     return found

@@ -56,7 +56,9 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
         own = [row for row in rows if row["target"] == target]
         compiling = sum(row.get("compile_s", 0.0) for row in own)
         failed = sum(bool(row["failures"]) for row in own)
+        held = sum(row.get("held_bytes", 0) for row in own if row["step"]) / MIB
         lines.append(
-            f"{target}: {len(own)} programs, {failed} failed; {compiling:.0f} s compiling, {wall:.0f} s in all"
+            f"{target}: {len(own)} programs, {failed} failed, steps and heads hold {held:,.0f} MiB; "
+            f"{compiling:.0f} s compiling, {wall:.0f} s in all"
         )
     return "\n".join(lines)

@@ -57,7 +57,9 @@ class EngineConfig:
       max_num_seqs: requests that run at once, in each of data_parallel_size.
       max_num_batched_tokens: tokens of one step, in each of data_parallel_size.
       block_size: tokens of one page (page_size).
-      gpu_memory_utilization: share of the device's memory the engine may use.
+      gpu_memory_utilization: share of the device's memory the engine may use, and does. A CPU's memory is not filled
+        unless this is given: the KV pool then has room for 512 tokens of each of max_num_seqs requests, at least for
+        two requests of max_model_len, within half of the memory.
       kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
       num_gpu_blocks_override: number of pages; overrides both.
       enable_prefix_caching: reuse the KV of known prefixes.
@@ -266,6 +268,7 @@ class EngineConfig:
             compilation_config=compilation_config,
             block_size=self.block_size or platform.page_size,
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
+            default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
         )
         return ResolvedConfig(**chosen)
@@ -323,13 +326,18 @@ EngineArgs = EngineConfig
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """A config in which model and platform have filled in what the user left open. Its limits are of one rank."""
+    """A config in which model and platform have filled in what the user left open. Its limits are of one rank.
+
+    Attributes:
+      default_seq_tokens: Platform.seq_tokens, where the user leaves the size of the KV pool to the platform.
+    """
 
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     block_size: int = 0
     gpu_memory_utilization: float = 0.0
+    default_seq_tokens: int | None = None
 
     @property
     def fixes_pages(self) -> bool:

@@ -93,8 +93,10 @@ def _memory(engine: Engine) -> dict[str, Any]:
     plan = engine.runner.plan
     return {
         "weights": plan.weights,
+        "programs": plan.programs,
         "kv_pages": plan.kv_bytes,
         "workspace": plan.workspace,
+        "process": plan.process,
         "budget": plan.budget,
         "device": plan.total,
         "in_use": engine.runner.memory_in_use(),

@@ -1,15 +1,40 @@
-"""How many pages fit: the device's memory as measured, less the weights and the compiled steps' workspace."""
+"""How many pages fit: the device's memory as measured, less weights, loaded programs and their workspace.
+
+On a CPU the engine shares its memory with everything else, so the pool is sized by need there, and what the process
+holds of anonymous memory counts: pages of files can be dropped at any time. Knows sizes, nothing of what they are for.
+"""
 
 from __future__ import annotations
 
-import resource
+import ctypes
+import gc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+# XLA:CPU keeps the HLO of a loaded executable as objects and once more as a message, far more than its machine code:
+# for each byte of its file 21.4 in forward passes with prompts, 22.1 in those without, 17.6 in samplers (jaxlib 0.10.2;
+# `python -m benchmarks.memory`).
+_CPU_BYTES_PER_STORED = 22
+# The interpreter, jax, a tokenizer: 200 MiB where it was measured. A constant, because the number of pages is a part of
+# what is compiled and must be the same at every start.
+_CPU_PROCESS_BYTES = 256 << 20
+
+
+class StageNeeds(NamedTuple):
+    """What the programs of one stage take of a device besides weights and pages, in bytes.
+
+    Attributes:
+      programs: what all of them hold as long as they are loaded, which is as long as the engine lives.
+      workspace: what the largest need while they run, the state of the slots included.
+    """
+
+    programs: int
+    workspace: int
 
 
 @dataclass(frozen=True)
@@ -19,23 +44,34 @@ class MemoryPlan:
     Attributes:
       total: the device's memory.
       budget: the share of it that the engine may use.
+      programs: what all compiled programs hold.
       workspace: the largest compiled step's temporary memory, slot state included.
+      process: on a CPU what the process holds besides, the interpreter and its libraries for instance; else 0.
+      by_need: the pool is as large as default requests need, although the budget has room for more.
       pages_per_seq: the most that a request of max_model_len tokens holds at once, over all cache groups.
     """
 
     total: int
     budget: int
     weights: int
+    programs: int
     workspace: int
+    process: int
     page_bytes: int
     page_size: int
     num_pages: int
     pages_per_seq: int
     max_model_len: int
+    by_need: bool
 
     @property
     def kv_bytes(self) -> int:
         return self.num_pages * self.page_bytes
+
+    @property
+    def planned(self) -> int:
+        """All that the engine will hold, bytes."""
+        return self.weights + self.programs + self.kv_bytes + self.workspace + self.process
 
     @property
     def num_requests(self) -> float:
@@ -46,9 +82,11 @@ class MemoryPlan:
         """The plan for a person to read."""
         rows = [
             ("weights", self.weights),
+            ("programs", self.programs),
             ("KV pages", self.kv_bytes),
             ("workspace", self.workspace),
-            ("free of budget", max(0, self.budget - self.weights - self.kv_bytes - self.workspace)),
+            *([("process", self.process)] if self.process else []),
+            ("free of budget", max(0, self.budget - self.planned)),
             ("budget", self.budget),
             ("device", self.total),
         ]
@@ -57,6 +95,8 @@ class MemoryPlan:
             f"  {self.num_pages:,} pages of {self.page_size} tokens; "
             f"{self.num_requests:.1f} requests of {self.max_model_len:,} tokens at once"
         )
+        if self.by_need:
+            lines.append("  sized by need; kv_cache_memory_bytes or gpu_memory_utilization make it larger")
         return "\n".join(lines)
 
 
@@ -76,17 +116,31 @@ def device_memory(device: Any) -> int:
 
 
 def memory_in_use(device: Any) -> int:
-    """Bytes of a device's memory in use now; what this process holds for a CPU."""
+    """Bytes of a device's memory in use now; for a CPU what this process holds, pages of files not counted."""
     if device.platform != "cpu":
         return device.memory_stats()["bytes_in_use"]
-    resident = Path("/proc/self/statm").read_text().split()[1]
-    return int(resident) * resource.getpagesize()
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+
+
+def return_free_memory() -> None:
+    """Gives the system back what this process has freed: compiling leaves hundreds of MiB in the C library's lists."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
 
 
 def workspace_bytes(analysis: Any) -> int:
-    """What a compiled program needs beside its arguments, by its `memory_analysis()`: scratch, results, code."""
-    outputs = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
-    return analysis.temp_size_in_bytes + outputs + analysis.generated_code_size_in_bytes
+    """What a compiled program needs beside its arguments while it runs, by its `memory_analysis()`."""
+    return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+
+def held_bytes(code: int, stored: int, backend: str) -> int:
+    """Bytes of device memory that a loaded program holds; backend as `jax.default_backend` names it.
+
+    code: as its `memory_analysis()` tells; stored: of its file, which stands in for the code where that is not told.
+    """
+    return _CPU_BYTES_PER_STORED * stored if backend == "cpu" else code or stored
 
 
 def plan_memory(
@@ -94,25 +148,38 @@ def plan_memory(
     *,
     total: int,
     weights: int,
-    workspace: int,
+    needs: StageNeeds,
     page_bytes: int,
     windows: tuple[int | None, ...] = (None,),
+    shared: int = 0,
 ) -> MemoryPlan:
-    """Sizes the KV pool. windows: of the cache groups, whose pages are all `page_bytes` large.
+    """Sizes the KV pool.
+
+    Args:
+      windows: of the cache groups, whose pages are all `page_bytes` large.
+      shared: number of devices that are parts of this host's memory; 0 where devices have memories of their own.
 
     Raises:
       ConfigError: not even one request of max_model_len fits; says what to change.
     """
-    pages_per_seq = config.scheduler_config(1, windows=windows).most_pages(config.max_model_len)
-    # More pages than all slots can fill would never be used but as cache: twice is plenty.
-    useful = 2 * pages_per_seq * config.max_num_seqs
+    limits = config.scheduler_config(1, windows=windows)
+    pages_per_seq = limits.most_pages(config.max_model_len)
+    process = _CPU_PROCESS_BYTES // shared if shared else 0
     budget = int(total * config.gpu_memory_utilization)
+    by_need = False
     if config.num_gpu_blocks_override is not None:
         num_pages = config.num_gpu_blocks_override
     elif config.kv_cache_memory_bytes is not None:
         num_pages = config.kv_cache_memory_bytes // page_bytes
     else:
-        num_pages = min((budget - weights - workspace) // page_bytes, useful)
+        # More pages than all slots can fill would never be used but as cache: twice is plenty.
+        needed = 2 * pages_per_seq * config.max_num_seqs
+        if config.default_seq_tokens is not None:
+            of_default = limits.most_pages(min(config.default_seq_tokens, config.max_model_len))
+            needed = max(min(2, config.max_num_seqs) * pages_per_seq, config.max_num_seqs * of_default)
+        fitting = (budget - weights - sum(needs) - process) // page_bytes
+        num_pages = min(fitting, needed)
+        by_need = config.default_seq_tokens is not None and needed < fitting
     if num_pages < pages_per_seq:
         fits = _longest_fit(config, max(0, num_pages), windows)
         raise ConfigError(
@@ -125,12 +192,15 @@ def plan_memory(
         total=total,
         budget=budget,
         weights=weights,
-        workspace=workspace,
+        programs=needs.programs,
+        workspace=needs.workspace,
+        process=process,
         page_bytes=page_bytes,
         page_size=config.block_size,
         num_pages=num_pages,
         pages_per_seq=pages_per_seq,
         max_model_len=config.max_model_len,
+        by_need=by_need,
     )
 
 

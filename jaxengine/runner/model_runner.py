@@ -18,7 +18,7 @@ import numpy as np
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.runner.compile_watch import CompileWatch
 from jaxengine.runner.heads import HEADS, SAMPLE, SCORE
-from jaxengine.runner.memory import MemoryPlan, plan_memory
+from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_free_memory
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.state_changes import (
@@ -111,15 +111,19 @@ class ModelRunner:
         self._peers = peers
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
         self._has_mask = np.zeros_like(self._has_bias)
-        # Where the user says how large the pool is, the steps tell their workspace after they have been compiled.
+        return_free_memory()
+        before = self.memory_in_use()
+        # Where the user says how large the pool is, the steps tell their needs after they have been compiled.
         late = config.fixes_pages and not config.enforce_eager
-        plan = self._plan_memory([0 if late else stage.measure_workspace() for stage in stages])
+        plan = self._plan_memory([StageNeeds(0, 0) if late else stage.foresee_needs() for stage in stages])
         programs = hashlib.sha256(repr([stage.programs.description for stage in stages]).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
         self._warm_up(progress or (lambda done, total, what: None))
-        if late:
-            plan = self._plan_memory([stage.workspace_bytes for stage in stages])
-            self.plan = replace(plan, num_pages=self.plan.num_pages)
+        return_free_memory()
+        if not config.enforce_eager:
+            self.plan = self._plan_as_compiled(before)
+        for stage in stages:
+            stage.allocate()
         peers.await_ready()
 
     @property
@@ -246,19 +250,36 @@ class ModelRunner:
         """A row over the vocabulary as the sampler counts it."""
         return np.pad(row, (0, self._last.programs.vocab_size - len(row)))
 
-    def _plan_memory(self, workspaces: Sequence[int]) -> MemoryPlan:
+    def _plan_memory(self, needs: Sequence[StageNeeds]) -> MemoryPlan:
+        """The plan of the stage with the least room."""
         plans = [
             plan_memory(
                 self.config,
                 total=stage.device_memory,
                 weights=stage.weight_bytes,
-                workspace=workspace,
+                needs=own_needs,
                 page_bytes=stage.programs.page_bytes,
                 windows=self.windows,
+                shared=jax.local_device_count() if self.on_cpu else 0,
             )
-            for stage, workspace in zip(self._stages, workspaces, strict=True)
+            for stage, own_needs in zip(self._stages, needs, strict=True)
         ]
         return min(plans, key=lambda plan: plan.num_pages)
+
+    def _plan_as_compiled(self, before: int) -> MemoryPlan:
+        """The plan with what the programs turned out to need; before: memory in use when none had been compiled.
+
+        On a CPU what programs hold is told by the process: those compiled now hold about half of what loaded ones do.
+        """
+        plans = []
+        for stage in self._stages:
+            weights, workspace = stage.weight_bytes, stage.workspace_bytes
+            if self.on_cpu:
+                process, programs = max(0, before - weights), max(0, stage.memory_in_use - before)
+            else:
+                process, programs = 0, stage.program_bytes
+            plans.append(replace(self.plan, weights=weights, programs=programs, workspace=workspace, process=process))
+        return max(plans, key=lambda plan: plan.planned)
 
     def _warm_up(self, progress: Progress) -> None:
         """Makes every executable serving can need, the costly ones first so that they show early."""
@@ -275,5 +296,3 @@ class ModelRunner:
             progress(total - len(heads) + index, total, f"{name} {size}")
             self._last.compile_head(name, size)
         progress(total, total, "ready")
-        for stage in self._stages:
-            stage.allocate()

@@ -5,17 +5,19 @@ An engine without pipeline parallelism is one stage. Knows rows and messages, no
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.runner.executables import ExecutableCache, compile_program
 from jaxengine.runner.heads import HEADS
-from jaxengine.runner.memory import device_memory, memory_in_use, workspace_bytes
+from jaxengine.runner.memory import StageNeeds, device_memory, held_bytes, memory_in_use, workspace_bytes
 from jaxengine.runner.step import Forwarded
 from jaxengine.runner.step_programs import Program, StepPrograms
 from scheduler.buckets import Bucket
@@ -29,6 +31,7 @@ class StageRunner:
 
     def __init__(self, programs: StepPrograms, params: nnx.State, cache_dir: str | None):
         self.programs = programs
+        self._backend = programs.mesh.devices.flat[0].platform
         devices = list(programs.mesh.devices.flat)
         self._several_processes = len({device.process_index for device in devices}) > 1
         if self._several_processes and devices[0].platform != "cpu" and cache_dir != "":
@@ -62,26 +65,42 @@ class StageRunner:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of one device that the largest forward pass and head, which have been compiled, need besides weights
-        and pages."""
+        """Bytes of one device that the largest forward pass and head, which have been compiled, need while they run."""
         return workspace_bytes(self._forwards[max(self._forwards)].memory_analysis()) + self._bytes_beside_forward
 
-    def measure_workspace(self) -> int:
-        """The same before the pool's size is known: it hardly depends on that, so a small pool stands in for it."""
+    @property
+    def program_bytes(self) -> int:
+        """Bytes of one device that all programs hold, which have been compiled."""
+        programs, kv = self.programs, self._kv_shapes
+        forwards = [self._held(programs.forward(key, self._params, kv), own) for key, own in self._forwards.items()]
+        return sum(forwards) + self._held_beside_forwards
+
+    def foresee_needs(self) -> StageNeeds:
+        """The most that programs will need, before the pool's size is known.
+
+        A small pool stands in for it in the largest forward pass, and the others are taken to be as large.
+        """
         programs = self.programs
         kv = programs.kv_shapes(programs.num_columns)
         program = programs.forward(max(programs.packer.buckets), self._params, kv)
 
-        def measure() -> int:
+        @functools.cache
+        def stand_in() -> jax.stages.Compiled:
             lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
-            analysis = compile_program(lowered, programs.mesh.devices.flat[0].platform).memory_analysis()
+            return compile_program(lowered, self._backend)
+
+        def workspace() -> int:
+            analysis = stand_in().memory_analysis()
             assert analysis is not None, "this platform does not tell what a program needs"
             return workspace_bytes(analysis)
 
+        key = program.arguments, programs.description
+        held = self.executables.get_number("held", *key, lambda: _held_bytes(stand_in(), self._backend))
+        forward = self.executables.get_number("workspace", *key, workspace)
         for name, size in programs.heads():
             self.compile_head(name, size)
-        forward = self.executables.get_number("workspace", program.arguments, programs.description, measure)
-        return forward + self._bytes_beside_forward
+        held = held * len(list(programs.packer.buckets)) + self._held_beside_forwards
+        return StageNeeds(held, forward + self._bytes_beside_forward)
 
     def plan_pool(self, num_pages: int) -> None:
         """Decides the pool's size, pages of a layer and rank, and with it the shapes of forward passes."""
@@ -145,6 +164,17 @@ class StageRunner:
         return jax.make_array_from_single_device_arrays(hidden.shape, self._ranks, parts)
 
     @property
+    def _held_beside_forwards(self) -> int:
+        changes = [self._held(change, self._changes[name]) for name, change in self.programs.state_changes().items()]
+        heads = [self._held(self.programs.head(*key, self._params), head) for key, head in self._heads.items()]
+        return sum(changes) + sum(heads)
+
+    def _held(self, program: Program, compiled: jax.stages.Compiled) -> int:
+        """Bytes that a compiled program holds; remembered, because its file may have to be made to tell."""
+        key = f"held by {program.name}", program.arguments, self.programs.description
+        return self.executables.get_number(*key, lambda: _held_bytes(compiled, self._backend))
+
+    @property
     def _bytes_beside_forward(self) -> int:
         """The state, and the most that a head of the step before and what it works on can hold meanwhile."""
         heads = [
@@ -162,3 +192,13 @@ class StageRunner:
             donate=program.donate,
             description=self.programs.description,
         )
+
+
+def _held_bytes(compiled: jax.stages.Compiled, backend: str) -> int:
+    analysis = compiled.memory_analysis()
+    code = 0 if analysis is None else analysis.generated_code_size_in_bytes
+    try:
+        stored = 0 if code else len(serialize_executable.serialize(compiled)[0])
+    except (ValueError, jax.errors.JaxRuntimeError):  # a platform whose executables cannot be stored
+        stored = 0
+    return held_bytes(code, stored, backend)

@@ -179,7 +179,7 @@ FAKE = """
 import json, sys, os
 request = json.load(sys.stdin)
 reply = lambda **message: print(json.dumps(message), flush=True)
-reply(event="plan", num_pages=1, planned_bytes=1)
+reply(event="plan", num_pages=1, planned_bytes=1, planned_held=1)
 todo = [name for name in ("a", "b", "c") if name not in request["skip"]]
 reply(event="programs", names=todo)
 for name in todo:
@@ -207,7 +207,7 @@ reply = lambda **message: print(json.dumps(message), flush=True)
 if request["options"]["tensor_parallel_size"] < request["options"]["max_num_seqs"]:
     reply(event="refused", reason="weights take 2 MiB of a device's 1 MiB", too_small=True)
 else:
-    reply(event="plan", num_pages=1, planned_bytes=[1])
+    reply(event="plan", num_pages=1, planned_bytes=[1], planned_held=[1])
     reply(event="programs", names=["a"])
     row = {"program": "a", "step": True, "failures": []}
     reply(event="row", row=row | {"target": request["target"]})

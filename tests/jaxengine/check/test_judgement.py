@@ -8,7 +8,7 @@ import pytest
 
 from jaxengine.check import baseline, report
 from jaxengine.check.inspect import mosaic_gpu, vmem_bytes
-from jaxengine.check.judge import failures
+from jaxengine.check.judge import failures, overfull
 from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler, split_targets
 from jaxengine.config.engine_config import ConfigError
 
@@ -51,6 +51,18 @@ def test_failures(change, planned, words):
 def test_a_smaller_step_may_stay_below_the_plan_and_a_group_may_talk():
     assert not failures(ROW, V6E, 2_000_000, is_largest=False)
     assert not failures(ROW | {"collectives": {"all-reduce": 1}}, find_target("v6e-4"), 1_000_000, is_largest=True)
+
+
+def test_programs_that_hold_more_than_planned_are_found_over_all_of_a_stage():
+    """Each stays below the plan: only their sum shows it."""
+    rows = [
+        ROW | {"program": name, "stage": stage, "held_bytes": 300, "planned_held": 500}
+        for name in "ab"
+        for stage in (0, 1)
+    ]
+    kernel = ROW | {"step": False, "held_bytes": 900}
+    assert not overfull([*rows[:2], kernel])
+    assert [text.split(":")[0] for text in overfull([*rows[:3], kernel])] == ["v6e, stage 0"]
 
 
 @pytest.mark.parametrize(("cycles", "worse"), [(100, False), (105, False), (106, True), (50, False)])

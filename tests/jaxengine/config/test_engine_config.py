@@ -8,7 +8,7 @@ import pytest
 
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
-from jaxengine.runner.memory import plan_memory
+from jaxengine.runner.memory import StageNeeds, plan_memory
 from tests.models.tiny import TINY
 
 MODEL = dataclasses.replace(TINY, vocab_size=128, max_position_embeddings=1000, attention=TINY.attention[:2])
@@ -101,16 +101,41 @@ def test_capture_sizes_become_buckets():
 
 def plan(**options):
     config = EngineConfig(**options).resolved(MODEL, CPU)
-    return plan_memory(config, total=1 << 30, weights=100 << 20, workspace=28 << 20, page_bytes=1 << 14)
+    needs = StageNeeds(programs=20 << 20, workspace=8 << 20)
+    return plan_memory(config, total=1 << 30, weights=100 << 20, needs=needs, page_bytes=1 << 14)
 
 
 def test_pages_follow_from_memory():
     quarter = plan(gpu_memory_utilization=0.25, max_num_seqs=512, max_num_batched_tokens=512)
-    assert quarter.num_pages == ((256 - 100 - 28) << 20) >> 14
+    assert quarter.num_pages == ((256 - 100 - 20 - 8) << 20) >> 14 and quarter.planned == quarter.budget
     assert plan(kv_cache_memory_bytes=4 << 20).num_pages == 256
     assert plan(num_gpu_blocks_override=99, kv_cache_memory_bytes=1 << 14).num_pages == 99
     # 63 pages hold 1,000 tokens.
     assert "8,192 pages of 16 tokens; 130.0 requests of 1,000 tokens at once" in quarter.table()
+
+
+def test_a_cpu_is_not_filled_unless_that_is_asked_for():
+    """Its memory is everybody's: 512 tokens of each request, 32 pages of 16, or two requests of full length."""
+    default = plan()
+    assert default.num_pages == 32 * 32 and default.by_need and "sized by need" in default.table()
+    assert plan(max_num_seqs=2).num_pages == 2 * 63
+    assert plan(max_num_seqs=1).num_pages == 63
+    assert plan(max_model_len=100).num_pages == 32 * 7
+    filled = plan(gpu_memory_utilization=0.5)
+    assert filled.num_pages > 3 * default.num_pages and not filled.by_need
+    # Half of the memory is the most, and then need is not what decides.
+    config = EngineConfig().resolved(MODEL, CPU)
+    needs = StageNeeds(programs=20 << 20, workspace=8 << 20)
+    tight = plan_memory(config, total=1 << 30, weights=476 << 20, needs=needs, page_bytes=1 << 14)
+    assert tight.num_pages == ((512 - 476 - 28) << 20) >> 14 and not tight.by_need
+
+
+def test_a_process_takes_its_share_of_a_cpu():
+    config = EngineConfig(gpu_memory_utilization=1.0, max_num_seqs=512, max_num_batched_tokens=512).resolved(MODEL, CPU)
+    needs, sizes = StageNeeds(programs=20 << 20, workspace=8 << 20), {"total": 1 << 30, "page_bytes": 1 << 14}
+    alone, shared = (plan_memory(config, weights=0, needs=needs, shared=shared, **sizes) for shared in (0, 1))
+    assert alone.num_pages - shared.num_pages == shared.process >> 14 > 0
+    assert "process" in shared.table() and "process" not in alone.table()
 
 
 def test_no_more_pages_than_are_useful():

@@ -1,0 +1,46 @@
+"""The memory plan beside what is held: every program counts, and what was foreseen is enough."""
+
+from __future__ import annotations
+
+from jaxengine.runner.memory import memory_in_use, return_free_memory
+
+
+def test_every_loaded_program_counts(make_llm):
+    """The code of one is not enough: all buckets, heads and state changes stay loaded."""
+    runner = make_llm().core.engine.runner
+    (stage,) = runner._stages
+    num_programs = len(runner.buckets) + len(stage.programs.heads()) + len(stage.programs.state_changes())
+    whole = stage.program_bytes
+    held = [stage._held(each, None) for each in _programs(stage)]  # remembered by now
+    assert len(held) == num_programs and min(held) > 0
+    assert whole == sum(held) > 3 * max(held)
+
+
+def test_what_is_foreseen_is_enough(make_llm):
+    runner = make_llm().core.engine.runner
+    (stage,) = runner._stages
+    foreseen = stage.foresee_needs()
+    assert foreseen.programs >= stage.program_bytes
+    assert foreseen.workspace >= 0.98 * stage.workspace_bytes
+
+
+def test_a_plan_on_a_cpu_adds_up_to_what_the_process_held(make_llm):
+    runner = make_llm().core.engine.runner
+    plan, device = runner.plan, runner._stages[0].programs.mesh.devices.flat[0]
+    assert plan.process > 0 and plan.planned == sum(
+        (plan.weights, plan.programs, plan.kv_bytes, plan.workspace, plan.process)
+    )
+    return_free_memory()
+    before = memory_in_use(device)
+    page = bytearray(64 << 20)
+    assert 60 << 20 < memory_in_use(device) - before < 90 << 20
+    del page
+    assert any(line.split()[0] == "programs" for line in plan.table().splitlines())
+
+
+def _programs(stage):
+    yield from stage.programs.state_changes().values()
+    for bucket in stage.programs.packer.buckets:
+        yield stage.programs.forward(bucket, stage._params, stage._kv_shapes)
+    for name, size in stage.programs.heads():
+        yield stage.programs.head(name, size, stage._params)
