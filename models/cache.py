@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, page_bytes, partition_spec
-from pallas_kernels.registry import kernel_modules, platform_of
+from pallas_kernels.registry import block_profile, kernel_modules, platform_of
 from sharding.layout import RULES
 from sharding.rules import logical_to_spec, whole_shape
 
@@ -28,6 +28,7 @@ __all__ = [
     "KVPages",
     "Paged",
     "abstract_kv",
+    "block_profile",
     "group_layers",
     "kernel_modules",
     "kv_partition",
