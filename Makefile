@@ -19,9 +19,16 @@ CHECK_STAMP := $(CHECK)/.installed-$(VERSION)
 # A file's tests stay in one process: they share engines.
 PYTEST_JOBS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CHECK_ARGS ?= --targets v5e,v6e,v5p,tpu7x,sm_90,sm_100 --model smollm2-135m
+# Two layers tell of an unrolled model what all of them would; four devices of one kind show what these exchange.
+BASELINES := llama-3.1-8b:2 qwen3-moe-30b-a3b:2
+BASELINE_ARGS ?= --targets v5e-4,v6e,tpu7x,sm_90 --buckets short --max-num-batched-tokens 512
+# `make check-baseline BASELINE=save` records what is found instead of comparing with it.
+BASELINE ?= against
+CPU_BASELINE_ARGS := --targets cpu,cpu-2 --model smollm2-135m:2 --buckets short --dtype bfloat16 --max-num-seqs 8 \
+  --max-num-batched-tokens 64 --num-gpu-blocks-override 100
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint types bench check check-deps clean check-python
+.PHONY: help demo serve test lint types bench check check-deps check-baseline check-cpu clean check-python
 
 help:
 	@echo "make demo    answer a handful of prompts with the embedded model (installs into $(VENV))"
@@ -30,6 +37,8 @@ help:
 	@echo "make lint    ruff          make types   pyright"
 	@echo "make bench   host cost of a step, throughput and latency of this machine"
 	@echo "make check   compile every step for TPUs and GPUs that are not here (CHECK_ARGS='--targets v6e ...')"
+	@echo "make check-baseline  the same of two models on four targets, against benchmarks/results/baseline_*.json"
+	@echo "make check-cpu       what of that needs no compiler but this machine's own"
 	@echo "PYTHON=python3.12 picks the interpreter (now: $(PYTHON))"
 
 demo: $(DEMO)
@@ -54,6 +63,13 @@ bench: $(DEMO)
 
 check: check-deps
 	JAX_PLATFORMS=cpu $(CHECK)/bin/jaxengine check $(CHECK_ARGS)
+
+check-baseline: check-deps
+	set -e; for model in $(BASELINES); do JAX_PLATFORMS=cpu $(CHECK)/bin/jaxengine check --model $$model $(BASELINE_ARGS) \
+	  --$(BASELINE) benchmarks/results/baseline_$${model%:*}.json; done
+
+check-cpu: $(DEMO)
+	JAX_PLATFORMS=cpu $(BIN)/jaxengine check $(CPU_BASELINE_ARGS) --$(BASELINE) benchmarks/results/baseline_cpu.json
 
 check-deps: $(CHECK_STAMP)
 

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as jax_kernel
 
-from benchmarks.tpu_profile import bare_kernel, drop_copies, fix_trips
-from pallas_kernels.attention.op import AttentionSpec, ragged_paged_attention
+from benchmarks.tpu_profile import bare_kernel, fix_trips
+from pallas_kernels.attention.op import AttentionSpec
 from pallas_kernels.attention.ragged_batch import RaggedBatch
-from pallas_kernels.attention.tpu import kernel as our_kernel
-from pallas_kernels.attention.tpu import pages as our_pages
-from pallas_kernels.attention.tpu.schedule import block_q_of
-from pallas_kernels.kv.pages import KVSpec, alloc
-from pallas_kernels.tuning import TpuAttention, tuning_of
+from pallas_kernels.attention.tpu.profile import block_profile
 
 Case = tuple[Callable, Any, dict]  # what `tpu_profile.profile` wants of a builder
-TILES = 8  # of one token, in a grid step of ours
 VMEM_LIMIT_BYTES = 48 << 20  # for jax's kernel, whose default does not fit its own block sizes
 
 
@@ -46,39 +40,20 @@ def ours(
     around an "edge".
     """
 
-    facts = {}
-
-    def work_item(refs, plan, segment, item, slot, sub):
-        if (plan.block_q == 1) == decode:  # both kinds of call are traced
-            facts.update(block_q=plan.block_q, block_kv=plan.block_kv)
-        first_key = segment.first_page * plan.page_size + item[1] * plan.block_kv
-        if part == "tile":
-            for statistic, start in ((refs.largest, our_kernel.NOTHING_SEEN), (refs.total, 0.0), (refs.acc, 0.0)):
-                statistic[...] = jnp.full_like(statistic, start)
-        our_kernel._fold_block(refs, plan, segment, first_key, slot, sub, masked=part != "block")
-        if part == "tile":
-            for head in range(len(plan.keys)):
-                our_kernel._close_head(refs, plan, sub, head)
-
-    our_kernel._work_item = work_item
-    drop_copies(our_pages)
-    fix_trips(our_kernel, lambda _: trips)
-    block_q = block_q_of(TpuAttention(), num_tokens, heads[0] // heads[1])
-    num_tokens = TILES if decode else block_q  # what one grid step holds
-    num_seqs = num_tokens if decode else 1
     spec = AttentionSpec(*heads, head_dim, head_dim, head_dim**-0.5)
-    kv = jax.eval_shape(lambda: alloc(KVSpec(64, page_size, heads[1], head_dim, head_dim, "bfloat16"), layout="tpu"))
-    q = jax.ShapeDtypeStruct((num_tokens, heads[0], head_dim), jnp.bfloat16)
-
-    def attend(q, kv, batch):
-        table = tuning_of("tpu")  # of the chip that is being traced for
-        # Cycles of one core, and tiles of the whole step's size in this part of it.
-        sizes = replace(table.tpu_attention, cores=1, min_block_q=block_q, max_block_q=block_q)
-        tuning = replace(table, tpu_attention=sizes)
-        return ragged_paged_attention(q, kv, batch, spec=spec, tuning=tuning)
-
-    name = "paged_attention_single" if decode else "paged_attention_runs"
-    return *bare_kernel(attend, (q, kv, _batch(num_seqs, num_tokens, max_pages)), name), facts
+    fn, args, sizes = block_profile(
+        spec,
+        decode=decode,
+        num_tokens=num_tokens,
+        page_size=page_size,
+        max_pages=max_pages,
+        dtype=jnp.bfloat16,
+        kv_dtype="bfloat16",
+        part=part,
+        trips=trips,
+    )
+    bare, operands = bare_kernel(fn, args, "paged_attention_single" if decode else "paged_attention_runs")
+    return bare, operands, sizes[0]._asdict()
 
 
 def theirs(

@@ -86,12 +86,6 @@ def fix_trips(module: Any, trips: Callable[[Callable], int]) -> None:
     module.lax = _namespace_with(lax, while_loop=while_loop)
 
 
-def drop_copies(module: Any) -> None:
-    """From now on kernels of `module` neither start nor wait for copies between memories."""
-    nothing = SimpleNamespace(start=lambda: None, wait=lambda: None)
-    module.pltpu = _namespace_with(module.pltpu, make_async_copy=lambda *_: nothing)
-
-
 def bare_kernel(fn: Callable, args: Sequence[Any], kernel: str) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """The pallas_call named `kernel` inside fn(*args), alone, with the shapes of its operands.
 

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, page_bytes, partition_spec
-from pallas_kernels.registry import kernel_modules, platform_of
+from pallas_kernels.registry import block_profile, kernel_modules, platform_of
 from sharding.layout import RULES
 from sharding.rules import logical_to_spec, whole_shape
 
@@ -27,6 +27,7 @@ __all__ = [
     "KVPages",
     "Paged",
     "abstract_kv",
+    "block_profile",
     "device_kv",
     "group_layers",
     "kernel_modules",

@@ -29,8 +29,8 @@ _MODULES: dict[tuple[str, str], str] = {
     ("kv_cache_update", "gpu_xla"): "kv.update_xla",
     ("kv_cache_update", "tpu"): "kv.update_tpu",
     ("matmul", "cpu"): "matmul.dense_cpu",
-    ("matmul", "gpu"): "matmul.dense_xla",
-    ("matmul", "gpu_xla"): "matmul.dense_xla",
+    ("matmul", "gpu"): "matmul.dense_gpu",
+    ("matmul", "gpu_xla"): "matmul.dense_gpu",
     ("matmul", "tpu"): "matmul.dense_xla",
     ("grouped_matmul", "cpu"): "matmul.grouped_xla",
     ("grouped_matmul", "gpu"): "matmul.grouped_tiles",
@@ -38,6 +38,8 @@ _MODULES: dict[tuple[str, str], str] = {
     ("grouped_matmul", "tpu"): "matmul.grouped_ragged_dot",
 }
 KERNELS = tuple(_MODULES)
+# Where a block of attention can be compiled by itself for a profile.
+_PROFILES = {"tpu": "attention.tpu.profile"}
 
 # What jax calls a platform when it compiles for it, and the row of operations that choose one only then. There all CUDA
 # cards share one implementation.
@@ -56,6 +58,12 @@ def kernel(op: str, platform: str) -> Callable:
             f"{op} is not implemented for platform {platform!r}, allowed: {', '.join(platforms) or 'none'}"
         )
     return getattr(importlib.import_module(f"pallas_kernels.{module}"), op)
+
+
+def block_profile(platform: str) -> Callable | None:
+    """The attention of `platform` block by block, see `attention.tpu.profile`; None where its compiler tells no cost."""
+    module = _PROFILES.get(platform)
+    return None if module is None else importlib.import_module(f"pallas_kernels.{module}").block_profile
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:

@@ -1,15 +1,19 @@
 """What a check found kept in a file, and what got worse since.
 
-Compared is what the compiler decides and repeats exactly. Compile seconds depend on the machine and are only recorded.
+Compared is what the compiler decides and repeats exactly. Compile seconds depend on the machine and are only recorded,
+and what XLA makes for the processor that it runs on is compared by its counts alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from jaxengine.check.targets import find_target
 from jaxengine.config.engine_config import ConfigError
 
 # A figure may grow by this much.
@@ -23,15 +27,34 @@ FIGURES = (
     "registers",
     "spill_bytes",
     "cycles",
-    "bundles",
+    "moved_bytes",
+    "exchanged_bytes",
 )
+# Of programs for this very processor, whatever it is.
+CPU_FIGURES = ("exchanged_bytes",)
 
 
 def save(path: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """Writes the rows and what they were made with."""
     from jaxengine.bench.report import write_json
 
-    write_json(path, {"settings": settings, "rows": list(rows)})
+    write_json(path, {"settings": settings, "compilers": compilers(), "rows": list(rows)})
+
+
+def compilers() -> dict[str, str]:
+    """Versions of what compiles, of those that are installed."""
+    found = {}
+    for name in ("jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def other_compilers(path: str) -> str:
+    """How the compilers of a baseline differ from those here, as a text; "" where they do not."""
+    then, now = json.loads(Path(path).read_text()).get("compilers", {}), compilers()
+    differing = [f"{name} {now[name]} (then {then.get(name)})" for name in now if now[name] != then.get(name)]
+    return f"other compilers than the baseline's: {', '.join(differing)}" if differing else ""
 
 
 def load(path: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -60,8 +83,13 @@ def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) 
         old = before.get((row["target"], row["program"]))
         if old is None or "error" in row:
             continue
-        for name in FIGURES:
-            was, now = old.get(name), row.get(name)
+        names = CPU_FIGURES if find_target(row["target"]).backend == "cpu" else FIGURES
+        figures = [(name, old.get(name), row.get(name)) for name in names]
+        done = old.get("operations", {})
+        figures += [
+            (f"operations in {name}", done.get(name, 0), now) for name, now in row.get("operations", {}).items()
+        ]
+        for name, was, now in figures:
             if was is not None and now is not None and now > was * (1 + SLACK):
                 worse = f" (+{100 * (now / was - 1):.0f} %)" if was else ""
                 row["failures"].append(f"{name} was {was:,} in the baseline and is {now:,}{worse}")

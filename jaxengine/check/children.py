@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine._siblings import HOME
-from jaxengine.check.cycles import add_cycles, libtpu_flags
+from jaxengine.check.cycles import libtpu_flags, per_block
 from jaxengine.check.targets import Target
 
 Progress = Callable[[str, int, int, str], None]
@@ -37,8 +37,8 @@ class Job:
     """What to check on every target.
 
     Attributes:
-      cycles: have TPU kernels profiled.
-      model, options, platform, short, bundle: as jaxengine.check.compile.Request has them.
+      cycles: have the blocks of TPU kernels profiled.
+      model, options, platform, short, bundle, only: as jaxengine.check.compile.Request has them.
     """
 
     model: str
@@ -47,6 +47,7 @@ class Job:
     short: bool
     bundle: str | None
     cycles: bool
+    only: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +75,8 @@ def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str,
     """The rows of a target's programs; progress(target, done, total, what) is called before each is compiled."""
     rows, known = _run(target, job, progress)
     if target.backend == "tpu" and job.cycles and known:
-
-        def run(names: Sequence[str], profile: bool) -> list[dict[str, Any]]:
-            again = dataclasses.replace(job, bundle=None)
-            return _run(target, again, progress, only=names, known=known, profile=profile)[0]
-
-        add_cycles(rows, run)
+        blocks, _ = _run(target, dataclasses.replace(job, bundle=None), progress, known=known, profile=True)
+        rows += per_block(blocks)
     return rows
 
 
@@ -88,11 +85,10 @@ def _run(
     job: Job,
     progress: Progress,
     *,
-    only: Sequence[str] | None = None,
     known: dict[str, Any] | None = None,
-    profile: bool | None = None,
+    profile: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(rows, memory plan) of all programs, or of `only` those; profile: as in `_environment`."""
+    """(rows, memory plan) of all programs, or of the blocks of kernels to profile."""
     rows: list[dict[str, Any]] = []
     skip: list[str] = []
     known = dict(known or {})
@@ -104,7 +100,7 @@ def _run(
         variables = _environment(target, dumps, profile)
         while True:
             request = {"target": target.name, **fields, **known, "skip": skip, "log": str(log), "dumps": str(dumps)}
-            request |= {"only": only, "cycles": profile is not None}
+            request["profile"] = profile
             current, code = None, 0
             for message in _replies(request, variables, log):
                 event = message["event"]
@@ -133,18 +129,15 @@ def _run(
             skip.append(current)
 
 
-def _environment(target: Target, dumps: Path, profile: bool | None) -> dict[str, str]:
-    """The variables under which a target's compiler runs where there is no such device.
-
-    profile: None, or have libtpu leave its schedules, with its static profile or without.
-    """
+def _environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
+    """The variables under which a target's compiler runs where there is no such device; profile: and says cycles."""
     ours = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     ours["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
     if target.backend == "tpu":
         ours |= _TPU
         ours["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dumps} --xla_dump_hlo_as_text=true"
-        if profile is not None:
-            ours["LIBTPU_INIT_ARGS"] = libtpu_flags(dumps, profile=profile)
+        if profile:
+            ours["LIBTPU_INIT_ARGS"] = libtpu_flags(dumps)
     elif target.backend == "cpu" and target.num_devices > 1:
         devices = f"--xla_force_host_platform_device_count={target.num_devices}"
         ours["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,NAME,...",
         help=f"{', '.join(TARGETS)}; NAME-N for N devices, else as few as the model fits on (default: cpu)",
     )
-    about = "a built-in shape such as llama-3.1-8b, a GGUF file, a folder or a hub id; no weights are read"
+    about = "a built-in shape (llama-3.1-8b, llama-3.1-8b:2 for two layers of it), a GGUF file, a folder or a hub id"
     add_model(parser, dest="model", default="smollm2-135m", help=about)
     parser.add_argument(
         "--buckets", choices=("all", "short"), default="all", help="the whole grid of steps, or its four corners"
@@ -55,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(PLATFORMS),
         help="kernels of another platform than the target's own, such as gpu_xla for plain XLA",
     )
-    parser.add_argument("--no-cycles", action="store_true", help="leave the static profiles of TPU kernels out")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="programs whose name contains it, such as 'decode S=1'"
+    )
+    parser.add_argument("--no-cycles", action="store_true", help="leave the profiles of TPU kernels' blocks out")
     parser.add_argument("--save", metavar="FILE", help="record the results as a baseline")
     parser.add_argument("--against", metavar="FILE", help="fail on what is more than 5%% worse than a baseline")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {"model": args.model, "options": options, "kernels": args.kernels}
     before = baseline.load(args.against, settings) if args.against else None
     folder = bundle.make_folder(args.bundle) if args.bundle else None
-    job = Job(args.model, options, args.kernels, args.buckets == "short", folder, not args.no_cycles)
+    job = Job(args.model, options, args.kernels, args.buckets == "short", folder, not args.no_cycles, args.only)
 
     rows: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
@@ -100,12 +103,14 @@ def run(args: argparse.Namespace) -> int:
     missing = []
     if before is not None:
         baseline.compare(rows, before)
-        missing = baseline.missing(rows, before, list(seconds)) if args.buckets == "all" else []
+        missing = baseline.missing(rows, before, list(seconds)) if args.buckets == "all" and not args.only else []
     print(report.table(rows))
     print("\n".join([*instead, report.summary(rows, seconds)]))
     wrong = report.failures(rows) + judge.overfull(rows) + missing
     for line in wrong:
         print(f"FAIL {line}")
+    if wrong and args.against and (difference := baseline.other_compilers(args.against)):
+        print(difference)
     result = {"settings": settings, "rows": rows, "seconds": seconds, "instead": instead}
     if folder is not None:
         bundle.write_manifest(folder, settings, rows)

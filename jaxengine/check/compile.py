@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxengine.check import cycles, exchanges, hlo, inspect, judge
+from jaxengine.check import counts, cycles, exchanges, hlo, inspect, judge
 from jaxengine.check.devices import target_devices
 from jaxengine.check.programs import Program, StagePrograms, open_stages
 from jaxengine.check.shapes import model_config
@@ -52,8 +52,8 @@ class Request:
       log: file that receives what the compiler prints.
       dumps: folder that receives the compiler's dumps.
       bundle: folder for the executables.
-      only: programs to compile, None for all.
-      cycles: read what libtpu was told to leave of its schedules.
+      only: of the programs those whose name contains it; without a memory plan where the pages are given.
+      profile: compile blocks of kernels, of which libtpu was told to leave a profile, instead of programs.
       num_pages, planned_bytes, planned_held: the memory plan, known from an earlier process; None to make it. The
         latter are of each stage: what it foresees for one program, and what all of them hold.
     """
@@ -67,8 +67,8 @@ class Request:
     log: str
     dumps: str
     bundle: str | None
-    only: list[str] | None = None
-    cycles: bool = False
+    only: str = ""
+    profile: bool = False
     num_pages: int | None = None
     planned_bytes: list[int] | None = None
     planned_held: list[int] | None = None
@@ -91,6 +91,9 @@ class Compiler:
         """Plans the memory, then compiles what is not to be skipped."""
         request = self.request
         num_pages, planned, held = request.num_pages, request.planned_bytes, request.planned_held
+        given = request.options.get("num_gpu_blocks_override")
+        if request.only and given is not None and planned is None:
+            num_pages, planned, held = given, [0] * len(self.stages), [0] * len(self.stages)
         if num_pages is None or planned is None or held is None:
             plans = [self._plan(stage) for stage in self.stages]
             num_pages = min(plan.num_pages for plan, _ in plans)
@@ -101,7 +104,7 @@ class Compiler:
             (program, number)
             for number, stage in enumerate(self.stages)
             for program in self._programs(stage, num_pages)
-            if self._is_wanted(program)
+            if program.name not in request.skip and request.only in program.name
         ]
         self._reply({"event": "programs", "names": [program.name for program, _ in todo]})
         for program, number in todo:
@@ -111,16 +114,15 @@ class Compiler:
 
     def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[Program]:
         """Kernels first: Mosaic GPU tells what it made of a kernel once in a process."""
-        for bucket in stage.buckets(short=True) if self.target.num_devices == 1 else ():
+        if self.request.profile:
+            yield from stage.blocks() if stage is self.stages[0] else ()
+            return
+        for bucket in stage.buckets(short=True) if stage is self.stages[0] else ():
             yield from stage.kernels(bucket, num_pages)
         for bucket in stage.buckets(self.request.short):
             yield stage.forward(bucket, num_pages)
         for name, size in stage.heads(self.request.short):
             yield stage.head(name, size, num_pages)
-
-    def _is_wanted(self, program: Program) -> bool:
-        only, name = self.request.only, program.name
-        return name not in self.request.skip and (only is None or name in only)
 
     def _plan(self, stage: StagePrograms) -> tuple[MemoryPlan, int]:
         """As the engine plans: the largest forward pass is measured with a small pool, and beside it the largest head
@@ -168,6 +170,11 @@ class Compiler:
             "planned_bytes": planned,
             "hbm_bytes": self.target.hbm_bytes,
         }
+        if program.products is not None:
+            row["needs"] = {"operations": program.work.flops, **dataclasses.asdict(program.products)}
+            row["dtype"] = program.dtype
+        if program.num_attentions and self.request.platform is None:
+            row["attentions"] = program.num_attentions
         if self.target.flops:
             row["roofline_us"] = program.work.seconds(self.target.hbm_bandwidth, self.target.flops) * 1e6
         log = Path(self.request.log)
@@ -180,11 +187,18 @@ class Compiler:
             row["copies"] = hlo.copies(module, program.precious)
             found = exchanges.exchanges(module)
             row |= {"collectives": exchanges.counts(found), "exchanges": exchanges.by_place(found)}
+            row["exchanged_bytes"] = sum(exchange.num_bytes for exchange in found)
             row["wrong_exchanges"] = [] if program.expected is None else exchanges.wrong(found, program.expected)
+            row["operations"] = counts.operations(module)
+            row["moved_bytes"] = counts.moved_bytes(module, program.precious.pools)
+            row["attention_kernels"] = hlo.attending_places(module)
             if self.target.backend == "tpu":
                 row["fast_bytes"] = inspect.vmem_bytes(text)
-            if self.request.cycles:
-                row |= cycles.read(Path(self.request.dumps), module)
+            if program.block is not None:
+                sizes = program.block.sizes[0]
+                row["block"] = {"name": program.block.name, "trips": program.block.trips}
+                row["block"] |= {"tokens": sizes.block_q, "keys": sizes.block_kv}
+                row["cycles"] = cycles.read(Path(self.request.dumps), module)
             if self.target.backend == "cuda":
                 row |= inspect.mosaic_gpu(log.read_bytes()[read_from:].decode(errors="replace"))
             payload = inspect.serialized(compiled)
@@ -199,7 +213,7 @@ class Compiler:
 
     def _compile(self, program: Program) -> tuple[Any, float]:
         shutil.rmtree(self.request.dumps)  # so that what is found there afterwards is this program's
-        for folder in ("", cycles.LLO, cycles.PROFILE):
+        for folder in ("", cycles.PROFILE):
             Path(self.request.dumps, folder).mkdir()
         start = time.perf_counter()
         with jax.set_mesh(program.mesh):

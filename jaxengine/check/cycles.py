@@ -1,67 +1,67 @@
-"""Estimated cycles and instruction bundles of TPU kernels, from libtpu's own static profile.
+"""Estimated cycles of TPU kernels, from libtpu's own static profile.
 
-libtpu's estimate walks the final instruction bundles with the trip counts it can see: it knows no HBM bandwidth, and a
-loop whose trip count is data counts as about one pass. So it is an alarm for a kernel's compute schedule, to be
-compared with itself, with a roofline beside it. The profile aborts the process for copies its model does not know;
-bundle counts still come then, from a second process without it.
+libtpu's estimate walks the final instruction bundles with the trip counts it can see: it knows no HBM bandwidth, gives
+up on copies whose length is data, and a loop whose trip count is data counts as about one pass. So a block of keys is
+compiled by itself, once and several times, and the difference is what a block costs. It is an alarm for a kernel's
+compute schedule, to be compared with itself (`--against`), with a roofline beside it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxengine.check.hlo import Module, custom_calls
 
-LLO, PROFILE = "llo", "profile"
-_BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
+PROFILE = "profile"
+# How often a block is done in the two programs whose difference is taken.
+TRIPS = (1, 9)
+# Kernels with blocks of any size are compared by what these take.
+TOKENS, KEYS = 128, 1024
 _CYCLES = re.compile(r"estimated_cycles: (\d+)")
 
-# (programs to run, libtpu's flags, folder of its dumps) -> rows of the programs
-Run = Callable[[Sequence[str], bool], list[dict[str, Any]]]
 
-
-def libtpu_flags(dumps: Path, *, profile: bool) -> str:
+def libtpu_flags(dumps: Path) -> str:
     """LIBTPU_INIT_ARGS that make the compiler leave what `read` reads."""
-    flags = (
-        f"--xla_jf_dump_to={dumps / LLO} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
-    )
-    return f"{flags} --xla_jf_dump_static_llo_profile_to={dumps / PROFILE}" if profile else flags
+    return f"--xla_jf_dump_static_llo_profile_to={dumps / PROFILE}"
 
 
-def read(dumps: Path, module: Module) -> dict[str, int]:
-    """{"bundles", "cycles"} of all Mosaic kernels of the program compiled last; what is not known is not in it."""
+def read(dumps: Path, module: Module) -> int | None:
+    """Cycles of all Mosaic kernels of the program compiled last; None where libtpu does not tell."""
     kernels = [call.name for call in custom_calls(module) if 'custom_call_target="tpu_custom_call"' in call.rest]
-    found = {}
-    for name, folder, suffix, pattern in (
-        ("bundles", LLO, "-schedule-analysis_final_bundles.txt", _BUNDLES),
-        ("cycles", PROFILE, "", _CYCLES),
-    ):
-        counts = [_first(dumps / folder, f"*{kernel}*{suffix}", pattern) for kernel in kernels]
-        if counts and None not in counts:
-            found[name] = sum(count for count in counts if count is not None)
-    return found
+    counts = [_first(dumps / PROFILE, f"*{kernel}*") for kernel in kernels]
+    return sum(count or 0 for count in counts) if counts and None not in counts else None
 
 
-def _first(folder: Path, glob: str, pattern: re.Pattern[str]) -> int | None:
+def _first(folder: Path, glob: str) -> int | None:
     for path in sorted(folder.glob(glob)):
-        if match := pattern.search(path.read_text(errors="replace")):
+        if match := _CYCLES.search(path.read_text(errors="replace")):
             return int(match[1])
     return None
 
 
-def add_cycles(rows: Sequence[dict[str, Any]], run: Run) -> None:
-    """Puts "cycles" and "bundles" into the rows of kernels that compile.
-
-    run: compiles the programs named, with or without libtpu's profile, and returns their rows; those of programs that
-      took their process with them have an "error".
-    """
-    wanted = {row["program"]: row for row in rows if not row["step"] and "error" not in row}
-    for profile in (True, False):
-        names = [name for name, row in wanted.items() if "bundles" not in row]
-        for found in run(names, profile) if names else ():
-            row = wanted.get(found["program"])
-            if row is not None:
-                row.update({name: found[name] for name in ("cycles", "bundles") if name in found})
+def per_block(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each kind of block, of the rows of its programs: cycles of KEYS keys and one token, or TOKENS of a
+    run. A program that failed stays a row of its own."""
+    kinds: dict[str, dict[int, dict[str, Any]]] = {}
+    found = [row for row in rows if "block" not in row]
+    for row in rows:
+        if "block" in row:
+            kinds.setdefault(row["block"]["name"], {})[row["block"]["trips"]] = row
+    for name, by_trips in kinds.items():
+        few, many = (by_trips.get(trips) for trips in TRIPS)
+        if few is None or many is None:
+            continue
+        block = many["block"]
+        tokens = 1 if block["tokens"] == 1 else block["tokens"] / TOKENS
+        kept = {key: many[key] for key in ("target", "step", "failures", "compile_s")}
+        row = {**kept, "program": name, "block": {key: block[key] for key in ("tokens", "keys")}}
+        if many.get("cycles") is None or few.get("cycles") is None:
+            row["failures"] = [*row["failures"], "libtpu does not tell its cycles"]
+        else:
+            each = (many["cycles"] - few["cycles"]) / (TRIPS[1] - TRIPS[0])
+            row["cycles"] = round(each * KEYS / block["keys"] / tokens)
+        found.append(row)
+    return found

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxengine.check.hlo import Instruction, Module, arrays_of
+from jaxengine.check.hlo import Instruction, Module, arrays_of, bytes_of
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from scheduler.buckets import Bucket
 from sharding.layout import MeshLayout
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all")
+# A layer may exchange this much more than its activations: sizes that are rounded up to tiles.
+SLACK = 1.05
 # Scope outside the layers -> the most exchanges it may have. Those of the sampler are branches and loops that few steps
 # run: each part of it finds maxima, sums or counts over the split vocabulary.
 AROUND_LAYERS = {"embed": 3, "logits": 2, "sample": 32, "prompt_logprobs": 12, "results": 9}
@@ -47,6 +49,7 @@ class Exchange:
       place: "layer 3", a scope of AROUND_LAYERS, or "" where nobody wrote it.
       count: exchanges that the compiler combined in it.
       elements: of its largest operand or result.
+      num_bytes: of its operands or of its results, whichever are more.
       text: for messages.
     """
 
@@ -55,6 +58,7 @@ class Exchange:
     place: str
     count: int
     elements: int
+    num_bytes: int
     text: str
 
 
@@ -119,7 +123,11 @@ def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scop
     elements = max([whole, *(operand.elements for operand in operands)])
     count = 1 if opcode.endswith("all-to-all") else max(1, count)
     text = f"{instruction.opcode} {instruction.name} {instruction.type_text} in {scope or 'no scope'}"
-    return Exchange(kind, opcode, place, count, elements, text[:300])
+    sizes = [sum(bytes_of(operand.type_text, on_chip=True)) for operand in operands]
+    came_out = bytes_of(instruction.type_text, on_chip=True)
+    if instruction.opcode.endswith("-start"):  # its operands are repeated in front
+        came_out = came_out[len(operands) :]
+    return Exchange(kind, opcode, place, count, elements, max(sum(sizes), sum(came_out)), text[:300])
 
 
 def _place(scope: str) -> str:
@@ -144,6 +152,11 @@ def by_place(found: Sequence[Exchange]) -> dict[str, dict[str, int]]:
     return {place: dict(kinds) for place, kinds in places.items()}
 
 
+def layer_bytes(found: Sequence[Exchange], layer: int) -> int:
+    """Bytes that a layer exchanges."""
+    return sum(exchange.num_bytes for exchange in found if exchange.place == f"layer {layer}")
+
+
 @dataclass(frozen=True)
 class Expected:
     """What a step of a model may exchange.
@@ -152,14 +165,16 @@ class Expected:
       layers: of each layer, by kind, exactly.
       most_elements: of any operand or result: the activations of all ranks, once for each expert of a token where
         devices send rows to experts, or a device's part of their logits.
+      exchange_bytes: the most that an exchange of a layer is on average: the activations in the model's dtype.
     """
 
     layers: tuple[Mapping[str, int], ...]
     most_elements: int
+    exchange_bytes: int
 
 
-def expected(model: Any, bucket: Bucket) -> Expected:
-    """Of the model's mesh and stage."""
+def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
+    """Of the model's mesh and stage; itemsize: bytes of an activation's element while it is exchanged."""
     config, mesh = model.config, model.mesh
     dense = () if config.experts is None else config.experts.dense_layers
     layers = tuple(
@@ -170,7 +185,8 @@ def expected(model: Any, bucket: Bucket) -> Expected:
     activations = mesh.num_ranks * bucket.num_tokens
     if config.experts is not None and mesh.sends_rows:
         activations = mesh.size * -(-bucket.num_tokens // mesh.model) * config.experts.num_per_token
-    return Expected(layers, max(activations * config.hidden_size, logits))
+    most = activations * config.hidden_size
+    return Expected(layers, max(most, logits), most * itemsize)
 
 
 def layer_exchanges(mesh: MeshLayout, *, experts: bool) -> dict[str, int]:
@@ -203,6 +219,9 @@ def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
         own = places.get(f"layer {index}", {})
         if own != layer:
             texts.append(f"layer {index} has {_told(own)} instead of {_told(layer)}")
+        most = int(sum(layer.values()) * wanted.exchange_bytes * SLACK)
+        if (found_bytes := layer_bytes(found, index)) > most:
+            texts.append(f"layer {index} exchanges {found_bytes:,} bytes and not at most {most:,}")
     for place, limit in AROUND_LAYERS.items():
         if (number := sum(places.get(place, {}).values())) > limit:
             texts.append(f"{place} has {_told(places[place])}, {number} and not at most {limit}")

@@ -56,6 +56,8 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-<>]+) = (.*?) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _FUSED = re.compile(r"calls=%?([\w.\-<>]+)")
+_MOSAIC = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"')
+_ATTENDS = re.compile(r'op_name="(?:[^"]*?/(layer_\d+)/)?[^"]*paged_attention_')
 _OPERAND = re.compile(r"%([\w.\-<>]+)")
 
 
@@ -86,6 +88,7 @@ class Instruction:
 class Module:
     """The computations of a module by name, those inside fusions and those of other cores (SparseCore) apart."""
 
+    entry: str = ""
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     fused: set[str] = field(default_factory=set)
     offloaded: set[str] = field(default_factory=set)
@@ -110,6 +113,8 @@ def parse(text: str) -> Module:
         if match := _COMPUTATION.match(line):
             name = match[1]
             body = module.computations[name] = []
+            if line.startswith("ENTRY"):
+                module.entry = name
         elif line.startswith('}, execution_thread="sparsecore"'):
             module.offloaded.add(name)
         elif match := _INSTRUCTION.match(line):
@@ -124,6 +129,21 @@ def parse(text: str) -> Module:
 def arrays_of(type_text: str) -> list[int]:
     """The element counts of an HLO type's arrays."""
     return [_elements(match[2]) for match in _SHAPE.finditer(type_text)]
+
+
+def bytes_of(type_text: str, *, on_chip: bool = False) -> list[int]:
+    """The bytes that each of an HLO type's arrays takes of device memory; on_chip: of any memory."""
+    return [
+        _elements(match[2]) * _element_bits(match[1]) // 8 if on_chip or "S(" not in (match[3] or "") else 0
+        for match in _SHAPE.finditer(type_text)
+    ]
+
+
+def _element_bits(dtype: str) -> int:
+    """Of an HLO element type such as bf16, f8e4m3fn or pred."""
+    if dtype in ("pred", "token", "opaque"):
+        return 8 if dtype == "pred" else 0
+    return int(re.search(r"\d+", dtype)[0])  # pyright: ignore[reportOptionalSubscript] - all others have their width
 
 
 def _first_array(type_text: str) -> tuple[int, bool]:
@@ -244,3 +264,9 @@ def custom_calls(module: Module) -> Iterator[Instruction]:
     """Every custom call: the kernels of ours among them."""
     for body in module.computations.values():
         yield from (instruction for instruction in body if instruction.opcode == "custom-call")
+
+
+def attending_places(module: Module) -> int:
+    """Layers (or, outside of layers, one) whose attention is a kernel of ours, written in Mosaic for TPUs and GPUs."""
+    scopes = [_ATTENDS.search(call.rest) for call in custom_calls(module) if _MOSAIC.search(call.rest)]
+    return len({scope[1] for scope in scopes if scope is not None})

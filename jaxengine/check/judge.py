@@ -1,14 +1,32 @@
-"""When a row of a check is a failure: limits of the chip, memory plan, copies, exchanges nobody accounts for."""
+"""When a row of a check is a failure: limits of the chip, memory plan, copies, exchanges nobody accounts for, and more
+operations or bytes than the model's own count (jaxengine.check.roofline) explains.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxengine.check.targets import Target
+
+# HLO's names of element types that may be wider than a model's -> bytes.
+WIDTHS = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 # Peak memory of the largest step against the plan that was made for it.
 TOLERANCE = 0.02
+# Products, attention and nothing else multiply matrices.
+OPERATIONS_SLACK = 1.1
+# Of a step's operations these may be in a wider type than the model's.
+WIDE_SHARE = 0.02
+# Weights are read once: of a step of few rows the bytes are theirs. What goes into a product and comes out of it is
+# written and read by what stands between products, in float32 too; XLA:GPU also writes the partial sums of products
+# that it splits, sixteen at most.
+WEIGHTS_SLACK = 1.1
+ROWS_SLACK = {"tpu": 3, "cuda": 24, "cpu": 12}
+# Tables, messages and the state of slots.
+SMALL_BYTES = 8 << 20
 MIB = 2**20
 
 
@@ -16,7 +34,7 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
     """What is wrong with a row, as sentences.
 
     Args:
-      planned: bytes of weights, pool and workspace that the memory plan foresees on one device.
+      planned: bytes of weights, pool and workspace that the memory plan foresees on one device, 0 where there is none.
       is_largest: the step the workspace was planned for, whose peak must meet the plan and not only stay below it.
     """
     if "error" in row:
@@ -25,13 +43,21 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
     peak = row["peak_bytes"]
     if target.hbm_bytes and peak > target.hbm_bytes:
         found.append(f"needs {peak / MIB:,.0f} MiB of {target.hbm_bytes / MIB:,.0f} MiB")
-    if row["step"]:
+    if row["step"] and planned:
         if peak > planned * (1 + TOLERANCE):
             found.append(f"peak {peak / MIB:,.0f} MiB is above the {planned / MIB:,.0f} MiB planned")
         if is_largest and peak < planned * (1 - TOLERANCE):
             found.append(f"peak {peak / MIB:,.0f} MiB is below the {planned / MIB:,.0f} MiB planned: memory lies idle")
     if row.get("fast_bytes") and row["fast_bytes"] > target.fast_bytes:
         found.append(f"a kernel reserves {row['fast_bytes']:,} bytes of {target.fast_bytes:,} on the chip")
+    if row.get("spill_bytes"):
+        found.append(f"a kernel spills {row['spill_bytes']:,} bytes of its registers to memory")
+    if not target.plain_attention and row.get("attention_kernels", 0) < row.get("attentions", 0):
+        found.append(
+            f"{row['attention_kernels']} of {row['attentions']} layers attend with a kernel, the others with XLA"
+        )
+    if "needs" in row:
+        found.extend(_more_than_needed(row, target))
     found.extend(f"copies {copy}" for copy in row["copies"])
     if row["collectives"] and target.num_devices == 1:
         found.append(f"talks to other devices although there is one: {row['collectives']}")
@@ -46,8 +72,29 @@ def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
     for target, stage in dict.fromkeys((row["target"], row["stage"]) for row in steps):
         own = [row for row in steps if (row["target"], row["stage"]) == (target, stage)]
         held, planned = sum(row["held_bytes"] for row in own), own[0]["planned_held"]
-        if held > planned:
+        if planned and held > planned:
             found.append(
                 f"{target}, stage {stage}: {len(own)} programs hold {held / MIB:,.1f} MiB, {planned / MIB:,.1f} planned"
             )
+    return found
+
+
+def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
+    """Where a step does more than `needs`, the model's own count."""
+    needs, found = row["needs"], []
+    done, most = sum(row["operations"].values()), int(needs["operations"] * OPERATIONS_SLACK)
+    if done > most:
+        found.append(f"{done:,} operations in products, at most {most:,} are the model's")
+    own = jnp.dtype(row["dtype"]).itemsize
+    wide = {name: count for name, count in row["operations"].items() if WIDTHS.get(name, 0) > own}
+    # XLA:CPU multiplies in float32 what it is given in bfloat16.
+    if target.backend != "cpu" and sum(wide.values()) > WIDE_SHARE * needs["operations"]:
+        found.append(
+            f"operations of a {row['dtype']} model in {', '.join(f'{name}: {n:,}' for name, n in wide.items())}"
+        )
+    rows = ROWS_SLACK[target.backend] * needs["row_bytes"]
+    # XLA:CPU brings bfloat16 weights into float32 before it multiplies.
+    weights = needs["weight_bytes"] * (WEIGHTS_SLACK if target.backend != "cpu" else 6)
+    if row["moved_bytes"] > (most := int(weights + rows) + SMALL_BYTES):
+        found.append(f"moves {row['moved_bytes']:,} bytes to and from memory, at most {most:,} are the model's")
     return found

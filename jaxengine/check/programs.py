@@ -11,33 +11,65 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxengine.check.cycles import KEYS, TRIPS
 from jaxengine.check.exchanges import Expected, expected
 from jaxengine.check.hlo import Precious
-from jaxengine.check.roofline import DECODE_CONTEXT, Work, attention_work, head_work, step_work, update_work
+from jaxengine.check.roofline import (
+    DECODE_CONTEXT,
+    Products,
+    Work,
+    attention_work,
+    head_work,
+    product_work,
+    step_work,
+    update_work,
+)
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
 from jaxengine.runner.devices import build_split, choose_stages
 from jaxengine.runner.heads import HEADS
 from jaxengine.runner.step_programs import StepPrograms
+from models.cache import block_profile, num_places
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
-from models.layers.attention import RaggedBatch, attention_spec, kv_cache_update, ragged_paged_attention
+from models.layers.attention import (
+    RaggedBatch,
+    attention_spec,
+    kv_cache_update,
+    num_kv_heads,
+    ragged_paged_attention,
+)
 from models.layers.decoder import attention_schedule, kv_update_schedule
 from models.weights.declare import declared_params
 from models.weights.parts import format_of
 from scheduler.buckets import Bucket
+from sharding.layout import ONE_DEVICE
 from sharding.mesh import make_mesh
 from sharding.rules import named_sharding, part_bytes, part_shape
 from sharding.stages import devices_of_stages
 
 # A state array below this size costs nothing to copy.
 _SMALL = 1 << 20
+
+
+class Block(NamedTuple):
+    """A block of a kernel by itself.
+
+    Attributes:
+      name: what its programs are of.
+      trips: how often it is done in this one.
+      sizes: filled when it is traced: tokens and keys of a trip, `block_q` and `block_kv`.
+    """
+
+    name: str
+    trips: int
+    sizes: list[Any]
 
 
 @dataclass(frozen=True)
@@ -54,6 +86,10 @@ class Program:
       work: what a roofline counts.
       precious: the arrays it must not copy.
       expected: what devices may tell each other in it; None for a kernel, which runs on one.
+      products: what its matrix products need; None where it has none to speak of.
+      num_attentions: layers that attend in it, each with a kernel where the platform has one.
+      dtype: of the model.
+      block: what is profiled in it; None for what the engine runs.
     """
 
     name: str
@@ -66,6 +102,10 @@ class Program:
     work: Work
     precious: Precious
     expected: Expected | None
+    products: Products | None = None
+    num_attentions: int = 0
+    dtype: str = ""
+    block: Block | None = None
 
 
 def open_stages(
@@ -157,7 +197,7 @@ class StagePrograms:
             donate=program.donate,
             work=head_work(self.model, name, size),
             precious=self._precious(size, self._steps.kv_shapes(num_pages)),
-            expected=replace(expected(self.model, rows), layers=()),
+            expected=replace(expected(self.model, rows, self._exchanged_itemsize), layers=()),
         )
 
     def forward(self, bucket: Bucket, num_pages: int) -> Program:
@@ -175,33 +215,41 @@ class StagePrograms:
             donate=program.donate,
             work=work,
             precious=self._precious(self._steps.packer.buckets.sample_size(bucket), kv),
-            expected=expected(self.model, bucket),
+            expected=expected(self.model, bucket, self._exchanged_itemsize),
+            products=product_work(self.model, bucket, self.config.dtype),
+            num_attentions=len(self.model.stage.layers),
+            dtype=self.config.dtype,
         )
 
     def kernels(self, bucket: Bucket, num_pages: int) -> Iterator[Program]:
-        """One layer's attention, of each kind the model has, and its KV write, their schedules being arguments; on a
-        mesh of one device."""
-        config = self.model.config
+        """One layer's attention, of each kind the model has, and its KV write, their schedules being arguments; on one
+        device of the mesh, with its heads and its rank's sequences."""
+        config, shared = self.model.config, self.model.mesh
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
         kv: Any = self._steps.kv_shapes(num_pages)
-        batch = self._replicate(self._abstract_batch(bucket))
-        precious = Precious({math.prod(part_shape(kv.data)): "pool"})
+        precious = self._precious_pool(kv)
+        kv = self._on_one_device(kv)
+        batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._layout}
 
         def heads(count: int, head_dim: int) -> jax.ShapeDtypeStruct:
-            return self._replicate(jax.ShapeDtypeStruct((bucket.num_tokens, count, head_dim), jnp.dtype(dtype)))
+            return self._on_one_device(jax.ShapeDtypeStruct((bucket.num_tokens, count, head_dim), jnp.dtype(dtype)))
 
         def kernel(name: str, function: Callable, arguments: tuple[Any, ...], donate: tuple[int, ...], work: Work):
             name = f"{name}, {bucket}"
-            return Program(name, self.mesh, False, False, function, arguments, donate, work, precious, None)
+            work = Work(work.num_bytes // shared.model, work.flops // shared.model)
+            one, count = self._one_device, int(name.startswith("attention"))
+            return Program(
+                name, one, False, False, function, arguments, donate, work, precious, None, num_attentions=count
+            )
 
-        for spec, attention in {attention_spec(attention): attention for attention in config.attention}.items():
+        for spec, attention in {attention_spec(attention, shared): attention for attention in config.attention}.items():
 
             def attend(q, kv, batch, schedule, spec=spec):
                 return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule)
 
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
-            schedule = self._replicate(jax.eval_shape(plan, batch))
+            schedule = self._on_one_device(jax.eval_shape(plan, batch))
             name = f"attention{'' if spec.window is None else f' window {spec.window}'}"
             work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
             yield kernel(name, attend, (heads(spec.num_q_heads, spec.head_dim), kv, batch, schedule), (), work)
@@ -209,11 +257,51 @@ class StagePrograms:
         def write(kv, k, v, slot_mapping, schedule):
             return kv_cache_update(kv, k, v, slot_mapping, schedule=schedule)
 
-        schedule = self._replicate(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
+        schedule = self._on_one_device(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
         attention = config.attention[0]  # what is written is the same in all layers
-        rows = heads(attention.num_kv_heads, attention.head_dim)
+        rows = heads(num_kv_heads(attention, shared), attention.head_dim)
         work = update_work(attention, bucket, kv_dtype, dtype)
         yield kernel("kv write", write, (kv, rows, rows, batch.slot_mapping, schedule), (0,), work)
+
+    def blocks(self) -> Iterator[Program]:
+        """Blocks of keys of each kind of attention, sized as in the largest decode step and the largest mixed one."""
+        profile = block_profile(self._layout)
+        if profile is None:
+            return
+        grid, dtype = self._steps.packer.buckets, jnp.dtype(self.config.dtype)
+        sizes = {"page_size": self.config.block_size, "max_pages": self.num_columns}
+        sizes |= {"dtype": dtype, "kv_dtype": self.config.kv_cache_dtype}
+        parts = [
+            (grid.decode[-1], "edge"),
+            *((bucket, part) for bucket in grid.mixed[-1:] for part in ("block", "edge")),
+        ]
+        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in self.model.config.attention):
+            window = "" if spec.window is None else f" window {spec.window}"
+            for bucket, part in parts:
+                name = f"attention{window} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
+                for trips in TRIPS:
+                    step = {"decode": bucket.decode_only, "num_tokens": bucket.num_tokens}
+                    with jax.set_mesh(self._one_device):  # sizes are the chip's
+                        function, arguments, found = profile(spec, **step, **sizes, part=part, trips=trips)
+                    block = Block(name, trips, found)
+                    yield Program(
+                        name=f"{name}, {trips} times",
+                        mesh=self._one_device,
+                        is_step=False,
+                        is_largest=False,
+                        function=function,
+                        arguments=self._on_one_device(arguments),
+                        donate=(),
+                        work=Work(0, 0),
+                        precious=Precious(),
+                        expected=None,
+                        block=block,
+                    )
+
+    @property
+    def _exchanged_itemsize(self) -> int:
+        # XLA:CPU exchanges bfloat16 as float32.
+        return 4 if self._layout == "cpu" else jnp.dtype(self.config.dtype).itemsize
 
     @property
     def _context(self) -> int:
@@ -229,7 +317,12 @@ class StagePrograms:
             text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]"
             if part_bytes(leaf) >= _SMALL and text != logits:
                 states[text] = f"slot state{jax.tree_util.keystr(path)}"
-        return Precious({math.prod(part_shape(kv.data)): "pool"}, weights, states)
+        return replace(self._precious_pool(kv), weights=weights, states=states)
+
+    def _precious_pool(self, kv: Any) -> Precious:
+        """The pool of a device, and the part of it that belongs to one layer."""
+        elements = math.prod(part_shape(kv.data))
+        return Precious({elements // num_places(self._steps.groups): "a layer's pool", elements: "pool"})
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
         def int32(*shape: int) -> Any:  # a shape stands for an array
@@ -244,9 +337,19 @@ class StagePrograms:
             num_decode=int32(),
         )
 
-    def _replicate(self, tree: Any) -> Any:
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), tree)
+    @property
+    def _one_device(self) -> Mesh:
+        return make_mesh(ONE_DEVICE, [self.mesh.devices.flat[0]])
+
+    def _on_one_device(self, tree: Any) -> Any:
+        """A device's part of abstract arrays; of those that are on no mesh all of them."""
+        there = NamedSharding(self._one_device, PartitionSpec())
+
+        def part(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = leaf.shape if leaf.sharding is None else part_shape(leaf)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=there)
+
+        return jax.tree.map(part, tree)
 
 
 def _hlo_type(dtype: Any) -> str:

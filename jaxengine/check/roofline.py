@@ -69,13 +69,29 @@ def head_work(model: Any, name: str, size: int) -> Work:
     return Work(-(-size // PROMPT_BLOCK_ROWS) * weight * itemsize, 2 * size * weight)
 
 
-def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
-    """A device's share of a forward pass of an abstract model, every rank with a bucket of tokens of its own."""
+@dataclass(frozen=True)
+class Products:
+    """What the matrix products of a step need on a device.
+
+    Attributes:
+      flops: operations.
+      weight_bytes: of all weights, of the experts as many as are reached.
+      row_bytes: of what goes into the products and comes out of them, each in the model's dtype.
+    """
+
+    flops: int
+    weight_bytes: int
+    row_bytes: int
+
+
+def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
+    """Of a forward pass of an abstract model, every rank with a bucket of tokens of its own."""
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
-    num_bytes, flops = bucket.num_tokens * config.hidden_size * itemsize, 0
+    weight_bytes = flops = row_bytes = 0
     for param in declared_params(model):
-        parts = math.prod(mesh.num_shards(axis) for axis in param.decl.axes if axis is not None)
-        size = math.prod(param.shape) // parts
+        over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
+        part = [size // shards for size, shards in zip(param.shape, over, strict=True)]
+        size = math.prod(param.shape) // math.prod(over)
         embedding = param.path[0] == "embed"
         if embedding and not (model.stage.is_last and config.tie_word_embeddings):
             continue
@@ -85,8 +101,19 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
         if param.decl.num_experts is not None:
             picked = rows * config.experts.num_per_token / param.decl.num_experts
             reached, rows = min(1.0, picked), picked
-        num_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
-        flops += int(2 * size * rows) if len(param.shape) > 1 else 0
+        weight_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
+        if len(part) > 1:
+            flops += int(2 * size * rows)
+            row_bytes += int(math.prod(part[:-2]) * rows * sum(part[-2:])) * itemsize
+    return Products(flops, weight_bytes, row_bytes)
+
+
+def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
+    """A device's share of a forward pass of an abstract model, every rank with a bucket of tokens of its own."""
+    config, mesh = model.config, model.mesh
+    products = product_work(model, bucket, dtype)
+    num_bytes = bucket.num_tokens * config.hidden_size * jnp.dtype(dtype).itemsize + products.weight_bytes
+    flops = products.flops
     for attention in (config.attention[layer] for layer in model.stage.layers):
         attended = attention_work(attention, bucket, kv_dtype, dtype, context)
         updated = update_work(attention, bucket, kv_dtype, dtype)

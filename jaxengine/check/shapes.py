@@ -6,6 +6,7 @@ A check needs no weights: a name from here needs no file at all, a hub id only i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -177,12 +178,18 @@ SHAPES: dict[str, ModelConfig] = {
 def model_config(name: str) -> ModelConfig:
     """The shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
 
+    Of a name from SHAPES `:N` behind it leaves the first N layers: layers of one kind are compiled alike, so that a
+    check of few finds what one of all finds, but for memory.
+
     Raises:
       ConfigError: none of these.
       ModelFileError: what was found cannot be used.
     """
-    if name.lower() in SHAPES:
-        return SHAPES[name.lower()]
+    known, _, layers = name.lower().partition(":")
+    if known in SHAPES and not layers:
+        return SHAPES[known]
+    if known in SHAPES and layers.isdigit() and 0 < int(layers) <= SHAPES[known].num_layers:
+        return replace(SHAPES[known], attention=SHAPES[known].attention[: int(layers)])
     path = Path(name).expanduser()
     if path.is_file():
         from jaxengine.checkpoint.model_source import open_model
@@ -191,6 +198,7 @@ def model_config(name: str) -> ModelConfig:
     if path.is_dir():
         return read_folder(path)
     if len(parts := name.split("/")) != 2 or not all(parts) or name.startswith((".", "~")):
-        advice = f"name a GGUF file, a Hugging Face folder, a hub id like org/name, or one of {', '.join(SHAPES)}"
+        known = f"one of {', '.join(SHAPES)} (:N behind it for N layers)"
+        advice = f"name a GGUF file, a Hugging Face folder, a hub id like org/name, or {known}"
         raise ConfigError.because("model", f"there is no model at {name!r}", advice)
     return read_folder(download("model", name, ["config.json"]))

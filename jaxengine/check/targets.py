@@ -52,6 +52,7 @@ class Target:
       flops: dense bfloat16 operations a second of one device.
       fast_bytes: VMEM of a TPU core, shared memory of a GPU's block.
       num_devices: that share the model.
+      plain_attention: why attention is plain XLA there, "" where it has to be a kernel.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Target:
     fast_bytes: int
     num_devices: int = 1
     gpu: Gpu | None = None
+    plain_attention: str = ""
 
 
 _H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), True, 132, 128, 1.98, 52428800, 233472, 232448)
@@ -70,19 +72,41 @@ _H200 = replace(_H100, description="NVIDIA H200 141GB HBM3e")
 _B200 = Gpu("NVIDIA B200", (10, 0), True, 148, 128, 1.965, 132644864, 233472, 232448)
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 64, 1.41, 41943040, 167936, 166912)
 
+_NO_WGMMA = "the kernels are written with wgmma, which it does not have"
+
 # A v5p device is a chip of two cores that act as one, a tpu7x device one of the two cores of its chip.
 TARGETS = {
     target.name: target
     for target in (
-        Target("cpu", "cpu", "", 0, 0.0, 0.0, 0),
+        Target("cpu", "cpu", "", 0, 0.0, 0.0, 0, plain_attention="CPUs have no kernels"),
         Target("v5e", "tpu", "v5e:1x1", int(15.75 * GIB), 819e9, 197e12, 128 << 20),
         Target("v6e", "tpu", "v6e:1x1", int(31.24 * GIB), 1640e9, 918e12, 128 << 20),
         Target("v5p", "tpu", "v5p:2x2x1", int(95.73 * GIB), 2765e9, 459e12, 64 << 20),
         Target("tpu7x", "tpu", "tpu7x:2x2x1", int(94.74 * GIB), 3690e9, 1153e12, 64 << 20),
-        Target("sm_80", "cuda", "", 85100068864, 2039e9, 312e12, _A100.shared_per_block, gpu=_A100),
+        Target(
+            "sm_80",
+            "cuda",
+            "",
+            85100068864,
+            2039e9,
+            312e12,
+            _A100.shared_per_block,
+            gpu=_A100,
+            plain_attention=_NO_WGMMA,
+        ),
         Target("sm_90", "cuda", "", 84942979072, 3352e9, 989e12, _H100.shared_per_block, gpu=_H100),
         Target("h200", "cuda", "", 151397597184, 4800e9, 989e12, _H200.shared_per_block, gpu=_H200),
-        Target("sm_100", "cuda", "", 191514411008, 7672e9, 2250e12, _B200.shared_per_block, gpu=_B200),
+        Target(
+            "sm_100",
+            "cuda",
+            "",
+            191514411008,
+            7672e9,
+            2250e12,
+            _B200.shared_per_block,
+            gpu=_B200,
+            plain_attention=_NO_WGMMA,
+        ),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Rows times a matrix as plain XLA, for TPUs and GPUs."""
+"""Rows times a matrix as plain XLA, for TPUs."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ schedule.py, the sizes in tiles.py. Reads pools of layout "tpu".
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,17 +49,18 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
     interpret: Any = False,
+    body: Callable = attention_kernel,
 ) -> tuple[jax.Array, jax.Array]:
     """o [T, N, Hv] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them.
 
-    interpret: pltpu.InterpretParams to run on a CPU. Raises ValueError for dtypes and page sizes that
+    interpret: pltpu.InterpretParams to run on a CPU. body: what a grid step does, see profile.py. Raises ValueError for dtypes and page sizes that
     a TPU cannot work on.
     """
     check_dtypes(q.dtype, kv.data.dtype)
     check_page_size(kv.page_size)
     num_tokens, num_seqs = q.shape[0], batch.kv_lens.shape[0]
     call = functools.partial(
-        _attend, kv=kv, batch=batch, spec=spec, sinks=sinks, sizes=schedule.sizes, interpret=interpret
+        _attend, kv=kv, batch=batch, spec=spec, sinks=sinks, sizes=schedule.sizes, interpret=interpret, body=body
     )
     if schedule.runs is None:
         return call(q, tree_mask, schedule.single, block_q=1)
@@ -85,6 +87,7 @@ def _attend(
     block_q: int,
     sizes: TpuAttention,
     interpret: Any,
+    body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
     """One kernel call: o and lse of the tokens of `walk`, 0 and -inf for all others."""
     num_tokens, num_q_heads, _ = q.shape
@@ -133,6 +136,7 @@ def _attend(
         o_dtype=q.dtype,
         vmem_limit_bytes=sizes.vmem_limit_bytes,
         interpret=interpret,
+        body=body,
     )
     return _arrange_results(o, lse, plan, group, num_tokens)
 
@@ -200,6 +204,7 @@ def _call_kernel(
     o_dtype: jnp.dtype,
     vmem_limit_bytes: int,
     interpret: Any,
+    body: Callable,
 ) -> tuple[jax.Array, jax.Array]:
     """The pallas_call; operands as `Refs` describes them, for all tiles."""
     num_kv_heads, blocks, block_q = len(plan.keys), plan.blocks, plan.block_q
@@ -227,7 +232,7 @@ def _call_kernel(
     statistics = pltpu.VMEM((num_kv_heads, plan.rows, LANES), jnp.float32)
     value_width = max(window.size for window in plan.values)
     return pl.pallas_call(
-        functools.partial(attention_kernel, plan=plan),
+        functools.partial(body, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(plan.cores, steps),

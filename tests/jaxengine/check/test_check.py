@@ -15,6 +15,7 @@ from jaxengine.check import children, compile
 from jaxengine.check.roofline import Work, step_work, visible_keys
 from jaxengine.check.shapes import SHAPES, model_config
 from jaxengine.commands.cli import main
+from jaxengine.config.engine_config import ConfigError
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.registry import build_model
@@ -121,7 +122,9 @@ def test_a_check_of_stages_on_meshes(model, tmp_path, capsys, monkeypatch):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     found = tmp_path / "found.json"
     assert main(["check", "--targets=cpu-4", "--model", model, *flags, "--json", str(found)]) == 0
-    first, last, sample, score = json.loads(found.read_text())["rows"]
+    rows = json.loads(found.read_text())["rows"]
+    kernels, (first, last, sample, score) = rows[:-4], rows[-4:]
+    assert {row["program"].partition(",")[0] for row in kernels} == {"attention", "kv write"}
     assert (first["program"], last["program"]) == ("stage 0, decode S=1", "stage 1, decode S=1")
     assert (sample["program"], score["program"]) == ("stage 1, sample 1", "stage 1, score 1")
     for row in (first, last):
@@ -143,11 +146,45 @@ def test_a_planted_copy_of_the_pool_is_reported(compiler):
     assert any("above" in text for text in found)
 
 
+def test_a_planted_copy_of_a_layers_part_of_the_pool_is_reported(compiler):
+    made = compiler()
+    (stage,) = made.stages
+    kernel = list(stage.kernels(DECODE, 100))[-1]
+    pool = kernel.arguments[0]
+
+    def copied(kv, *arguments):
+        slab = jax.lax.optimization_barrier(kv.data[:100])
+        return dataclasses.replace(kv, data=jax.lax.dynamic_update_slice_in_dim(kv.data, slab + 1, 0, 0))
+
+    two = dataclasses.replace(pool, data=jax.ShapeDtypeStruct((200, *pool.data.shape[1:]), pool.data.dtype))
+    program = dataclasses.replace(kernel, function=copied, arguments=(two, *kernel.arguments[1:]))
+    elements = two.data.size
+    pools = {elements // 2: "a layer's pool", elements: "pool"}
+    found = made.row(dataclasses.replace(program, precious=dataclasses.replace(kernel.precious, pools=pools)), LARGE)
+    assert any(text.startswith("copies a layer's pool") for text in found["failures"])
+
+
 def test_a_program_that_does_not_compile_is_a_row(compiler):
     made = compiler()
     step = made.stages[0].forward(DECODE, 100)
     row = made.row(dataclasses.replace(step, function=lambda *arguments: jnp.zeros(-1)), LARGE)
     assert "does not compile" in row["failures"][0] and "copies" not in row
+
+
+def test_one_program_alone(model, tmp_path):
+    """Its name says which; of a pool of given pages there is nothing to plan."""
+    found = tmp_path / "found.json"
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    assert main(["check", "--model", model, *flags, "--only=kv write, mixed", "--json", str(found)]) == 0
+    (row,) = json.loads(found.read_text())["rows"]
+    assert row["program"] == "kv write, mixed T=16 S=1" and row["planned_bytes"] == 0
+
+
+def test_the_first_layers_of_a_shape():
+    assert model_config("llama-3.1-8b:2").attention == SHAPES["llama-3.1-8b"].attention[:2]
+    for name in ("llama-3.1-8b:0", "llama-3.1-8b:33", "llama-3.1-8b:x", "nothing:2"):
+        with pytest.raises(ConfigError, match="model is"):
+            model_config(name)
 
 
 def test_what_the_engine_would_refuse_is_a_row(model, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxengine.check.exchanges import Expected, by_place, counts, exchanges, layer_exchanges, wrong
 from jaxengine.check.hlo import parse
 from sharding.layout import RAGGED, MeshLayout
@@ -86,13 +88,16 @@ def test_the_operand_of_a_reduce_scatter_is_the_larger_one():
 def test_what_the_model_does_not_account_for():
     scope = "jit(step)/shard_map/{}"
     lines = [f"%a{i} = f32[8]{{0}} all-reduce(%x), {at(scope.format(f'layer_{i}/mlp/psum'))}" for i in range(2)]
-    wanted = Expected(({"all-reduce": 1}, {"all-reduce": 1}), 8)
+    wanted = Expected(({"all-reduce": 1}, {"all-reduce": 1}), 8, 32)
     assert wrong(found(*lines), wanted) == []
+    half = replace(wanted, exchange_bytes=16)
+    assert wrong(found(*lines), half)[0] == "layer 0 exchanges 32 bytes and not at most 16"
     assert wrong(found(lines[0]), wanted) == ["layer 1 has nothing instead of 1 all-reduce"]
     gather = f"%g = f32[64,8]{{1,0}} all-gather(%w), dimensions={{0}}, {at(scope.format('layer_0/mlp/dot_general'))}"
-    too_large, other = wrong(found(*lines, gather), wanted)
+    too_large, *other = wrong(found(*lines, gather), wanted)
     assert too_large.startswith("more than 8 elements in all-gather g f32[64,8]")
-    assert other == "layer 0 has 1 all-gather and 1 all-reduce instead of 1 all-reduce"
+    assert other[0] == "layer 0 has 1 all-gather and 1 all-reduce instead of 1 all-reduce"
+    assert other[1] == "layer 0 exchanges 2,080 bytes and not at most 33"
     (nobody,) = wrong(found(*lines, "%g = f32[8]{0} collective-permute(%x)"), wanted)
     assert nobody == "nobody wrote collective-permute g f32[8]{0} in no scope"
     many = [f"%e{i} = f32[8]{{0}} all-reduce(%x), {at(scope.format('embed/psum'))}" for i in range(4)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from jaxengine.check import baseline, report
+from jaxengine.check import baseline, cycles, report
 from jaxengine.check.inspect import mosaic_gpu, vmem_bytes
 from jaxengine.check.judge import failures, overfull
 from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler, split_targets
@@ -25,6 +26,12 @@ ROW = {
     "cycles": 100,
     "failures": [],
 }
+NEEDS = {
+    "needs": {"operations": 1_000_000, "flops": 900_000, "weight_bytes": 100 << 20, "row_bytes": 1000},
+    "dtype": "bfloat16",
+    "operations": {"bf16": 990_000, "f32": 10_000},
+    "moved_bytes": 110 << 20,
+}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +47,13 @@ ROW = {
         ({"copies": ["pool: copy c"]}, 1_000_000, "copies pool"),
         ({"collectives": {"all-reduce": 1}}, 1_000_000, "other devices"),
         ({"wrong_exchanges": ["nobody wrote all-gather g"]}, 1_000_000, "exchanges: nobody wrote"),
+        ({"spill_bytes": 8}, 1_000_000, "spills 8 bytes"),
+        ({"attentions": 2, "attention_kernels": 1}, 1_000_000, "1 of 2 layers attend with a kernel"),
+        (NEEDS, 1_000_000, ""),
+        (NEEDS | {"operations": {"bf16": 1_200_000}}, 1_000_000, "1,200,000 operations in products, at most 1,100,000"),
+        (NEEDS | {"operations": {"bf16": 900_000, "f32": 90_000}}, 1_000_000, "of a bfloat16 model in f32: 90,000"),
+        (NEEDS | {"dtype": "float32", "operations": {"f32": 990_000}}, 1_000_000, ""),
+        (NEEDS | {"moved_bytes": 120 << 20}, 1_000_000, "moves 125,829,120 bytes"),
         ({"error": "XlaRuntimeError: no"}, 1_000_000, "does not compile: XlaRuntimeError"),
     ],
 )
@@ -73,6 +87,44 @@ def test_a_regression_beyond_five_percent_is_found(tmp_path, cycles, worse):
     baseline.compare([row], baseline.load(file, settings))
     assert bool(row["failures"]) == worse
     assert not worse or "cycles was 100 in the baseline and is 106 (+6 %)" in row["failures"][0]
+
+
+@pytest.mark.parametrize("name", ["cpu", "sm_80", "sm_100"])
+def test_plain_attention_where_it_is_said_to_be(name):
+    row = ROW | {"attentions": 2, "attention_kernels": 0, "fast_bytes": None}
+    assert TARGETS[name].plain_attention and not failures(row, TARGETS[name], 1_000_000, is_largest=True)
+
+
+def test_more_operations_are_a_regression_and_a_processor_is_compared_by_counts():
+    old = ROW | {"operations": {"bf16": 1000}, "exchanged_bytes": 100}
+    row = ROW | {"operations": {"bf16": 1000, "f32": 10}, "exchanged_bytes": 100, "failures": []}
+    baseline.compare([row], [old])
+    assert row["failures"] == ["operations in f32 was 0 in the baseline and is 10"]
+    here = row | {"target": "cpu", "cycles": 1000, "peak_bytes": 10**9, "exchanged_bytes": 200, "failures": []}
+    baseline.compare([here], [old | {"target": "cpu"}])
+    assert [text.split(" was ")[0] for text in here["failures"]] == ["exchanged_bytes", "operations in f32"]
+
+
+def test_other_compilers_are_told(tmp_path):
+    file = str(tmp_path / "base.json")
+    baseline.save(file, {}, [])
+    assert baseline.other_compilers(file) == ""
+    Path(file).write_text(json.dumps({"compilers": {"jaxlib": "0.1"}}))
+    assert "(then 0.1)" in baseline.other_compilers(file)
+
+
+def test_what_a_block_costs():
+    """From one trip and nine, for 1,024 keys and 128 tokens; a program that failed is told as it is."""
+    rows = [
+        {"target": "v6e", "step": False, "failures": [], "compile_s": 1.0, "cycles": count}
+        | {"program": f"b, {trips} times", "block": {"name": "b", "trips": trips, "tokens": 64, "keys": 512}}
+        for trips, count in ((1, 1500), (9, 9500))
+    ]
+    failed = {"target": "v6e", "step": False, "program": "c", "failures": ["does not compile"], "error": "no"}
+    other, block = cycles.per_block([*rows, failed])
+    assert other is failed and (block["program"], block["cycles"], block["failures"]) == ("b", 1000 * 2 * 2, [])
+    rows[0]["cycles"] = None
+    assert cycles.per_block(rows)[0]["failures"] == ["libtpu does not tell its cycles"]
 
 
 def test_spills_where_there_were_none_are_a_regression():

@@ -1,0 +1,170 @@
+"""What a compiled program does, counted from its HLO: operations of its products and bytes it moves to and from memory.
+
+A loop counts as often as the compiler says it runs, one whose trips are data as once. What kernels of ours do is not
+HLO and not counted. Knows nothing of models: jaxengine.check.roofline says what a step needs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+from jaxengine.check.hlo import Instruction, Module, bytes_of
+
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s|ensions)"?[=:][\[{]"?([\d,"]*)[\]}]')
+_LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALLED = re.compile(
+    r"(?:body|calls|to_apply|true_computation|false_computation)=(%?[\w.\-<>]+)|branch_computations=\{([^}]*)\}"
+)
+_NAME = re.compile(r"[\w.\-<>]+")
+_GEMM = '"__cublas'
+# These read no more of their first operand than they give back.
+_SLICES = frozenset(("slice", "dynamic-slice", "gather"))
+_OFFLOADED = frozenset(("async-start", "slice-start", "dynamic-slice-start"))
+_UPDATES = frozenset(("scatter", "dynamic-update-slice"))
+_FREE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "while",
+        "conditional",
+        "call",
+        "optimization-barrier",
+        "opt-barrier",
+        "after-all",
+        "domain",
+        "partition-id",
+        "replica-id",
+    )
+)
+
+
+def operations(module: Module) -> dict[str, int]:
+    """Operations of matrix products by the element type that they are computed in, the wider of the operands'."""
+    found: Counter[str] = Counter()
+    for body, times in _executed(module, fused=True):
+        by_name = {instruction.name: instruction for instruction in body}
+        for instruction in body:
+            if (product := _product(instruction, by_name)) is not None:
+                dtype, count = product
+                found[dtype] += times * count
+    return dict(found)
+
+
+def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tuple[str, int] | None:
+    """(element type, operations) of an instruction that is a matrix product."""
+    is_gemm = instruction.opcode == "custom-call" and _GEMM in instruction.rest
+    if instruction.opcode not in ("dot", "convolution") and not is_gemm:
+        return None
+    operands = [_array(by_name[name].type_text) for name in instruction.operands[:2] if name in by_name]
+    if len(operands) < 2:
+        return None
+    (left, left_shape), (right, right_shape) = operands
+    if instruction.opcode == "convolution":
+        labels = _LABELS.search(instruction.rest)
+        # Batches are spatial dimensions, of which a result sees one each.
+        contracted = right_shape[labels[1].index("i")] if labels else 1
+    else:
+        axes = _CONTRACTED.search(instruction.rest)
+        contracted = math.prod(left_shape[int(axis)] for axis in re.findall(r"\d+", axes[1])) if axes else 1
+    return max(left, right, key=_width), 2 * instruction.elements * contracted
+
+
+def _array(type_text: str) -> tuple[str, tuple[int, ...]]:
+    match = _ARRAY.search(type_text)
+    assert match is not None, type_text
+    return match[1], tuple(int(size) for size in match[2].split(",") if size)
+
+
+def _width(dtype: str) -> int:
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
+
+
+def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
+    """Bytes that programs of their own read from device memory and write to it: operands and results, what is updated
+    in place or only looked up row by row as much as is touched.
+
+    leave_out: element counts of arrays (pools) that are never gone through as a whole and not counted.
+    """
+    total = 0
+    for body, times in _executed(module, fused=False):
+        by_name = {instruction.name: instruction for instruction in body}
+        total += times * sum(_moved(module, instruction, by_name, leave_out) for instruction in body)
+    return total
+
+
+def _moved(
+    module: Module, instruction: Instruction, by_name: Mapping[str, Instruction], leave_out: Collection[int]
+) -> int:
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        return 0
+    operands = [by_name[name] for name in instruction.operands if name in by_name]
+    sizes = [0 if operand.elements in leave_out else sum(bytes_of(operand.type_text)) for operand in operands]
+    result = 0 if instruction.elements in leave_out else sum(bytes_of(instruction.type_text))
+    if opcode.endswith("-start"):  # the results repeat the operands
+        if opcode in _OFFLOADED:  # a slice of what goes in
+            come_out = slice(len(operands), len(operands) + 1)
+            read, written = (bytes_of(instruction.type_text, on_chip=on_chip)[come_out] for on_chip in (True, False))
+            return sum(read) + sum(written)
+        return result
+    if opcode in _SLICES:
+        return 2 * result
+    if opcode in _UPDATES:
+        return 2 * sum(sizes[1:])
+    if inside := module.inside(instruction):
+        parameters = {_number(inner): inner for inner in inside if inner.opcode == "parameter"}
+        for index, size in enumerate(sizes):
+            if index in parameters:
+                touched, in_place = _touched(parameters[index], inside)
+                sizes[index] = min(size, touched) if touched is not None else size
+                if in_place and operands[index].elements == instruction.elements:
+                    result = min(result, sizes[index])
+    return sum(sizes) + result
+
+
+def _number(parameter: Instruction) -> int:
+    return int(parameter.rest.partition(")")[0])
+
+
+def _touched(parameter: Instruction, body: list[Instruction]) -> tuple[int | None, bool]:
+    """(bytes of a fusion's parameter that it touches, None for all; whether it is updated in place)."""
+    names, total, in_place = {parameter.name}, 0, False
+    for inner in body:
+        if not names & set(inner.operands) or inner.name in names:
+            continue
+        if inner.opcode in ("bitcast", "get-tuple-element"):
+            names.add(inner.name)
+        elif inner.opcode in _SLICES and inner.operands[0] in names:
+            total += sum(bytes_of(inner.type_text))
+        elif inner.opcode in _UPDATES and inner.operands[0] in names and not names & set(inner.operands[1:]):
+            by_name = {each.name: each for each in body}
+            total += sum(sum(bytes_of(by_name[name].type_text)) for name in inner.operands[1:] if name in by_name)
+            in_place = True
+        else:
+            return None, False
+    return total, in_place
+
+
+def _executed(module: Module, *, fused: bool) -> Iterator[tuple[list[Instruction], int]]:
+    """(computation, how often it runs) of all that the entry reaches; fused: with what is inside of fusions."""
+    pending = [(module.entry, 1)]
+    while pending:
+        name, times = pending.pop()
+        body = module.computations.get(name, [])
+        yield body, times
+        for instruction in body:
+            if not fused and (instruction.opcode == "fusion" or instruction.opcode.endswith("-start")):
+                continue
+            trips = _TRIPS.search(instruction.rest) if instruction.opcode == "while" else None
+            for one, several in _CALLED.findall(instruction.rest):
+                for called in _NAME.findall(one or several):
+                    pending.append((called, times * (int(trips[1]) if trips else 1)))

@@ -1,0 +1,98 @@
+"""One block of keys of the TPU attention kernel, by itself and as often as one likes, for a compiler to say its cost.
+
+libtpu's profile counts a loop whose trips are data as about one pass, and gives up on copies that another pass waits
+for. So this is the kernel's arithmetic on one tile, at the sizes of a step, without its walk and its copies. Computes
+nothing that means anything: it is compiled and never run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.attention.tpu import kernel
+from pallas_kernels.attention.tpu.attend import ragged_paged_attention
+from pallas_kernels.attention.tpu.pages import Plan, Refs, read_segment
+from pallas_kernels.attention.tpu.schedule import attention_schedule, block_q_of
+from pallas_kernels.kv.pages import KVSpec, alloc
+from pallas_kernels.tuning import tuning_of
+
+# What a trip does: folds a block that all rows see, folds one with a mask, or opens and closes a tile around the latter.
+PARTS = ("block", "edge", "tile")
+_PAGES = 64  # of the pool
+
+
+class Sizes(NamedTuple):
+    """What one trip works on: tokens and keys."""
+
+    block_q: int
+    block_kv: int
+
+
+def block_profile(
+    spec: AttentionSpec,
+    *,
+    decode: bool,
+    num_tokens: int,
+    page_size: int,
+    max_pages: int,
+    dtype: Any,
+    kv_dtype: Any,
+    part: str,
+    trips: int,
+) -> tuple[Callable, tuple[Any, ...], list[Sizes]]:
+    """(function, shapes of its arguments, list that its tracing fills with a trip's sizes): one grid step on one core.
+
+    decode: of tiles of one token, else of a run. num_tokens: of the step whose block sizes are taken. max_pages: width
+    of the page table. part: of PARTS. trips: how often. To be traced for a TPU (`jax.set_mesh`).
+    """
+    if part not in PARTS:
+        raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}")
+    sizes: list[Sizes] = []
+
+    def body(*refs: Any, plan: Plan) -> None:
+        if (plan.block_q == 1) == decode:  # a step with runs has a kernel for single tokens too
+            sizes[:] = [Sizes(plan.block_q, plan.block_kv)]
+            _repeat(Refs(*refs), plan, part, trips)
+
+    def attend(q: jax.Array, kv: Any, batch: RaggedBatch) -> Any:
+        table = tuning_of("tpu")  # of the chip that is being traced for
+        block_q = block_q_of(table.tpu_attention, num_tokens, spec.group_size)
+        own = replace(table.tpu_attention, cores=1, min_block_q=block_q, max_block_q=block_q)
+        tuning = replace(table, tpu_attention=own)
+        schedule = attention_schedule(batch, spec, num_tokens=q.shape[0], page_size=page_size, tuning=tuning)
+        return ragged_paged_attention(q, kv, batch, schedule, spec=spec, sinks=None, tree_mask=None, body=body)
+
+    tuning = tuning_of("tpu").tpu_attention
+    tokens = tuning.single_tiles if decode else block_q_of(tuning, num_tokens, spec.group_size)
+    seqs = tokens if decode else 1
+    pool = KVSpec(_PAGES, page_size, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, kv_dtype)
+    kv = jax.eval_shape(functools.partial(alloc, pool, layout="tpu"))
+    q = jax.ShapeDtypeStruct((tokens, spec.num_q_heads, spec.head_dim), dtype)
+    shapes: tuple[Any, ...] = ((seqs + 1,), (seqs,), (seqs, max_pages), (tokens,), (), ())
+    batch = RaggedBatch(*(cast(jax.Array, jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in shapes))
+    return attend, (q, kv, batch), sizes
+
+
+def _repeat(refs: Refs, plan: Plan, part: str, trips: int) -> None:
+    segment = read_segment(refs, (jnp.int32(0), jnp.int32(0)))
+
+    def trip(index: jax.Array, carry: None) -> None:
+        first_key = segment.first_page * plan.page_size + index * plan.block_kv
+        slot = lax.rem(index, plan.blocks.buffers)
+        if part == "tile":
+            for statistic, start in ((refs.largest, kernel.NOTHING_SEEN), (refs.total, 0.0), (refs.acc, 0.0)):
+                statistic[...] = jnp.full_like(statistic, start)
+        kernel._fold_block(refs, plan, segment, first_key, slot, segment.tile, masked=part != "block")
+        if part == "tile":
+            for head in range(len(plan.keys)):
+                kernel._close_head(refs, plan, segment.tile, head)
+
+    lax.fori_loop(0, trips, trip, None)

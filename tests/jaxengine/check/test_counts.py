@@ -1,0 +1,127 @@
+"""Operations and bytes counted out of HLO, by hand and of a program that this machine compiles."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxengine.check.counts import moved_bytes, operations
+from jaxengine.check.hlo import Module, attending_places, parse
+
+LAYOUT = "{1,0:T(8,128)(2,1)}"
+
+
+def module(*lines: str, more: str = "") -> Module:
+    body = "\n".join(f"  {line}" for line in lines)
+    return parse(f"HloModule m\n\n{more}\nENTRY %main (p: f32[1]) -> f32[1] {{\n{body}\n}}\n")
+
+
+P = f"%p = bf16[8,64]{LAYOUT} parameter(0), sharding={{replicated}}"
+W = f"%w = bf16[64,128]{LAYOUT} parameter(1)"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%y = f32[8,128]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        f"%y = f32[8,128]{LAYOUT} convolution(%p, %w), dim_labels=bf_io->bf",
+        '%y = (f32[8,128]{1,0}, s8[33]{0}) custom-call(%p, %w), custom_call_target="__cublas$gemm", '
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}',
+    ],
+)
+def test_a_product(line):
+    assert operations(module(P, W, line)) == {"bf16": 2 * 8 * 64 * 128}
+
+
+def test_the_wider_operand_is_what_is_computed_in():
+    wide = "%w = f32[64,128]{1,0} convert(%v)"
+    line = "%y = f32[8,128]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    assert operations(module(P, wide, line)) == {"f32": 2 * 8 * 64 * 128}
+
+
+def test_batches_are_spatial_dimensions():
+    x = "%x = bf16[4,8,64]{2,1,0} parameter(0)"
+    w = "%v = bf16[4,64,128]{2,1,0} parameter(1)"
+    line = "%y = f32[4,8,128]{2,1,0} convolution(%x, %v), window={size=4 stride=3}, dim_labels=0bf_0io->0bf"
+    assert operations(module(x, w, line)) == {"bf16": 2 * 4 * 8 * 64 * 128}
+
+
+def test_loops_and_what_is_inside_of_fusions():
+    inside = """%fused (a: bf16[8,64], b: bf16[64,128]) -> f32[8,128] {
+  %a = bf16[8,64]{1,0} parameter(0)
+  %b = bf16[64,128]{1,0} parameter(1)
+  ROOT %d = f32[8,128]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (c: f32[8,128]) -> f32[8,128] {
+  %c = (bf16[8,64]{1,0}, bf16[64,128]{1,0}) parameter(0)
+  %e = bf16[8,64]{1,0} get-tuple-element(%c), index=0
+  %f = bf16[64,128]{1,0} get-tuple-element(%c), index=1
+  %h = f32[8,128]{1,0} fusion(%e, %f), kind=kOutput, calls=%fused
+}
+"""
+    known = '%l = (bf16[8,64]) while(%p), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}'
+    once = "%l = (bf16[8,64]) while(%p), condition=%c, body=%body"
+    branches = "%l = f32[8,128]{1,0} conditional(%i, %p, %p), branch_computations={%body, %fused}"
+    product, moved = 2 * 8 * 64 * 128, 2 * (8 * 64 + 64 * 128) + 4 * 8 * 128
+    assert operations(module(P, known, more=inside)) == {"bf16": 5 * product}
+    assert moved_bytes(module(P, known, more=inside), ()) == 5 * moved
+    assert operations(module(P, once, more=inside)) == {"bf16": product}
+    assert operations(module(P, branches, more=inside)) == {"bf16": 2 * product}
+
+
+FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
+  %a = bf16[8,64]{1,0} parameter(0)
+  %b = bf16[64,128]{1,0} parameter(1)
+  %r = bf16[2,64]{1,0} slice(%b), slice={[0:2], [0:64]}
+  ROOT %d = bf16[8,64]{1,0} dynamic-update-slice(%a, %r, %i, %i)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"%y = bf16[8,64]{LAYOUT} add(%p, %p)", 3 * 1024),
+        ("%y = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} copy(%p)", 1024),
+        (f"%y = (bf16[8,64]{{1,0:S(1)}}, bf16[8,64]{LAYOUT}, u32[]{{:S(2)}}) copy-start(%p)", 1024),
+        ("%y = ((bf16[64,128]{1,0}), bf16[4,128]{1,0:S(1)}, s32[]{:S(2)}) async-start(%w), calls=%c", 1024),
+        ("%y = ((bf16[64,128]{1,0}), bf16[4,128]{1,0}, s32[]{:S(2)}) async-start(%w), calls=%c", 2048),
+        (f"%y = bf16[8,64]{LAYOUT} copy-done(%p)", 0),
+        ("%y = bf16[2,128]{1,0} gather(%w, %i), slice_sizes={1,128}", 1024),
+        ("%y = bf16[64,128]{1,0} scatter(%w, %i, %p), to_apply=%r", 2 * 1024),
+        # Two rows are read, and written to a place that is not read.
+        ("%y = bf16[8,64]{1,0} fusion(%p, %w), kind=kLoop, calls=%fused", 256 + 256 + 256),
+    ],
+)
+def test_what_crosses_the_memory(line, expected):
+    assert moved_bytes(module(P, W, line, more=FUSED), ()) == expected
+
+
+def test_a_pool_is_left_out():
+    line = "%y = bf16[64,128]{1,0} custom-call(%p, %w), output_to_operand_aliasing={{}: (1, {})}"
+    assert moved_bytes(module(P, W, line), {64 * 128}) == 1024
+
+
+def test_a_program_of_this_machine():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((48, 96), (96, 160)))
+    compiled = jax.jit(lambda x, w: jnp.tanh(x @ w)).lower(x, w).compile()
+    found = parse(compiled.as_text())
+    assert operations(found) == {"f32": 2 * 48 * 96 * 160}
+    least = 4 * (48 * 96 + 96 * 160 + 48 * 160)
+    assert least <= moved_bytes(found, ()) <= least + 2 * 4 * 48 * 160
+
+
+def test_layers_that_attend_with_a_kernel():
+    scope = 'metadata={op_name="jit(forward)/layer_%d/jit(_run_layer)/attention/%s/pallas_call"}'
+    names = [(0, "paged_attention_runs"), (0, "paged_attention_single"), (3, "paged_attention_runs"), (4, "kv_update")]
+    lines = [
+        f'%k{i} = f32[8]{{0}} custom-call(%p), custom_call_target="tpu_custom_call", {scope % name}'
+        for i, name in enumerate(names)
+    ]
+    assert attending_places(module(P, *lines)) == 2
+    alone = 'metadata={op_name="jit(attend)/paged_attention_decode/mpmd_map"}'
+    line = f'%k = f32[8]{{0}} custom-call(%p), custom_call_target="mosaic_gpu_v2", {alone}'
+    assert attending_places(module(P, line)) == 1
+    assert attending_places(module(P, f'%k = f32[8]{{0}} custom-call(%p), custom_call_target="Sharding", {alone}')) == 0
