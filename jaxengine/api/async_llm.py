@@ -8,7 +8,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
@@ -22,6 +23,9 @@ from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from scheduler.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +53,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         devices: Sequence[Any] | None = None,
         mesh: Mesh | None = None,
@@ -97,7 +101,9 @@ class AsyncLLM:
           RequestError: the request cannot be served; no other is disturbed.
           EngineDeadError: the engine has failed.
         """
-        return self.stream(prompt, sampling_params, request_id, RequestOptions(priority, timeout, client))
+        # The iteration may begin when the caller has set fields for another request.
+        params = sampling_params.clone() if isinstance(sampling_params, SamplingParams) else sampling_params
+        return self.stream(prompt, params, request_id, RequestOptions(priority, timeout, client))
 
     async def stream(
         self,
@@ -159,6 +165,10 @@ class AsyncLLM:
     def text_spans(self) -> list[tuple[float, float, int]]:
         """When text was made of tokens: (start, end, outputs), seconds of time.monotonic, the last ones in order."""
         return self.core.text_spans()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """As `LLM.get_tokenizer`."""
+        return self.core.inputs.require_tokenizer().hf
 
     def get_metrics(self):
         """As `LLM.get_metrics`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -16,10 +17,12 @@ from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metrics import Histogram, Metric
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
-from jaxengine.requests.prepared import Prompt
+from jaxengine.requests.prepared import Prompt, is_token_ids
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
-from jaxengine.tokens.tokenizer import Tokenizer
 from scheduler.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 ProgressFactory = Callable[..., Any]
 
@@ -47,7 +50,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         devices: Sequence[Any] | None = None,
         mesh: Mesh | None = None,
@@ -84,16 +87,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | ProgressFactory = True,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         client: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; results come in the order of the prompts.
 
         Args:
-          prompts: a string, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of them.
+          prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of them.
           sampling_params: one for all or one each; None for the model's defaults.
           use_tqdm: a progress bar, or what makes one.
-          priority: one each; smaller runs first. Needs scheduling_policy="priority".
+          priority: one for all or one each; smaller runs first. Needs scheduling_policy="priority".
           client: whose they are, a name for all or one each. Needs scheduling_policy="fair", which serves
             clients that wait in equal shares.
 
@@ -102,26 +105,28 @@ class LLM:
             cannot be compiled; all requests of this call are aborted then.
           EngineDeadError: the engine has failed or was shut down.
         """
-        if isinstance(prompts, (str, Mapping)):
-            prompts = [prompts]
-        if not isinstance(prompts, Sequence) or (prompts and type(prompts[0]) is int):
+        batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
+        if not isinstance(batch, (Sequence, np.ndarray)):
             raise RequestError(
-                "prompts must be a string, a dict or a list of them; token ids go into {'prompt_token_ids': [...]}",
+                "prompts must be a string, a list of token ids, a dict, or a list of them, got "
+                f"{type(prompts).__name__}",
                 param="prompts",
                 value=prompts,
             )
-        params = self._params_for(len(prompts), sampling_params)
-        priorities = list(priority) if priority is not None else [0] * len(prompts)
-        if len(priorities) != len(prompts):
+        params = self._params_for(len(batch), sampling_params)
+        priorities: list[Any] = [priority or 0] * len(batch)
+        if isinstance(priority, Sequence):
+            priorities = list(priority)
+        if len(priorities) != len(batch):
             raise RequestError(
-                f"priority has {len(priorities)} values for {len(prompts)} prompts", param="priority", value=priority
+                f"priority has {len(priorities)} values for {len(batch)} prompts", param="priority", value=priority
             )
-        clients: list[Any] = [client] * len(prompts)
+        clients: list[Any] = [client] * len(batch)
         if isinstance(client, Sequence) and not isinstance(client, str):
             clients = list(client)
-        if len(clients) != len(prompts):
+        if len(clients) != len(batch):
             raise RequestError(
-                f"client has {len(clients)} values for {len(prompts)} prompts", param="client", value=client
+                f"client has {len(clients)} values for {len(batch)} prompts", param="client", value=client
             )
         started: dict[str, _Call] = {}
         call = _Call()
@@ -130,7 +135,7 @@ class LLM:
                 self.core.check()
                 prepared = [
                     self.core.inputs.prepare(prompt, each, options=RequestOptions(priority=rank, client=who))
-                    for prompt, each, rank, who in zip(prompts, params, priorities, clients, strict=True)
+                    for prompt, each, rank, who in zip(batch, params, priorities, clients, strict=True)
                 ]
                 for request in prepared:
                     self.core.add(request)
@@ -171,9 +176,9 @@ class LLM:
             ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer; RequestError when the engine was started without."""
-        return self.core.inputs.require_tokenizer()
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer as transformers has it; RequestError when the engine was started without."""
+        return self.core.inputs.require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` stands for: the model's generation_config.json over vLLM's defaults."""

@@ -20,7 +20,7 @@ from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.model_config import ModelConfig
-from scheduler.errors import RequestError
+from scheduler.errors import RequestError, show_value
 from scheduler.request import Request
 
 
@@ -99,6 +99,7 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
+        params = params.checked()
         options.verify_against(self.config.scheduling_policy)
         text, token_ids, salt = self._read_prompt(prompt)
         longest = self.config.max_model_len
@@ -160,9 +161,12 @@ class InputProcessor:
                 text = prompt.get("prompt")
                 return text, self._check_token_ids(prompt["prompt_token_ids"]), salt
             prompt = prompt.get("prompt", None)
+        if isinstance(prompt, (list, tuple, range, np.ndarray)):
+            return None, self._check_token_ids(prompt), salt
         if not isinstance(prompt, str):
             raise RequestError(
-                f"prompt must be a string or a dict with 'prompt' or 'prompt_token_ids', got {type(prompt).__name__}",
+                "prompt must be a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids', got "
+                f"{type(prompt).__name__}",
                 param="prompt",
                 value=prompt,
             )
@@ -184,14 +188,17 @@ class InputProcessor:
                 param="prompt_token_ids",
                 value=token_ids,
             )
-        for token_id in token_ids:
+        ids = list(token_ids)
+        for at, token_id in enumerate(ids):
+            if isinstance(token_id, np.integer):
+                ids[at] = token_id = int(token_id)
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 raise RequestError(
-                    f"prompt_token_ids holds {token_id!r}; allowed are integers from 0 to {vocab_size - 1}",
+                    f"prompt_token_ids holds {show_value(token_id)}; allowed are integers from 0 to {vocab_size - 1}",
                     param="prompt_token_ids",
                     value=token_id,
                 )
-        return list(token_ids)
+        return ids
 
     def _make_request(
         self,

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
+import numpy as np
+
 from jaxengine.requests.sampling_params import SamplingParams
 from scheduler.request import Request
 
@@ -25,7 +27,14 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str | None]
 
 
-Prompt = str | TextPrompt | TokensPrompt | Mapping[str, Any]
+Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | Mapping[str, Any]
+
+
+def is_token_ids(value: Any) -> bool:
+    """Whether a value is one prompt as token ids: integers in a list, or numpy's in one dimension."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
+    return isinstance(value, (list, tuple, range)) and len(value) > 0 and isinstance(value[0], (int, np.integer))
 
 
 @dataclass(frozen=True)

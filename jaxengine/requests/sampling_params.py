@@ -1,12 +1,15 @@
 """How one request wants its tokens chosen, stopped and reported: vLLM's SamplingParams with its validation rules.
 
-Owns every rule about the values themselves (`_RULES`, then the rules between fields) and, in `verify_against`, those
-that need the engine's sizes. A wrong value is one RequestError naming field, value and what is allowed; a field vLLM
-has and this engine does not build yet is refused when used. Knows nothing of arrays, tokenizers or slots.
+Owns every rule about the values themselves: `_RULES` whenever a field is set, the rules between fields when it is made
+and when a request takes its copy, and in `verify_against` those that need the engine's sizes. A wrong value is one
+RequestError naming field, value and what is allowed; a field vLLM has and this engine has not is refused when it asks
+for something. Knows nothing of arrays, tokenizers or slots.
 """
 
 from __future__ import annotations
 
+import copy
+import difflib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,6 +88,24 @@ def _optional(rule: Rule) -> Rule:
     return lambda name, value: None if value is None else rule(name, value)
 
 
+def _read_as(rule: Rule, value: Any, meaning: Any) -> Rule:
+    """The rule, but that one of the values it allows is another way to write `meaning`."""
+
+    def check(name: str, given: Any) -> Any:
+        checked = rule(name, given)
+        return meaning if checked == value else checked
+
+    return check
+
+
+def _temperature(name: str, value: Any) -> float:
+    temperature = _float(0, 2, "a number from 0 to 2")(name, value)
+    if 0 < temperature < MIN_TEMPERATURE:
+        _log.warning("temperature %g is so small that logits may overflow: raised to %g", temperature, MIN_TEMPERATURE)
+        return MIN_TEMPERATURE
+    return temperature
+
+
 def _num_logprobs(name: str, value: Any) -> int:
     if value is True:
         return 1
@@ -136,11 +157,13 @@ _RULES: dict[str, Rule] = {
     "presence_penalty": _float(-2, 2, "a number from -2 to 2"),
     "frequency_penalty": _float(-2, 2, "a number from -2 to 2"),
     "repetition_penalty": _float(1 / _FLOAT_LIMIT, _FLOAT_LIMIT, "a finite number > 0 (from 1e-20 to 1e20)"),
-    "temperature": _float(0, 2, "a number from 0 to 2"),
+    "temperature": _temperature,
     "top_p": _float(math.ulp(0.0), 1, "a number in (0, 1]"),
-    "top_k": _int(-1, _INT32_MAX, "an int >= 1, or 0 or -1 to switch it off"),
+    "top_k": _read_as(_int(-1, _INT32_MAX, "an int >= 1, or 0 or -1 to switch it off"), -1, 0),
     "min_p": _float(0, 1, "a number from 0 to 1"),
-    "seed": _optional(_int(-_INT64_MAX - 1, _INT64_MAX, "None or an int of 64 bits (-1 means None)")),
+    "seed": _optional(
+        _read_as(_int(-_INT64_MAX - 1, _INT64_MAX, "None or an int of 64 bits (-1 means None)"), -1, None)
+    ),
     "stop": _texts(MAX_STOP_STRINGS),
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,
@@ -160,9 +183,11 @@ _RULES: dict[str, Rule] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
-    """Checked and normalised at construction, never changed afterwards; `clone_with` makes a changed copy.
+    """Checked and normalised at construction, and field by field when one is set; a request takes a copy of its own.
+
+    What fields say together is checked when they are given together: at construction, and when a request is submitted.
 
     Field names, defaults and meanings are vLLM's. Sequences become tuples; `stop` and `bad_words` also take one string,
     and they and `stop_token_ids` take None for empty. `structured_outputs` also takes a dict of its fields.
@@ -238,37 +263,30 @@ class SamplingParams:
     trace_decode_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _RULES:
-                self._normalize(field.name, _RULES[field.name](field.name, value))
-            elif type(value) is not type(field.default) or value != field.default:
-                raise RequestError(
-                    f"{field.name} is not supported yet: leave it at {field.default!r}, got {show_value(value)}",
-                    param=field.name,
-                    value=value,
-                )
-        if self.top_k == -1:
-            self._normalize("top_k", 0)
-        if self.seed == -1:
-            self._normalize("seed", None)
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            _log.warning(
-                "temperature %g is so small that logits may overflow: raised to %g", self.temperature, MIN_TEMPERATURE
-            )
-            self._normalize("temperature", MIN_TEMPERATURE)
         if self.is_greedy:
             if self.n > 1:
                 raise _refuse("n", self.n, "1 when temperature is 0 (every output would be the same)")
-            for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-                self._normalize(name, off)
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         if self.stop and not self.detokenize:
             raise _refuse("stop", self.stop, "empty when detokenize is False (strings are found in the text)")
 
-    def _normalize(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # only from __post_init__, before anybody has seen the object
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises RequestError for a wrong value, AttributeError for a name that is no field."""
+        if name not in _FIELDS:
+            near = difflib.get_close_matches(name, _FIELDS, 1)
+            raise AttributeError(f"SamplingParams has no field {name!r}" + (f"; it has {near[0]!r}" if near else ""))
+        rule, default = _RULES.get(name), _FIELDS[name]
+        if rule is not None:
+            value = rule(name, value)
+        elif type(value) is not type(default) or value != default:
+            raise RequestError(
+                f"{name} is not supported yet: leave it at {default!r}, got {show_value(value)}",
+                param=name,
+                value=value,
+            )
+        object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -290,9 +308,23 @@ class SamplingParams:
             grammar=None if structured is None else structured.switched_on(json_switches).compiled_from(),
         )
 
+    def clone(self) -> SamplingParams:
+        """A copy that later changes do not reach."""
+        mine = copy.copy(self)
+        if self.logit_bias is not None:  # everything else inside cannot be changed
+            object.__setattr__(mine, "logit_bias", dict(self.logit_bias))
+        return mine
+
     def clone_with(self, **changes: Any) -> SamplingParams:
         """A copy with `changes`, checked as a whole."""
         return replace(self, **changes)
+
+    def checked(self) -> SamplingParams:
+        """A copy, checked as a whole: fields may have been set since these were made."""
+        mine = self.clone()
+        mine.logit_bias = mine.logit_bias
+        mine.__post_init__()
+        return mine
 
     def child(self, index: int) -> SamplingParams:
         """What the index-th of `n` outputs runs with: n=1 and, when seeded, a seed of its own (seed + index)."""
@@ -337,6 +369,9 @@ class SamplingParams:
         if self.min_tokens > room:
             allowed = f"at most {room}, what the prompt leaves of max_model_len ({max_model_len})"
             raise _refuse("min_tokens", self.min_tokens, allowed)
+
+
+_FIELDS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def verify_bad_word_tokens(sequences: Iterable[Sequence[int]]) -> None:

@@ -55,7 +55,9 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special: SpecialTokens,
         chat_template: str | dict[str, str] | None = None,
+        folder: Path | None = None,
     ):
+        """folder: where it was read from, if from a Hugging Face folder."""
         # A tokenizer.json may carry the truncation and padding of its training.
         backend.no_truncation()
         backend.no_padding()
@@ -71,6 +73,7 @@ class Tokenizer:
         self.added_token_ids: frozenset[int] = frozenset(added)
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
+        self._folder = folder
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, path: str = "GGUF metadata") -> Tokenizer:
@@ -84,7 +87,7 @@ class Tokenizer:
     def from_hf_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """From tokenizer.json and the files beside it (see hf_tokenizer). Raises ModelFileError."""
         with rust_errors(path):
-            return cls(*read_hf_tokenizer(Path(path)))
+            return cls(*read_hf_tokenizer(Path(path)), Path(path))
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -186,10 +189,12 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> PreTrainedTokenizerFast:
-        """The same tokenizer as transformers knows it (a copy)."""
+        """The same tokenizer as transformers knows it, a copy; of a folder with all that its files say."""
         # Importing transformers takes longer than all else here, and nothing here needs it.
         from transformers import PreTrainedTokenizerFast
 
+        if self._folder is not None:
+            return PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
         return PreTrainedTokenizerFast(
             tokenizer_object=self.backend,
             chat_template=self.chat_template,

@@ -70,7 +70,7 @@ def test_each_of_n_has_its_own(chat_llm):
 
 def test_stop_token_only_where_the_grammar_may_end(chat_llm):
     """min_tokens keeps the end away where more may follow, and is an error where nothing may."""
-    eos = chat_llm.get_tokenizer().eos_token_id
+    eos = chat_llm.core.inputs.require_tokenizer().eos_token_id
     eager = {"logit_bias": {eos: 100.0}}
     (short,) = generate(chat_llm, params_of({"regex": "[a-z]{4}([a-z]*)"}, **eager))
     assert re.fullmatch("[a-z]{4,}", short.text) and short.finish_reason == "stop" and short.stop_reason is None
@@ -82,13 +82,13 @@ def test_stop_token_only_where_the_grammar_may_end(chat_llm):
 
 
 def test_ignore_eos_ends_with_the_grammar(chat_llm):
-    eos = chat_llm.get_tokenizer().eos_token_id
+    eos = chat_llm.core.inputs.require_tokenizer().eos_token_id
     (each,) = generate(chat_llm, params_of({"regex": "[a-z]+"}, ignore_eos=True, logit_bias={eos: 100.0}))
     assert each.finish_reason == "stop" and each.token_ids[-1] == eos and len(each.token_ids) == 2
 
 
 def test_other_parameters_cut_further(chat_llm):
-    tokenizer = chat_llm.get_tokenizer()
+    tokenizer = chat_llm.core.inputs.require_tokenizer()
     cat, dog, ten = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("cat", "dog", "10"))
     (allowed,) = generate(chat_llm, params_of({"regex": "[a-z]{3,9}"}, allowed_token_ids=[cat, dog, ten], max_tokens=3))
     assert set(allowed.token_ids) <= {cat, dog} and re.fullmatch("(cat|dog){1,3}", allowed.text)
@@ -156,7 +156,7 @@ def test_a_bad_grammar_is_refused_and_the_next_request_runs(chat_llm, constraint
 
 def test_a_request_that_asks_for_what_cannot_be_is_not_corrupted(chat_llm):
     """vllm:corrupted_requests is an alarm for a broken model; nobody's request may ring it."""
-    ten = chat_llm.get_tokenizer().encode("10", add_special_tokens=False)[0]
+    ten = chat_llm.core.inputs.require_tokenizer().encode("10", add_special_tokens=False)[0]
 
     def count(name, **labels):
         return sum(each.value for each in chat_llm.get_metrics() if each.name == name and each.labels == labels)

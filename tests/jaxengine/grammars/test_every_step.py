@@ -65,7 +65,7 @@ def test_bad_words_of_several_tokens_cost_no_steps(chat_llm):
     """What is forbidden follows from the token before, which the sampler waits for and the forward pass does not."""
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     ((_, free),) = run(chat_llm, {"free": greedy})[0].items()
-    tokenizer = chat_llm.get_tokenizer()
+    tokenizer = chat_llm.core.inputs.require_tokenizer()
     params = greedy.clone_with(bad_words=[tokenizer.decode(free[at : at + 2]) for at in range(0, 20, 2)])
     (request,) = chat_llm.core.inputs.prepare({"prompt": PROMPT}, params).requests
     words = [word for word in request.params.bad_words if len(word) > 1]

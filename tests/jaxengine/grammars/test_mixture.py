@@ -24,7 +24,7 @@ PATTERNS = (
 
 def test_a_mixture(chat_llm):
     core, rng = chat_llm.core, np.random.default_rng(12)
-    vocab_size, tokenizer = core.inputs.model_config.vocab_size, chat_llm.get_tokenizer()
+    vocab_size, tokenizer = core.inputs.model_config.vocab_size, core.inputs.require_tokenizer()
     patterns, alive, finished = {}, [], {}
 
     def step():

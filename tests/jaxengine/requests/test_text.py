@@ -41,7 +41,7 @@ def test_chat_is_the_recorded_one(smollm):
     prompt = {"prompt_token_ids": list(chat.prompts[0])}
     output = smollm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert output.token_ids == list(chat.reference[0])
-    assert output.text == smollm.get_tokenizer().decode(output.token_ids)
+    assert output.text == smollm.core.inputs.require_tokenizer().decode(output.token_ids)
 
 
 def test_special_tokens_and_the_end_token_are_shown_when_asked(smollm, answer):

@@ -81,7 +81,7 @@ def ask(chat, **changes):
 
 
 def test_an_answer_is_the_recorded_one_whole_and_streamed(client, chat, smollm):
-    expected = smollm.get_tokenizer().decode(chat["reference"][0])
+    expected = smollm.core.inputs.require_tokenizer().decode(chat["reference"][0])
     answer = client.chat.completions.create(**ask(chat))
     assert answer.choices[0].message.content == expected
     chunks = list(client.chat.completions.create(**ask(chat, stream=True, stream_options={"include_usage": True})))
@@ -122,7 +122,7 @@ def test_lm_eval_scores_as_the_engine_does(served, smollm, tmp_path):
     completions = pytest.importorskip("lm_eval.models.openai_completions", reason="pip install --no-deps lm_eval")
     from lm_eval.api.instance import Instance
 
-    (tmp_path / "tokenizer.json").write_text(smollm.get_tokenizer().backend.to_str())
+    (tmp_path / "tokenizer.json").write_text(smollm.core.inputs.require_tokenizer().backend.to_str())
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     pairs = [("The capital of France is", " Paris."), ("The capital of France is", " fishing."), ("2 + 2 =", " 4")]
     model = completions.LocalCompletionsAPI(
@@ -136,7 +136,7 @@ def test_lm_eval_scores_as_the_engine_does(served, smollm, tmp_path):
         max_retries=1,
     )
     found = model.loglikelihood([Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)])
-    encode, totals = smollm.get_tokenizer().encode, []
+    encode, totals = smollm.core.inputs.require_tokenizer().encode, []
     for (context, continuation), (total, is_greedy) in zip(pairs, found, strict=True):
         ids, first = encode(context + continuation), len(encode(context))
         params = SamplingParams(max_tokens=1, prompt_logprobs=1)
