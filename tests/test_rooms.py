@@ -60,9 +60,10 @@ ROOMS = {
     "scheduler.policy": "scheduler",
     "scheduler:loop": "scheduler scheduler.pages scheduler.policy",
     "jaxengine:base": "",
+    "jaxengine.workers": "jaxengine:base",
     "jaxengine.grammars": "scheduler",
     "jaxengine.sampling": "sharding scheduler",
-    "jaxengine.tokens": "models.weights:declarations scheduler",
+    "jaxengine.tokens": "models.weights:declarations scheduler jaxengine.workers",
     "jaxengine.config": "sharding models.config scheduler",
     "jaxengine.checkpoint": (
         "models.config models.weights:declarations models:registry models.weights jaxengine.tokens jaxengine.config"

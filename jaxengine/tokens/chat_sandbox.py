@@ -2,8 +2,8 @@
 
 The environment offers what Hugging Face templates count on (transformers' chat_template_utils) inside Jinja's
 immutable sandbox, and a template only ever sees plain JSON values. What it prints and the length of its ranges are
-bounded, its time and memory otherwise are not: a template must come from the model or from the owner of the process,
-never from a client. Knows nothing of messages or of tokens.
+bounded; its time and memory are those of the process that it runs in (template_worker). Knows nothing of messages or of
+tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chat messages to prompt text: which template is used, what it is told, and what is made of its refusals.
 
 Every fault is a RequestError that names the argument. What a message may look like is in chat_messages; templates run
-in chat_sandbox. Knows nothing of token ids.
+in chat_sandbox, in a process that template_renderer keeps. Knows nothing of token ids.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-from jinja2.exceptions import SecurityError
-
 from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import Message, checked_messages, kind, plain, ways_to_write
+from jaxengine.tokens.template_renderer import BadTemplate, ConversationRefused, TemplateFailure, TemplateRenderer
 from scheduler.errors import RequestError
 
 ROLE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -30,6 +28,7 @@ CONTINUE_MARK = "END_OF_THE_MESSAGE_TO_CONTINUE "
 
 
 def render_chat(
+    renderer: TemplateRenderer,
     templates: str | Mapping[str, str] | None,
     role_tokens: Mapping[str, str],
     messages: Any,
@@ -43,6 +42,7 @@ def render_chat(
     """The prompt text of a conversation.
 
     Args:
+      renderer: that runs the template.
       templates: the model's template, or templates by name, or None.
       role_tokens: texts of the tokens that exist, by names out of ROLE_TOKENS.
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
@@ -71,23 +71,23 @@ def render_chat(
         "tools": plain(tools, "tools"),
         "add_generation_prompt": add_generation_prompt,
     }
-    text = _render(source, context, checked)
+    text = _render(renderer, source, context, checked)
     return _cut_at_mark(text) if continue_final_message else text
 
 
-def _render(source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
+def _render(renderer: TemplateRenderer, source: str, context: Mapping[str, Any], checked: Sequence[Message]) -> str:
     """The text of the first way to write the messages that the template takes. Raises RequestError."""
-    first: Exception | None = None
+    first: TemplateFailure | None = None
     for messages in ways_to_write(checked, source):
         try:
-            return chat_sandbox.render(source, {**context, "messages": messages})
-        except (jinja2.TemplateSyntaxError, SecurityError) as error:
-            raise RequestError(f"the chat template cannot be used: {_brief(error)}", param="chat_template") from error
-        except Exception as error:  # a template is a program: anything may come out of it
+            return renderer.render(source, {**context, "messages": messages})
+        except BadTemplate as error:
+            raise RequestError(f"the chat template cannot be used: {error}", param="chat_template") from None
+        except ConversationRefused as error:
             first = first or error
-    assert first is not None
-    text = f"the chat template does not take the messages: {_brief(first)}"
-    raise RequestError(text, param="messages") from first
+        except TemplateFailure as error:
+            raise RequestError(f"the chat template cannot be rendered: {error}", param="messages") from None
+    raise RequestError(f"the chat template does not take the messages: {first}", param="messages") from None
 
 
 def _check_options(add_generation_prompt: Any, continue_final_message: Any, tools: Any) -> None:
@@ -133,7 +133,3 @@ def _cut_at_mark(text: str) -> str:
     if at < 0:
         raise RequestError("the chat template leaves out the last message", param="continue_final_message", value=True)
     return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:300]

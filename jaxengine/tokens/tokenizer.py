@@ -20,6 +20,7 @@ from jaxengine.tokens.gguf_tokenizer import build_tokenizer, chat_template_of, s
 from jaxengine.tokens.hf_tokenizer import read_hf_tokenizer
 from jaxengine.tokens.rust_errors import is_panic, rust_errors
 from jaxengine.tokens.special_tokens import SpecialTokens
+from jaxengine.tokens.template_renderer import TemplateRenderer
 from scheduler.errors import RequestError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Tokenizer:
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
         self._folder = folder
+        self._renderer = TemplateRenderer()
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], *, path: str = "GGUF metadata") -> Tokenizer:
@@ -151,6 +153,7 @@ class Tokenizer:
         `chat_template_kwargs`.
         """
         return render_chat(
+            self._renderer,
             self.chat_template,
             self._role_tokens,
             messages,

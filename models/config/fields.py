@@ -15,7 +15,8 @@ _REQUIRED = object()
 MAX_INTEGER = 2**31 - 1
 # What a model may ask for: a few times what the largest ones have. A file of some hundred bytes names these numbers,
 # and arrays and lists are made of their size before any weight is seen.
-MAX_LAYERS = MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
+MAX_LAYERS = 1024
+MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_HIDDEN, MAX_INTERMEDIATE, MAX_VOCAB = 1 << 17, 1 << 20, 1 << 22
 MAX_POSITIONS = 1 << 26
 MAX_TOKEN_IDS = 1024

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
@@ -15,6 +16,7 @@ from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder
 from scheduler.errors import RequestError
 
+_NUM_THREADS = 4
 _THINKING = re.compile(r"\b(?:reasoning_effort|enable_thinking|thinking)\b")
 
 
@@ -25,6 +27,8 @@ class ChatRenderer:
         self._inputs = engine.inputs
         self._config = config
         self._encoder = PromptEncoder(engine.inputs)
+        # Of its own: who waits for a template that takes seconds must not stand before those who tokenize.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat template")
 
     async def prompt(self, body: ChatRequest) -> dict[str, Any]:
         """The prompt for `engine.generate`, its text beside the token ids. Raises RequestError."""
@@ -42,8 +46,7 @@ class ChatRenderer:
         return (await self._encode(body))[1]
 
     async def _encode(self, body: ChatRequest) -> tuple[str, list[int]]:
-        # A template is a program that runs as long as it likes.
-        text = await asyncio.to_thread(self._render, body)
+        text = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, body)
         special = bool(body.add_special_tokens)
         (ids,) = await self._encoder.encode([text], add_special_tokens=special, param="messages")
         return text, ids

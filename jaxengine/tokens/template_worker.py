@@ -1,0 +1,82 @@
+"""The process that renders chat templates, which come with models and are not trusted; it may be killed at any time.
+
+One conversation after the other. Knows nothing of messages or of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+
+import jinja2
+import msgspec
+from jinja2.exceptions import SecurityError
+
+from jaxengine.tokens import chat_sandbox
+from jaxengine.workers.connection import Connection
+
+MAX_MEMORY_BYTES = 512 << 20
+_MAX_REASON = 300
+
+
+class Render(msgspec.Struct, tag=True, array_like=True):
+    """A template and the JSON of its variables. Both in UTF-8 that may hold surrogates, as JSON texts may."""
+
+    source: bytes
+    variables: bytes
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The process has started."""
+
+
+class Rendered(msgspec.Struct, tag=True, array_like=True):
+    """What it printed, in the same UTF-8."""
+
+    text: bytes
+
+
+class Refused(msgspec.Struct, tag=True, array_like=True):
+    """Why there is no text. usable: the template is one, but it does not take these variables."""
+
+    usable: bool
+    reason: str
+
+
+Answer = Ready | Rendered | Refused
+
+
+def packed(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def unpacked(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def render(message: Render) -> Answer:
+    """The answer to a message; raises what no answer can be given after, MemoryError."""
+    try:
+        return Rendered(packed(chat_sandbox.render(unpacked(message.source), json.loads(unpacked(message.variables)))))
+    except (jinja2.TemplateSyntaxError, SecurityError) as error:
+        return Refused(False, _brief(error))
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program: anything may come out of it
+        return Refused(True, _brief(error))
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_REASON].encode("utf-8", "backslashreplace").decode()
+
+
+def main() -> None:
+    """Serves one parent."""
+    connection = Connection(Render, MAX_MEMORY_BYTES)
+    connection.send(Ready())
+    for message in connection.receive():
+        try:
+            answer = render(message)
+        except MemoryError:
+            connection.send(Refused(True, f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB"))
+            return
+        connection.send(answer)

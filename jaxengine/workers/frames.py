@@ -1,0 +1,38 @@
+"""Messages on a socket: four bytes of length, then MessagePack, never pickle. Knows nothing of what they say."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+
+
+class Frames:
+    """Bytes that arrive, cut into messages of one type, a union of msgspec.Structs with tags."""
+
+    def __init__(self, kind: Any):
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that `data` completes. Raises msgspec.MsgspecError for what is none."""
+        self._bytes += data
+        first = 0
+        while len(self._bytes) - first >= _LENGTH.size:
+            start = first + _LENGTH.size
+            end = start + _LENGTH.unpack_from(self._bytes, first)[0]
+            if len(self._bytes) < end:
+                break
+            yield self._decoder.decode(bytes(self._bytes[start:end]))
+            first = end
+        del self._bytes[:first]
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as `Frames` reads it."""
+    data = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(data)) + data
