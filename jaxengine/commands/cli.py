@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from jaxengine.check import command as check
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.command_line import add_options, given_options, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.logs import log_to_stderr
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server import command as server
 from jaxengine.server.observe import trace_command
@@ -96,9 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit status. A wrong option or file is one line on standard error and status 2."""
     args = build_parser().parse_args(argv)
-    # The engine's own lines (its memory plan, warnings); of other packages, only warnings.
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("jaxengine").setLevel(logging.INFO)
+    log_to_stderr()
     try:
         return args.run(args)
     except _TOLD as error:
