@@ -15,7 +15,7 @@ from tests.test_architecture import imports, sources, where
 # Files that stand apart from the others of their folder: above them, for they put the folder's parts together, or
 # below, for the parts are made of them.
 APART = {
-    "jaxengine:base": ("jaxengine.version", "jaxengine._siblings"),
+    "jaxengine:base": ("jaxengine.version", "jaxengine.logs", "jaxengine._siblings"),
     "jaxengine:main": ("jaxengine.__main__",),
     "jaxengine.server:entries": ("jaxengine.server.command", "jaxengine.server.ray_serve"),
     "jaxengine.server.http:app": ("jaxengine.server.http.app", "jaxengine.server.http.tokenize"),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -69,7 +68,7 @@ class EngineCore:
                 self._cluster.shutdown(f"start-up failed: {error}")
             raise
         if not config.disable_log_stats:
-            print(self.runner.plan.table(), file=sys.stderr)
+            logger.info("memory of a device:\n%s", self.runner.plan.table())
         self.engine = Engine(self.runner, _request_masks(self.inputs, self.runner))
         self._refused: list[tuple[str, RequestError]] = []
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from jaxengine.config.engine_flags import (
     looks_like_model,
     with_config_file,
 )
+from jaxengine.logs import log_to_stderr
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server import command as server
 from jaxengine.server.observe import trace_command
@@ -106,10 +106,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit status. A wrong option or file is one line on standard error and status 2."""
-    # The engine's own lines (its memory plan, warnings); of other packages, only warnings.
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("jaxengine").setLevel(logging.INFO)
     parser = build_parser()
+    log_to_stderr()
     try:
         args = parser.parse_args(with_config_file(sys.argv[1:] if argv is None else argv, parser))
         return args.run(args)

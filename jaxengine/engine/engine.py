@@ -37,6 +37,7 @@ class Engine:
     Attributes:
       stats, request_stats, bucket_use, timeline: what was counted about steps and requests.
       untold: requests that have ended and are counted once it is known what their text says (`count_end`).
+      busy_since: when the first request came after a time without any.
     """
 
     def __init__(self, runner: ModelRunner, masks: RequestMasks | None = None):
@@ -53,7 +54,7 @@ class Engine:
         ahead = 2 if runner.config.async_scheduling else 1
         self._max_in_flight = max(ahead, self.scheduler.config.num_micro_batches)
         self._in_flight: deque[InFlight] = deque()
-        self._idle_since = time.monotonic()
+        self._idle_since = self.busy_since = time.monotonic()
         self.untold: set[Request] = set()
         self._rows = SlotRows(runner, self.scheduler, masks)
 
@@ -67,7 +68,7 @@ class Engine:
         if request.params.grammar is not None:
             request.wait = Wait.MASK
         if not self.has_unfinished:
-            self._idle_since = time.monotonic()
+            self._idle_since = self.busy_since = time.monotonic()
         self.scheduler.add_request(request)
         if request.wait is Wait.MASK:
             assert self.masks is not None  # SamplingParams.verify_against saw that there is a tokenizer

@@ -118,7 +118,9 @@ class Metrics:
         self._engine = engine
         self._log_stats = log_stats
         now = time.monotonic()
+        # Where the log line's interval begins; it is moved on by the times in which there was nothing to do.
         self._logged = (now, 0, 0)
+        self._stepped = now
         # (time, prompt tokens, generated tokens), a second apart; the last is of the latest step.
         self._samples: deque[tuple[float, int, int]] = deque([(now, 0, 0)] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
 
@@ -143,8 +145,12 @@ class Metrics:
         return (prompt - before[1]) / seconds, (generated - before[2]) / seconds
 
     def stepped(self) -> None:
-        """Called after each step: keeps what rates need, and logs vLLM's line every ten seconds."""
+        """Called after each step: keeps what rates need, and logs vLLM's line every ten seconds of work."""
         sample, samples = self._now(), self._samples
+        if (busy_since := self._engine.busy_since) > self._stepped:
+            then, *counts = self._logged
+            self._logged = (then + busy_since - self._stepped, *counts)
+        self._stepped = sample[0]
         if samples[-1][0] - samples[-2][0] < 1.0:
             samples[-1] = sample
         else:

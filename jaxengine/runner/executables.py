@@ -47,6 +47,7 @@ class ExecutableCache:
 
     Attributes:
       num_compiled, num_loaded: what `get` did so far.
+      on_compile: called before something is compiled, which takes long.
     """
 
     def __init__(self, directory: str | None, devices: Sequence[Any], *, family: type | None = None):
@@ -56,6 +57,7 @@ class ExecutableCache:
         """
         self.num_compiled = 0
         self.num_loaded = 0
+        self.on_compile: Callable[[], None] = lambda: None
         self._devices = devices
         self._family = None if family is None else _source_file(family)
         if family is not None and self._family is None:
@@ -90,6 +92,7 @@ class ExecutableCache:
         if compiled is not None:
             self.num_loaded += 1
             return compiled
+        self.on_compile()
         # What has no arguments runs where its results are to lie.
         places = None if jax.tree.leaves(arguments) else jax.tree.map(lambda leaf: leaf.sharding, results)
         lowered = jax.jit(function, donate_argnums=donate, out_shardings=places).lower(*arguments)
@@ -103,6 +106,7 @@ class ExecutableCache:
         file = self._file_name(name, arguments, (), (), description)
         if (stored := self._files.read(file)) is not None:
             return int.from_bytes(stored, "little")
+        self.on_compile()
         number = compute()
         self._files.write(file, number.to_bytes(8, "little"))
         return number

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -58,7 +59,9 @@ def load_runner(
     show = not config.disable_log_stats
     with ProgressBar("Loading weights", "B", show) as bar:
         stages = open_stages(source, config, platform, devices, mesh, progress=bar.update)
-    with ProgressBar("Compiling steps", "step", show) as bar:
+    with ProgressBar("Loading steps", "step", show) as bar:
+        for stage in stages:
+            stage.executables.on_compile = partial(bar.rename, "Compiling steps")
         return ModelRunner(stages, config, progress=bar.update, peers=peers)
 
 
@@ -73,6 +76,9 @@ class ProgressBar:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+
+    def rename(self, title: str) -> None:
+        self._bar.set_description(title)
 
     def update(self, done: int, total: int, what: str) -> None:
         self._bar.total = total

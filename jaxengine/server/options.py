@@ -54,7 +54,8 @@ class ServerConfig:
       response_role: the role of answers.
       enable_tokenizer_info_endpoint: serve /tokenizer_info, which tells special tokens and the chat template.
       enable_force_include_usage: usage in every stream, asked for or not.
-      disable_access_log: no line for each request.
+      disable_access_log: no line for each request. Otherwise all have one, /health, /ping, /metrics and /status.json
+        only when they fail.
       enable_reflection: gRPC reflection; None: on loopback only.
       otlp_traces_endpoint: where OpenTelemetry spans of requests are sent, http://host:4318/v1/traces or
         grpc://host:4317; None: nowhere.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -25,6 +26,18 @@ from jaxengine.server.processes.sockets import cut_unread
 
 # After the last output of every stream, for what is still on its way to the client.
 _LAST_WORDS_SECONDS = 2.0
+
+
+# What pages, probes and collectors ask every few seconds.
+_POLLED = frozenset({"/status.json", "/health", "/ping", "/metrics"})
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's access log tells of more than that somebody looked and all was well."""
+    if not isinstance(record.args, tuple) or len(record.args) != 5:
+        return True
+    _, _, path, _, status = record.args
+    return str(path).partition("?")[0] not in _POLLED or status != 200
 
 
 class _HttpServer(uvicorn.Server):
@@ -48,6 +61,7 @@ async def serve(child: Child) -> None:
     engine = await RemoteEngine.connect(child.job["engine_address"], config, child.job["index"])
     client = traced(engine, config)
     http = _HttpServer(http_options(create_app(client, config), config))
+    logging.getLogger("uvicorn.access").addFilter(is_news)
     listener = socket.socket(fileno=child.job["listen_fd"])
     cut_unread(listener, config.stream_write_timeout)
     serving = asyncio.create_task(http.serve(sockets=[listener]))

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from jaxengine.logs import log_to_stderr
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,8 +44,7 @@ class Child:
         # Only the supervisor's orders end this process; what it starts itself has the default again.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _ignore)
-        logging.basicConfig(format="%(message)s")
-        logging.getLogger("jaxengine").setLevel(logging.INFO)
+        log_to_stderr(self.job["name"])
         self._lock = threading.Lock()
         self._early: list[dict[str, Any]] = []
         self._handle = self._early.append

@@ -164,6 +164,7 @@ class Supervisor:
             "engine_address": f"ipc://{self._run_dir / 'engine'}",
             "run_dir": str(self._run_dir),
             "index": index,
+            "name": "engine" if module == "engine_process" else f"api {index}",
             "status_fd": write,
             "listen_fd": self._listener.fileno(),
         }

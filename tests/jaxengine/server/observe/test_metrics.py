@@ -224,6 +224,23 @@ def test_the_log_line(chat_engine, caplog, monkeypatch):
     )
 
 
+def test_the_log_lines_rates_leave_out_the_time_without_requests(chat_engine, caplog, monkeypatch):
+    """In which somebody types, say."""
+    now, engine = 1000.0, chat_engine.core.engine
+    monkeypatch.setattr("jaxengine.engine.metrics.time.monotonic", lambda: now)
+    monkeypatch.setattr(engine, "busy_since", now)
+    metrics = Metrics(engine, log_stats=True)
+    with caplog.at_level(logging.INFO, "jaxengine.engine.metrics"):
+        for step in range(1, 13):  # a second of work, ninety of quiet
+            now += 1
+            monkeypatch.setattr(engine.stats, "num_generated_tokens", engine.stats.num_generated_tokens + 50)
+            metrics.stepped()
+            assert len(caplog.records) == (step >= 10)
+            now += 90
+            monkeypatch.setattr(engine, "busy_since", now)
+    assert "generation throughput: 50.0 tokens/s" in caplog.text
+
+
 def test_the_engines_process_answers_for_all(server):
     """Across processes: the API process that is asked knows nothing itself."""
     with httpx.Client(base_url=server.base_url) as client:

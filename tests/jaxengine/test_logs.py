@@ -1,0 +1,112 @@
+"""Log lines: their form, one for each line of a message, and never in the middle of a progress bar."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+
+import pytest
+from tqdm import tqdm
+
+from jaxengine import LLM
+from jaxengine.logs import log_to_stderr, only_warnings
+from jaxengine.server.processes.api_process import is_news
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """`log_to_stderr` in a process that has not set up logging, as this one has for the tests."""
+    engine = logging.getLogger("jaxengine")
+
+    def run(process=None):
+        monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
+        monkeypatch.setattr(engine, "parent", logging.root)
+        log_to_stderr(process)
+
+    level = engine.level
+    yield run
+    engine.setLevel(level)
+
+
+LINE = r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[test_logs.py:\d+\] "
+
+
+def test_each_line_says_level_time_and_place(start, capsys):
+    start()
+    logging.getLogger("jaxengine.x").info("plan:\n  %s", "a\n  b")
+    assert re.fullmatch(f"{LINE}plan:\n{LINE}  a\n{LINE}  b\n", capsys.readouterr().err)
+
+
+def test_processes_of_a_server_have_names(start, capsys):
+    start("engine")
+    logging.getLogger("jaxengine.x").info("ready")
+    assert re.fullmatch(rf"\(engine pid={os.getpid()}\) {LINE}ready\n", capsys.readouterr().err)
+
+
+def test_of_other_packages_only_warnings_are_shown(start, capsys):
+    start()
+    other = logging.Logger("other")
+    other.parent = logging.root
+    other.info("no")
+    logging.root.info("no")
+    logging.root.warning("yes")
+    said = capsys.readouterr().err
+    assert said.endswith("yes\n") and "no" not in said
+
+
+def test_an_error_keeps_its_stack(start, capsys):
+    start()
+    try:
+        raise ValueError("because")
+    except ValueError:
+        logging.getLogger("jaxengine.x").exception("failed")
+    assert re.search(r"^ERROR .*\] ValueError: because$", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_a_chat_is_left_alone(start, capsys):
+    start()
+    only_warnings()
+    logging.getLogger("jaxengine.x").info("Avg prompt throughput")
+    logging.getLogger("jaxengine.x").warning("really")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "really" in said
+
+
+def test_a_line_does_not_stand_in_a_progress_bar(start, capsys):
+    start()
+    with tqdm(total=2, desc="Loading", file=sys.stderr) as bar:
+        bar.update(1)
+        logging.getLogger("jaxengine.x").info("in between")
+    before, line, after = re.split(f"({LINE}in between\n)", capsys.readouterr().err)
+    assert line and before.endswith("\r") and "Loading" in before and "Loading" in after
+    assert before.rstrip(" \r").rpartition("\r")[2].startswith("Loading"), "the bar was there, and was wiped out"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "expected"),
+    [
+        ("/status.json", 200, False),
+        ("/health", 200, False),
+        ("/health", 503, True),
+        ("/metrics?name=x", 200, False),
+        ("/metricsandmore", 404, True),
+        ("/v1/completions", 200, True),
+    ],
+)
+def test_what_is_asked_all_the_time_has_no_line_while_all_is_well(path, status, expected):
+    arguments = ("127.0.0.1:1", "GET", path, "1.1", status)  # as uvicorn logs it
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', arguments, None)
+    assert is_news(record) is expected
+
+
+def test_a_start_that_loads_its_steps_says_so(make_llm, tiny_options, tmp_path, capsys, caplog):
+    make_llm()
+    with caplog.at_level(logging.INFO, "jaxengine"):
+        LLM(**{**tiny_options, "disable_log_stats": False}).shutdown()
+    said = capsys.readouterr().err
+    assert "Loading steps: 100%" in said and "Compiling" not in said
+    assert "KV pages" in caplog.text and "KV pages" not in said
+    LLM(**{**tiny_options, "disable_log_stats": False, "compile_cache_dir": str(tmp_path)}).shutdown()
+    assert "Compiling steps: 100%" in capsys.readouterr().err
