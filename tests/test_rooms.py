@@ -79,8 +79,8 @@ ROOMS = {
         "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.checkpoint jaxengine.engine"
     ),
     "jaxengine.api": (
-        "models.config models models:registry scheduler jaxengine.grammars jaxengine.tokens jaxengine.config "
-        "jaxengine.runner jaxengine.cluster jaxengine.engine jaxengine.requests"
+        "models.config models models:registry scheduler jaxengine.grammars jaxengine.config jaxengine.runner "
+        "jaxengine.cluster jaxengine.engine jaxengine.requests"
     ),
     "jaxengine": (
         "models.config models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.requests "
