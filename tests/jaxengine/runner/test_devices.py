@@ -94,7 +94,7 @@ def test_sizes_that_do_not_divide_the_model(options, message):
         ({"all2all_backend": "pplx"}, "all2all_backend is 'pplx'; allowed: allgather_reducescatter, ragged_all_to_all"),
         ({"all2all_backend": RAGGED}, f"'{RAGGED}'; allowed: allgather_reducescatter without enable_expert_parallel"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; allowed: 1 to"),
-        ({"data_parallel_size": True}, "data_parallel_size is True; allowed: a value of type int"),
+        ({"data_parallel_size": True}, "data_parallel_size is True; allowed: a whole number"),
     ],
 )
 def test_options_that_the_model_cannot_do(options, message):
