@@ -1,20 +1,23 @@
-"""Writes the tables of docs/ that follow from the code: options, sampling parameters, supported models.
+"""Writes the tables of docs/ that follow from the code: options, sampling parameters, models, a first hour.
 
     python -m scripts.write_docs
 
 Names, defaults and meanings are read from the dataclasses and their docstrings, what is allowed from the errors that a
-wrong value gets, so that nothing is said twice. tests/docs/test_docs.py fails when a file is not what this writes.
+wrong value gets, so that nothing is said twice; scripts/first_hour.py runs what its table tells of. tests/docs fails
+when a file is not what this writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxengine.api.custom_models import is_custom
+from jaxengine.api.llm import LLM
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
 from jaxengine.config.command_line import field_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
@@ -27,6 +30,7 @@ from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.options import ServerConfig
 from models.registry import MODELS
 from scheduler.errors import RequestError
+from scripts import first_hour
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _FIELDS = dataclasses.fields(SamplingParams)
@@ -177,6 +181,16 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def write_first_hour() -> None:
+    """Runs the rows of scripts.first_hour and puts their table into its document."""
+    llm = LLM(first_hour.CHECKPOINT, skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=True)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = first_hour.table(llm, Path(folder).resolve())
+    document = DOCS / "coming_from_vllm.md"
+    document.write_text(first_hour.placed(document.read_text(), rows))
+
+
 if __name__ == "__main__":
     for file, content in documents().items():
         (DOCS / file).write_text(content)
+    write_first_hour()

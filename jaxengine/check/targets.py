@@ -179,12 +179,9 @@ def require_compiler(target: Target) -> None:
     missing = [name for name in needed[target.backend] if not _installed(name)]
     if missing:
         extra = "tpu-check" if target.backend == "tpu" else "cuda-check"
-        raise ConfigError(
-            "targets",
-            target.name,
-            f"targets whose compiler is installed; {missing[0]} is not: `make check-deps` or "
-            f"`pip install 'jaxengine[{extra}]'` installs it",
-        )
+        problem = f"the compiler for {target.name} is not installed ({missing[0]} is missing)"
+        advice = f"`make check-deps` or `pip install 'jaxengine[{extra}]'` installs it"
+        raise ConfigError.because("targets", problem, advice)
 
 
 def _installed(module: str) -> bool:

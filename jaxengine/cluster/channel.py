@@ -126,19 +126,21 @@ def _decode_arrays(op: str, listed: Any, payload: bytes, start: int) -> list[np.
 
 def read_key(file: str | None) -> bytes:
     """The secret in a file that belongs to the user alone; ConfigError for any other."""
-    allowed = f"a file of {_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} random bytes that only its owner may read"
+    name, wanted = "cluster_key_file", f"{_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} random bytes"
+    make = "make one with `head -c 32 /dev/urandom | base64 > key && chmod 600 key`, the same on every host"
     if file is None:
-        raise ConfigError("cluster_key_file", file, f"{allowed}; it is needed when nnodes is above 1")
+        raise ConfigError.because(name, "nnodes above 1 needs cluster_key_file, a secret of all processes", make)
     try:
         with Path(file).expanduser().open("rb") as opened:
             status = os.fstat(opened.fileno())
             key = opened.read(_MAX_KEY_BYTES + 1).strip()
     except OSError as error:
-        raise ConfigError("cluster_key_file", file, f"{allowed} ({error.strerror})") from None
+        raise ConfigError.because(name, f"{name} {file!r} cannot be read ({error.strerror})", make) from None
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError("cluster_key_file", file, f"{allowed} (chmod 600)")
+        problem = f"{name} {file!r} is not yours alone"
+        raise ConfigError.because(name, problem, f"own it and shut others out: chmod 600 {file}")
     if not _MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES:
-        raise ConfigError("cluster_key_file", file, f"{allowed}; it holds {len(key)} bytes")
+        raise ConfigError.because(name, f"{name} {file!r} holds {len(key)} bytes, not {wanted}", make)
     return key
 
 

@@ -353,8 +353,9 @@ def _listen(address: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address, port), family=family, backlog=_MAX_GREETINGS)
     except OSError as error:
-        allowed = f"an address and a port of this machine that are free ({error.strerror})"
-        raise ConfigError("master_addr:master_port", f"{address}:{port}", allowed) from None
+        problem = f"host 0 cannot listen on {address}:{port} ({error.strerror})"
+        advice = "give an address of this machine as master_addr and a free port as master_port"
+        raise ConfigError.because("master_addr:master_port", problem, advice) from None
 
 
 def _named(ranks: Sequence[int]) -> str:

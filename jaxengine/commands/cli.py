@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.bench import host, latency, peers, serve, throughput
@@ -26,6 +26,7 @@ from jaxengine.config.engine_flags import (
     add_engine_options,
     add_model,
     looks_like_model,
+    near_flag,
     with_config_file,
 )
 from jaxengine.logs import log_to_stderr
@@ -76,8 +77,15 @@ PARALLEL_OPTIONS = (
 OUTPUT_OPTIONS = ("n", "logprobs", "prompt_logprobs")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and not a hundred options before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help tells more\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxengine", description="LLM inference on JAX.", allow_abbrev=False)
+    parser = _Parser(prog="jaxengine", description="LLM inference on JAX.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"jaxengine {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -109,7 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     log_to_stderr()
     try:
-        args = parser.parse_args(with_config_file(sys.argv[1:] if argv is None else argv, parser))
+        words = with_config_file(sys.argv[1:] if argv is None else argv, parser)
+        args, unknown = parser.parse_known_args(words)
+        if unknown:
+            near = near_flag(unknown[0], words, parser)
+            parser.error(f"there is no {unknown[0]!r} here" + (f", but {near}" if near else ""))
         return args.run(args)
     except _TOLD as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)
@@ -219,8 +231,13 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.file in (None, "-"):
         lines = sys.stdin.read().splitlines()
     else:
-        with open(args.file, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        try:
+            with open(args.file, encoding="utf-8") as file:
+                lines = file.read().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            problem = f"the prompts in {args.file} cannot be read ({why})"
+            raise ConfigError.because("file", problem, "name a text file with one prompt a line") from None
     prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise RequestError("no prompt: give one as an argument, with --file, or on standard input", param="prompts")

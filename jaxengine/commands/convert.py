@@ -28,7 +28,8 @@ def convert(config: EngineConfig, folder: Path) -> None:
     config, devices = choose_devices(config, None, None)
     source = open_model(config)
     if source.weights is None or not source.path.is_dir():
-        raise ConfigError("model", config.model, "a Hugging Face folder or hub id with safetensors")
+        problem = f"model {config.model or 'the embedded one'!r} has no safetensors to convert"
+        raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with safetensors")
     resolved = config.resolved(source.config, PLATFORMS[kernel_platform(devices[0])])
     layout = resolved.mesh_layout(source.config)
     stage = choose_stages(source.config, resolved, layout)[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import io
 import json
 import re
@@ -103,11 +104,23 @@ def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> li
     path, rest = _take_config(words)
     if path is None:
         return words
-    depth = 0
-    while depth < len(rest) and (commands := _commands(parser)) is not None and rest[depth] in commands:
-        parser, depth = commands[rest[depth]], depth + 1
+    parser, depth = _command_of(parser, rest)
     given = _given(parser, rest[depth:])
     return [*rest[:depth], *_as_words(path, _read(path), parser, given), *rest[depth:]]
+
+
+def near_flag(word: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
+    """The flag of the command in `words` that is spelt most like `word`, if any is like it."""
+    known = _command_of(parser, words)[0]._option_string_actions
+    return next(iter(difflib.get_close_matches(word.partition("=")[0], known, 1)), None)
+
+
+def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, int]:
+    """The parser of the command that words begin with, and how many words its name has."""
+    depth = 0
+    while depth < len(words) and (commands := _commands(parser)) is not None and words[depth] in commands:
+        parser, depth = commands[words[depth]], depth + 1
+    return parser, depth
 
 
 def _hyphens(argv: Sequence[str]) -> list[str]:

@@ -183,7 +183,9 @@ def settle(name: str, value: Any) -> None:
     if name in HARMLESS:
         logger.info("%s=%r changes nothing here: %s", name, value, HARMLESS[name])
     elif name in ELSEWHERE:
-        raise ConfigError.because(name, f"{name} is not an option of an engine", f"it is one of {ELSEWHERE[name]}")
+        raise ConfigError.because(
+            name, f"{name} is no option of an engine", f"it belongs to another command: {ELSEWHERE[name]}"
+        )
     else:
         neutral = " or ".join(repr(each) for each in NOT_BUILT[name])
         raise ConfigError.because(name, f"{name} is {value!r}, which is not supported yet", f"leave it at {neutral}")

@@ -40,5 +40,5 @@ def run(args: argparse.Namespace) -> int:
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         path = getattr(server, name)
         if path is not None and not Path(path).is_file():
-            raise ConfigError(name, path, "a file")
+            raise ConfigError.because(name, f"{name} {path!r} is no file", "name a PEM file")
     return Supervisor(server, engine).run()

@@ -135,7 +135,8 @@ class ServerConfig:
             ("enable_admin", "admin_key_file"),
         ):
             if getattr(self, name) and not getattr(self, other):
-                raise ConfigError(name, getattr(self, name), f"only together with {other}")
+                flag = "--" + other.replace("_", "-")
+                raise ConfigError.because(name, f"{name} needs {other}, which is not given", f"give {flag} too")
         tool_format(self.tool_call_parser)
         reasoning_format(self.reasoning_parser)
 
@@ -154,10 +155,12 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(name, path, f"a file that can be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        problem = f"{name} {path!r} cannot be read ({why})"
+        raise ConfigError.because(name, problem, "name a file with one key a line") from None
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
-        raise ConfigError(name, path, "a file with a key in it")
+        raise ConfigError.because(name, f"{name} {path!r} holds no key", "write one a line into it")
     return keys
 
 

@@ -145,7 +145,9 @@ def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError:
-        raise ConfigError("grpc_port", address, "a free address, and a certificate that fits its key") from None
+        problem = f"gRPC cannot listen on {address}"
+        advice = "give a --grpc-port that is free, and a certificate that fits its key"
+        raise ConfigError.because("grpc_port", problem, advice) from None
 
 
 class Certificates:
@@ -186,4 +188,5 @@ class Certificates:
         try:
             return read(self._files[name])
         except OSError as error:
-            raise ConfigError(name, str(self._files[name]), f"a file that can be read: {error}") from None
+            problem = f"{name} {str(self._files[name])!r} cannot be read ({error.strerror})"
+            raise ConfigError.because(name, problem, "name a PEM file that this user may read") from None

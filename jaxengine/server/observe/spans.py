@@ -222,4 +222,5 @@ def _exporter(endpoint: str) -> Any:
     try:
         return importlib.import_module(module).OTLPSpanExporter
     except ImportError:
-        raise ConfigError("otlp_traces_endpoint", endpoint, f"only with the package {package} installed") from None
+        problem = f"otlp_traces_endpoint is {endpoint!r}, and the package {package} is not installed"
+        raise ConfigError.because("otlp_traces_endpoint", problem, f"pip install {package}") from None

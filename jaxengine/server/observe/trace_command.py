@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
     except urllib.error.HTTPError as error:
         print(f"jaxengine: error: {args.url} answered {error.code}: {_reason(error)}", file=sys.stderr)
         return 1
+    except urllib.error.URLError as error:
+        problem = f"no server answers at {args.url} ({error.reason})"
+        raise ConfigError.because("url", problem, "start one with `jaxengine serve`, or give its --url") from None
     print(f"{args.output}: open it at https://ui.perfetto.dev")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import socket
 
@@ -39,11 +40,22 @@ def cut_unread(listener: socket.socket, seconds: float) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(seconds * 1000))
 
 
+def _way_to_a_port(option: str, host: str, error: OSError) -> str:
+    flag = "--" + option.replace("_", "-")
+    if error.errno == errno.EADDRINUSE:
+        return f"stop what listens there, or give another {flag}, 0 for any that is free"
+    if error.errno == errno.EACCES:
+        return f"ports below 1024 are the system's: give another {flag}"
+    return f"give --host an address that this machine has; {host} is none"
+
+
 def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError("host", host, f"a name or address of this machine ({error})") from None
+        problem = f"host {host!r} is no address of this machine ({error})"
+        advice = "give 127.0.0.1 for this machine only, or 0.0.0.0 for all of its addresses"
+        raise ConfigError.because("host", problem, advice) from None
     made = socket.socket(family, kind, protocol)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -52,5 +64,6 @@ def _bind(option: str, host: str, port: int, *, reuse: bool = False) -> socket.s
         made.bind(address)
     except OSError as error:
         made.close()
-        raise ConfigError(option, port, f"a port of {host} that is free ({error.strerror})") from None
+        problem = f"{option} {port} of {host} cannot be had ({error.strerror})"
+        raise ConfigError.because(option, problem, _way_to_a_port(option, host, error)) from None
     return made

@@ -211,8 +211,6 @@ def test_wrong_calls_are_refused(make_llm):
         llm.generate(PROMPTS, [GREEDY], use_tqdm=False)
     with pytest.raises(RequestError, match="scheduling_policy"):
         llm.generate(PROMPTS[:1], GREEDY, priority=[1], use_tqdm=False)
-    with pytest.raises(RequestError, match="prompt_token_ids"):
-        llm.generate([1, "a"], GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="sampling_params"):
         llm.generate(PROMPTS[0], {"temperature": 0}, use_tqdm=False)
     with pytest.raises(RequestError, match="skip_tokenizer_init"):

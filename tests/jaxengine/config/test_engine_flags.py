@@ -87,6 +87,28 @@ def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
     assert ("quantization is 'awq', which is not supported yet" in said) == (option == "--quantization awq")
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("serve --max-model-length 5", "there is no '--max-model-length' here, but --max-model-len; "),
+        ("chat m --zzz", "there is no '--zzz' here; "),
+        ("serve --max-model-len 4x", "argument --max-model-len: '4x' is no whole number"),
+        ("bench host --num-seqs 0", "'0' is not a whole number of at least 1"),
+        (
+            "generate --file /no/such/file",
+            "the prompts in /no/such/file cannot be read (No such file or directory); name",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(line, said, capsys):
+    try:
+        status = main(line.split())
+    except SystemExit as end:
+        status = end.code
+    told = capsys.readouterr().err
+    assert status == 2 and said in told and told.count("\n") == 1 and told.startswith("jaxengine")
+
+
 def write(tmp_path, text: str) -> str:
     (tmp_path / "options.yaml").write_text(text)
     return str(tmp_path / "options.yaml")

@@ -55,6 +55,6 @@ def test_harmless_options_say_what_they_mean_here(name, caplog):
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))
 def test_options_of_other_commands_name_them(name):
-    with pytest.raises(ConfigError, match="it is one of jaxengine (serve|worker) --"):
+    with pytest.raises(ConfigError, match="it belongs to another command: jaxengine (serve|worker) --"):
         EngineConfig.from_options(**{name: 3})
     EngineConfig.from_options(**{name: None})
