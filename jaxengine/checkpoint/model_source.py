@@ -7,11 +7,11 @@ read from any of them.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxengine.checkpoint.default_model import default_model_path
+from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.hf import read_config_json
@@ -73,7 +73,10 @@ def open_model(config: EngineConfig) -> ModelSource:
       ConfigError: no such file, folder or hub model.
       ModelFileError: a file of it cannot be used.
     """
-    path = default_model_path() if config.model is None else _find(config)
+    if config.model is None:
+        defaults = {} if config.generation_config == "vllm" else GENERATION_DEFAULTS
+        return replace(_open_gguf(default_model_path(), config), generation_defaults=dict(defaults))
+    path = _find(config)
     if path.is_file():
         return _open_gguf(path, config)
     return _open_folder(path, config)
