@@ -70,11 +70,11 @@ def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
 def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | None) -> jax.Array:
     """A weight's values, or a device's part of them, where it lives; None for the default device."""
     placed = jax.device_put(array, sharding)
-    order = format_of(decl, placed.sharding)
+    layout = placed.format.layout
     # Where the compiler's order is the one wanted already, jax would compile a program that does nothing.
-    if not isinstance(order, Format) or order.layout.major_to_minor == placed.format.layout.major_to_minor:
+    if not decl.row_major or (isinstance(layout, Layout) and layout.major_to_minor == tuple(range(placed.ndim))):
         return placed
-    return jax.device_put(placed, order)
+    return jax.device_put(placed, format_of(decl, placed.sharding))
 
 
 def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:
