@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,21 @@ class _Call:
 
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     error: RequestError | None = None
+
+
+def count_tokens(outputs: Iterable[RequestOutput], before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Tokens of the prompts and of the answers, on top of those counted before."""
+    prompt, generated = before
+    for output in outputs:
+        prompt += len(output.prompt_token_ids)
+        generated += sum(len(completion.token_ids) for completion in output.outputs)
+    return prompt, generated
+
+
+def speed_text(num_prompt_tokens: int, num_generated_tokens: int, seconds: float) -> str:
+    """Tokens a second as vLLM's progress bar words them."""
+    rates = num_prompt_tokens / max(seconds, 1e-6), num_generated_tokens / max(seconds, 1e-6)
+    return f"est. speed input: {rates[0]:.2f} toks/s, output: {rates[1]:.2f} toks/s"
 
 
 class LLM:
@@ -212,7 +229,7 @@ class LLM:
         """Steps, in turns with other threads, until all outputs of a call have come."""
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=num_requests, desc="Processed prompts", disable=not use_tqdm) as bar:
-            shown = 0
+            shown, start, tokens = 0, time.monotonic(), (0, 0)
             while shown < num_requests:
                 with self._turns:
                     if call.error is None and len(call.outputs) == shown:
@@ -220,7 +237,9 @@ class LLM:
                     if call.error is not None:
                         raise call.error
                     num_ended = len(call.outputs)
+                    tokens = count_tokens(islice(call.outputs.values(), shown, None), tokens)
                 if num_ended > shown:
+                    bar.postfix = speed_text(*tokens, time.monotonic() - start)
                     bar.update(num_ended - shown)
                     shown = num_ended
 

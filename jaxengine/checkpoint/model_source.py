@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxengine.checkpoint.default_model import default_model_path
+from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub import download
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -187,8 +187,9 @@ def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, A
     Values are checked when they are used.
     """
     content: dict[str, Any] = {}
-    if config.generation_config == "auto" and path is not None:
-        content = read_object(path, GENERATION) or {}
+    if config.generation_config == "auto":
+        content = GENERATION_DEFAULTS if config.model is None else {}
+        content = content if path is None else read_object(path, GENERATION) or {}
     elif config.generation_config not in ("auto", "vllm"):
         folder = Path(config.generation_config).expanduser()
         found = read_object(folder, GENERATION)

@@ -1,15 +1,20 @@
 """`jaxengine chat`: one conversation at a time, each answer printed as it is made.
 
-Knows the chat loop; tokens, templates and text come from the engine. The whole conversation is sent each time: the
-prefix cache makes that cheap.
+Knows the chat loop and its commands; tokens, templates and text come from the engine. The whole conversation is sent
+each time: the prefix cache makes that cheap.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.logs import only_warnings
+from jaxengine.requests.outputs import CompletionOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from scheduler.errors import RequestError
 
@@ -18,9 +23,30 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+HELP = '''\
+/system TEXT  the system message from now on; without TEXT none
+/reset        begins a new conversation
+/help         shows this
+/exit         leaves, as the end of input does
+A message of several lines stands between """ and """, or has a \\ at the end of each line but the last.
+Ctrl-C ends an answer.'''
+_FENCE = '"""'
+
+
+class Conversation:
+    """What has been said, and the system message in front of it."""
+
+    def __init__(self, system: str | None):
+        self.system = system
+        self.turns: list[Message] = []
+
+    def messages(self) -> list[Message]:
+        """As a chat template takes them."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
 
 def chat(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any], system: str | None = None) -> int:
-    """Reads lines until /exit or the end of input and answers each; the exit status.
+    """Reads messages until /exit or the end of input and answers each; the exit status.
 
     sampling_options: fields of SamplingParams; the rest are the model's defaults, and an answer may fill the context.
     """
@@ -28,27 +54,29 @@ def chat(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any],
     from jaxengine.api.llm import LLM
 
     llm = LLM(**engine_options)
+    only_warnings()
     changes = {"max_tokens": None, **sampling_options, "output_kind": RequestOutputKind.DELTA}
     params = llm.get_default_sampling_params().clone_with(**changes)
-    begin: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages = list(begin)
+    conversation = Conversation(system)
     if sys.stdin.isatty():
-        print("/clear begins a new conversation, /exit leaves.")
-    while (line := _read_line()) is not None:
-        if line == "/clear":
-            messages = list(begin)
-        elif line:
-            messages.append({"role": "user", "content": line})
-            answer = _answer(llm, messages, params)
-            if answer is None:
-                messages.pop()
-            else:
-                messages.append({"role": "assistant", "content": answer})
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  arrow keys, and the lines before
+        print("/help says what there is, /exit leaves.")
+    while (read := _read_message()) is not None:
+        text, may_command = read
+        command = re.fullmatch(r"/([a-z]+)(?:\s+(.*))?", text, re.DOTALL) if may_command else None
+        if command is None:
+            if text:
+                _take_turn(llm, conversation, text, params)
+        elif command[1] in ("exit", "quit"):
+            break
+        else:
+            _obey(conversation, command[1], command[2])
     return 0
 
 
-def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
-    """The answer's text, piece by piece. Leaving the iteration early aborts the request.
+def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Iterator[CompletionOutput]:
+    """The answer, piece by piece: what is new each time. Leaving the iteration early aborts the request.
 
     Raises:
       RequestError: the conversation is longer than max_model_len.
@@ -61,32 +89,76 @@ def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Ite
         while not finished:
             for output in core.step():
                 finished = output.finished
-                yield output.outputs[0].text
+                yield output.outputs[0]
     finally:
         if not finished:
             core.abort(prepared.request_id)
 
 
-def _answer(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> str | None:
-    """Prints the answer and returns it; None when there is none to go on from. Ctrl-C ends the answer, not the chat."""
-    pieces = []
+def _obey(conversation: Conversation, command: str, text: str | None) -> None:
+    if command == "reset":
+        conversation.turns.clear()
+        print("A new conversation.")
+    elif command == "system":
+        conversation.system = text
+        print("The system message is set." if text else "There is no system message.")
+    elif command == "help":
+        print(HELP)
+    else:
+        print(f"there is no /{command}; /help says what there is", file=sys.stderr)
+
+
+def _take_turn(llm: LLM, conversation: Conversation, text: str, params: SamplingParams) -> None:
+    """Prints the answer to a message, and what it took. Ctrl-C ends the answer, not the chat."""
+    conversation.turns.append({"role": "user", "content": text})
+    pieces, times, num_tokens, start = [], [], 0, time.monotonic()
     try:
-        for piece in stream(llm, messages, params):
-            print(piece, end="", flush=True)
-            pieces.append(piece)
+        for piece in stream(llm, conversation.messages(), params):
+            print(piece.text, end="", flush=True)
+            pieces.append(piece.text)
+            times.append(time.monotonic())
+            num_tokens += len(piece.token_ids)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except RequestError as error:
-        print(f"{error}; /clear begins anew", file=sys.stderr)
-        return None
+        print(f"{error}; /reset begins anew", file=sys.stderr)
+        conversation.turns.pop()
+        return
     print(flush=True)
-    return "".join(pieces)
+    conversation.turns.append({"role": "assistant", "content": "".join(pieces)})
+    if times:
+        print(f"[{speed(num_tokens, times[0] - start, times[-1] - times[0])}]", file=sys.stderr)
 
 
-def _read_line() -> str | None:
-    """The next line without its ends; None for /exit, end of input or Ctrl-C."""
+def speed(num_tokens: int, first_seconds: float, later_seconds: float) -> str:
+    """What an answer took: until its first token, and the rate of the others."""
+    rate = f", then {(num_tokens - 1) / later_seconds:.1f} tokens/s" if num_tokens > 1 and later_seconds > 0 else ""
+    return f"{num_tokens} tokens, the first after {first_seconds:.2f} s{rate}"
+
+
+def _read_message() -> tuple[str, bool] | None:
+    """The next message without its ends, and whether it may be a command; None at the end of input or for Ctrl-C."""
+    line = _read_line("> ")
+    if line is None:
+        return None
+    if line.startswith(_FENCE):
+        lines = [line.removeprefix(_FENCE)]
+        while not lines[-1].endswith(_FENCE):
+            if (line := _read_line("... ")) is None:
+                return None
+            lines.append(line)
+        return "\n".join(lines).removesuffix(_FENCE).strip(), False
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        if (line := _read_line("... ")) is None:
+            break
+        lines.append(line)
+    return "\n".join(lines).strip(), True
+
+
+def _read_line(prompt: str) -> str | None:
     try:
-        line = input("> " if sys.stdin.isatty() else "").strip()
+        return input(prompt if sys.stdin.isatty() else "").rstrip()
     except (EOFError, KeyboardInterrupt):
         return None
-    return None if line in ("/exit", "/quit") else line

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -40,6 +41,7 @@ from scheduler.errors import RequestError
 
 if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
+    from jaxengine.requests.outputs import RequestOutput
 
 # `seed` is missing: --seed is the engine's, which requests without a seed of their own follow.
 SAMPLING_OPTIONS = (
@@ -191,20 +193,36 @@ def _generate(args: argparse.Namespace) -> int:
         setattr(args, MODEL, args.prompts.pop(0))
     prompts = _prompts(args)
     # Before the model is loaded: a wrong value should not cost a minute.
-    params = _sampling_params(args)
+    given = given_options(args, SamplingParams)
+    SamplingParams(**given)
     llm = _load(args)
-    params = params or llm.get_default_sampling_params()
+    params = llm.get_default_sampling_params().clone_with(**given)
+    start = time.monotonic()
     if args.chat:
         outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
     else:
         outputs = llm.generate(prompts, params)
+    seconds = time.monotonic() - start
     for prompt, output in zip(prompts, outputs, strict=True):
         for completion in output.outputs:
             if args.json:
                 print(json.dumps(_as_json(prompt, output, completion)))
             else:
                 print(completion.text if args.chat else prompt + completion.text)
+    if not given_options(args, EngineConfig).get("disable_log_stats"):
+        sys.stdout.flush()
+        print(_summary(outputs, seconds), file=sys.stderr)
     return 1 if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs) else 0
+
+
+def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
+    from jaxengine.api.llm import count_tokens, speed_text
+
+    prompt, generated = count_tokens(outputs)
+    return (
+        f"{len(outputs)} prompts of {prompt} tokens answered with {generated} in {seconds:.2f} s; "
+        f"{speed_text(prompt, generated, seconds)}"
+    )
 
 
 def _as_json(prompt: str, output: Any, completion: Any) -> dict[str, Any]:
@@ -242,12 +260,6 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if not prompts:
         raise RequestError("no prompt: give one as an argument, with --file, or on standard input", param="prompts")
     return prompts
-
-
-def _sampling_params(args: argparse.Namespace) -> SamplingParams | None:
-    """From the options given; None when there are none, which means the model's own defaults."""
-    given = given_options(args, SamplingParams)
-    return SamplingParams(**given) if given else None
 
 
 def _load(args: argparse.Namespace) -> LLM:

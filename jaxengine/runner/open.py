@@ -78,7 +78,7 @@ class ProgressBar:
         self._bar.close()
 
     def rename(self, title: str) -> None:
-        self._bar.set_description(title)
+        self._bar.set_description_str(title)
 
     def update(self, done: int, total: int, what: str) -> None:
         self._bar.total = total

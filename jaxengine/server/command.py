@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     """The command. Raises ConfigError for what is wrong with the options."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"jaxengine: error: serving needs {', '.join(missing)}: pip install 'jaxengine[serve]'", file=sys.stderr)
+        needed = f"serving needs {', '.join(missing)}: pip install 'jaxengine[serve]', or '.[serve]' in a clone"
+        print(f"jaxengine: error: {needed}", file=sys.stderr)
         return 2
     from jaxengine.server.observe.spans import check_endpoint
     from jaxengine.server.processes.supervisor import Supervisor

@@ -72,8 +72,9 @@ def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | Non
     placed = jax.device_put(array, sharding)
     layout = placed.format.layout
     # Where the compiler's order is the one wanted already, jax would compile a program that does nothing.
-    in_order = isinstance(layout, Layout) and layout.major_to_minor == tuple(range(len(decl.axes)))
-    return placed if in_order or not decl.row_major else jax.device_put(placed, format_of(decl, placed.sharding))
+    if not decl.row_major or (isinstance(layout, Layout) and layout.major_to_minor == tuple(range(placed.ndim))):
+        return placed
+    return jax.device_put(placed, format_of(decl, placed.sharding))
 
 
 def local_blocks(param: DeclaredParam, mesh: Mesh | None) -> Iterator[Block]:

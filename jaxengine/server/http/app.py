@@ -24,7 +24,7 @@ from jaxengine.server.http.messages import endpoint as messages
 from jaxengine.server.http.responses import endpoint as responses
 from jaxengine.server.keys import Keys
 from jaxengine.server.names import REQUEST_ID
-from jaxengine.server.observe import prometheus, status
+from jaxengine.server.observe import api_docs, prometheus, status
 from jaxengine.server.observe.spans import CallerTraceMiddleware
 from jaxengine.server.options import ServerConfig
 from jaxengine.version import __version__
@@ -43,6 +43,7 @@ ROUTERS: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     operations.admin_router,
     prometheus.router,
     status.router,
+    api_docs.router,
 )
 
 
@@ -65,7 +66,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
         origins = list(config.allowed_origins)
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
-    # The pages that show the document would load scripts from elsewhere.
+    # FastAPI's pages that show the document load scripts from elsewhere; ours is api_docs.
     app = FastAPI(
         title="jaxengine",
         version=__version__,

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxengine.server.http.errors import ApiError, error_response
 from jaxengine.server.keys import Keys, bearer_key
 
-# "/" is the status page, which holds no figures and asks for a key itself: a browser sends none with an address.
-OPEN_PATHS = frozenset({"/health", "/ping", "/"})
+# "/" and "/docs" are pages that hold no figures and ask for a key themselves: a browser sends none with an address.
+OPEN_PATHS = frozenset({"/health", "/ping", "/", "/docs"})
 
 
 class AuthMiddleware:

@@ -30,11 +30,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["operations"])
     model = served_names(engine, config)[0]
     page = resources.files("jaxengine.server.observe").joinpath("status.html").read_text("utf-8")
-    headers = {
-        "Content-Security-Policy": _policy(page),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-    }
+    headers = page_headers(page)
 
     @routes.get("/", include_in_schema=False)
     async def status_page() -> HTMLResponse:
@@ -59,15 +55,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     return routes
 
 
-def _policy(page: str) -> str:
-    """Lets the page run its own script and style, and read from its own server; nothing else."""
+def page_headers(page: str) -> dict[str, str]:
+    """Headers that let a page run its own script and style, and read from its own server; nothing else."""
 
     def digest(tag: str) -> str:
         content = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         assert content is not None
         return f"'sha256-{base64.b64encode(hashlib.sha256(content[1].encode()).digest()).decode()}'"
 
-    return (
+    policy = (
         f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
+    return {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}

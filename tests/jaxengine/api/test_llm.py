@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from jaxengine import LLM, SamplingParams
 from scheduler.errors import RequestError
@@ -216,6 +219,22 @@ def test_wrong_calls_are_refused(make_llm):
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         llm.chat([{"role": "user", "content": "hi"}])
     assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_the_progress_bar_says_how_fast_it_goes(make_llm):
+    class Bar(tqdm):
+        last = ""
+
+        def close(self):
+            Bar.last = str(self)
+            super().close()
+
+    params = SamplingParams(n=2, max_tokens=20, ignore_eos=True)
+    make_llm().generate([{"prompt_token_ids": [5, 6]}] * 3, params, use_tqdm=Bar)
+    found = re.search(r"3/3 .*est\. speed input: ([\d.]+) toks/s, output: ([\d.]+) toks/s", Bar.last)
+    assert found, Bar.last
+    # Six prompt tokens for three answers of twice twenty.
+    assert float(found[2]) / float(found[1]) == pytest.approx(20, rel=0.02)
 
 
 def test_enforce_eager_compiles_when_needed(tiny_options, alone):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 import jaxengine.api.llm
-from jaxengine.commands.chat import chat, stream
+from jaxengine.commands.chat import chat, speed, stream
 from jaxengine.commands.cli import main
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -83,9 +85,49 @@ def test_each_line_is_answered_with_the_conversation_so_far(talk):
     assert out == "u:hi \nu:hi|a:u:hi |u:you \n"
 
 
-def test_exit_leaves_and_clear_forgets(talk):
-    talk("one\n/clear\ntwo\n/exit\nthree\n", "--system", "S")
+def test_exit_leaves_and_reset_forgets(talk):
+    talk("one\n/reset\ntwo\n/exit\nthree\n", "--system", "S")
     assert FakeLLM.last.core.prepared == ["s:S|u:one", "s:S|u:two"]
+
+
+def test_the_system_message_can_be_changed_and_taken_away(talk):
+    talk("one\n/system T\ntwo\n/reset\n/system\nthree\n", "--system", "S")
+    assert FakeLLM.last.core.prepared == ["s:S|u:one", "s:T|u:one|a:s:S|u:one |u:two", "u:three"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('"""one\n  two\n"""\n', "one\n  two"),
+        ('"""\n/exit\n"""\n', "/exit"),
+        ('"""one"""\n', "one"),
+        ("one \\\ntwo\n", "one \ntwo"),
+        ("one\\\n", "one"),
+    ],
+    ids=repr,
+)
+def test_a_message_of_several_lines(talk, lines, message):
+    talk(lines)
+    assert FakeLLM.last.core.prepared == [f"u:{message}"]
+
+
+def test_help_says_what_there_is_and_a_slip_is_not_sent(talk):
+    _, out, err = talk("/help\n/histroy\n/etc/hosts is what?\n")
+    assert all(name in out for name in ("/system", "/reset", "/exit")) and "/histroy" in err
+    assert FakeLLM.last.core.prepared == ["u:/etc/hosts is what?"]
+
+
+def test_each_answer_says_how_fast_it_was(talk):
+    _, _, err = talk("a b c\n")
+    assert re.search(r"^\[4 tokens, the first after [\d.]+ s, then [\d.]+ tokens/s\]$", err, re.MULTILINE)
+    assert speed(11, 0.5, 2.0) == "11 tokens, the first after 0.50 s, then 5.0 tokens/s"
+    assert speed(1, 0.5, 0.0) == "1 tokens, the first after 0.50 s"
+
+
+def test_the_engines_lines_stay_out_of_the_chat(talk, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxengine"), "level", logging.INFO)
+    talk("hi\n")
+    assert not logging.getLogger("jaxengine.engine.metrics").isEnabledFor(logging.INFO)
 
 
 def test_options_reach_the_engine_and_the_request(talk):
@@ -102,7 +144,7 @@ def test_an_answer_may_fill_the_context_unless_told_otherwise(talk):
 
 def test_a_conversation_that_is_too_long_is_said_and_the_chat_goes_on(talk):
     status, out, err = talk("x" * 50 + "\nhi\n")
-    assert status == 0 and "too long" in err and "/clear" in err
+    assert status == 0 and "too long" in err and "/reset" in err
     assert FakeLLM.last.core.prepared == ["u:hi"] and out == "u:hi \n"
 
 

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -161,7 +162,7 @@ class FakeLLM:
         FakeLLM.made.append(options)
 
     def get_default_sampling_params(self):
-        return SamplingParams(max_tokens=99)
+        return SamplingParams(max_tokens=99, temperature=0.5)
 
     def generate(self, prompts, params, use_tqdm=True):
         FakeLLM.made.append({"prompts": prompts, "params": params})
@@ -192,13 +193,24 @@ def test_generate_from_arguments(fake_llm, capsys):
     flags = ["--max-tokens", "5", "--max-model-len", "64", "--no-enable-prefix-caching"]
     assert main(["generate", *flags, "ab", "c"]) == 0
     assert fake_llm[0] == {"max_model_len": 64, "enable_prefix_caching": False}
-    assert fake_llm[1] == {"prompts": ["ab", "c"], "params": SamplingParams(max_tokens=5)}
-    assert capsys.readouterr().out == "ab<2>\nc<1>\n"
+    assert fake_llm[1] == {"prompts": ["ab", "c"], "params": SamplingParams(max_tokens=5, temperature=0.5)}
+    captured = capsys.readouterr()
+    assert captured.out == "ab<2>\nc<1>\n"
+    assert re.search(
+        r"^2 prompts of 4 tokens answered with 2 in [\d.]+ s; est. speed input: [\d.]+ toks/s, output: [\d.]+ toks/s$",
+        captured.err,
+        re.MULTILINE,
+    )
+
+
+def test_generate_says_nothing_more_where_no_figures_are_wanted(fake_llm, capsys):
+    assert main(["generate", "--disable-log-stats", "ab"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_generate_without_sampling_options_takes_the_models_defaults(fake_llm):
     assert main(["generate", "x"]) == 0
-    assert fake_llm[1]["params"] == SamplingParams(max_tokens=99)
+    assert fake_llm[1]["params"] == SamplingParams(max_tokens=99, temperature=0.5)
 
 
 @pytest.mark.parametrize("flags", [[], ["--file", "-"]])

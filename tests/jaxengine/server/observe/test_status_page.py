@@ -23,6 +23,7 @@ from jaxengine.commands.cli import main
 from jaxengine.engine.status import MAX_CELLS, MAX_REQUESTS, page_map
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
+from jaxengine.version import __version__
 from scheduler.config import SchedulerConfig
 from scheduler.request import FinishReason, Request
 from scheduler.scheduler import Scheduler
@@ -31,6 +32,8 @@ from tests.jaxengine.server.asgi_client import http_client, idle
 
 CHROMIUM = shutil.which("chromium")
 KEY = "page-key"
+# Where the page that sets the key leads to: what stands behind its "?".
+TARGET = "'/' + decodeURIComponent(location.search.slice(1))"
 MODEL = '<img src=x onerror="document.title=1"> & "model"'
 
 
@@ -50,9 +53,10 @@ async def test_the_page_is_open_and_what_it_reads_is_not(app):
     assert status["model"] == MODEL
 
 
-async def test_the_page_has_nothing_from_elsewhere(app):
+@pytest.mark.parametrize("path", ["/", "/docs"])
+async def test_the_page_has_nothing_from_elsewhere(app, path):
     async with http_client(app) as client:
-        page = await client.get("/")
+        page = await client.get(path)
     text, policy = page.text, page.headers["content-security-policy"]
     assert "//" not in re.sub(r"http://www\.w3\.org/2000/svg|  // .*", "", text), "an address"
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\bon\w+=|\sstyle=", text)
@@ -126,7 +130,7 @@ class Server:
     def __init__(self, app):
         async def seeded(scope, receive, send):
             if scope["type"] == "http" and scope["path"] == "/seed":
-                seed = f"<script>sessionStorage.setItem('jaxengine-key', {KEY!r}); location.replace('/')</script>"
+                seed = f"<script>sessionStorage.setItem('jaxengine-key', {KEY!r}); location.replace({TARGET})</script>"
                 await HTMLResponse(seed)(scope, receive, send)
             else:
                 await app(scope, receive, send)
@@ -231,6 +235,25 @@ def test_a_browser_without_the_key_is_asked_for_it(address, tmp_path):
     assert "hidden" not in page.by_id("ask")[1] and "hidden" in page.by_id("page")[1]
     assert page.by_id("state")[2] == "a key is needed" and page.by_id("key")[1]["type"] == "password"
     assert page.by_id("model")[2] == ""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on PATH")
+def test_a_browser_shows_the_routes(address, tmp_path):
+    page = browse(f"{address}/seed?docs%23post/v1/completions", tmp_path)
+    texts = ["".join(text) for _, _, text in page.all]
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/metrics"):
+        assert path in texts, path
+    assert "hidden" in page.by_id("ask")[1] and page.by_id("version")[2] == __version__
+    # What belongs to a route is made when it is opened, as a link to it does.
+    assert "open" in page.by_id("post/v1/completions")[1] and "open" not in page.by_id("get/v1/models")[1]
+    assert {"max_tokens", "Body: CompletionRequest", "Send"} <= set(texts) and texts.count("Send") == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on PATH")
+def test_the_routes_are_shown_to_who_has_the_key(address, tmp_path):
+    page = browse(f"{address}/docs", tmp_path)
+    assert page.by_id("state")[2] == "a key is needed" and "hidden" not in page.by_id("ask")[1]
+    assert not any(tag == "details" for tag, _, _ in page.all)
 
 
 def test_the_trace_command_has_the_key(address, tmp_path, capsys):
