@@ -17,10 +17,10 @@ The kernel notes' conformance list, and where each of its points is:
 13 NaN and inf in unseen slots    NaN in every case; "infinite unseen slots"
 14 shared prefix                  "shared prefix"
 15 stale slots                    "stale unseen slots"
-16 groups of heads                HEADS
-17 head dims, Hv != H             DIMS
-18 page sizes                     PAGES
-19 windows                        WINDOWS: what is left of every window is NaN
+16 groups of heads                HEADS, PRODUCTION
+17 head dims, Hv != H             DIMS, PRODUCTION
+18 page sizes                     PAGES, PRODUCTION
+19 windows                        WINDOWS: what is left of every window is NaN; blocks inside a window: WIDE_WINDOWS
 20 soft cap                       "soft cap 30", "soft cap 50"
 21 sinks                          "... sinks", "sinks and window"; counted once when keys are split: checks.splits
 22 scales of the logits           "scale"
@@ -30,7 +30,7 @@ The kernel notes' conformance list, and where each of its points is:
 26 verify, trees                  "verify tails", "tree chain", "tree branches"
 27 long contexts                  LONG
 28 skew                           "one long among many short"
-29 split invariance               checks.splits (implementations that split)
+29 split invariance               checks.splits, checks.many_parts (implementations that split)
 30 permutation invariance         checks.page_ids, checks.order, checks.neighbours
 31 determinism                    checks.determinism
 32 update then attend             checks.update_then_attend
@@ -42,7 +42,7 @@ The kernel notes' conformance list, and where each of its points is:
 38 MLA                            not an operation yet
 39 layers that do not write       an attention call without an update: every case
 40 exchange of pages              checks.exchange
-41 block sizes                    test_invariants.py (CPU); the accelerators' small blocks
+41 block sizes                    test_invariants.py (CPU); the accelerators' small blocks, and those of production
 42, 43 grouped and quantised      not operations yet
    matmul
 """
@@ -187,8 +187,71 @@ LONG = [
     ),
 ]
 
-ATTENTION = BATCHES + ROWS_ONLY + HEADS + DIMS + PAGES + WINDOWS + LOGITS + MASKS + QUANTIZED + LONG
-BY_NAME = {case.name: case for case in ATTENTION}
+# Whole blocks of keys inside a window: the longest block is 128 keys on GPU, and on TPU where blocks are small.
+_WIDE = {"page_size": 64, "max_pages": 16, "num_tokens": 64, "max_seqs": 4}
+WIDE_WINDOWS = [
+    Case("window 400 of 900", (1, 40, 3), (900, 860, 700), window=400, dtypes=BOTH, **_WIDE),
+    Case("window 400 of 900, decodes", (1, 1, 1, 1), (900, 401, 399, 64), window=400, **_WIDE | {"num_tokens": 4}),
+]
+
+# What models run: query heads in groups, head dims and pages together, in the dtype they are served in. Heads are those
+# of one device of several, or fewer of the same group.
+BF16 = ("bfloat16",)
+PRODUCTION_Q, PRODUCTION_KV = (1, 9, 1, 20), (300, 140, 65, 20)
+
+
+def _production(heads: tuple[int, int], head_dim: int, page_size: int, **changes) -> Case:
+    codes = f", {changes['kv_dtype']}" if "kv_dtype" in changes else ""
+    return Case(
+        f"production {heads[0]}/{heads[1]} heads of {head_dim}, pages of {page_size}{codes}",
+        PRODUCTION_Q,
+        PRODUCTION_KV,
+        heads=heads,
+        dims=(head_dim, head_dim),
+        page_size=page_size,
+        max_pages=-(-384 // page_size),
+        **{"num_tokens": 40, "max_seqs": 4, "dtypes": BF16} | changes,
+    )
+
+
+PRODUCTION = [
+    _production((8, 1), 128, 16),  # Llama 3 70B on 8 devices
+    _production((14, 2), 64, 64),  # Qwen2 0.5B
+    _production((2, 2), 96, 32),  # Phi-3
+    _production((4, 2), 256, 256),  # Gemma 2
+    _production((8, 1), 192, 128),
+    _production((16, 1), 128, 8),  # one kv head for all, as in Gemma 1 and StarCoder
+]
+# Blocks of production on TPU: 8 kv heads at a time over 1,024 keys, 3 blocks in VMEM.
+PRODUCTION_BLOCKS = [
+    Case(
+        "production blocks",
+        (1, 1, 40),
+        (2300, 1000, 1100),
+        heads=(16, 8),
+        dims=(128, 128),
+        page_size=128,
+        max_pages=18,
+        num_tokens=48,
+        max_seqs=3,
+        dtypes=BF16,
+    )
+]
+# Every head dim with every page size, on accelerators: XLA does not tell them apart.
+CROSSED = [
+    _production((8, 1), head_dim, page_size)
+    for head_dim in (64, 96, 128, 192, 256)
+    for page_size in (8, 16, 32, 64, 128, 256)
+]
+CROSSED += [_production(heads, dim, 64) for heads in ((2, 2), (16, 1), (14, 2), (9, 3)) for dim in (64, 128)]
+CROSSED += [
+    _production((8, 1), dim, 64, kv_dtype=codes) for dim in (96, 128, 192) for codes in ("int8", "float8_e4m3fn")
+]
+CROSSED = [case for case in CROSSED if case not in PRODUCTION]
+
+ATTENTION = PRODUCTION + PRODUCTION_BLOCKS + BATCHES + ROWS_ONLY + HEADS + DIMS + PAGES
+ATTENTION += WINDOWS + WIDE_WINDOWS + LOGITS + MASKS + QUANTIZED + LONG
+BY_NAME = {case.name: case for case in ATTENTION + CROSSED}
 
 # What the mutation gate runs and an interpreter has time for in CI: every border and feature once.
 QUICK_BATCHES = (
@@ -209,6 +272,7 @@ QUICK_FEATURES = (
     "runs in a decode bucket",
     "skewed decodes",
     "verify tails",
+    "window 400 of 900",
     "window, sinks and soft cap",
     "tree branches",
     "fp8 e4m3 keys and values",

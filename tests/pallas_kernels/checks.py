@@ -27,7 +27,7 @@ def attention(name: str, dtype: str, *families_and_implementation) -> None:
     """One case over input families, which share the compiled program."""
     *families, implementation = families_and_implementation
     if implementation.refuses(implementation.adapted(BY_NAME[name]), dtype) is None:
-        conformance.check_runs_kernel(BY_NAME[name], dtype, implementation)
+        conformance.check_runs_kernels(BY_NAME[name], dtype, implementation)
     for family in families:
         check_attention(BY_NAME[name], dtype, family, implementation)
 
@@ -132,6 +132,23 @@ def splits(implementation: Implementation) -> None:
             with watched(split, f"{num_ctas} splits"):
                 got = attend(case, problem, "bfloat16", split)
             conformance.check_close(got, want, problem, "bfloat16", f"{num_ctas} splits, sinks {sinks}")
+
+
+def many_parts(implementation: Implementation) -> None:
+    """More partial results for one row than the merge has in flight: its ring is filled again."""
+    parts = Tuning(hopper_attention=HopperAttention(num_ctas=14, pair_cost=1, min_part_cost=1))
+    split = replace(implementation, tuning=parts)
+    sizes = {"num_tokens": 2, "max_seqs": 2, "max_pages": 40, "heads": (2, 1)}
+    case = implementation.adapted(Case("many parts", (1, 1), (640, 70), **sizes))
+    problem = build(case, "bfloat16", "normal")
+    if implementation.elsewhere is not None:
+        batch = conformance.ragged_batch(problem)
+        schedule = split.schedule(batch, case.spec, num_tokens=case.num_tokens, page_size=case.page_size)
+        counts = np.diff(schedule.decode.pair_items)
+        assert counts.max() > parts.hopper_attention.merge_stages, f"{counts.max()} parts fit the ring"
+    with watched(split, "many parts"):
+        got = attend(case, problem, "bfloat16", split)
+    conformance.check_close(got, expected(case, problem), problem, "bfloat16", "many parts")
 
 
 def halves(implementation: Implementation) -> None:
@@ -240,5 +257,6 @@ def exchange(source: str, dtype: str, implementation: Implementation) -> None:
 
 INVARIANTS = [page_ids, neighbours, order, halves, update_then_attend, one_program_per_bucket, local_heads]
 CHECKS: dict[str, Callable[..., None]] = {
-    check.__name__: check for check in (attention, update, update_sizes, determinism, splits, exchange, *INVARIANTS)
+    check.__name__: check
+    for check in (attention, update, update_sizes, determinism, splits, many_parts, exchange, *INVARIANTS)
 }

@@ -9,7 +9,7 @@ import pytest
 
 from tests.pallas_kernels.worker import Job, run_all
 
-SECONDS = 120  # for one job on a busy machine, compiling included
+SECONDS = 120  # of processor time for one job, compiling included
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,17 @@ class Implementation:
         options = self._options() if self.platform == "tpu" else {}
         return self._kernel("kv_cache_update")(kv, k, v, slot_mapping, schedule=schedule, **options)
 
+    def dtypes(self, case: Case) -> tuple[str, ...]:
+        """Query dtypes to run a case in: kernels of an accelerator are for bfloat16, whatever else is compared."""
+        return case.dtypes if self.elsewhere is None else tuple(dict.fromkeys(("bfloat16", *case.dtypes)))
+
+    def kernels(self, case: Case, dtype: str) -> set[str]:
+        """Names of the kernels of its own that attend a case; none where plain XLA does."""
+        if self.elsewhere is None or self.elsewhere(case, dtype) is not None:
+            return set()
+        always, with_runs = _KERNELS[self.platform]
+        return always | with_runs if case.num_tokens > case.max_seqs else always
+
     def adapted(self, case: Case) -> Case:
         """The case with this implementation's sizes where it does not ask for its own."""
         return case.with_defaults(self.default_dims)
@@ -76,6 +87,13 @@ class Implementation:
 
     def problems(self) -> list[str]:
         return [] if self.interpreter is None else self.interpreter().problems()
+
+
+# By platform: those of every program, and those of one with more tokens than sequences.
+_KERNELS = {
+    "gpu": ({"paged_attention_decode", "paged_attention_merge"}, {"paged_attention_prefill"}),
+    "tpu": ({"paged_attention_single"}, {"paged_attention_runs"}),
+}
 
 
 def _tpu_interpreter() -> ModuleType:
@@ -94,6 +112,10 @@ def _tpu_refuses(case: Case, dtype: str) -> str | None:
     if "float16" in (dtype, case.kv_dtype):
         return "float16"
     return f"page size {case.page_size}" if case.page_size % 8 else None
+
+
+def _always_itself(case: Case, dtype: str) -> str | None:
+    return None
 
 
 def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
@@ -124,14 +146,14 @@ _FAR_TPU = replace(
 
 CPU = Implementation("cpu", "cpu")
 GPU_XLA = Implementation("gpu_xla", "gpu_xla")
-TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER = (
+TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER, TPU_PRODUCTION_LAZY, TPU_PRODUCTION_EAGER = (
     Implementation(
         name,
         "tpu",
         _tpu_interpreter,
         lambda dma=dma: _tpu_interpreter().interpret_params(dma),
         _tpu_refuses,
-        lambda case, dtype: None,
+        _always_itself,
         default_dims=(64, 64),
         tuning=tuning,
     )
@@ -140,6 +162,8 @@ TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER = (
         ("tpu-eager", "eager", _SMALL_TPU),
         ("tpu-far-lazy", "on_wait", _FAR_TPU),
         ("tpu-far-eager", "eager", _FAR_TPU),
+        ("tpu-production-lazy", "on_wait", Tuning()),
+        ("tpu-production-eager", "eager", Tuning()),
     )
 )
 MOSAIC_GPU = Implementation(
@@ -152,9 +176,21 @@ MOSAIC_GPU = Implementation(
     tuning=Tuning(hopper_attention=HopperAttention(num_ctas=3)),
 )
 ACCELERATOR = None if jax.default_backend() == "cpu" else platform_of(jax.devices()[0])
-DEVICE = [] if ACCELERATOR is None else [Implementation("device", ACCELERATOR, default_dims=(64, 64))]
+DEVICE = (
+    []
+    if ACCELERATOR is None
+    else [
+        Implementation(
+            "device",
+            ACCELERATOR,
+            refuses=_tpu_refuses if ACCELERATOR == "tpu" else lambda case, dtype: None,
+            elsewhere={"gpu": _not_mosaic_gpu, "tpu": _always_itself}.get(ACCELERATOR),
+            default_dims=(64, 64),
+        )
+    ]
+)
 
 IN_PROCESS = [CPU, GPU_XLA, *DEVICE]
-TPU = [TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER]
+TPU = [TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER, TPU_PRODUCTION_LAZY, TPU_PRODUCTION_EAGER]
 INTERPRETED = [*TPU, MOSAIC_GPU]
 IMPLEMENTATIONS = {implementation.name: implementation for implementation in (*IN_PROCESS, *INTERPRETED)}

@@ -6,12 +6,19 @@ run in two processes of their own (conftest.py), with a time limit, because a ke
 
 from __future__ import annotations
 
-import jax
 import pytest
 
-from tests.pallas_kernels.cases import ATTENTION, LONG, QUICK_BATCHES, QUICK_FEATURES
+from tests.pallas_kernels.cases import (
+    ATTENTION,
+    CROSSED,
+    LONG,
+    PRODUCTION,
+    PRODUCTION_BLOCKS,
+    QUICK_BATCHES,
+    QUICK_FEATURES,
+)
 from tests.pallas_kernels.checks import INVARIANTS, SLOTS
-from tests.pallas_kernels.findings import FITTED_TO
+from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED
 from tests.pallas_kernels.implementations import (
     INTERPRETED,
     MOSAIC_GPU,
@@ -19,12 +26,16 @@ from tests.pallas_kernels.implementations import (
     TPU_FAR_EAGER,
     TPU_FAR_LAZY,
     TPU_LAZY,
+    TPU_PRODUCTION_EAGER,
+    TPU_PRODUCTION_LAZY,
 )
 from tests.pallas_kernels.problems import FAMILIES
 from tests.pallas_kernels.worker import Job
 
 GPU_BATCHES = ("mixed", "q tile straddles a kv block", "single tokens behind runs", "long runs", "empty sequences")
 GPU_FEATURES = (
+    *(case.name for case in PRODUCTION),
+    "window 400 of 900",
     "decode bucket",
     "skewed decodes",
     "split decodes",
@@ -35,7 +46,8 @@ GPU_FEATURES = (
     "fp8 e4m3 keys and values",
     "tree branches",
 )
-GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits")
+GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits", "many_parts")
+PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[0].name)
 EAGER_BATCHES = ("mixed", "q tile straddles a kv block", "block edges")
 EAGER_FEATURES = ("skewed decodes", "window, sinks and soft cap")
 WRITES = (TPU_LAZY.name, TPU_EAGER.name)
@@ -56,6 +68,8 @@ def quick_groups() -> list[list[Job]]:
         (TPU_EAGER.name, EAGER_BATCHES, EAGER_FEATURES),
         (TPU_FAR_LAZY.name, EAGER_BATCHES[:2], ()),
         (TPU_FAR_EAGER.name, EAGER_BATCHES[:2], ()),
+        (TPU_PRODUCTION_LAZY.name, (), PRODUCTION_CASES),
+        (TPU_PRODUCTION_EAGER.name, (), PRODUCTION_CASES[:1]),
     ):
         groups.append([("attention", name, case, "bfloat16", "uniform", "needle") for case in batches])
         for cases in (features[: len(features) // 2], features[len(features) // 2 :]):
@@ -69,12 +83,14 @@ def quick_groups() -> list[list[Job]]:
 
 def thorough_groups() -> list[list[Job]]:
     """Every case in every dtype and family on every implementation, but for what only its length makes special."""
-    cases = [case for case in ATTENTION if case not in LONG]
+    cases = [case for case in ATTENTION + CROSSED if case not in LONG]
     groups: list[list[Job]] = []
-    for name in (implementation.name for implementation in INTERPRETED):
-        groups += [[("attention", name, case.name, dtype, *FAMILIES) for dtype in case.dtypes] for case in cases]
-        groups += [[(check.__name__, name)] for check in INVARIANTS]
-    groups.append([("splits", MOSAIC_GPU.name)])
+    for one in INTERPRETED:
+        groups += [
+            [("attention", one.name, case.name, dtype, *FAMILIES) for dtype in one.dtypes(case)] for case in cases
+        ]
+        groups += [[(check.__name__, one.name)] for check in INVARIANTS]
+    groups += [[(check, MOSAIC_GPU.name)] for check in ("splits", "many_parts")]
     for name in WRITES:
         groups += [[("update", name, dtype, pattern) for pattern in SLOTS] for dtype in (*UPDATED, *MORE_DTYPES)]
         groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]
@@ -91,7 +107,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("group", "job"), rows, ids=[" ".join(map(str, job)) for _, job in rows])
 
 
-@pytest.mark.skipif(jax.__version__ != FITTED_TO, reason=f"the interpreters' additions are fitted to jax {FITTED_TO}")
+@pytest.mark.skipif(not IS_FITTED, reason=f"the interpreters' additions are fitted to jax {', '.join(FITTED_TO)}")
 @pytest.mark.timeout(900)
 def test_conforms(group, job, outcomes):
     problem = outcomes[job].result()

@@ -24,12 +24,12 @@ def install() -> None:
     """Make jax's interpreter report here; RuntimeError on a jax release this was not fitted to."""
     findings.check_version()
     faster_interpreters.install()
-    interpreter.RaceDetectionState = findings.RecordedRaces
+    findings.record_races(interpreter)
     interpreter._clear_shared_memory = _end_of_kernel
 
 
 def interpret_params(dma: Literal["on_wait", "eager"]) -> pltpu.InterpretParams:
-    return pltpu.InterpretParams(detect_races=True, dma_execution_mode=dma)
+    return pltpu.InterpretParams(detect_races=True, dma_execution_mode=dma, **findings.go_on_after_races())
 
 
 def reset() -> None:

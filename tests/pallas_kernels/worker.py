@@ -27,6 +27,7 @@ from pathlib import Path
 Job = tuple  # (check, implementation, *arguments), every entry a string or a number
 
 ROOT = Path(__file__).parents[2]
+IDLE_SECONDS = 40.0  # without processor time, after which threads wait for each other for ever
 
 
 class Worker:
@@ -39,7 +40,10 @@ class Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the worker
 
     def run(self, job: Job, seconds: float) -> str | None:
-        """None if the job passes within `seconds`, else why not."""
+        """None if the job passes, else why not; one that takes `seconds` of processor time, or none for a while, hangs.
+
+        Not seconds of the clock: a machine with other work to do must not make a hanging kernel of a slow one.
+        """
         if job[1] != self._implementation:  # what one prepares must not reach another
             self.close()
         if self._process is None:
@@ -68,12 +72,14 @@ class Worker:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         self._errors.truncate(0)
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        deadline, line = time.monotonic() + seconds, b""
+        used, line = _Used(self._process.pid), b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
-                if not selector.select(max(deadline - time.monotonic(), 0)):
-                    return f"no answer after {seconds:.0f} s, it hangs: {self._stacks()}"
+                if not selector.select(1.0):
+                    if (why := used.up(seconds)) is not None:
+                        return f"{why}, it hangs: {self._stacks()}"
+                    continue
                 part = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not part:
                     return f"the process ended: {self._last_errors()}"
@@ -91,6 +97,33 @@ class Worker:
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(size - 6000, 0))
         return self._errors.read().decode(errors="replace")
+
+
+class _Used:
+    """Processor time of a process since now."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._start, self._begin = pid, self._seconds(pid), time.monotonic()
+        self._moved, self._last = self._begin, self._start
+
+    def up(self, seconds: float) -> str | None:
+        """Why the process has had its time, None if it has not."""
+        now, used = time.monotonic(), self._seconds(self._pid)
+        if used is None or self._last is None or self._start is None:  # no /proc here
+            return f"no answer after {seconds:.0f} s" if now - self._begin > seconds else None
+        if used - self._last > 0.1:
+            self._moved, self._last = now, used
+        if used - self._start > seconds:
+            return f"no answer after {seconds:.0f} s of processor time"
+        return f"no progress for {IDLE_SECONDS} s" if now - self._moved > IDLE_SECONDS else None
+
+    @staticmethod
+    def _seconds(pid: int) -> float | None:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
 
 def run_all(groups: Sequence[Sequence[Job]], seconds: float, workers: int = 2) -> dict[Job, Future]:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pallas_kernels.cases import ATTENTION, QUICK
-from tests.pallas_kernels.conformance import check_attention
-from tests.pallas_kernels.implementations import IN_PROCESS
-from tests.pallas_kernels.problems import FAMILIES
+from tests.pallas_kernels.cases import ATTENTION, CROSSED, PRODUCTION, QUICK
+from tests.pallas_kernels.conformance import check_attention, check_runs_kernels
+from tests.pallas_kernels.implementations import IN_PROCESS, Implementation
+from tests.pallas_kernels.problems import FAMILIES, Case
+
+
+def cases_for(implementation: Implementation, thorough: bool) -> list[Case]:
+    """What tells most first: a device's time may end."""
+    if implementation.name == "device":
+        return PRODUCTION + CROSSED + [case for case in ATTENTION if case not in PRODUCTION]
+    # "gpu_xla" is the CPU's code on another layout.
+    return QUICK if implementation.name == "gpu_xla" and not thorough else ATTENTION
 
 
 def pytest_generate_tests(metafunc):
-    thorough = metafunc.config.getoption("--thorough")
     rows = []
     for implementation in IN_PROCESS:
-        # "gpu_xla" is the CPU's code on another layout.
-        for case in QUICK if implementation.name == "gpu_xla" and not thorough else ATTENTION:
-            for dtype in case.dtypes:
+        for case in cases_for(implementation, metafunc.config.getoption("--thorough")):
+            for dtype in implementation.dtypes(case):
                 identity = f"{implementation.name}-{case.name}-{dtype}"
                 rows.append(pytest.param(case, dtype, implementation, id=identity))
     metafunc.parametrize(("case", "dtype", "implementation"), rows)
 
 
 def test_matches_oracle(case, dtype, implementation):
+    if implementation.refuses(case, dtype) is None:
+        check_runs_kernels(case, dtype, implementation)
     for family in FAMILIES:
         check_attention(case, dtype, family, implementation)

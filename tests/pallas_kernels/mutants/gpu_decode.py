@@ -16,6 +16,7 @@ def _on(*cases: str):
 
 _ANY = _on("decode bucket")
 _SPLIT = _on("split decodes")
+_PARTS = (("many_parts", "mgpu"),)
 _TOKENS = _on("verify tails")
 _WINDOW = _on("decode window")
 _SINKS = _on("decode sinks")
@@ -105,6 +106,14 @@ MUTANTS = [
         "fori_loop(first, end, merge_item",
         "fori_loop(first, end - 1, merge_item",
         _SPLIT,
+    ),
+    Mutant("ring not filled again", _MERGE, "        load(item + stages - 1)\n", "", _PARTS),
+    Mutant(
+        "ring overwritten early",
+        _MERGE,
+        "load(item + stages - 1)",
+        "load(item + stages)",
+        _PARTS,
     ),
     Mutant("partials not waited for", _MERGE, "        plgpu.barrier_wait(refs.full.at[slot])\n", "", _ANY),
     Mutant("sink counted twice", _MERGE, "sink > NOTHING, 1.0", "sink > NOTHING, 2.0", _SINKS),

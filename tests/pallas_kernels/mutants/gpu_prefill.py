@@ -78,6 +78,13 @@ MUTANTS = [
     Mutant("causal sees one too many", _PREFILL, "key <= position\n", "key <= position + 1\n", _ANY),
     Mutant("causal drops the last key", _PREFILL, "key <= position\n", "key < position\n", _ANY),
     Mutant("whole blocks end one late", _PREFILL, "(tile.position + 1 if", "(tile.position + 64 if", _ANY),
+    Mutant(
+        "window ignored for whole blocks",
+        _PREFILL,
+        "        hidden = jnp.maximum(tile.position + tile.num_rows - spec.window - begin, 0)\n",
+        "        hidden = jnp.int32(0)\n",
+        _on("window 400 of 900"),
+    ),
     Mutant("window one too wide", _PREFILL, "key > position - spec", "key >= position - spec", _WINDOW),
     Mutant("stale values", _PREFILL, "keep = row < end\n", "keep = row < end + 1\n", _ANY),
     Mutant(

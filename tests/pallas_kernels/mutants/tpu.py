@@ -20,6 +20,8 @@ def _eager(*cases: str):
 _ANY = _on("mixed", "q tile straddles a kv block")
 _BLOCKS = _on("block edges", "mixed")
 _WINDOW = _on("window 16")
+_BLOCKS_IN_WINDOW = _on("window 400 of 900")
+_HEADS = attention("tpu-production-lazy", "bfloat16", "production blocks")
 _SINKS = _on("sinks and window")
 _SUMS = attention("tpu-far-lazy", "bfloat16", "block edges", "mixed")
 _CODES = _on("fp8 e4m3 keys and values")
@@ -79,6 +81,20 @@ MUTANTS = [
         "segment.position + 1 if plan.spec.causal",
         "segment.position + plan.block_q if plan.spec.causal",
         _ANY,
+    ),
+    Mutant(
+        "window ignored for whole blocks",
+        _TPU,
+        "        whole &= first_key >= segment.position + plan.block_q - plan.spec.window\n",
+        "        pass\n",
+        _BLOCKS_IN_WINDOW,
+    ),
+    Mutant(
+        "scores of the first head for all heads",
+        _TPU,
+        "head: _scores(refs, plan, slot, sub, head, visible)",
+        "head: _scores(refs, plan, slot, sub, heads[0], visible)",
+        _HEADS,
     ),
     Mutant("stale values past the end", _TPU, "(word + row < high)", "(word + row < high + 1)", _ANY),
     Mutant("stale values before the window", _TPU, "(word + row >= low) & ", "", _WINDOW),

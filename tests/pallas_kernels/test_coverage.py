@@ -1,0 +1,134 @@
+"""With what the suite runs each attention kernel: one in shapes that nobody serves proves nothing about those served.
+
+Counts what the cases are said to run. Each of them fails, interpreted or on a device, unless exactly these kernels are
+in its program (conformance.check_runs_kernels), so that a fallback to XLA cannot pass for a kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.attention.tpu.tiles import Blocks, buffer_lanes, choose_blocks
+from pallas_kernels.registry import kernel
+from pallas_kernels.tuning import TpuAttention
+from tests.pallas_kernels.attention.test_paged_attention import cases_for
+from tests.pallas_kernels.cases import BY_NAME, PRODUCTION, PRODUCTION_BLOCKS
+from tests.pallas_kernels.conformance import check_runs_kernels, replaced
+from tests.pallas_kernels.implementations import IMPLEMENTATIONS, MOSAIC_GPU, TPU_PRODUCTION_LAZY, Implementation
+from tests.pallas_kernels.problems import Case
+from tests.pallas_kernels.test_interpreted import quick_groups
+
+GPU_KERNELS = ("paged_attention_decode", "paged_attention_merge", "paged_attention_prefill")
+TPU_KERNELS = ("paged_attention_single", "paged_attention_runs")
+HEAD_DIMS, PAGE_SIZES = {64, 96, 128, 192, 256}, {8, 16, 32, 64, 128, 256}
+GROUPS = {1, 2, 7, 8, 16}  # query heads that share a kv head
+
+ROOT = Path(__file__).parents[2]
+
+Row = tuple[Implementation, Case, str]
+
+
+def interpreted(platform: str) -> list[Row]:
+    """(implementation, case, query dtype) of the attention jobs that every run of the suite has."""
+    jobs = [job for group in quick_groups() for job in group if job[0] == "attention"]
+    rows = [(IMPLEMENTATIONS[name], BY_NAME[case], dtype) for _, name, case, dtype, *_ in jobs]
+    return [(one, one.adapted(case), dtype) for one, case, dtype in rows if one.platform == platform]
+
+
+def on_device(platform: Implementation) -> list[Row]:
+    """The same of the suite on a device whose kernels are `platform`'s."""
+    device = replace(platform, name="device", interpreter=None, interpret=None, tuning=None)
+    cases = [device.adapted(case) for case in cases_for(device, thorough=False)]
+    return [(device, case, dtype) for case in cases for dtype in device.dtypes(case)]
+
+
+def rows_of(name: str, rows: list[Row]) -> list[Row]:
+    return [(one, case, dtype) for one, case, dtype in rows if name in one.kernels(case, dtype)]
+
+
+@pytest.mark.parametrize("rows", [interpreted("gpu"), on_device(MOSAIC_GPU)], ids=["interpreted", "device"])
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_gpu_kernels_meet_every_shape_that_is_served(name, rows):
+    cases = [case for _, case, dtype in rows_of(name, rows) if dtype == "bfloat16"]
+    assert {case.dims[0] for case in cases} >= HEAD_DIMS
+    assert {case.page_size for case in cases} >= PAGE_SIZES
+    assert {case.heads[0] // case.heads[1] for case in cases} >= GROUPS
+    assert any(case.heads == (16, 1) for case in cases), "one kv head for all"
+    assert {case.kv_dtype for case in cases} >= {None, "float8_e4m3fn"}
+    assert any((case.window or 0) > 3 * 128 for case in cases), "whole blocks of 128 keys inside a window"
+
+
+def test_device_crosses_head_dims_and_page_sizes():
+    cases = [case for _, case, dtype in rows_of(GPU_KERNELS[0], on_device(MOSAIC_GPU)) if dtype == "bfloat16"]
+    crossed = Counter((case.dims[0], case.page_size) for case in cases)
+    assert not [(dim, size) for dim in HEAD_DIMS for size in PAGE_SIZES if not crossed[dim, size]]
+
+
+@pytest.mark.parametrize("name", TPU_KERNELS)
+def test_tpu_kernels_meet_the_blocks_of_production(name):
+    rows = [row for row in rows_of(name, interpreted("tpu")) if row[0].tuning.tpu_attention == TpuAttention()]
+    assert {one.name for one, _, _ in rows} == {"tpu-production-lazy", "tpu-production-eager"}
+    assert {case for _, case, _ in rows} >= set(PRODUCTION_BLOCKS)
+    case = PRODUCTION_BLOCKS[0]
+    single, group = name == "paged_attention_single", case.heads[0] // case.heads[1]
+    blocks: Blocks = choose_blocks(
+        TPU_PRODUCTION_LAZY.tuning.tpu_attention,
+        rows=8 if single else group * 16,
+        num_kv_heads=case.heads[1],
+        row_bytes=buffer_lanes(case.heads[1] * sum(case.dims)) * 2,
+        page_size=case.page_size,
+        max_pages=case.max_pages,
+        num_tiles=case.max_seqs,
+        single=single,
+    )
+    assert (blocks.heads, blocks.pages * case.page_size) == (8, 1024 if single else 512)
+    assert max(case.kv_lens) > 2 * blocks.pages * case.page_size, "a sequence of several blocks"
+
+
+@pytest.mark.parametrize("platform", [MOSAIC_GPU, TPU_PRODUCTION_LAZY], ids=["gpu", "tpu"])
+def test_what_a_device_leaves_to_xla_is_known(platform):
+    """In bfloat16, by case; every other case runs kernels."""
+    left = {
+        case.name for one, case, dtype in on_device(platform) if dtype == "bfloat16" and not one.kernels(case, dtype)
+    }
+    if platform.platform == "tpu":
+        assert left == set()
+        return
+    trees = {"tree chain", "tree branches"}
+    assert left == trees | {"dims (192, 128)", "page size 48"}
+
+
+def test_a_silent_fallback_fails():
+    """What the counts stand on: a program without its kernels, and one with only some of them."""
+    case = PRODUCTION[0]
+    functions = {op: kernel(op, "gpu_xla") for op in ("attention_schedule", "ragged_paged_attention")}
+
+    def without_options(*arguments, interpret, **options):
+        return functions["ragged_paged_attention"](*arguments, **options)
+
+    fallen = replaced(
+        MOSAIC_GPU, attention_schedule=functions["attention_schedule"], ragged_paged_attention=without_options
+    )
+    with pytest.raises(AssertionError, match=r"runs \[\], not \['paged_attention_decode', "):
+        check_runs_kernels(case, "bfloat16", fallen)
+    decodes = replace(case, num_tokens=4, q_lens=(1, 1, 1, 1))
+    check_runs_kernels(decodes, "bfloat16", MOSAIC_GPU)
+    partly = replace(MOSAIC_GPU, elsewhere=lambda case, dtype: "said to be left to XLA")
+    with pytest.raises(AssertionError, match=r"'paged_attention_merge'\], not \[\]"):
+        check_runs_kernels(decodes, "bfloat16", partly)
+
+
+def test_the_short_run_has_a_job_of_every_kernel():
+    """What jax releases beside this one are compared with: each kernel, by the jobs that .ci/short-tests.txt names."""
+    lines = (ROOT / ".ci" / "short-tests.txt").read_text().splitlines()
+    named = {line.partition("[")[2].rstrip('"]') for line in lines if "::test_conforms[" in line}
+    jobs = {" ".join(map(str, job)): job for group in quick_groups() for job in group}
+    assert named <= set(jobs), f"no such jobs: {sorted(named - set(jobs))}"
+    attention = [job for job in map(jobs.get, named) if job is not None and job[0] == "attention"]
+    rows = [(IMPLEMENTATIONS[name], BY_NAME[case], dtype) for _, name, case, dtype, *_ in attention]
+    assert set.union(*(one.kernels(case, dtype) for one, case, dtype in rows)) == {*GPU_KERNELS, *TPU_KERNELS}
+    assert any(job.startswith("update tpu") for job in named)
