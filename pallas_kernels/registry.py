@@ -61,7 +61,7 @@ def kernel(op: str, platform: str) -> Callable:
 
 
 def block_profile(platform: str) -> Callable | None:
-    """The attention of `platform` block by block, see `attention.tpu.profile`; None where its compiler tells no cost."""
+    """A block of `platform`'s attention by itself (`attention.tpu.profile`); None where its compiler tells no cost."""
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"pallas_kernels.{module}").block_profile
 

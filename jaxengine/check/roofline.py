@@ -75,19 +75,21 @@ class Products:
 
     Attributes:
       flops: operations.
-      weight_bytes: of all weights, of the experts as many as are reached.
+      weight_bytes: of all weights, experts that no token goes to included: a kernel may have them as operands.
+      reached_bytes: of the weights that tokens meet.
       row_bytes: of what goes into the products and comes out of them, each in the model's dtype.
     """
 
     flops: int
     weight_bytes: int
+    reached_bytes: int
     row_bytes: int
 
 
 def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
     """Of a forward pass of an abstract model, every rank with a bucket of tokens of its own."""
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
-    weight_bytes = flops = row_bytes = 0
+    weight_bytes = reached_bytes = flops = row_bytes = 0
     for param in declared_params(model):
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
         part = [size // shards for size, shards in zip(param.shape, over, strict=True)]
@@ -101,18 +103,19 @@ def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
         if param.decl.num_experts is not None:
             picked = rows * config.experts.num_per_token / param.decl.num_experts
             reached, rows = min(1.0, picked), picked
-        weight_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
+        weight_bytes += size * jnp.dtype(param.dtype).itemsize
+        reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
         if len(part) > 1:
             flops += int(2 * size * rows)
             row_bytes += int(math.prod(part[:-2]) * rows * sum(part[-2:])) * itemsize
-    return Products(flops, weight_bytes, row_bytes)
+    return Products(flops, weight_bytes, reached_bytes, row_bytes)
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
     """A device's share of a forward pass of an abstract model, every rank with a bucket of tokens of its own."""
     config, mesh = model.config, model.mesh
     products = product_work(model, bucket, dtype)
-    num_bytes = bucket.num_tokens * config.hidden_size * jnp.dtype(dtype).itemsize + products.weight_bytes
+    num_bytes = bucket.num_tokens * config.hidden_size * jnp.dtype(dtype).itemsize + products.reached_bytes
     flops = products.flops
     for attention in (config.attention[layer] for layer in model.stage.layers):
         attended = attention_work(attention, bucket, kv_dtype, dtype, context)

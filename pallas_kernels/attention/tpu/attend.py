@@ -53,8 +53,8 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """o [T, N, Hv] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them.
 
-    interpret: pltpu.InterpretParams to run on a CPU. body: what a grid step does, see profile.py. Raises ValueError for dtypes and page sizes that
-    a TPU cannot work on.
+    interpret: pltpu.InterpretParams to run on a CPU. body: what a grid step does, see profile.py. Raises ValueError for
+    dtypes and page sizes that a TPU cannot work on.
     """
     check_dtypes(q.dtype, kv.data.dtype)
     check_page_size(kv.page_size)

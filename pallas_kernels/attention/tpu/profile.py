@@ -24,7 +24,7 @@ from pallas_kernels.attention.tpu.schedule import attention_schedule, block_q_of
 from pallas_kernels.kv.pages import KVSpec, alloc
 from pallas_kernels.tuning import tuning_of
 
-# What a trip does: folds a block that all rows see, folds one with a mask, or opens and closes a tile around the latter.
+# What a trip does: fold a block that all rows see, fold one with a mask, or open and close a tile around the latter.
 PARTS = ("block", "edge", "tile")
 _PAGES = 64  # of the pool
 

@@ -36,7 +36,7 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-OPTIONS = ("--buckets=short", "--max-num-seqs=8", "--max-num-batched-tokens=128", "--num-gpu-blocks-override=100")
+OPTIONS = ("--buckets=short", "--max-num-seqs=8", "--max-num-batched-tokens=128", "--num-gpu-blocks-override=1000")
 
 
 class Fault(NamedTuple):

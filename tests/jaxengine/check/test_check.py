@@ -107,9 +107,10 @@ def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     # The same command against that baseline, a figure of it having got worse; nothing needs to be compiled again.
     monkeypatch.setattr(children, "check_target", lambda target, job, progress: rows)
     assert main([*common, "--against", base]) == 0
-    rows[0]["serialized_bytes"] *= 2
+    worse = next(row for row in rows if row["operations"])
+    worse["operations"]["f32"] *= 2
     assert main([*common, "--against", base]) == 1
-    assert f"FAIL cpu, {rows[0]['program']}: serialized_bytes was" in capsys.readouterr().out
+    assert f"FAIL cpu, {worse['program']}: operations in f32 was" in capsys.readouterr().out
     assert main([*common, "--against", base, "--max-logprobs=3"]) == 2
 
 
