@@ -19,6 +19,10 @@ from jaxengine.server.options import ServerConfig
         ({"request_timeout": 0}, "request_timeout"),
         ({"engine_hang_timeout": 0.5}, "engine_hang_timeout"),
         ({"engine_hang_timeout": -1.0}, "engine_hang_timeout"),
+        ({"api_hang_timeout": 0.5}, "api_hang_timeout"),
+        ({"api_memory_limit_bytes": 1000}, "api_memory_limit_bytes"),
+        ({"read_timeout": 0.0}, "read_timeout"),
+        ({"max_connections": 0}, "max_connections"),
         ({"api_key": ("",)}, "api_key"),
         ({"ssl_certfile": "x.pem"}, "ssl_certfile"),
         ({"ssl_ca_certs": "x.pem"}, "ssl_ca_certs"),
@@ -40,3 +44,15 @@ def test_keys_come_from_options_and_files(tmp_path):
     file.write_text("\n")
     with pytest.raises(ConfigError, match="api_key_file"):
         config.api_keys()
+
+
+def test_a_key_file_that_others_may_write_is_refused(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    for name, read in (("api_key_file", "api_keys"), ("admin_key_file", "admin_keys")):
+        config = ServerConfig(**{name: str(file)})
+        file.chmod(0o644)
+        assert getattr(config, read)() == ("one",)
+        file.chmod(0o602)
+        with pytest.raises(ConfigError, match=f"{name}.*others may not write"):
+            getattr(config, read)()
