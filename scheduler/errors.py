@@ -5,6 +5,8 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
+_MOST_SORTED = 1000
+
 
 class RequestError(ValueError):
     """A request that cannot be served as asked. Raised before any state changes.
@@ -34,6 +36,9 @@ class OverloadedError(RequestError):
 
 def show_value(value: Any) -> str:
     """A value as an error message shows it: short, whatever it is."""
+    # reprlib sorts what has no order, however many there are.
+    if isinstance(value, dict | set | frozenset) and len(value) > _MOST_SORTED:
+        return f"<{type(value).__name__} of {len(value)}>"
     try:
         return reprlib.repr(value)
     except ValueError:  # an int beyond sys.set_int_max_str_digits

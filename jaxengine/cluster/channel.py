@@ -220,16 +220,16 @@ def connect_channel(host: str, port: int, key: bytes) -> Channel:
 
 
 def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
-    _prepare(connection)
+    deadline = _prepare(connection)
     own = os.urandom(_NONCE_BYTES)
     connection.sendall(_GREETING + own)
-    answer = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES)
+    answer = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)
     if answer[: len(_GREETING)] != _GREETING:
         raise ClusterError("what answers there is not an engine of this version")
     nonces = own + answer[len(_GREETING) :]
     connection.sendall(_keyed(key, b"worker", nonces))
     try:
-        proof = _receive_exactly(connection, _CODE_BYTES)
+        proof = _receive_exactly(connection, _CODE_BYTES, deadline)
     except ConnectionError:
         raise ClusterError("host 0 has another cluster key") from None
     if not hmac.compare_digest(proof, _keyed(key, b"host 0", nonces)):
@@ -238,15 +238,16 @@ def _prove_as_worker(connection: socket.socket, key: bytes) -> Channel:
 
 
 def accept_channel(connection: socket.socket, key: bytes) -> Channel:
-    """Host 0's end of a new connection; ClusterError or OSError for one that does not prove that it knows the key."""
-    _prepare(connection)
-    greeting = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES)
+    """Host 0's end of a new connection; ClusterError or OSError for one that does not prove in time that it knows the
+    key."""
+    deadline = _prepare(connection)
+    greeting = _receive_exactly(connection, len(_GREETING) + _NONCE_BYTES, deadline)
     if greeting[: len(_GREETING)] != _GREETING:
         raise ClusterError("it is not a worker of this version")
     own = os.urandom(_NONCE_BYTES)
     connection.sendall(_GREETING + own)
     nonces = greeting[len(_GREETING) :] + own
-    if not hmac.compare_digest(_receive_exactly(connection, _CODE_BYTES), _keyed(key, b"worker", nonces)):
+    if not hmac.compare_digest(_receive_exactly(connection, _CODE_BYTES, deadline), _keyed(key, b"worker", nonces)):
         raise ClusterError("it has another cluster key")
     connection.sendall(_keyed(key, b"host 0", nonces))
     return Channel(connection, _keyed(key, b"to worker", nonces), _keyed(key, b"to host 0", nonces))
@@ -259,20 +260,27 @@ def close_connection(connection: socket.socket) -> None:
     connection.close()
 
 
-def _prepare(connection: socket.socket) -> None:
+def _prepare(connection: socket.socket) -> float:
+    """When the handshake must be over, whatever comes in between: on the clock of time.monotonic."""
     connection.settimeout(_HANDSHAKE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+    return time.monotonic() + _HANDSHAKE_SECONDS
 
 
 def _keyed(key: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.new(key, role + b"\0" + nonces, hashlib.sha256).digest()
 
 
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
     content = bytearray()
     while len(content) < count:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the handshake took too long")
+            connection.settimeout(left)
         part = connection.recv(min(count - len(content), 1 << 20))
         if not part:
             raise ConnectionResetError("the connection was closed")

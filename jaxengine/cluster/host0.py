@@ -37,6 +37,8 @@ _END_SECONDS = 10.0
 # How long after a failed exchange between devices the loss of a process may show, which is then the reason.
 BLAME_SECONDS = 5.0
 _CHECK_SECONDS = 0.05
+# Connections that have not proved yet that they know the key. One more, and the first of them has to go: a worker
+# proves it in milliseconds, so that strangers, however slow and however many, do not keep it out.
 _MAX_GREETINGS = 64
 # jax must never end a process for another's sake: it does so without a reason, and the reason is known here.
 _NEVER_SECONDS = 10**6
@@ -79,7 +81,7 @@ class Cluster(Peers):
         self._workers: dict[int, _Worker] = {}
         self._failure: str | None = None
         self._started = self._closing = False
-        self._greetings = threading.BoundedSemaphore(_MAX_GREETINGS)
+        self._greetings: dict[socket.socket, None] = {}
         with free_listener() as found:
             self._coordinator_port = found.getsockname()[1]
         self._listener = _listen(config.master_addr, config.master_port)
@@ -208,20 +210,24 @@ class Cluster(Peers):
                 connection, (address, *_) = self._listener.accept()
             except OSError:
                 return  # closed
-            if self._greetings.acquire(blocking=False):
-                greet = threading.Thread(target=self._greet, args=(connection, address), daemon=True)
-                greet.start()
-            else:
-                connection.close()
+            with self._changed:
+                self._greetings[connection] = None
+                stranger = next(iter(self._greetings)) if len(self._greetings) > _MAX_GREETINGS else None
+                if stranger is not None:
+                    del self._greetings[stranger]
+            if stranger is not None:
+                close_connection(stranger)
+            threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
         """A new connection, from its first byte to its end."""
         try:
             try:
                 channel = accept_channel(connection, self._key)
-                hello = channel.receive()
             finally:
-                self._greetings.release()
+                with self._changed:
+                    self._greetings.pop(connection, None)
+            hello = channel.receive()
             if hello.op == "coordinator":
                 self._relay(connection)
             elif worker := self._enter(channel, hello, address):

@@ -29,6 +29,11 @@ MAX_N = 16384
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_TOKENS = 1024
+# Of all of them together: more than so many tokens have, and more than any text that ends an output.
+MAX_BAD_WORDS_CHARS = 32 * MAX_BAD_WORDS_TOKENS
+MAX_STOP_CHARS = 16384
+# Entries of a list of token ids; no vocabulary is larger.
+MAX_TOKEN_IDS = 2**20
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 # Keeps logits finite in float32 whatever they are multiplied with.
@@ -112,12 +117,14 @@ def _num_logprobs(name: str, value: Any) -> int:
     return _int(-1, _INT32_MAX, "None, an int >= 0, -1 (the whole vocabulary) or True (1)")(name, value)
 
 
-def _texts(at_most: int) -> Rule:
+def _texts(at_most: int, max_chars: int) -> Rule:
     def check(name: str, value: Any) -> tuple[str, ...]:
         texts = (value,) if isinstance(value, str) else () if value is None else value
         whole = isinstance(texts, (list, tuple)) and len(texts) <= at_most
         if not whole or not all(isinstance(text, str) and text for text in texts):
             raise _refuse(name, value, f"a string or a list of at most {at_most} strings, none of them empty")
+        if sum(map(len, texts)) > max_chars:
+            raise _refuse(name, value, f"at most {max_chars} characters altogether")
         return tuple(texts)
 
     return check
@@ -125,8 +132,11 @@ def _texts(at_most: int) -> Rule:
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = () if value is None else value
-    if not isinstance(ids, (list, tuple, set, frozenset, range)):
-        raise _refuse(name, value, "a list of token ids")
+    if not isinstance(ids, (list, tuple, set, frozenset, range)) or len(ids) > MAX_TOKEN_IDS:
+        raise _refuse(name, value, f"a list of at most {MAX_TOKEN_IDS} token ids")
+    # A check for each would take a second where there are a million.
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _INT32_MAX:
+        return tuple(dict.fromkeys(ids))
     allowed_id = _int(0, _INT32_MAX, "a list of token ids, each an int >= 0")
     return tuple(dict.fromkeys(allowed_id(name, token_id) for token_id in ids))
 
@@ -141,6 +151,8 @@ def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise _refuse(name, value, "a dict from token id to a number")
+    if len(value) > MAX_TOKEN_IDS:
+        raise _refuse(name, len(value), f"a dict of at most {MAX_TOKEN_IDS} token ids")
     token_id = _int(0, _INT32_MAX, "a dict whose keys are token ids, each an int >= 0")
     bias = _float(-_FLOAT_LIMIT, _FLOAT_LIMIT, "a dict whose values are finite numbers, at most 1e20 in size")
     return {token_id(name, key): bias(name, number) for key, number in value.items()}
@@ -164,7 +176,7 @@ _RULES: dict[str, Rule] = {
     "seed": _optional(
         _read_as(_int(-_INT64_MAX - 1, _INT64_MAX, "None or an int of 64 bits (-1 means None)"), -1, None)
     ),
-    "stop": _texts(MAX_STOP_STRINGS),
+    "stop": _texts(MAX_STOP_STRINGS, MAX_STOP_CHARS),
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,
     "max_tokens": _optional(_int(1, _INT32_MAX, "an int >= 1, or None for the rest of the context")),
@@ -178,7 +190,7 @@ _RULES: dict[str, Rule] = {
     "output_kind": _output_kind,
     "logit_bias": _optional(_logit_bias),
     "allowed_token_ids": _optional(_allowed_token_ids),
-    "bad_words": _texts(MAX_BAD_WORDS),
+    "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS),
     "structured_outputs": _optional(structured_outputs),
 }
 
@@ -356,8 +368,9 @@ class SamplingParams:
             if asked is not None and asked > most:
                 raise _refuse(name, asked, f"at most max_logprobs ({most})")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            outside = [token_id for token_id in getattr(self, name) or () if token_id >= vocab_size]
-            if outside:
+            ids = getattr(self, name) or ()
+            if max(ids, default=0) >= vocab_size:
+                outside = [token_id for token_id in ids if token_id >= vocab_size]
                 raise _refuse(name, outside, f"token ids inside the vocabulary (0 to {vocab_size - 1})")
         for name, empty in (("stop", "empty"), ("bad_words", "empty"), ("structured_outputs", "None")):
             if getattr(self, name) and not has_tokenizer:

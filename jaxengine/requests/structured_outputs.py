@@ -161,12 +161,12 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
             param=name,
             value=value,
         )
-    unknown = sorted(set(value) - known)
-    if unknown:
+    unknown = next((key for key in value if key not in known), None)
+    if unknown is not None:
         raise RequestError(
-            f"{name} must be a dict of {', '.join(sorted(known))}, got the key {show_value(unknown[0])}",
+            f"{name} must be a dict of {', '.join(sorted(known))}, got the key {show_value(unknown)}",
             param=name,
-            value=unknown[0],
+            value=unknown,
         )
     return StructuredOutputsParams(**value)
 

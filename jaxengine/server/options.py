@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import math
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +28,8 @@ class ServerConfig:
       served_model_name: names by which requests may call the model; the first is the one answers carry.
       api_key: keys that clients may present as "Authorization: Bearer ..."; none: no key is asked for. With
         scheduling_policy "fair" each key is one client, and all are one without keys.
-      api_key_file: a file with one key a line, in addition.
+      api_key_file: a file with one key a line, in addition. One that others may write is refused, and one that they may
+        read warned of; admin_key_file likewise.
       enable_admin: also serve the routes and methods that change the server; they need admin_key_file.
       admin_key_file: a file with the key of those.
       ssl_certfile: certificate chain for TLS, PEM.
@@ -41,7 +44,14 @@ class ServerConfig:
       shutdown_timeout: seconds that SIGTERM leaves running requests to finish; 0 aborts them.
       engine_hang_timeout: seconds after which an engine that has not finished a step is killed and started again; 0:
         never. It must be far above the longest step, which with enforce_eager includes its compilation.
+      api_hang_timeout: seconds after which a process that speaks with clients, and whose event loop has not had a turn,
+        is killed and started again; 0: never.
+      api_memory_limit_bytes: memory that such a process may take beyond what it starts with; 0: no limit.
       stream_write_timeout: seconds that a client may leave a stream unread before it is ended.
+      read_timeout: seconds that the headers of a request may take to come, and as long its body, which has one more for
+        each 256 KiB that have come. A connection without a request in it is ended then, too.
+      max_connections: connections to each API process. Beyond them the one that has waited longest for a request gives
+        way, or the new one where none does. None: 10,000, or as many as the open files that the system allows.
       max_request_bytes: largest body of a request.
       max_header_bytes: largest headers of a request.
       max_n: most outputs of one prompt that a request may ask for.
@@ -80,7 +90,11 @@ class ServerConfig:
     request_timeout: float | None = None
     shutdown_timeout: float = 0.0
     engine_hang_timeout: float = 300.0
+    api_hang_timeout: float = 60.0
+    api_memory_limit_bytes: int = 4096 * MIB
     stream_write_timeout: float = 60.0
+    read_timeout: float = 30.0
+    max_connections: int | None = None
     max_request_bytes: int = 32 * MIB
     max_header_bytes: int = 64 << 10
     max_n: int = 128
@@ -117,6 +131,8 @@ class ServerConfig:
             ("request_timeout", 0.001, math.inf),
             ("shutdown_timeout", 0, 86400),
             ("stream_write_timeout", 0.1, 86400),
+            ("read_timeout", 0.1, 86400),
+            ("max_connections", 1, 2**20),
             ("max_request_bytes", 1024, 2**31),
             ("max_header_bytes", 1024, 16 * MIB),
             ("max_n", 1, 16384),
@@ -125,8 +141,14 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(name, value, f"{least} to {most}")
-        if self.engine_hang_timeout and not 1 <= self.engine_hang_timeout <= 86400:
-            raise ConfigError("engine_hang_timeout", self.engine_hang_timeout, "0 or 1 to 86400")
+        for name, least, most in (
+            ("engine_hang_timeout", 1, 86400),
+            ("api_hang_timeout", 1, 86400),
+            ("api_memory_limit_bytes", 256 * MIB, 2**53),
+        ):
+            value = getattr(self, name)
+            if value and not least <= value <= most:
+                raise ConfigError(name, value, f"0 or {least} to {most}")
         for name, other in (
             ("ssl_certfile", "ssl_keyfile"),
             ("ssl_keyfile", "ssl_certfile"),
@@ -153,11 +175,16 @@ def _read_keys(name: str, path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        lines = Path(path).read_text().splitlines()
+        with Path(path).open() as file:
+            mode = os.fstat(file.fileno()).st_mode
+            lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         problem = f"{name} {path!r} cannot be read ({why})"
         raise ConfigError.because(name, problem, "name a file with one key a line") from None
+    if mode & stat.S_IWOTH:
+        problem = f"{name} {path!r} is a file that others may write, and so add a key of theirs"
+        raise ConfigError.because(name, problem, f"chmod o-w {path}")
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ConfigError.because(name, f"{name} {path!r} holds no key", "write one a line into it")

@@ -5,22 +5,32 @@ Owns the forms a prompt may have and how it is cut short. Knows nothing of sampl
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.server.workers import Workers
 from scheduler.errors import RequestError, show_value
 
+MAX_DETOKENIZE = 1 << 18  # token ids; a tenth of a second of work that nothing else runs beside
 _LONG_TEXT = 10_000  # characters; a few milliseconds of work
 FORMS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
 
 
-def read_prompts(prompt: Any, max_prompts: int, vocab_size: int) -> list[str | list[int]]:
-    """The prompts of a request's `prompt`. Raises RequestError."""
-    prompts = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+def read_prompts(prompt: Any, max_prompts: int, vocab_size: int, longest: int | None) -> list[str | list[int]]:
+    """The prompts of a request's `prompt`. longest: token ids that one may have; None where it is cut.
+
+    Raises RequestError.
+    """
+    prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
         raise RequestError(f"prompt holds {len(prompts)} prompts; allowed are 1 to {max_prompts}", param="prompt")
+    for each in prompts:
+        # Before its entries are looked at.
+        if longest is not None and isinstance(each, list) and len(each) > longest:
+            raise RequestError(
+                f"prompt has {len(each)} tokens; allowed are 1 to {longest} (max_model_len - 1)", param="prompt"
+            )
     texts = all(isinstance(each, str) for each in prompts)
     if not texts and not all(isinstance(each, list) and _is_ids(each) for each in prompts):
         raise RequestError(f"prompt must be {FORMS}, got {show_value(prompt)}", param="prompt")
@@ -34,13 +44,18 @@ def read_prompts(prompt: Any, max_prompts: int, vocab_size: int) -> list[str | l
 
 def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
     """Raises RequestError for an id outside the vocabulary."""
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+    least, most = min(token_ids, default=0), max(token_ids, default=0)
+    if not 0 <= least <= most < vocab_size:
+        wrong = least if least < 0 else most
         raise RequestError(
             f"{param} holds the token id {show_value(wrong)}; allowed are 0 to {vocab_size - 1}",
             param=param,
             value=wrong,
         )
+
+
+def _begins_with_id(value: list[Any]) -> bool:
+    return bool(value) and type(value[0]) is int
 
 
 def _is_ids(value: list[Any]) -> bool:
@@ -53,11 +68,13 @@ class PromptEncoder:
     def __init__(self, inputs: InputProcessor):
         self._inputs = inputs
         self._longest_token: int | None = None
+        self._workers = Workers()
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
     ) -> list[list[int]]:
-        """Token ids of each text. Raises RequestError for one that cannot fit, before any work is done on it."""
+        """Token ids of each text. Raises RequestError for one that cannot fit, before any work is done on it, and
+        OverloadedError where too many wait for theirs."""
         tokenizer = self._inputs.require_tokenizer()
         most = self._inputs.config.max_model_len * self._token_chars()
         longest = max(map(len, texts))
@@ -67,7 +84,7 @@ class PromptEncoder:
             )
         if sum(map(len, texts)) <= _LONG_TEXT:
             return tokenizer.encode_batch(texts, add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
+        return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
 
     def cut(self, token_ids: list[int], keep: int | None, side: str | None, max_tokens: int | None) -> list[int]:
         """The token ids that `truncate_prompt_tokens` and `truncation_side` leave."""

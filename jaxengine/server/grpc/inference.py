@@ -20,10 +20,8 @@ from jaxengine.server.grpc.convert import Generation, RequestReader
 from jaxengine.server.grpc.status import CallError
 from jaxengine.server.keys import Keys
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import check_token_ids
+from jaxengine.server.prompts import MAX_DETOKENIZE, check_token_ids
 from scheduler.errors import RequestError
-
-MAX_DETOKENIZE = 1 << 20
 
 Context = grpc.aio.ServicerContext
 

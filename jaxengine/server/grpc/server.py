@@ -9,15 +9,16 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from jaxengine.api.engine_client import EngineClient, EngineDeadError
+from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.server.descriptors import max_connections
 from jaxengine.server.grpc import admin_pb2, inference_pb2
 from jaxengine.server.grpc.admin import AdminService
 from jaxengine.server.grpc.auth import KeyInterceptor
+from jaxengine.server.grpc.health import MAX_WATCHES, Health, health_handlers
 from jaxengine.server.grpc.inference import InferenceService
 from jaxengine.server.grpc.service import OpenCalls, handlers
 from jaxengine.server.keys import Keys
@@ -27,10 +28,13 @@ from jaxengine.server.options import MIB, ServerConfig, is_loopback
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 MAX_SEND_BYTES = 64 * MIB
-# Seconds between two looks at the engine's health.
-HEALTH_INTERVAL = 0.25
 # Calls beyond those that an engine runs and queues: the ones about to be refused, health checks, tokenising.
 SPARE_CALLS = 256
+# Beyond all these and those that watch our health: what is refused, and whoever asks whether we live.
+OPEN_TO_ALL = 256
+# A connection is told to end, and calls of it have as long again: no client keeps its place for ever.
+_CONNECTION_AGE_MS = 3_600_000
+_IDLE_MS, _HANDSHAKE_MS = 300_000, 10_000
 
 
 class GrpcServer:
@@ -58,41 +62,19 @@ class GrpcServer:
         await self._server.stop(None)
 
 
-class Health(HealthServicer):
-    """grpc.health.v1 for the server as a whole ("") and each of its services."""
-
-    def __init__(self, services: tuple[str, ...]):
-        super().__init__()
-        self._names = ("", *services)
-
-    async def follow(self, engine: EngineClient) -> None:
-        """Reports what the engine says of itself, until cancelled."""
-        known = None
-        while True:
-            try:
-                await engine.check_health()
-                status = health_pb2.HealthCheckResponse.SERVING
-            except EngineDeadError:
-                status = health_pb2.HealthCheckResponse.NOT_SERVING
-            if status != known:
-                for name in self._names:
-                    await self.set(name, status)
-                known = status
-            await asyncio.sleep(HEALTH_INTERVAL)
-
-
 async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
     """Serves `engine` on config.grpc_port, on the running event loop.
 
     Raises ConfigError, naming the option, for a port that is taken and for keys or certificates that cannot be used.
     """
     names = served_names(engine, config)
-    calls = OpenCalls(log=not config.disable_access_log)
+    max_calls = _max_calls(engine, config)
+    calls = OpenCalls(log=not config.disable_access_log, most=max_calls, read_timeout=config.read_timeout)
     keys = Keys(config.api_keys(), config.admin_keys())
     server = grpc.aio.server(
         interceptors=[KeyInterceptor(keys)],
         options=_options(config),
-        maximum_concurrent_rpcs=_max_calls(engine, config),
+        maximum_concurrent_rpcs=max_calls + MAX_WATCHES + OPEN_TO_ALL,
     )
     services = [INFERENCE.full_name]
     server.add_generic_rpc_handlers((handlers(InferenceService(engine, config, names, keys), INFERENCE, calls),))
@@ -100,7 +82,7 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
         services.append(ADMIN.full_name)
         server.add_generic_rpc_handlers((handlers(AdminService(engine, names, calls), ADMIN, calls),))
     reported = Health(tuple(services))
-    health_pb2_grpc.add_HealthServicer_to_server(reported, server)
+    server.add_generic_rpc_handlers((health_handlers(reported, config.read_timeout),))
     if config.enable_reflection if config.enable_reflection is not None else is_loopback(config.host):
         reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = _listen(server, config)
@@ -132,6 +114,11 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         # And we find out about clients that went without a word.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.max_connection_age_ms", _CONNECTION_AGE_MS),
+        ("grpc.max_connection_age_grace_ms", _CONNECTION_AGE_MS),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_allowed_incoming_connections", max_connections(config)),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -18,18 +18,27 @@ from jaxengine.api.engine_client import EngineDrainingError
 from jaxengine.server.grpc.convert import field_of, refuse_unknown_fields
 from jaxengine.server.grpc.status import status_of
 from jaxengine.server.observe.spans import caller_trace
-from scheduler.errors import RequestError
+from scheduler.errors import OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
 Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 
-class OpenCalls:
-    """The calls under way; once draining, no more are let in."""
+Requests = AsyncIterator[Any]
 
-    def __init__(self, *, log: bool):
+
+class OpenCalls:
+    """The calls under way; once draining, or beyond `most` of them, no more are let in.
+
+    Attributes:
+      read_timeout: seconds that a call's message may take to come.
+    """
+
+    def __init__(self, *, log: bool, most: int, read_timeout: float):
+        self.read_timeout = read_timeout
         self._log = log
+        self._most = most
         self._count = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -39,7 +48,8 @@ class OpenCalls:
         return self._count
 
     def enter(self, name: str, context: Any) -> None:
-        """Counts a call until its status is sent. Raises EngineDrainingError when draining."""
+        """Counts a call until its status is sent. Raises EngineDrainingError when draining, OverloadedError beyond what
+        may be open."""
         started = time.monotonic()
 
         def leave(_: Any) -> None:
@@ -55,6 +65,8 @@ class OpenCalls:
         context.add_done_callback(leave)
         if self._draining:
             raise EngineDrainingError("the server is shutting down")
+        if self._count > self._most:
+            raise OverloadedError(f"{self._most} calls are open already")
 
     async def drain(self, grace: float) -> None:
         """Lets no more calls in and waits until those under way have ended, `grace` seconds at most."""
@@ -70,7 +82,10 @@ def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grp
     """Serves each method of the service by the servicer's method of the same name."""
     made = {}
     for method in service.methods:
-        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        # As a stream of requests, so that the wait for the one that comes has an end.
+        make = (
+            grpc.stream_stream_rpc_method_handler if method.server_streaming else grpc.stream_unary_rpc_method_handler
+        )
         request_type, response_type = map(message_factory.GetMessageClass, (method.input_type, method.output_type))
         guarded = _guarded(method.name, getattr(servicer, method.name), request_type, calls)
         made[method.name] = make(guarded, response_serializer=response_type.SerializeToString)
@@ -78,10 +93,11 @@ def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grp
 
 
 def _guarded(name: str, method: Method, request_type: type[Message], calls: OpenCalls) -> Any:
-    async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+    async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
         request = request_type()
         try:
             calls.enter(name, context)
+            data = await first_message(requests, context, calls.read_timeout)
             _parse(request, data)
             with caller_trace(_text_metadata(context)):
                 return await method(request, context)
@@ -93,6 +109,18 @@ def _guarded(name: str, method: Method, request_type: type[Message], calls: Open
         await context.abort(code, details, metadata)
 
     return call
+
+
+async def first_message(requests: Requests, context: grpc.aio.ServicerContext, timeout: float) -> Any:
+    """The message of a call that has one; ends the call where it does not come in time."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await anext(requests)
+    except TimeoutError:
+        details = f"the call's message did not come within {timeout:g} s"
+        return await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, details)
+    except StopAsyncIteration:
+        return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
 
 
 def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:

@@ -15,11 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.http import errors, models, operations, tokenize
+from jaxengine.server.http.arrival import LimitsMiddleware
 from jaxengine.server.http.auth import AuthMiddleware
 from jaxengine.server.http.chat import endpoint as chat
 from jaxengine.server.http.completions import endpoint as completions
 from jaxengine.server.http.errors import ApiError, as_api_error, error_response
-from jaxengine.server.http.limits import JsonRoute, LimitsMiddleware
+from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.messages import endpoint as messages
 from jaxengine.server.http.responses import endpoint as responses
 from jaxengine.server.keys import Keys
@@ -27,6 +28,7 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.observe import api_docs, prometheus, status
 from jaxengine.server.observe.spans import CallerTraceMiddleware
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.workers import Workers
 from jaxengine.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     names_clients = engine.inputs.config.scheduling_policy == "fair"
     middleware = [
         Middleware(TrafficMiddleware, traffic, config.root_path.rstrip("/")),
-        Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes),
+        Middleware(LimitsMiddleware, config.max_header_bytes, config.max_request_bytes, config.read_timeout),
         Middleware(AuthMiddleware, Keys(config.api_keys(), config.admin_keys()), names_clients),
     ]
     if config.otlp_traces_endpoint is not None:
@@ -75,6 +77,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
         redoc_url=None,
     )
     app.state.traffic = traffic
+    app.state.workers = Workers()
     errors.install(app)
     for router in ROUTERS:
         routes = router(engine, config)
@@ -97,10 +100,12 @@ class TrafficState:
 
     Attributes:
       num_running: requests that are being answered, those for the server's own state not counted.
+      has_served: whether one of these was answered as it asked.
     """
 
     def __init__(self):
         self.num_running = 0
+        self.has_served = False
 
 
 class TrafficMiddleware:
@@ -133,6 +138,7 @@ class TrafficMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                self._traffic.has_served |= counts and message["status"] == 200
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 if state.get("unknown_fields"):
                     headers.append((b"x-unknown-fields", _header_text(state["unknown_fields"])))

@@ -1,12 +1,13 @@
-"""How much of a request is read, and what counts as JSON: size of headers and body, depth, numbers that are numbers.
+"""What counts as JSON in a request, and how much of it: depth, entries, texts, numbers that are numbers.
 
-Owns what is settled before a field is looked at. Knows nothing of fields.
+Everything is counted before anything is made of it, and a long body is read beside the event loop. Knows nothing of
+fields.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import json.scanner
 import math
 import re
 from collections.abc import Callable, Coroutine
@@ -15,66 +16,28 @@ from typing import Any, NoReturn
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope
 
-from jaxengine.server.http.errors import ApiError, error_response
+from jaxengine.server.http.errors import ApiError
+from jaxengine.server.workers import Workers
 
 MAX_DEPTH = 64
-# Arrays and objects in one body. An empty one takes two bytes there and a hundred in memory.
-MAX_CONTAINERS = 500_000
-# Longer bodies are parsed beside the event loop.
-_LONG_BODY = 256 << 10
-# A string, up to the end of the body where it is not closed, or a bracket. Possessive: linear whatever the body holds.
-_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+# Arrays and objects in one body. One with a name in it takes seven bytes there and two hundred in memory.
+MAX_CONTAINERS = 250_000
+# Entries of all arrays and objects: twice the token ids of the longest prompts that there are.
+MAX_VALUES = 2_000_000
+# Texts, names included. A name takes ten times as long to read as a number.
+MAX_TEXTS = 500_000
+# Names of one request, beside those of objects in it.
+MAX_FIELDS = 1000
+# Longer bodies are read beside the event loop,
+_LONG_BODY = 64 << 10
+# and those with more texts by Python's own code, which is slower and lets the event loop have its turn in between.
+_MANY_TEXTS = 50_000
+# A string, up to the end of the body where it is not closed, a bracket, or what stands between these. Possessive:
+# linear whatever the body holds.
+_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]++', re.DOTALL)
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
-_CLOSE = {"Connection": "close"}  # what is left of a body that is too long is not waited for
-
-
-class LimitsMiddleware:
-    """Refuses headers and bodies that are too large; a body is counted while it comes and never held whole."""
-
-    def __init__(self, app: ASGIApp, max_header_bytes: int, max_request_bytes: int):
-        self._app = app
-        self._max_header_bytes = max_header_bytes
-        self._max_request_bytes = max_request_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            self._check_headers(scope)
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
-            return
-        num_read = 0
-
-        async def counted() -> Message:
-            nonlocal num_read
-            message = await receive()
-            num_read += len(message.get("body", b""))
-            if num_read > self._max_request_bytes:
-                raise self._too_large()
-            return message
-
-        await self._app(scope, counted, send)
-
-    def _check_headers(self, scope: Scope) -> None:
-        """Raises ApiError."""
-        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-        if size > self._max_header_bytes:
-            raise ApiError(431, f"the headers have {size} bytes; allowed are {self._max_header_bytes}", headers=_CLOSE)
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                if not value.isdigit():
-                    raise ApiError(400, "Content-Length is not a number", headers=_CLOSE)
-                # Compared as text first: a number of many digits is slow to read.
-                if len(value.lstrip(b"0")) > 20 or int(value) > self._max_request_bytes:
-                    raise self._too_large()
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self._max_request_bytes} bytes", headers=_CLOSE)
 
 
 class JsonRoute(APIRoute):
@@ -113,23 +76,39 @@ class _JsonRequest(Request):
 
     async def json(self) -> Any:
         body = await self.body()
-        value = await asyncio.to_thread(read_json, body) if len(body) > _LONG_BODY else read_json(body)
+        workers: Workers = self.app.state.workers
+        value = await workers.run(read_json, body) if len(body) > _LONG_BODY else read_json(body)
         if isinstance(value, dict):
+            if len(value) > MAX_FIELDS:
+                raise ApiError(400, f"the body has {len(value)} fields; allowed are {MAX_FIELDS}")
             given = [name for name in value if name not in self._fields]
             self.state.unknown_fields = [name for name in given if name not in self._ignored]
             self.state.ignored_fields = [name for name in given if name in self._ignored and value[name] is not None]
         return value
 
 
+class _PythonDecoder(json.JSONDecoder):
+    """The same decoder in Python: other threads run between two values, which C's lets none do before it has ended."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.parse_object = json.decoder.JSONObject  # pyright: ignore[reportAttributeAccessIssue]
+        self.parse_array = json.decoder.JSONArray  # pyright: ignore[reportAttributeAccessIssue]
+        self.scan_once = json.scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def read_json(body: bytes) -> Any:
     """The value. Raises ApiError for what is no JSON (RFC 8259), and for what is and does harm.
 
     That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH, more than
-    MAX_CONTAINERS arrays and objects.
+    MAX_CONTAINERS arrays and objects, MAX_VALUES entries of them or MAX_TEXTS texts.
     """
-    _check_depth(body)
+    decoder = _PythonDecoder if _measure(body) > _MANY_TEXTS else json.JSONDecoder
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        text = body.decode("utf-8")
+        if text.startswith("\ufeff"):
+            raise ValueError("it begins with a byte order mark")
+        value = decoder(parse_constant=_refuse_constant, parse_float=_finite).decode(text)
         if _HALF_CHARACTER.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError:
@@ -141,20 +120,34 @@ def read_json(body: bytes) -> Any:
     return value
 
 
-def _check_depth(body: bytes) -> None:
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return
-    depth = num_open = 0
+def _measure(body: bytes) -> int:
+    """At least as many texts as there are. Raises ApiError for too much of anything."""
+    # Bytes counted without regard to where they stand are never too few, and for nearly all bodies few enough.
+    brackets = body.count(b"[") + body.count(b"{")
+    num_texts = body.count(b'"') - body.count(b'\\"')
+    if brackets <= MAX_DEPTH and body.count(b",") + brackets < MAX_VALUES and num_texts <= MAX_TEXTS:
+        return num_texts
+    depth = num_open = num_values = num_texts = 0
     for match in _STRUCTURE.finditer(body):
-        first = body[match.start()]
-        if first in b"[{":
-            depth, num_open = depth + 1, num_open + 1
+        start = match.start()
+        first = body[start]
+        if first == b'"'[0]:
+            num_texts += 1
+            if num_texts > MAX_TEXTS:
+                raise ApiError(400, f"the body holds more than {MAX_TEXTS} texts")
+        elif first in b"[{":
+            depth, num_open, num_values = depth + 1, num_open + 1, num_values + 1
             if num_open > MAX_CONTAINERS:
                 raise ApiError(400, f"the body holds more than {MAX_CONTAINERS} arrays and objects")
             if depth > MAX_DEPTH:
                 raise _too_deep()
         elif first in b"]}":
             depth -= 1
+        else:
+            num_values += body.count(b",", start, match.end())
+            if num_values > MAX_VALUES:
+                raise ApiError(400, f"the body holds more than {MAX_VALUES} values")
+    return num_texts
 
 
 def _too_deep() -> ApiError:

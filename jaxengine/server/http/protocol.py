@@ -278,7 +278,7 @@ class TextRequest(GenerationRequest):
         if self.n is not None and not 1 <= self.n <= config.max_n:
             raise RequestError(f"n is {show_value(self.n)}; allowed are 1 to {config.max_n}", param="n", value=self.n)
         given = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
-        given["logit_bias"] = self._logit_bias()
+        given["logit_bias"] = self._logit_bias(inputs.model_config.vocab_size)
         given["structured_outputs"] = self._structure()
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         given = {name: value for name, value in given.items() if value is not None}
@@ -290,9 +290,13 @@ class TextRequest(GenerationRequest):
         last = bool(options.include_usage) or config.enable_force_include_usage
         return last, last and bool(options.continuous_usage_stats)
 
-    def _logit_bias(self) -> dict[int, Any] | None:
+    def _logit_bias(self, vocab_size: int) -> dict[int, Any] | None:
         if self.logit_bias is None:
             return None
+        if len(self.logit_bias) > vocab_size:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; the vocabulary has {vocab_size}", param="logit_bias"
+            )
         wrong = next((key for key in self.logit_bias if not _TOKEN_ID.fullmatch(key)), None)
         if wrong is not None:
             raise RequestError(

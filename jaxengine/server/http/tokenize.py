@@ -15,7 +15,7 @@ from jaxengine.server.http.models import check_model
 from jaxengine.server.http.protocol import RequestModel, TokenIds, at_most
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.prompts import PromptEncoder, check_token_ids
+from jaxengine.server.prompts import MAX_DETOKENIZE, PromptEncoder, check_token_ids
 from scheduler.errors import RequestError
 
 
@@ -100,6 +100,8 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         check_model(body.model, names)
         tokenizer = inputs.require_tokenizer()
+        if len(body.tokens) > MAX_DETOKENIZE:
+            raise RequestError(f"tokens holds {len(body.tokens)} ids; allowed are {MAX_DETOKENIZE}", param="tokens")
         check_token_ids("tokens", body.tokens, tokenizer.vocab_size)
         return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from jaxengine.server.link.messages import Load
-from scheduler.errors import OverloadedError
+from scheduler.errors import OverloadedError, RequestError
 
 _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
 
@@ -36,16 +36,19 @@ class QueueLimits:
         return cls(num_slots, 4 * num_slots if max_requests is None else max_requests, max_tokens)
 
     def check(self, load: Load, num_requests: int, num_tokens: int) -> None:
-        """Raises OverloadedError for `num_requests` more with `num_tokens` prompt tokens; none while nobody waits."""
-        if not load.num_waiting:
-            return
-        places = self.num_slots + self.max_requests - load.num_running - load.num_waiting
+        """Raises OverloadedError for `num_requests` more with `num_tokens` prompt tokens, RequestError for more than
+        ever find room. Of tokens there may be any number while nobody waits."""
+        most = self.num_slots + self.max_requests
+        if num_requests > most:
+            text = f"n is {num_requests}; allowed are 1 to {most} (max_num_seqs and max_num_queued_reqs)"
+            raise RequestError(text, param="n", value=num_requests)
+        places = most - load.num_running - load.num_waiting
         if num_requests > places:
             raise OverloadedError(
                 f"{load.num_waiting} requests are waiting already (max_num_queued_reqs is {self.max_requests})",
                 retry_after=load.retry_after,
             )
-        if self.max_tokens is not None and load.num_waiting_tokens + num_tokens > self.max_tokens:
+        if self.max_tokens is not None and load.num_waiting and load.num_waiting_tokens + num_tokens > self.max_tokens:
             raise OverloadedError(
                 f"{load.num_waiting_tokens} prompt tokens are waiting already (max_num_queued_tokens is "
                 f"{self.max_tokens})",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -42,6 +43,10 @@ _LONG_TEXT = 8192
 # Stands for requests that nobody here follows any more.
 _NOBODY = Request("", np.empty(0, np.int32), TokenParams(), 0)
 _REJECTIONS_SECONDS = 0.2
+# An engine says something after each step, and every second without any. One that has not for so long, or for so many
+# of the longest steps lately, stands still.
+_SILENT_SECONDS, _SILENT_STEPS = 10.0, 5
+_LISTEN_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class RemoteEngine:
         self._stopped: dict[int, int] = {}
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._heard, self._longest_silence = time.monotonic(), 0.0
         self._num_readers = 0
         self._nobody_reads = asyncio.Event()
         self._nobody_reads.set()
@@ -142,8 +148,15 @@ class RemoteEngine:
         self._finish(self._processor.running(request_id))
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when the engine cannot answer, EngineDrainingError when the server is to end."""
+        """Raises EngineDeadError when the engine cannot answer or has been silent for long, EngineDrainingError when
+        the server is to end."""
         self._check()
+        if self._silent_too_long():
+            # It may be that it was this process that had no time to listen.
+            await asyncio.sleep(_LISTEN_SECONDS)
+            self._check()
+            if self._silent_too_long():
+                raise EngineDeadError(f"the engine has not finished a step for {time.monotonic() - self._heard:.0f} s")
 
     async def utility(self, name: str, *arguments: Any) -> Any:
         """Calls a function of `EngineCore.utilities`. Raises RequestError, EngineDeadError, RuntimeError."""
@@ -241,7 +254,17 @@ class RemoteEngine:
         if requests and self._dead is None:
             self._link.send(Finish([request.tag for request in requests], "abort"))
 
+    def _silent_too_long(self) -> bool:
+        # Steps that compile take as long as they take.
+        compiles = self._welcomed.done() and self.inputs.config.enforce_eager
+        allowed = math.inf if compiles else max(_SILENT_SECONDS, _SILENT_STEPS * self._longest_silence)
+        return time.monotonic() - self._heard > allowed
+
     def _receive(self, message: FromEngine) -> None:
+        now = time.monotonic()
+        # Forgotten in a few hundred messages: what was slow once need not be.
+        self._longest_silence = max(now - self._heard, 0.99 * self._longest_silence)
+        self._heard = now
         if isinstance(message, Update):
             self._update(message)
             return

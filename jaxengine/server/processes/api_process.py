@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
+import resource
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
+from jaxengine.server.descriptors import raise_descriptor_limit
 from jaxengine.server.grpc.server import start_grpc
-from jaxengine.server.http.app import create_app
+from jaxengine.server.http.app import TrafficState, create_app
 from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.observe.spans import traced
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child
+from jaxengine.server.processes.connections import http_protocol
 from jaxengine.server.processes.sockets import cut_unread
 
+# The supervisor hears from the event loop at least this often, and so many times within api_hang_timeout.
+_ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
 # After the last output of every stream, for what is still on its way to the client.
 _LAST_WORDS_SECONDS = 2.0
 
@@ -54,13 +62,18 @@ async def serve(child: Child) -> None:
     drain = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def ordered(_: dict[str, Any]) -> None:
-        loop.call_soon_threadsafe(drain.set)  # there is no other order
+    def ordered(order: dict[str, Any]) -> None:
+        if order["order"] == "explain":
+            faulthandler.dump_traceback(all_threads=True)
+        else:
+            loop.call_soon_threadsafe(drain.set)  # there is no other order
 
     child.follow(ordered)
+    raise_descriptor_limit()
     engine = await RemoteEngine.connect(child.job["engine_address"], config, child.job["index"])
     client = traced(engine, config)
-    http = _HttpServer(http_options(create_app(client, config), config))
+    app = create_app(client, config)
+    http = _HttpServer(http_options(app, config))
     logging.getLogger("uvicorn.access").addFilter(is_news)
     listener = socket.socket(fileno=child.job["listen_fd"])
     cut_unread(listener, config.stream_write_timeout)
@@ -70,7 +83,9 @@ async def serve(child: Child) -> None:
         await asyncio.wait([serving], timeout=0.01)
         if serving.done():
             raise RuntimeError(f"HTTP did not start: {serving.exception()}")
+    _limit_memory(config.api_memory_limit_bytes)
     child.tell("ready")
+    beat = asyncio.create_task(_say_alive(child, app.state.traffic, config.api_hang_timeout))
     waiting = asyncio.create_task(drain.wait())
     await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
     await engine.drain(config.shutdown_timeout)
@@ -78,14 +93,37 @@ async def serve(child: Child) -> None:
         await grpc.stop(_LAST_WORDS_SECONDS)
     http.should_exit = True
     await serving
+    beat.cancel()
     engine.close()
 
 
+async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -> None:
+    """Tells the supervisor, until cancelled, that the event loop has its turns, and that it has served."""
+    seconds = min(_ALIVE_SECONDS, hang_timeout / _ALIVE_TIMES) if hang_timeout else _ALIVE_SECONDS
+    while True:
+        child.tell("served" if traffic.has_served else "alive")
+        await asyncio.sleep(seconds)
+
+
+def _limit_memory(limit: int) -> None:
+    """Has the system refuse this process more than `limit` bytes beyond those it has; 0: no limit.
+
+    A request that asks for too much is then answered with an error of its own, or ends this process, which is started
+    again, and not the machine. Nothing where the system does not tell what a process has (others than Linux).
+    """
+    status = Path("/proc/self/status")
+    if limit and sys.platform == "linux":
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmData:")]
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = int(line.split()[1]) * 1024 + limit
+        resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
 def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:
-    """uvicorn's options. h11 because httptools does not limit the size of headers."""
+    """uvicorn's options."""
     return uvicorn.Config(
         app,
-        http="h11",
+        http=http_protocol(config),  # pyright: ignore[reportArgumentType]: it is called, whatever it is
         ws="none",
         h11_max_incomplete_event_size=config.max_header_bytes,
         server_header=False,

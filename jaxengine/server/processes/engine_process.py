@@ -117,6 +117,8 @@ class EngineServer:
         if now >= self._alive_at:
             self._alive_at = now + self._alive_seconds
             self._tell("alive")
+            for client in self._clients.values():
+                client.told = None  # each is told of the load again, and hears thereby that there are steps
         if not self.core.has_unfinished:
             self._poller.poll(int(self._alive_seconds * 1e3))
         while not self._orders.empty():

@@ -1,8 +1,8 @@
 """`jaxengine serve`: starts the engine's process and those that speak with clients, and looks after them.
 
-A process that ends unasked is started again, unless it does so time and again without having served; an engine that
-hangs is killed first. SIGTERM or SIGINT drains the server, a second one ends it at once. Knows what its children say
-and what can be ordered from them, nothing of requests.
+A process that ends unasked is started again, after a while where it does so time and again; an engine that does,
+without having served, ends the server. A process that hangs is killed first. SIGTERM or SIGINT drains the server, a
+second one ends it at once. Knows what its children say and what can be ordered from them, nothing of requests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -28,12 +29,17 @@ from jaxengine.server.processes.sockets import listen, reserve_port
 
 logger = logging.getLogger(__name__)
 
-# A process that ended this often within so many seconds, without having served in between, is not started again.
+# An engine that ended this often within so many seconds, without having served in between, is not started again.
 _MAX_DEATHS = 3
 _DEATHS_SECONDS = 60.0
+# A process that speaks with clients is, however often they end it: at once for so many deaths, then after waits that
+# double. One that does not even come to be ready is given up after more.
+_FREE_DEATHS = 2
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+_MAX_UNREADY_DEATHS = 8
 # Beyond shutdown_timeout, until processes that do not end are killed.
 _END_SECONDS = 10.0
-# An engine that has not been heard of has so long to say what it is at, before it is killed.
+# A process that has not been heard of has so long to say what it is at, before it is killed.
 _EXPLAIN_SECONDS = 2.0
 # So often is looked whether the engine was heard of.
 _LOOK_SECONDS = 1.0
@@ -72,6 +78,10 @@ class _Child:
     def is_engine(self) -> bool:
         return self.module == "engine_process"
 
+    @property
+    def name(self) -> str:
+        return "the engine" if self.is_engine else f"API process {self.index}"
+
     def order(self, order: str, **fields: Any) -> None:
         """Tells the child; one that is gone does not hear it."""
         assert self.process.stdin is not None
@@ -94,6 +104,9 @@ class Supervisor:
         self._engine = engine
         self._children: list[_Child] = []
         self._deaths: dict[tuple[str, int], list[float]] = {}
+        self._unready_deaths: dict[int, int] = {}
+        # When which API process is to be started again.
+        self._starts: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._announced = False
@@ -139,20 +152,25 @@ class Supervisor:
                 self._listen_to(key.data)
         while self._signals and self._status is None:
             self._end(self._signals.pop(0))
-        for child in self._children:
-            if child.is_engine and child.ready and self._server.engine_hang_timeout:
-                self._look_at(child)
+        for child in list(self._children):
+            timeout = self._server.engine_hang_timeout if child.is_engine else self._server.api_hang_timeout
+            if child.ready and timeout:
+                self._look_at(child, timeout)
+        for index in [index for index, at in self._starts.items() if time.monotonic() >= at and not self._draining]:
+            del self._starts[index]
+            self._start("api_process", index)
 
-    def _look_at(self, child: _Child) -> None:
-        """Kills an engine's process that has not been heard of for too long; it is started again when it has ended."""
+    def _look_at(self, child: _Child, timeout: float) -> None:
+        """Kills a process that has not been heard of for too long; it is started again when it has ended."""
         now = time.monotonic()
         if child.asked is None:
-            if now - child.heard > self._server.engine_hang_timeout:
-                logger.error("the engine has not finished a step for %.1f s", now - child.heard)
+            if now - child.heard > timeout:
+                what = "finished a step" if child.is_engine else "had a turn of its event loop"
+                logger.error("%s has not %s for %.1f s", child.name, what, now - child.heard)
                 child.asked = now
                 child.order("explain")
         elif now - child.asked > _EXPLAIN_SECONDS and not child.killed:
-            logger.error("the engine hangs; its process is killed")
+            logger.error("%s hangs; its process is killed", child.name)
             child.killed = True
             child.process.kill()
 
@@ -211,21 +229,31 @@ class Supervisor:
             self._status = status if status > 0 else 1
             return
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        who = "the engine's process" if child.is_engine else f"API process {child.index}"
+        who = "the engine's process" if child.is_engine else child.name
         now = time.monotonic()
         deaths = self._deaths.setdefault((child.module, child.index), [])
         deaths[:] = [] if child.served else [then for then in deaths if now - then < _DEATHS_SECONDS]
         deaths.append(now)
-        if len(deaths) >= _MAX_DEATHS:
-            logger.error("%s %s, for the %d. time without having served: giving up", who, how, len(deaths))
+        if child.is_engine:
+            if len(deaths) >= _MAX_DEATHS:
+                logger.error("%s %s, for the %d. time without having served: giving up", who, how, len(deaths))
+                self._status = 1
+                return
+            logger.error("%s %s; it is started again", who, how)
+            self._start(child.module, child.index)
+            return
+        for each in self._children:
+            if each.is_engine:
+                each.order("gone", index=child.index)
+        unready = self._unready_deaths[child.index] = 0 if child.ready else self._unready_deaths.get(child.index, 0) + 1
+        if unready >= _MAX_UNREADY_DEATHS:
+            logger.error("%s %s, for the %d. time before it was ready: giving up", who, how, unready)
             self._status = 1
             return
-        logger.error("%s %s; it is started again", who, how)
-        if not child.is_engine:
-            for each in self._children:
-                if each.is_engine:
-                    each.order("gone", index=child.index)
-        self._start(child.module, child.index)
+        doublings = max(len(deaths) - 1, unready) - _FREE_DEATHS
+        wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0**doublings) if doublings >= 0 else 0.0
+        logger.error("%s %s; it is started again%s", who, how, f" in {wait:g} s" if wait else "")
+        self._starts[child.index] = now + wait
 
     def _end(self, number: int) -> None:
         if self._draining or not self._announced:
@@ -236,6 +264,7 @@ class Supervisor:
         for child in self._children:
             if not child.is_engine:
                 child.order("drain")
+        self._end_engine()
 
     def _end_engine(self) -> None:
         """Once no API process is left, the engine is to end, and then the server has."""
@@ -252,6 +281,11 @@ class Supervisor:
         return f"{scheme}://{host}:{server.port}{grpc}"
 
     def _warn(self) -> None:
+        for name in ("api_key_file", "admin_key_file"):
+            path = getattr(self._server, name)
+            # No error: Kubernetes mounts secrets so, where nobody else is.
+            if path is not None and os.stat(path).st_mode & stat.S_IROTH:
+                logger.warning("WARNING: anybody on this machine may read the keys in %s (%s): chmod 600", path, name)
         if not is_loopback(self._listener.getsockname()[0]) and not self._server.api_keys():
             logger.warning(
                 "WARNING: anybody who can reach %s may use this server: set --api-key or --api-key-file", self.urls()

@@ -22,6 +22,10 @@ from jaxengine.server.processes.sockets import listen, reserve_port
         ({"request_timeout": 0}, "request_timeout"),
         ({"engine_hang_timeout": 0.5}, "engine_hang_timeout"),
         ({"engine_hang_timeout": -1.0}, "engine_hang_timeout"),
+        ({"api_hang_timeout": 0.5}, "api_hang_timeout"),
+        ({"api_memory_limit_bytes": 1000}, "api_memory_limit_bytes"),
+        ({"read_timeout": 0.0}, "read_timeout"),
+        ({"max_connections": 0}, "max_connections"),
         ({"api_key": ("",)}, "api_key"),
         ({"ssl_certfile": "x.pem"}, "ssl_certfile"),
         ({"ssl_ca_certs": "x.pem"}, "ssl_ca_certs"),
@@ -44,9 +48,7 @@ def test_keys_come_from_options_and_files(tmp_path):
     with pytest.raises(ConfigError, match="api_key_file '.*keys' holds no key; write one a line into it"):
         config.api_keys()
     file.unlink()
-    with pytest.raises(
-        ConfigError, match="cannot be read .No such file.*; name a file with one key a line"
-    ):
+    with pytest.raises(ConfigError, match="cannot be read .No such file.*; name a file with one key a line"):
         config.api_keys()
 
 
@@ -58,9 +60,7 @@ def test_an_option_that_needs_another_names_its_flag():
 def test_a_port_that_is_taken_and_a_host_that_is_not_here():
     with contextlib.closing(listen("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = (
-            f"port {port} of 127.0.0.1 cannot be had .Address already in use.; stop what listens there, or give"
-        )
+        said = f"port {port} of 127.0.0.1 cannot be had .Address already in use.; stop what listens there, or give"
         with pytest.raises(ConfigError, match=said) as error:
             listen("127.0.0.1", port)
         assert error.value.param == "port"
@@ -70,3 +70,15 @@ def test_a_port_that_is_taken_and_a_host_that_is_not_here():
         listen("no.such.host.invalid", 0)
     with pytest.raises(ConfigError, match="give --host an address that this machine has; 192.0.2.1 is none"):
         listen("192.0.2.1", 0)
+
+
+def test_a_key_file_that_others_may_write_is_refused(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    for name, read in (("api_key_file", "api_keys"), ("admin_key_file", "admin_keys")):
+        config = ServerConfig(**{name: str(file)})
+        file.chmod(0o644)
+        assert getattr(config, read)() == ("one",)
+        file.chmod(0o602)
+        with pytest.raises(ConfigError, match=f"{name}.*others may write.*chmod o-w"):
+            getattr(config, read)()

@@ -67,7 +67,8 @@ class _Completion:
     async def read_prompts(self, encoder: PromptEncoder) -> None:
         """Raises RequestError for a prompt that cannot be served, before any of them runs."""
         body, inputs = self.body, self._engine.inputs
-        given = read_prompts(body.prompt, self._config.max_prompts, inputs.model_config.vocab_size)
+        longest = inputs.config.max_model_len - 1 if body.truncate_prompt_tokens is None else None
+        given = read_prompts(body.prompt, self._config.max_prompts, inputs.model_config.vocab_size, longest)
         special = body.add_special_tokens is not False
         texts = [each for each in given if isinstance(each, str)]
         encoded = iter(await encoder.encode(texts, add_special_tokens=special) if texts else ())

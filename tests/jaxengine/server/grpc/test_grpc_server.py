@@ -158,7 +158,7 @@ async def test_errors_of_the_engine(chat_engine):
 
 
 async def test_health_follows_the_engine(chat_engine, monkeypatch):
-    monkeypatch.setattr(server, "HEALTH_INTERVAL", 0.005)
+    monkeypatch.setattr("jaxengine.server.grpc.health.HEALTH_INTERVAL", 0.005)
     engine = Broken(chat_engine, RuntimeError())
     async with connected(engine, api_key="key") as (channel, _):
         health = health_pb2_grpc.HealthStub(channel)

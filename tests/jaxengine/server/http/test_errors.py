@@ -277,7 +277,7 @@ async def test_fields_that_nobody_knows_are_named(app, caplog):
     assert answer.status == 200 and "x-injected" not in answer.headers
     assert answer.headers["x-unknown-fields"] == "extra, bad??X-Injected??1, ?, " + "a" * 64
     assert "extra" in caplog.text and "\r" not in caplog.text
-    many = await post(app, PATH, prompt=[1], max_tokens=1, **{f"f{number}": 1 for number in range(10_000)})
+    many = await post(app, PATH, prompt=[1], max_tokens=1, **{f"f{number}": 1 for number in range(900)})
     assert len(many.headers["x-unknown-fields"]) < 200
 
 

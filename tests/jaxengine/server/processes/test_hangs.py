@@ -23,7 +23,7 @@ from tests.jaxengine.server.server_process import is_alive
 
 def test_an_engine_that_hangs_is_killed_and_started_again(make_server):
     async def run():
-        server = make_server(fresh=True, grpc_port=None, engine_hang_timeout=2.0)
+        server = make_server(fresh=True, grpc_port=None, engine_hang_timeout=2.0, api_hang_timeout=5.0)
         async with connected(server) as engine, httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
             old = server.engine_pid
             # To have nothing to do is not to hang.
@@ -42,10 +42,27 @@ def test_an_engine_that_hangs_is_killed_and_started_again(make_server):
             await until(lambda: not engine.errored, 60)
             assert len((await collect(engine, LONG))[-1].outputs[0].token_ids) == 200
             assert server.engine_pid != old and not is_alive(old)
+            # Nor does one that speaks with clients stand still for ever.
+            (old,) = server.api_pids
+            os.kill(old, signal.SIGSTOP)
+            await until(lambda: server.api_pids not in ([], [old]), 60)
+            assert not is_alive(old)
+            await until_healthy(client)
         assert "the engine hangs; its process is killed" in server.errors()
         assert "was killed by signal 9; it is started again" in server.errors()
+        assert "API process 0 hangs; its process is killed" in server.errors()
 
     asyncio.run(run())
+
+
+async def until_healthy(client):
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                if (await client.get("/health")).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                await asyncio.sleep(0.05)
 
 
 def test_an_engine_that_hangs_says_at_what(tmp_path, caplog, capfd):

@@ -258,6 +258,13 @@ def test_a_killed_engine_ends_streams_and_is_started_again(make_server):
             assert len(rest[-1].outputs[0].token_ids) == 200
             await until(lambda: len(server.api_pids) == 2 and victim not in server.api_pids)
             assert (await client.get("/health")).status_code == 200
+            # However often: while the engine is well, nobody who can end API processes can end the server.
+            for _ in range(4):
+                victim = server.api_pids[-1]
+                os.kill(victim, signal.SIGKILL)
+                await until(lambda gone=victim: len(server.api_pids) == 2 and gone not in server.api_pids, 60)
+            assert "giving up" not in server.errors() and "it is started again in " in server.errors()
+            assert len((await collect(engine))[-1].outputs[0].token_ids) == 24
         children = [server.engine_pid, *server.api_pids]
         server.process.kill()
         gone = time.monotonic()

@@ -1,0 +1,121 @@
+"""Connections that ask for nothing: how long one may wait for its request, and how many there may be.
+
+A connection waits from its first byte, or its last answer, until a request's headers are there. Whoever sends half of
+them, or a body after its answer, waits too. Owns HTTP's connections as uvicorn makes them; knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxengine.server.descriptors import max_connections
+from jaxengine.server.options import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+# What was closed is logged together, so that it cannot fill a disk.
+_LOG_SECONDS = 10.0
+
+
+class Connections:
+    """The connections of a process; as uvicorn's `http` option, what makes the protocol of each."""
+
+    def __init__(self, most: int, read_timeout: float):
+        """most: connections at once; read_timeout: seconds that one may wait for a request."""
+        self._most = most
+        self.read_timeout = read_timeout
+        self._count = 0
+        # Those that wait, the one that has longest first.
+        self._waiting: dict[_Protocol, None] = {}
+        self._closed: dict[str, int] = {}
+        self._logged_at = -_LOG_SECONDS
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Protocol:
+        return _Protocol(self, *args, **kwargs)
+
+    def made(self, protocol: _Protocol) -> None:
+        """A new connection, for which another one has to go where there are too many."""
+        self._count += 1
+        if self._count > self._most:
+            victim = next(iter(self._waiting), protocol)
+            self.close(victim, f"there are more than {self._most}")
+        self.waits(protocol)
+
+    def waits(self, protocol: _Protocol) -> None:
+        self._waiting.pop(protocol, None)
+        self._waiting[protocol] = None
+
+    def works(self, protocol: _Protocol) -> None:
+        self._waiting.pop(protocol, None)
+
+    def lost(self, protocol: _Protocol) -> None:
+        self._count -= 1
+        self._waiting.pop(protocol, None)
+
+    def close(self, protocol: _Protocol, why: str) -> None:
+        """Ends a connection that has no request at once."""
+        self._waiting.pop(protocol, None)
+        protocol.transport.abort()
+        self._closed[why] = self._closed.get(why, 0) + 1
+        now = time.monotonic()
+        if now - self._logged_at >= _LOG_SECONDS:
+            self._logged_at = now
+            for reason, count in self._closed.items():
+                logger.warning("connections without a request that were closed, because %s: %d", reason, count)
+            self._closed.clear()
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, with an end to waiting. h11 because httptools does not limit the size of headers."""
+
+    def __init__(self, connections: Connections, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._all = connections
+        self._end: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._all.made(self)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._all.waits(self)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.lost(self)
+        self._cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Nothing that comes while the connection waits moves the end of it."""
+        waits = self.cycle is None or self.cycle.response_complete
+        if not waits:
+            self._cancel()
+            self._all.works(self)
+        elif self._end is None and not self.transport.is_closing():
+            self._end = self.loop.call_later(self._all.read_timeout, self._expired)
+
+    def _expired(self) -> None:
+        self._all.close(self, f"none came within {self._all.read_timeout:g} s")
+
+    def _cancel(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
+
+
+def http_protocol(config: ServerConfig) -> Callable[..., asyncio.Protocol]:
+    """uvicorn's `http` option."""
+    return Connections(max_connections(config), config.read_timeout)

@@ -1,0 +1,78 @@
+"""Who does not know the key: however slow, and however many, they keep nobody out who does."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from jaxengine.cluster import channel, host0
+from jaxengine.cluster.channel import accept_channel, connect_channel
+from jaxengine.cluster.host0 import Cluster, versions
+
+KEY = b"k" * 32
+
+
+def test_a_handshake_has_one_end_whatever_comes_of_it(monkeypatch):
+    monkeypatch.setattr(channel, "_HANDSHAKE_SECONDS", 0.5)
+    ours, theirs = _tcp_pair()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            for byte in channel._GREETING + bytes(600):
+                theirs.sendall(bytes([byte]))
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        accept_channel(ours, KEY)
+    ours.close()
+    thread.join()
+    theirs.close()
+
+
+def test_strangers_make_room(monkeypatch):
+    monkeypatch.setattr(host0, "_MAX_GREETINGS", 8)
+    cluster = object.__new__(Cluster)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    cluster.__dict__.update(
+        _config=SimpleNamespace(nnodes=2),
+        _key=KEY,
+        _changed=threading.Condition(),
+        _workers={},
+        _failure=None,
+        _started=False,
+        _closing=False,
+        _greetings={},
+        _listener=listener,
+    )
+    threading.Thread(target=cluster._accept, daemon=True).start()
+    strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(40)]
+    worker = connect_channel("127.0.0.1", port, KEY)
+    worker.send("hello", node_rank=1, host="here", versions=versions())
+    with cluster._changed:
+        assert cluster._changed.wait_for(lambda: 1 in cluster._workers, 30)
+        assert len(cluster._greetings) <= 8
+    # The first strangers were shown out, the last are still looked at.
+    strangers[0].settimeout(30)
+    assert strangers[0].recv(1) == b""
+    strangers[-1].settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        strangers[-1].recv(1)
+    cluster._closing = True
+    worker.close()
+    for stranger in strangers:
+        stranger.close()
+    channel.close_connection(listener)
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        return listener.accept()[0], theirs

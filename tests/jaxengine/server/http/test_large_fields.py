@@ -1,0 +1,176 @@
+"""Whatever a field holds, and however much of it, others have their turn on the event loop meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from jaxengine.requests.sampling_params import (
+    MAX_BAD_WORDS_CHARS,
+    MAX_STOP_CHARS,
+    MAX_TOKEN_IDS,
+    SamplingParams,
+)
+from jaxengine.server.http.app import create_app
+from jaxengine.server.http.chat.protocol import ChatRequest
+from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.errors import ApiError
+from jaxengine.server.http.limits import MAX_FIELDS, MAX_TEXTS, MAX_VALUES, read_json
+from jaxengine.server.http.responses.protocol import ResponsesRequest
+from jaxengine.server.http.tokenize import DetokenizeRequest, TokenizeRequest
+from jaxengine.server.options import ServerConfig
+from jaxengine.server.prompts import MAX_DETOKENIZE
+from jaxengine.server.workers import Workers
+from scheduler.errors import OverloadedError, RequestError, show_value
+from tests.jaxengine.server.asgi_client import Connection, post
+from tests.jaxengine.server.scripted_engine import ScriptedEngine
+
+LARGE = 300_000  # bytes of a body
+SHAPES = {
+    "one text": lambda: "x" * LARGE,
+    "texts": lambda: ["x"] * (LARGE // 5),
+    "ids": lambda: [7] * (LARGE // 3),
+    "wide ids": lambda: list(range(100_000, 100_000 + LARGE // 8)),
+    "names": lambda: {f"{number:07d}": 1 for number in range(LARGE // 14)},
+    "objects": lambda: [{"type": "x"}] * (LARGE // 16),
+}
+ENDPOINTS = {
+    "/v1/completions": (CompletionRequest, {"prompt": "Hi"}),
+    "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}]}),
+    "/v1/responses": (ResponsesRequest, {"input": "Hi"}),
+    "/tokenize": (TokenizeRequest, {"prompt": "Hi"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
+}
+# What blocked for seconds: each of these has every shape.
+ONCE_SLOW = {"bad_words", "stop", "logit_bias", "prompt", "tokens", "tools", "text", "unknown"}
+# Seconds of processor time, so that a busy machine makes no difference.
+LONGEST_TURN = 0.25
+
+
+@pytest.fixture(scope="module")
+def app(chat_engine):
+    engine: Any = ScriptedEngine(chat_engine, "Hi")
+    return create_app(engine, ServerConfig())
+
+
+async def longest_turn(connection: Connection) -> float:
+    """The most that was done between two turns of ours until the answer was there."""
+    longest, last = 0.0, time.thread_time()
+    ended = asyncio.create_task(connection.ended())
+    while not ended.done():
+        await asyncio.sleep(0.002)
+        now = time.thread_time()
+        longest, last = max(longest, now - last), now
+    await ended
+    return longest
+
+
+def test_every_field_at_its_largest(app):
+    bodies: dict[str, str] = {shape: json.dumps(make()) for shape, make in SHAPES.items()}
+
+    async def run():
+        shapes, turns = itertools.cycle(bodies), []
+        for path, (model, base) in ENDPOINTS.items():
+            for name in ("unknown", *model.model_fields):
+                for shape in bodies if name in ONCE_SLOW else [next(shapes)]:
+                    others = {field: value for field, value in base.items() if field != name}
+                    body = json.dumps(others)[:-1] + (", " if others else "") + f'"{name}": {bodies[shape]}}}'
+                    connection = Connection(app, path, body.encode())
+                    turns.append((await longest_turn(connection), path, name, shape))
+                    assert connection.status in (200, 400, 404), (path, name, shape, connection.status)
+        assert max(turns)[0] < LONGEST_TURN, sorted(turns)[-5:]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("value", "of"),
+    [
+        ("[" + "7," * MAX_VALUES + "7]", f"{MAX_VALUES} values"),
+        ("[" + '"",' * MAX_TEXTS + '""]', f"{MAX_TEXTS} texts"),
+        ('{"a":[' + '"\\"\\\\",' * MAX_TEXTS + '""]}', f"{MAX_TEXTS} texts"),
+    ],
+)
+def test_more_than_a_body_may_hold_is_not_built(value, of):
+    with pytest.raises(ApiError, match=f"more than {of}"):
+        read_json(value.encode())
+
+
+def test_what_stands_in_a_text_does_not_count():
+    text = '[{,",' * (MAX_VALUES // 2)
+    assert read_json(json.dumps({"a": text, "b": ["\\", "x"]}).encode()) == {"a": text, "b": ["\\", "x"]}
+
+
+def test_many_texts_are_read_as_few_are():
+    value = {"texts": [f'{number}\\"é\n' for number in range(40_000)], "more": {"a": [1, -2.5e3, None, True, {}, []]}}
+    assert read_json(json.dumps(value).encode()) == value
+    many = json.dumps(value)[:-1] + ', "more": 1e400}'
+    for wrong in (many, many.replace("1e400", "NaN"), many.replace("1e400", "1,"), many.replace("1e400", '"\\ud800"')):
+        with pytest.raises(ApiError, match="is not valid"):
+            read_json(wrong.encode())
+
+
+async def test_more_fields_than_anybody_has_are_refused(app):
+    answer = await post(app, "/v1/completions", prompt="Hi", **{f"x{number}": 1 for number in range(MAX_FIELDS)})
+    assert answer.status == 400 and f"allowed are {MAX_FIELDS}" in answer.error["message"]
+    answer = await post(app, "/v1/completions", prompt="Hi", **{f"x{number}": 1 for number in range(MAX_FIELDS - 1)})
+    assert answer.status == 200
+
+
+async def test_bounds_are_named(app):
+    vocab_size = 49152
+    for path, fields, said in (
+        ("/v1/completions", {"bad_words": ["x" * (MAX_BAD_WORDS_CHARS + 1)]}, f"{MAX_BAD_WORDS_CHARS} characters"),
+        ("/v1/completions", {"stop": ["x" * MAX_STOP_CHARS, "y"]}, f"{MAX_STOP_CHARS} characters"),
+        ("/v1/completions", {"logit_bias": {str(i): 1 for i in range(vocab_size + 1)}}, f"vocabulary has {vocab_size}"),
+        ("/v1/completions", {"prompt": [7] * 300}, "prompt has 300 tokens"),
+        ("/detokenize", {"tokens": [7] * (MAX_DETOKENIZE + 1)}, f"allowed are {MAX_DETOKENIZE}"),
+    ):
+        answer = await post(app, path, **{**ENDPOINTS[path][1], **fields})
+        assert answer.status == 400 and said in answer.error["message"], answer.body
+    whole = {"logit_bias": {str(i): 1 for i in range(vocab_size)}, "stop": "x" * MAX_STOP_CHARS}
+    assert (await post(app, "/v1/completions", prompt=[7] * 300, truncate_prompt_tokens=5, **whole)).status == 200
+
+
+def test_lists_of_ids_are_bounded_and_checked():
+    assert SamplingParams(stop_token_ids=[3, 1, 3, 2, 1]).stop_token_ids == (3, 1, 2)
+    for wrong in ([1, True], [1, -1], [2**31], [1, "2"], [0] * (MAX_TOKEN_IDS + 1)):
+        with pytest.raises(RequestError, match="stop_token_ids"):
+            SamplingParams(stop_token_ids=wrong)
+    with pytest.raises(RequestError, match="logit_bias"):
+        SamplingParams(logit_bias=dict.fromkeys(range(MAX_TOKEN_IDS + 1), 1.0))
+
+
+def test_a_large_value_is_shown_without_being_sorted():
+    class Name(str):
+        def __lt__(self, other):
+            raise AssertionError("sorted")
+
+    assert show_value({Name(number): 1 for number in range(2000)}) == "<dict of 2000>"
+    assert show_value({"b": 1, "a": 2}) == "{'a': 2, 'b': 1}"
+
+
+async def test_work_that_waits_is_bounded_and_ends_without_its_caller():
+    workers, begun, end = Workers(num_threads=1, max_waiting=1), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def work():
+        loop.call_soon_threadsafe(begun.set)
+        end.wait(30)
+        return 1
+
+    first, second = asyncio.create_task(workers.run(work)), asyncio.create_task(workers.run(int, "2"))
+    await begun.wait()
+    with pytest.raises(OverloadedError):
+        await workers.run(int, "3")
+    first.cancel()
+    with pytest.raises(OverloadedError):  # its thread is still busy
+        await workers.run(int, "3")
+    end.set()
+    assert await second == 2 and await workers.run(int, "4") == 4
