@@ -202,6 +202,6 @@ def test_a_request_that_ends_the_process_fails_alone(chat_llm):
         for output in core.step():
             found[output.request_id] = output.outputs[0].token_ids
             if not killed and len(output.outputs[0].token_ids) > 3:
-                core.engine.masks.worker._process.kill()
+                core.engine.masks.worker._process.process.kill()
                 killed = True
     assert killed and [found[f"r{seed}"] for seed in range(4)] == alone
