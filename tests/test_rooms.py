@@ -61,7 +61,7 @@ ROOMS = {
     "scheduler:loop": "scheduler scheduler.pages scheduler.policy",
     "jaxengine:base": "",
     "jaxengine.workers": "jaxengine:base",
-    "jaxengine.grammars": "scheduler",
+    "jaxengine.grammars": "scheduler jaxengine.workers",
     "jaxengine.sampling": "sharding scheduler",
     "jaxengine.tokens": "models.weights:declarations scheduler jaxengine.workers",
     "jaxengine.config": "sharding models.config scheduler",

@@ -21,7 +21,6 @@ from jaxengine.engine.engine import Engine
 from jaxengine.engine.metrics import Metrics
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.status import engine_status
-from jaxengine.grammars.grammar_worker import GrammarWorker
 from jaxengine.grammars.request_masks import RequestMasks
 from jaxengine.requests.inputs import InputProcessor, input_processor
 from jaxengine.requests.output_processor import OutputProcessor
@@ -200,4 +199,4 @@ def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks 
     if inputs.tokenizer is None:
         return None
     text, vocab_size = inputs.tokenizer.backend.to_str(), inputs.model_config.vocab_size
-    return RequestMasks(GrammarWorker(text, vocab_size, runner.num_mask_words, inputs.eos_token_ids()))
+    return RequestMasks(text, vocab_size, runner.num_mask_words, inputs.eos_token_ids())

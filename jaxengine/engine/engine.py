@@ -112,9 +112,9 @@ class Engine:
             return output
 
     def shutdown(self) -> None:
-        """Ends the process that computes masks."""
+        """Ends the processes that compute masks."""
         if self.masks is not None:
-            self.masks.worker.shutdown()
+            self.masks.shutdown()
 
     def _take_masks(self, output: EngineOutput) -> None:
         """Lets requests run whose masks have come, and ends those that their grammars end."""

@@ -7,28 +7,23 @@ again and brought to where it was, from the tokens kept here. Knows tokens and m
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
-import select
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from jaxengine.grammars import worker_process as worker
-from jaxengine.grammars.worker_process import Advance, Close, Failed, Frames, Open, Ready, Start
+from jaxengine.grammars.worker_process import Advance, Close, Failed, Open, Ready, Start
+from jaxengine.workers.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 # Seconds that the process may take to start, to compile a grammar with its first mask, and for one more mask.
 START_SECONDS = 60.0
-COMPILE_SECONDS = 5.0
+COMPILE_SECONDS = 10.0  # twice what trials allow
 MASK_SECONDS = 1.0
 
 
@@ -78,30 +73,38 @@ class GrammarWorker:
     def __init__(self, tokenizer: str, vocab_size: int, num_words: int, eos_token_ids: Sequence[int]):
         """tokenizer: a tokenizer.json's text; num_words: of a mask, 32 tokens each; the ids: what ends a text."""
         inside = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        self._start = worker.frame(Start(tokenizer, vocab_size, num_words, inside))
+        self.start = Start(tokenizer, vocab_size, num_words, inside)
         self._has_end = bool(inside)
         self._sequences: dict[int, _Sequence] = {}
         self._taken: list[NextMask | GrammarFailure] = []
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ended: list[subprocess.Popen[bytes]] = []
-        self._connection: socket.socket | None = None
+        self._process: WorkerProcess | None = None
 
     @property
-    def fd(self) -> int | None:
-        """What becomes readable when masks come; another one after a restart, None while there is no process."""
-        return None if self._connection is None else self._connection.fileno()
+    def process(self) -> WorkerProcess | None:
+        """What masks come from; another one after a restart, None while there is none."""
+        return self._process
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has something to give now."""
+        return bool(self._taken)
 
     @property
     def awaits(self) -> bool:
         """Whether `take` has something to give, or will have."""
         return bool(self._taken) or any(each.awaited for each in self._sequences.values())
 
+    def launch(self) -> None:
+        """Starts the process, unless it is there: the first sequence waits less."""
+        if self._process is None and self._has_end:
+            self._launch()
+
     def open(self, key: int, kind: str, text: str, options: Mapping[str, Any]) -> None:
         """Starts a sequence; its first mask is due then. Arguments as worker.compile_grammar."""
         self._sequences[key] = _Sequence(kind, text, dict(options))
         if not self._has_end:
             self._fail(key, "the model has no end-of-sequence token")
-        elif self._connection is None:
+        elif self._process is None:
             self._launch()
         else:
             self._open(key)
@@ -116,7 +119,7 @@ class GrammarWorker:
 
     def close(self, key: int) -> None:
         """Ends a sequence; nothing comes of it any more."""
-        if self._sequences.pop(key, None) is not None and self._connection is not None:
+        if self._sequences.pop(key, None) is not None and self._process is not None:
             self._send(Close(key))
 
     def wait(self, seconds: float) -> None:
@@ -124,18 +127,18 @@ class GrammarWorker:
         end = time.monotonic() + seconds
         while not self._taken or any(each.awaited and each.compiled for each in self._sequences.values()):
             left = end - time.monotonic()
-            if left <= 0 or self._connection is None:
+            if left <= 0 or self._process is None:
                 return
-            self._select(self._connection, left)
+            self._select(self._process, left)
 
     def wait_for(self, keys: Collection[int], seconds: float) -> None:
         """Waits until nothing is due for any of these sequences; at most `seconds`."""
         end = time.monotonic() + seconds
         while any(key in self._sequences and self._sequences[key].awaited for key in keys):
             left = end - time.monotonic()
-            if left <= 0 or self._connection is None:
+            if left <= 0 or self._process is None:
                 return
-            self._select(self._connection, left)
+            self._select(self._process, left)
 
     def take(self) -> list[NextMask | GrammarFailure]:
         """What has come since the last call, of sequences that were open then; does not wait."""
@@ -148,26 +151,20 @@ class GrammarWorker:
         self._sequences.clear()
         self._kill()
 
-    def _select(self, connection: socket.socket, seconds: float) -> None:
+    def _select(self, process: WorkerProcess, seconds: float) -> None:
         """Waits until something can be read or written, and does so; at most `seconds`."""
-        select.select([connection], [connection] if self._outgoing else [], [], seconds)
+        process.wait(seconds)
         self._pump()
 
     def _launch(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P: the folder of the script is no place to import from.
-            command = [sys.executable, "-P", worker.__file__]
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
-        ours.setblocking(False)
-        self._connection, self._frames, self._outgoing = ours, Frames(worker.Answer), bytearray(self._start)
+        self._process = WorkerProcess(worker.__name__, worker.Answer)
+        self._process.send(self.start)
         self._compiling: collections.deque[int] = collections.deque()
         self._masking: collections.deque[int] = collections.deque()
         self._is_ready, self._no_start = False, "the process that computes masks does not start"
         self._launched = self._compiling_since = self._masking_since = time.monotonic()
         for key in self._sequences:
             self._open(key)
-        self._flush()
 
     def _open(self, key: int) -> None:
         sequence = self._sequences[key]
@@ -184,38 +181,22 @@ class GrammarWorker:
         self._send(Advance(key, tokens))
 
     def _send(self, message: worker.Order) -> None:
-        self._outgoing += worker.frame(message)
-        self._flush()
-
-    def _flush(self) -> None:
-        assert self._connection is not None
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # its end shows in `take`
-            while self._outgoing:
-                del self._outgoing[: self._connection.send(self._outgoing)]
+        assert self._process is not None
+        self._process.send(message)
 
     def _pump(self) -> None:
         """Reads and writes what can be without waiting; replaces a process that has failed."""
-        self._ended = [process for process in self._ended if process.poll() is None]
-        if self._connection is None:
+        if self._process is None:
             return
-        if self._receive():
-            self._flush()
+        messages, alive = self._process.receive()
+        for message in messages:
+            self._handle(message)
+        if alive:
             self._check()
-        else:
-            self._lose()
-
-    def _receive(self) -> bool:
-        """Reads what is there; False when the process has ended."""
-        assert self._connection is not None
-        try:
-            while data := self._connection.recv(1 << 20):
-                for message in self._frames.feed(data):
-                    self._handle(message)
-        except BlockingIOError:
-            return True
-        except (ConnectionResetError, msgspec.MsgspecError) as error:
-            logger.warning("the process that computes masks has failed: %s", error)
-        return False
+            return
+        if self._process.error is not None:
+            logger.warning("the process that computes masks has failed: %s", self._process.error)
+        self._lose()
 
     def _handle(self, message: worker.Answer) -> None:
         now = time.monotonic()
@@ -288,8 +269,6 @@ class GrammarWorker:
         self._taken.append(GrammarFailure(key, self._sequences.pop(key).compiled, reason))
 
     def _kill(self) -> None:
-        if self._process is not None and self._connection is not None:
+        if self._process is not None:
             self._process.kill()
-            self._ended.append(self._process)
-            self._connection.close()
-        self._process = self._connection = None
+        self._process = None

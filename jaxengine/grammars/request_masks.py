@@ -1,22 +1,29 @@
 """The masks of an engine's requests: which tokens each may take next, as far as that is known.
 
 A request waits beside the line until its grammar is compiled; from then on each mask is computed elsewhere while the
-device runs the forward pass whose token it is for. Decides what a grammar's end or failure means for its request.
-Knows nothing of devices.
+device runs the forward pass whose token it is for. A grammar that is new is tried first; those that take long to
+compile are served by a process of their own, so that no other waits for them. Decides what a grammar's end or failure
+means for its request. Knows nothing of devices.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker
+from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
+from jaxengine.grammars.trials import GrammarTrials
+from jaxengine.workers.process import wait_for_any
 from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request
+
+# A compilation is slow from here on.
+_SLOW_SECONDS = 0.25
 
 
 class MaskEnd(NamedTuple):
@@ -43,12 +50,16 @@ class RequestMasks:
       num_masks, seconds: masks that were computed apart from compilations, and the time that they took, summed.
     """
 
-    def __init__(self, worker: GrammarWorker):
-        self.worker = worker
+    def __init__(self, tokenizer: str, vocab_size: int, num_words: int, eos_token_ids: Sequence[int]):
+        """As GrammarWorker."""
+        self.worker = GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids)
+        self._slow = GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids)
+        self._trials = GrammarTrials(self.worker.start)
         self.num_masks = 0
         self.seconds = 0.0
         self._keys: dict[Request, int] = {}
         self._requests: dict[int, Request] = {}
+        self._workers: dict[Request, GrammarWorker] = {}
         self._num_tokens: dict[Request, int] = {}
         self._masks: dict[Request, np.ndarray] = {}
         self._numbers = itertools.count()
@@ -56,7 +67,7 @@ class RequestMasks:
     @property
     def awaits(self) -> bool:
         """Whether something is due."""
-        return self.worker.awaits
+        return self.worker.awaits or self._slow.awaits or self._trials.awaits
 
     def add(self, request: Request) -> None:
         """Has the grammar of a request compiled."""
@@ -64,13 +75,14 @@ class RequestMasks:
         assert grammar is not None
         key = next(self._numbers)
         self._keys[request], self._requests[key], self._num_tokens[request] = key, request, 0
-        self.worker.open(key, grammar.kind, grammar.text, grammar.options)
+        self.worker.launch()
+        self._trials.add(key, request.client, grammar.kind, grammar.text, grammar.options)
 
     def advance(self, request: Request, token_id: int) -> None:
         """A masked request took a token, and has not ended."""
         self._num_tokens[request] += 1
         del self._masks[request]
-        self.worker.advance(self._keys[request], token_id)
+        self._workers[request].advance(self._keys[request], token_id)
 
     def drop(self, request: Request) -> None:
         """Forgets a request, masked or not."""
@@ -78,7 +90,11 @@ class RequestMasks:
         if key is not None:
             del self._requests[key], self._num_tokens[request]
             self._masks.pop(request, None)
-            self.worker.close(key)
+            worker = self._workers.pop(request, None)
+            if worker is None:
+                self._trials.drop(key)
+            else:
+                worker.close(key)
 
     def row(self, request: Request) -> np.ndarray:
         """i32[num_words]: what the request may take now, where that is known."""
@@ -90,16 +106,27 @@ class RequestMasks:
 
     def wait_for(self, requests: Iterable[Request], seconds: float) -> None:
         """Waits until something has become known about each of these; at most `seconds`."""
-        self.worker.wait_for([self._keys[request] for request in requests], seconds)
+        end = time.monotonic() + seconds
+        for worker in (self.worker, self._slow):
+            keys = [self._keys[request] for request in requests if self._workers.get(request) is worker]
+            worker.wait_for(keys, end - time.monotonic())
 
     def wait(self, seconds: float) -> None:
-        """Waits until what is due for running requests is here, or something if none runs; at most `seconds`."""
-        self.worker.wait(seconds)
+        """Waits until something may have become known; at most `seconds`."""
+        workers = (self.worker, self._slow)
+        processes = [worker.process for worker in workers if worker.process is not None] + self._trials.processes
+        if not self._trials.has_news and not any(worker.has_news for worker in workers):
+            wait_for_any(processes, seconds)
+
+    def shutdown(self) -> None:
+        """Ends the processes."""
+        for each in (self._trials, self.worker, self._slow):
+            each.shutdown()
 
     def take(self) -> MaskEvents:
         """What has become known since the last call; does not wait."""
         events = MaskEvents([], [], [])
-        for each in self.worker.take():
+        for each in self._news():
             request = self._requests.get(each.key)
             if request is None:  # dropped meanwhile
                 continue
@@ -121,6 +148,19 @@ class RequestMasks:
             else:
                 events.ended.append(MaskEnd(request, FinishReason.STOP, None))
         return events
+
+    def _news(self) -> Iterator[NextMask | GrammarFailure]:
+        for key, reason, seconds in self._trials.take():
+            if reason is not None:
+                yield GrammarFailure(key, False, reason)
+                continue
+            request = self._requests[key]
+            grammar = request.params.grammar
+            assert grammar is not None
+            self._workers[request] = worker = self.worker if seconds < _SLOW_SECONDS else self._slow
+            worker.open(key, grammar.kind, grammar.text, grammar.options)
+        yield from self.worker.take()
+        yield from self._slow.take()
 
     def _fail(self, request: Request, failure: GrammarFailure, events: MaskEvents) -> None:
         message = f"structured_outputs cannot be used: {failure.reason}"

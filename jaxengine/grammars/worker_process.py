@@ -1,9 +1,8 @@
 """The process that compiles grammars and computes masks with llguidance; it may be killed at any time.
 
-Started by `grammar_worker` as a script, with one end of a socket pair as standard input: it imports nothing of ours and
-ends with its parent, whatever it is computing. Reads and writes frames of msgpack (`Frames`), never pickle. One thread
-reads, one at a time compiles and gives a first mask, the main one computes the other masks, so that a slow compilation
-delays no running request. llguidance holds no lock of Python's while it works.
+Started by `grammar_worker` and by `trials`; ends with its parent, whatever it is computing. One thread reads, one at
+a time compiles and gives a first mask, the main one computes the other masks, so that a slow compilation delays no
+running request. llguidance holds no lock of Python's while it works.
 """
 
 from __future__ import annotations
@@ -13,18 +12,16 @@ import json
 import os
 import queue
 import re
-import resource
-import socket
-import struct
 import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import llguidance
 import msgspec
+
+from jaxengine.workers.connection import Connection
 
 # What a matcher may use up before llguidance gives up on it: the library's own limits where they are left out.
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
@@ -37,7 +34,6 @@ _ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "anyO
 # Priorities of a thread that compiles, and after how many seconds it gets the second one: a hostile grammar must not
 # slow a model that runs on the same cores, and a usual one takes milliseconds.
 _NICE, _NICE_IF_LONG, _LONG_SECONDS = 10, 19, 0.1
-_LENGTH = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
@@ -99,33 +95,6 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 
 Order = Start | Open | Advance | Close
 Answer = Ready | Mask | Failed
-
-
-class Frames:
-    """Bytes that arrive, cut into the messages of one of the two unions above."""
-
-    def __init__(self, kind: Any):
-        self._decoder = msgspec.msgpack.Decoder(kind)
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes."""
-        self._bytes += data
-        first = 0
-        while len(self._bytes) - first >= _LENGTH.size:
-            start = first + _LENGTH.size
-            end = start + _LENGTH.unpack_from(self._bytes, first)[0]
-            if len(self._bytes) < end:
-                break
-            yield self._decoder.decode(bytes(self._bytes[start:end]))
-            first = end
-        del self._bytes[:first]
-
-
-def frame(message: Order | Answer) -> bytes:
-    """A message as `Frames` reads it."""
-    data = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(data)) + data
 
 
 class GrammarError(ValueError):
@@ -266,29 +235,16 @@ def _be_nice(thread: int, value: int) -> None:
 
 def main() -> None:
     """Serves one parent."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection = socket.socket(fileno=sys.stdin.fileno())
-    frames, sending = Frames(Order), threading.Lock()
+    connection = Connection(Order, _MAX_MEMORY_BYTES)
     compilations: queue.SimpleQueue[Open] = queue.SimpleQueue()
     masks: queue.SimpleQueue[Advance] = queue.SimpleQueue()
-
-    def send(answer: Answer) -> None:
-        with sending:
-            connection.sendall(frame(answer))
-
-    def receive() -> Iterator[Any]:
-        while data := connection.recv(1 << 20):
-            yield from frames.feed(data)
-        os._exit(0)  # the parent has gone, or wants no more
-
-    messages = receive()
+    messages = connection.receive()
     try:
         matchers = Matchers(next(messages))
     except Exception as error:
-        send(Failed(-1, True, str(error)[:_MAX_REASON]))
+        connection.send(Failed(-1, True, str(error)[:_MAX_REASON]))
         return
-    send(Ready())
+    connection.send(Ready())
 
     def read() -> None:
         try:
@@ -306,7 +262,7 @@ def main() -> None:
     def compile_one(message: Open) -> None:
         try:
             _be_nice(threading.get_native_id(), _NICE)
-            send(matchers.open(message))
+            connection.send(matchers.open(message))
         except BaseException:
             os._exit(1)
 
@@ -326,8 +282,4 @@ def main() -> None:
     for target in (read, compile_all):
         threading.Thread(target=target, daemon=True).start()
     while True:
-        send(matchers.advance(masks.get()))
-
-
-if __name__ == "__main__":
-    main()
+        connection.send(matchers.advance(masks.get()))

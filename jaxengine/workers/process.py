@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -52,7 +53,11 @@ class WorkerProcess:
 
     def wait(self, seconds: float) -> None:
         """Waits until something can be received or more can be sent; at most `seconds`."""
-        select.select([self._connection], [self._connection] if self._outgoing else [], [], max(seconds, 0))
+        wait_for_any([self], seconds)
+
+    @property
+    def has_more_to_send(self) -> bool:
+        return bool(self._outgoing)
 
     def receive(self) -> tuple[list[Any], bool]:
         """What it has said since the last call, and whether it is there still."""
@@ -75,6 +80,11 @@ class WorkerProcess:
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # its end shows in `receive`
             while self._outgoing:
                 del self._outgoing[: self._connection.send(self._outgoing)]
+
+
+def wait_for_any(processes: Sequence[WorkerProcess], seconds: float) -> None:
+    """Waits until something can be received from one of them, or more can be sent to one; at most `seconds`."""
+    select.select(processes, [each for each in processes if each.has_more_to_send], [], max(seconds, 0))
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:

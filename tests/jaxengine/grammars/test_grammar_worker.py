@@ -214,7 +214,7 @@ def test_a_long_compilation_gives_way_to_everybody_and_the_next_one_begins_anew(
     def priorities():
         """The niceness of each thread, field 19 of its `stat`."""
         found = []
-        for path in Path(f"/proc/{worker._process.pid}/task").glob("*/stat"):
+        for path in Path(f"/proc/{worker._process.process.pid}/task").glob("*/stat"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 found.append(int(path.read_text().rpartition(")")[2].split()[16]))
         return sorted(found)
@@ -238,7 +238,7 @@ def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
     """The first in line for a mask fails; all others go on where they were, those that wait and those that do not."""
     slow, other, idle = (advanced(worker, keys) for _ in range(3))
     process = worker._process
-    stop(process)
+    stop(process.process)
     monkeypatch.setattr(grammar_worker, "MASK_SECONDS", 0.2)
     worker.advance(slow[0], ord("x"))
     worker.advance(other[0], ord("y"))
@@ -247,7 +247,7 @@ def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
     assert failure == GrammarFailure(slow[0], True, "took more than 0.2 s for the mask of one token")
     monkeypatch.undo()
     take_mask(worker, other[0], other[1])
-    assert process.wait(5) == -signal.SIGKILL and worker._process is not process
+    assert process.process.wait(5) == -signal.SIGKILL and worker._process is not process
     go_on(worker, *other)
     go_on(worker, *idle)
 
@@ -255,7 +255,7 @@ def test_a_process_that_takes_too_long_is_replaced(worker, keys, monkeypatch):
 def test_a_compilation_that_takes_too_long_is_ended(worker, keys, monkeypatch):
     other, slow, late = advanced(worker, keys), next(keys), next(keys)
     monkeypatch.setattr(grammar_worker, "COMPILE_SECONDS", 0.2)
-    stop(worker._process)
+    stop(worker._process.process)
     worker.open(slow, *GRAMMARS["json"])
     worker.open(late, *GRAMMARS["lark"])
     worker.advance(other[0], ord("c"))
@@ -271,21 +271,21 @@ def test_a_killed_process_is_replaced_and_nobody_fails(worker, keys):
     waiting, idle = advanced(worker, keys), advanced(worker, keys)
     for _ in range(2):  # not at the first time, and not where another one is at work at the second
         waiting, idle = idle, waiting
-        worker._process.kill()
-        worker._process.wait(5)
+        worker._process.process.kill()
+        worker._process.process.wait(5)
         go_on(worker, *waiting, token="d")
     go_on(worker, *idle, token="d")
 
 
 def test_who_ends_the_process_twice_fails(worker, keys):
     guilty, other = advanced(worker, keys), advanced(worker, keys)
-    stop(worker._process)
+    stop(worker._process.process)
     worker.advance(guilty[0], ord("x"))
     for _ in range(2):
         assert guilty[0] in worker._sequences
-        worker._process.kill()
-        worker._process.wait(5)
-        while worker._process is not None and worker._process.poll() is not None:
+        worker._process.process.kill()
+        worker._process.process.wait(5)
+        while worker._process is not None and worker._process.process.poll() is not None:
             worker.wait(0.01)
         worker._is_ready = True  # as if it had begun with the first sequence already
     (failure,) = next_of(worker, guilty[0])
@@ -310,8 +310,8 @@ def test_the_process_ends_with_its_parent(keys):
     worker = GrammarWorker("byte", BYTES.vocab_size, NUM_WORDS, [EOS])
     advanced(worker, keys)
     process = worker._process
-    worker._connection.close()
-    assert process.wait(5) == 0
+    process._connection.close()
+    assert process.process.wait(5) == 0
 
 
 @pytest.mark.parametrize(("tokenizer", "ends"), [("{}", [3]), ("byte", []), ("byte", [10**6])])

@@ -1,0 +1,208 @@
+"""Grammars that nobody has compiled yet are tried first, apart from those in use and in turns of their clients.
+
+What takes too long is killed with a process that holds nothing of others, and what came of a grammar is remembered, so
+that the next request with it is refused, or served, at once. Two processes, of which one client has one: whoever sends
+many slow grammars waits for himself. Knows grammars and clients, nothing of requests or masks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxengine.grammars import worker_process as worker
+from jaxengine.grammars.worker_process import Close, Failed, Open, Ready, Start
+from jaxengine.workers.process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+TRIAL_SECONDS = 5.0  # to compile a grammar, with its first mask
+NUM_PROCESSES = 2
+_START_SECONDS = 60.0
+_MAX_REMEMBERED = 4096
+# A machine that was busy may be so no longer.
+_FORGIVEN_SECONDS = 600.0
+
+
+class Verdict(NamedTuple):
+    """What came of a key's grammar: why it cannot be used, None where it can, and the seconds that it takes."""
+
+    key: int
+    reason: str | None
+    seconds: float
+
+
+@dataclass
+class _Candidate:
+    """A grammar and the keys of the client that wait for it. attempts: processes that ended at it."""
+
+    digest: bytes
+    message: Open
+    keys: list[int]
+    attempts: int = 0
+
+
+@dataclass
+class _Trial:
+    """A process and what it is at; None once it is idle. since: of this trial, or of the process's start."""
+
+    process: WorkerProcess
+    since: float
+    is_ready: bool = False
+    client: str = ""
+    candidate: _Candidate | None = None
+
+
+@dataclass
+class GrammarTrials:
+    """Tries grammars. start: for the processes, as the one that serves was started."""
+
+    start: Start
+    _known: OrderedDict[bytes, tuple[str | None, float, float]] = field(default_factory=OrderedDict)
+    # By client; whose turn is next comes first.
+    _waiting: OrderedDict[str, deque[_Candidate]] = field(default_factory=OrderedDict)
+    _trials: list[_Trial] = field(default_factory=list)
+    _verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether `take` has something to give, or will have."""
+        return bool(self._verdicts or self._waiting) or any(trial.candidate for trial in self._trials)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has something to give now."""
+        return bool(self._verdicts)
+
+    @property
+    def processes(self) -> list[WorkerProcess]:
+        """What verdicts come from."""
+        return [trial.process for trial in self._trials if trial.candidate]
+
+    def add(self, key: int, client: str, kind: str, text: str, options: Mapping[str, Any]) -> None:
+        """Has a grammar tried, as worker_process.compile_grammar has it; `key` is the caller's and used once."""
+        digest = hashlib.sha256(repr((kind, text, sorted(options.items()))).encode("utf-8", "surrogatepass")).digest()
+        if self._judge([key], digest):
+            return
+        candidates = self._waiting.setdefault(client, deque())
+        for candidate in candidates:
+            if candidate.digest == digest:
+                candidate.keys.append(key)
+                return
+        candidates.append(_Candidate(digest, Open(0, kind, text, dict(options), []), [key]))
+        self._begin()
+
+    def drop(self, key: int) -> None:
+        """Forgets a key; what is being tried for it alone is tried to its end."""
+        for candidates in self._waiting.values():
+            for candidate in candidates:
+                if key in candidate.keys:
+                    candidate.keys.remove(key)
+        for trial in self._trials:
+            if trial.candidate and key in trial.candidate.keys:
+                trial.candidate.keys.remove(key)
+        self._verdicts = [verdict for verdict in self._verdicts if verdict.key != key]
+
+    def take(self) -> list[Verdict]:
+        """What has become known since the last call; does not wait."""
+        for trial in list(self._trials):
+            self._look_after(trial)
+        self._begin()
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
+
+    def shutdown(self) -> None:
+        """Ends the processes; every key is forgotten."""
+        for trial in self._trials:
+            trial.process.kill()
+        self._trials.clear()
+        self._waiting.clear()
+        self._verdicts.clear()
+
+    def _begin(self) -> None:
+        """Gives the clients whose turn it is a process, as long as there are any."""
+        while True:
+            busy = {trial.client for trial in self._trials if trial.candidate}
+            client = next((each for each in self._waiting if each not in busy), None)
+            if client is None or len(busy) == NUM_PROCESSES:
+                return
+            candidates = self._waiting.pop(client)
+            candidate = candidates.popleft()
+            if candidates:  # behind all others
+                self._waiting[client] = candidates
+            if candidate.keys and not self._judge(candidate.keys, candidate.digest):
+                self._try(client, candidate)
+
+    def _try(self, client: str, candidate: _Candidate) -> None:
+        trial = next((each for each in self._trials if each.candidate is None), None)
+        if trial is None:
+            trial = _Trial(WorkerProcess(worker.__name__, worker.Answer), time.monotonic())
+            trial.process.send(self.start)
+            self._trials.append(trial)
+        trial.client, trial.candidate = client, candidate
+        if trial.is_ready:
+            trial.since = time.monotonic()
+        trial.process.send(candidate.message)
+
+    def _look_after(self, trial: _Trial) -> None:
+        """Takes in what a process says; ends one that takes too long, and one that nobody needs."""
+        messages, alive = trial.process.receive()
+        candidate, now = trial.candidate, time.monotonic()
+        for message in messages:
+            if isinstance(message, Ready):
+                trial.is_ready, trial.since = True, now
+            elif candidate is not None and trial.is_ready:
+                trial.candidate = None
+                trial.process.send(Close(candidate.message.key))
+                reason = message.reason if isinstance(message, Failed) else None
+                self._learn(candidate, reason, now - trial.since)
+        if not alive:
+            self._lose(trial)
+        elif trial.candidate and now - trial.since > (TRIAL_SECONDS if trial.is_ready else _START_SECONDS):
+            self._lose(trial, f"took more than {TRIAL_SECONDS:g} s to compile")
+        elif trial.candidate is None and not self._waiting and any(other is not trial for other in self._trials):
+            self._end(trial)
+
+    def _lose(self, trial: _Trial, reason: str | None = None) -> None:
+        """A process has ended, by itself unless there is a reason: who is there for the second time has done it."""
+        self._end(trial)
+        candidate = trial.candidate
+        if candidate is None:
+            return
+        if not trial.is_ready:  # the process that serves does not start either, and says why
+            self._verdicts += [Verdict(key, None, 0.0) for key in candidate.keys]
+            return
+        candidate.attempts += 1
+        if reason is None and candidate.attempts < 2:
+            self._waiting.setdefault(trial.client, deque()).appendleft(candidate)
+            return
+        reason = reason or "twice ended the process that worked on it"
+        logger.warning("a grammar %s", reason)
+        self._learn(candidate, reason, time.monotonic() - trial.since)
+
+    def _end(self, trial: _Trial) -> None:
+        trial.process.kill()
+        self._trials.remove(trial)
+
+    def _learn(self, candidate: _Candidate, reason: str | None, seconds: float) -> None:
+        self._known[candidate.digest] = reason, seconds, time.monotonic()
+        if len(self._known) > _MAX_REMEMBERED:
+            self._known.popitem(last=False)
+        self._verdicts += [Verdict(key, reason, seconds) for key in candidate.keys]
+
+    def _judge(self, keys: list[int], digest: bytes) -> bool:
+        """Gives the verdict of a grammar that is known; whether it is."""
+        if digest not in self._known:
+            return False
+        reason, seconds, when = self._known[digest]
+        if reason is not None and time.monotonic() - when > _FORGIVEN_SECONDS:
+            del self._known[digest]
+            return False
+        self._known.move_to_end(digest)
+        self._verdicts += [Verdict(key, reason, seconds) for key in keys]
+        return True
