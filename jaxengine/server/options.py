@@ -63,6 +63,7 @@ class ServerConfig:
       reasoning_parser: how the model writes its reasoning.
       response_role: the role of answers.
       enable_tokenizer_info_endpoint: serve /tokenizer_info, which tells special tokens and the chat template.
+      return_tokens_as_token_ids: tokens of logprobs are called token_id:N where a request does not say.
       enable_force_include_usage: usage in every stream, asked for or not.
       disable_access_log: no line for each request. Otherwise all have one, /health, /ping, /metrics and /status.json
         only when they fail.
@@ -106,6 +107,7 @@ class ServerConfig:
     reasoning_parser: str | None = None
     response_role: str = "assistant"
     enable_tokenizer_info_endpoint: bool = False
+    return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     disable_access_log: bool = False
     enable_reflection: bool | None = None

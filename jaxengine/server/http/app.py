@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.server.http import errors, models, operations, tokenize
+from jaxengine.server.http import errors, invocations, models, operations, tokenize
 from jaxengine.server.http.arrival import LimitsMiddleware
 from jaxengine.server.http.auth import AuthMiddleware
 from jaxengine.server.http.chat import endpoint as chat
@@ -39,6 +39,7 @@ ROUTERS: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     completions.router,
     responses.router,
     messages.router,
+    invocations.router,
     models.router,
     tokenize.router,
     operations.router,

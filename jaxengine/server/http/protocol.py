@@ -284,6 +284,11 @@ class TextRequest(GenerationRequest):
         given = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**{**inputs.generation_defaults, **given, **changes})
 
+    def names_tokens_by_id(self, config: ServerConfig) -> bool:
+        """Whether tokens of logprobs are called token_id:N."""
+        asked = self.return_tokens_as_token_ids
+        return config.return_tokens_as_token_ids if asked is None else asked
+
     def usage_in_stream(self, config: ServerConfig) -> tuple[bool, bool]:
         """Whether a stream ends with the counts of tokens, and whether every chunk has them."""
         options = self.stream_options or StreamOptions()

@@ -42,7 +42,7 @@ class _ChatCompletion:
             str(role),
             echoed,
             (body.top_logprobs or 0) if body.logprobs else None,
-            as_token_ids=bool(body.return_tokens_as_token_ids),
+            as_token_ids=body.names_tokens_by_id(server.config),
             with_token_ids=bool(body.return_token_ids),
         )
         self._num_prompt_tokens = 0

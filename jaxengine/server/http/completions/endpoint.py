@@ -97,7 +97,7 @@ class _Completion:
     async def whole(self) -> Response:
         """The answer in one piece."""
         choices = []
-        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer)
+        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer, self.body.names_tokens_by_id(self._config))
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
                 choices += [writer.choice(prompt, output, each) for each in output.outputs]
@@ -108,7 +108,7 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
-        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer)
+        writer = ChoiceWriter(self.body, self._engine.inputs.tokenizer, self.body.names_tokens_by_id(self._config))
         last, always = self.body.usage_in_stream(self._config)
         async with contextlib.aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:

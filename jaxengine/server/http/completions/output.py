@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 class ChoiceWriter:
     """Writes the choices of one request; of a stream, each time what is new."""
 
-    def __init__(self, body: CompletionRequest, tokenizer: Tokenizer | None):
+    def __init__(self, body: CompletionRequest, tokenizer: Tokenizer | None, as_token_ids: bool):
+        """as_token_ids: tokens are called token_id:N."""
         self._body = body
+        self._as_token_ids = as_token_ids
         self._tokenizer = tokenizer
         self._n = body.n or 1
         self._text_lengths: dict[int, int] = {}
@@ -85,7 +87,7 @@ class ChoiceWriter:
         return best
 
     def _name(self, token_id: int, position: PositionLogprobs | None) -> str:
-        if not self._body.return_tokens_as_token_ids and self._tokenizer is not None:
+        if not self._as_token_ids and self._tokenizer is not None:
             text = None if position is None else position[token_id].decoded_token
             return self._tokenizer.decode([token_id], skip_special_tokens=False) if text is None else text
         return f"token_id:{token_id}"

@@ -12,9 +12,9 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.events import message_of
@@ -24,9 +24,9 @@ from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.errors import as_api_error, error_body
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
-from jaxengine.server.http.responses.input import read_input
+from jaxengine.server.http.responses.input import named_items, read_input
 from jaxengine.server.http.responses.output import ResponseWriter, Said
-from jaxengine.server.http.responses.protocol import ResponsesRequest, as_response_error
+from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
 from jaxengine.server.http.responses.store import ResponseStore, StoredResponse
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.names import served_names
@@ -42,6 +42,7 @@ class _Making:
     Attributes:
       id: of the response, and of its request in the engine.
       messages: the conversation without instructions.
+      input: the items that the client sent.
       writer: holds the response.
     """
 
@@ -58,13 +59,15 @@ class _Making:
         """client: whose it is, to the engine. Raises RequestError."""
         self.id = response_id
         self.messages = messages
+        self.input = named_items(body.input)
         self._tokenizer = server.engine.inputs.require_tokenizer()
-        self._num_logprobs = (body.top_logprobs or 0) if body.include else None
+        self._num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         try:
             self._run = ChatRun(server, body.chat_request(messages), response_id, client)
         except RequestError as error:
             raise as_response_error(error) from None
-        self.writer = ResponseWriter(_head(body, response_id, model, store, self._run.params))
+        head = _head(body, response_id, model, store, self._run.params)
+        self.writer = ResponseWriter(head, encrypted=ENCRYPTED in (body.include or ()))
 
     async def prepare(self, ignored: list[str]) -> None:
         """ignored: gets the fields that say nothing to this model. Raises RequestError."""
@@ -233,12 +236,12 @@ class _Responses:
 
     def _keep(self, making: _Making, owner: str | None) -> None:
         if owner is not None:
-            self.store.put(StoredResponse(owner, making.writer.response, making.conversation()))
+            self.store.put(StoredResponse(owner, making.writer.response, making.conversation(), making.input))
 
     async def _begin(self, making: _Making, owner: str, traffic: Any) -> Response:
         """Answers at once; the work goes on."""
         queued = {**making.writer.response, "status": "queued"}
-        stored = StoredResponse(owner, queued, making.messages)
+        stored = StoredResponse(owner, queued, making.messages, making.input)
         self.store.put(stored)
         stored.task = asyncio.create_task(self._work(making, stored, traffic))
         await asyncio.sleep(0)  # a task that is cancelled before it has begun would leave the response as it is
@@ -262,6 +265,30 @@ class _Responses:
             if making.id in self.store:
                 stored.response, stored.messages = making.writer.response, making.conversation()
                 self.store.put(stored)
+
+    async def count(self, body: ResponsesRequest, request: Request) -> Response:
+        """How many tokens the conversation has. Raises RequestError, ApiError."""
+        check_model(body.model, self._names)
+        earlier: Sequence[dict[str, Any]] = ()
+        if body.previous_response_id is not None:
+            earlier = self._finished(body.previous_response_id, _owner(request))
+        try:
+            chat = body.chat_request([*earlier, *read_input(body.input)])
+            ids = await self.server.renderer.token_ids(chat)
+        except RequestError as error:
+            raise as_response_error(error) from None
+        return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+    def input_items(self, stored: StoredResponse, limit: int, after: str | None, newest_first: bool) -> Response:
+        """A page of what a response was asked with. Raises RequestError."""
+        items = list(reversed(stored.input)) if newest_first else list(stored.input)
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise RequestError(f"after is {show_value(after)}, which is none of the response's items", param="after")
+        first = 0 if after is None else ids.index(after) + 1
+        page, shown = items[first : first + limit], ids[first : first + limit]
+        ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
+        return json_response({"object": "list", "data": page, **ends, "has_more": first + limit < len(items)})
 
     async def cancel(self, response_id: str, owner: str) -> Response:
         """Ends one that runs in the background. Raises ApiError, RequestError."""
@@ -298,6 +325,21 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         for name in request.query_params:
             raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
         return json_response(responses.store.get(response_id, _owner(request)).response)
+
+    @routes.post("/v1/responses/input_tokens", response_class=Response)
+    async def count_response_tokens(body: ResponsesRequest, request: Request) -> Response:
+        return await responses.count(body, request)
+
+    @routes.get("/v1/responses/{response_id}/input_items", response_class=Response)
+    async def get_input_items(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        stored = responses.store.get(response_id, _owner(request))
+        return responses.input_items(stored, limit, after, order == "desc")
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     async def cancel_response(response_id: str, request: Request) -> Response:

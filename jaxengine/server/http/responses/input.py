@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,13 @@ def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         _add(messages, item, f"input[{number}]")
     # Reasoning in front of nothing has no message to belong to.
     return [{"content": "", **message} if "tool_calls" not in message else message for message in messages]
+
+
+def named_items(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of a request's `input`, in the form that /v1/responses/{id}/input_items shows, each with an id."""
+    if isinstance(items, str):
+        items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": items}]}]
+    return [{"id": f"item_{secrets.token_hex(16)}", "type": "message", **item} for item in items]
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
@@ -53,11 +62,21 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         if not isinstance(parts, list):
             raise _refused(f"{where}.content is no list")
         text = "\n".join(_part(part, where, ("reasoning_text", "summary_text")) for part in parts)
+        if not parts and item.get("encrypted_content") is not None:
+            text = _decrypted(item["encrypted_content"], f"{where}.encrypted_content")
         messages.append({"role": "assistant", "reasoning": text})
     else:
         raise _refused(
             f"{where}.type is {show_value(kind)}; allowed: message, function_call, function_call_output, reasoning"
         )
+
+
+def _decrypted(content: Any, where: str) -> str:
+    """What a response said with include "reasoning.encrypted_content"."""
+    try:
+        return base64.b64decode(content, validate=True).decode()
+    except (TypeError, ValueError):
+        raise _refused(f"{where} is none that this server has made") from None
 
 
 def _open_turn(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ An answer's parts are items one behind the other: reasoning, a message, function
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +20,15 @@ class ResponseWriter:
 
     Args:
       response: all of it but status, output and usage.
+      encrypted: items of reasoning have encrypted_content, by which `input.read_input` knows their text again.
 
     Attributes:
       response: as far as it has come.
       parts: every event of the answer so far.
     """
 
-    def __init__(self, response: dict[str, Any]):
+    def __init__(self, response: dict[str, Any], encrypted: bool = False):
+        self._encrypted = encrypted
         self.response = {**response, "status": "in_progress", "output": [], "usage": None}
         self.parts: list[Event] = []
         self._number = -1
@@ -106,6 +109,8 @@ class ResponseWriter:
         else:
             part = self._part(text)
             self._item["content"] = [part]
+            if self._encrypted and self._item["type"] == "reasoning":
+                self._item["encrypted_content"] = base64.b64encode(text.encode()).decode()
             if self._item["type"] == "message":
                 done = {"logprobs": self._logprobs}
                 said.append(self._say_at("response.output_text.done", content_index=0, text=text, **done))

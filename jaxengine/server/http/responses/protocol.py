@@ -11,6 +11,9 @@ from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatR
 from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel, TextsByName, at_most
 from scheduler.errors import RequestError
 
+# What `include` may name.
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 # Fields that a chat request has by the same name.
 _SAME = {*GenerationRequest.model_fields, "chat_template_kwargs", "parallel_tool_calls"} - {"model", "request_id"}
 # What a field of the chat request is called here.
@@ -75,7 +78,8 @@ class ResponsesRequest(GenerationRequest):
       store: keep the response in memory, so that it can be asked for and continued; default: where one process answers
         all of them.
       background: answer at once, and work on.
-      include: "message.output_text.logprobs", for top_logprobs of them.
+      include: "message.output_text.logprobs", for top_logprobs of them; "reasoning.encrypted_content", with which items
+        of reasoning can come back without their text (it is not secret: the same text in base64).
       metadata: at most 16 texts; the response shows them.
       truncation: "auto": the beginning of what is too long is left out.
     """
@@ -100,7 +104,7 @@ class ResponsesRequest(GenerationRequest):
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: int | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(fail_fast=True)] | None = None
+    include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -117,11 +121,15 @@ class ResponsesRequest(GenerationRequest):
             raise RequestError("background cannot be combined with stream", param="background")
         if self.background and self.store is False:
             raise RequestError("background needs store", param="background")
-        if self.top_logprobs is not None and not self.include:
+        if self.top_logprobs is not None and not self.wants_logprobs:
             raise RequestError(
                 "top_logprobs is only allowed with 'message.output_text.logprobs' in include", param="top_logprobs"
             )
         return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
     def chat_request(self, messages: Sequence[dict[str, Any]]) -> ChatRequest:
         """The same as a request for a chat completion about `messages`. Raises RequestError, by the names of here."""
@@ -131,7 +139,7 @@ class ResponsesRequest(GenerationRequest):
             if self.instructions
             else [*messages],
             "max_completion_tokens": self.max_output_tokens,
-            "logprobs": bool(self.include),
+            "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
             "tools": self._tools(),
             "tool_choice": self._tool_choice(),

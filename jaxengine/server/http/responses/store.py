@@ -23,6 +23,7 @@ class StoredResponse:
       owner: what the client that made it showed to be let in; nobody else gets it.
       response: as the client sees it.
       messages: the conversation with its answer; instructions are not part of it.
+      input: the items that it was asked with, each with an id.
       task: what works on it in the background, or None.
       num_bytes: its size as the store counts it.
     """
@@ -30,6 +31,7 @@ class StoredResponse:
     owner: str
     response: dict[str, Any]
     messages: Sequence[dict[str, Any]]
+    input: Sequence[dict[str, Any]] = ()
     task: asyncio.Task[None] | None = None
     num_bytes: int = 0
 
@@ -59,7 +61,7 @@ class ResponseStore:
                 raise OverloadedError(f"{len(self._stored)} responses run in the background already", retry_after=5)
         if known is not None:
             self._num_bytes -= known.num_bytes
-        stored.num_bytes = len(encode_json([stored.response, stored.messages]))
+        stored.num_bytes = len(encode_json([stored.response, stored.messages, stored.input]))
         self._num_bytes += stored.num_bytes
         self._stored[response_id] = stored
         finished = [name for name, each in self._stored.items() if not each.is_running and name != response_id]

@@ -14,7 +14,7 @@ from jaxengine.server.http.responses import store as response_store
 from jaxengine.server.http.responses.store import ResponseStore, StoredResponse
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import OverloadedError
-from tests.jaxengine.server.asgi_client import Recorder, idle, post
+from tests.jaxengine.server.asgi_client import Recorder, http_client, idle, post
 from tests.jaxengine.server.openai_client import openai_client
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
 
@@ -229,7 +229,7 @@ async def test_a_deadline_fails_the_response(app):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
         ({"reasoning": {"summary": "auto"}}, "summary"),
         ({"text": {"verbosity": "higher"}}, "text"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text"),
@@ -284,3 +284,44 @@ async def test_the_store_is_bounded():
     full.put(stored(9))
     assert "0" not in full and "9" in full
     assert response_store.MAX_BYTES <= 64 << 20
+
+
+async def test_what_a_response_was_asked_with(client, app):
+    items = [{"role": "user", "content": f"Say {number}"} for number in range(3)]
+    response = await client.responses.create(**{**ASK, "input": items})
+    listed = [item async for item in client.responses.input_items.list(response.id, order="asc", limit=2)]
+    assert [item.content for item in listed] == ["Say 0", "Say 1", "Say 2"] and len({item.id for item in listed}) == 3
+    newest = await client.responses.input_items.list(response.id, limit=1)
+    assert (newest.data[0].content, newest.has_more) == ("Say 2", True)
+    for query, param in (("limit=0", "limit"), ("order=up", "order"), ("after=item_x", "after")):
+        async with http_client(app, "none") as plain:
+            answer = await plain.get(f"{PATH}/{response.id}/input_items?{query}")
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    async with http_client(app, "none") as plain:
+        assert (await plain.get(PATH + "/resp_none/input_items")).status_code == 404
+
+
+async def test_tokens_are_counted_before_they_are_paid_for(client):
+    response = await client.responses.create(**ASK, instructions="Be brief.")
+    ask = {"model": "tiny", "input": "Hi", "instructions": "Be brief."}
+    assert (await client.responses.input_tokens.count(**ask)).input_tokens == response.usage.input_tokens
+    more = await client.responses.input_tokens.count(model="tiny", input="So?", previous_response_id=response.id)
+    assert more.input_tokens > response.usage.total_tokens - 20
+
+
+async def test_reasoning_comes_back_without_its_text(scripted):
+    client, engine = scripted(THINKS_AND_CALLS, **PARSERS)
+    ask = {"model": "tiny", "input": "Hi", "store": False}
+    plain = await client.responses.create(**ask)
+    assert plain.output[0].encrypted_content is None
+    response = await client.responses.create(**ask, include=["reasoning.encrypted_content"])
+    thought, message, *_ = (item.to_dict() for item in response.output)
+    assert thought["encrypted_content"] and "Hm" not in thought["encrypted_content"]
+    prompts = []
+    for sent in (thought, {**thought, "content": [], "summary": []}, {**thought, "content": []}):
+        await client.responses.create(**{**ask, "input": [{"role": "user", "content": "Hi"}, sent, message]})
+        prompts.append(engine.calls[-1][0]["prompt_token_ids"])
+    assert prompts[0] == prompts[1] == prompts[2]
+    with pytest.raises(openai.BadRequestError, match="encrypted_content"):
+        broken = {"type": "reasoning", "encrypted_content": "?", "summary": []}
+        await client.responses.create(**{**ask, "input": [broken, message]})

@@ -1,0 +1,41 @@
+"""schemathesis over a socket: requests that fit /openapi.json or nearly do are answered in time, none by a fault."""
+
+import contextlib
+
+import schemathesis
+from case import BASE, KEY, report
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis.generation import GenerationMode
+
+PACKAGES = ["schemathesis"]
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+EXAMPLES = 10
+
+
+async def any_request():
+    schema = schemathesis.openapi.from_url(BASE + "/openapi.json", headers=HEADERS)
+    for mode in GenerationMode:
+        for operation in (each.ok() for each in schema.get_all_operations()):
+
+            @settings(
+                max_examples=EXAMPLES if operation.body else 2,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def check(case):
+                if isinstance(case.body, dict):
+                    # What a small model would write for minutes.
+                    case.body |= {"max_tokens": 2} if isinstance(case.body.get("max_tokens"), int) else {}
+                    case.body["timeout"] = 0.2
+                answer = case.call(headers=HEADERS, timeout=60)
+                assert answer.status_code < 500, (case.method, case.path, answer.status_code, answer.content[:300])
+
+            with contextlib.suppress(Unsatisfiable):  # a route without arguments cannot be asked wrongly
+                check()
+
+
+report(globals())

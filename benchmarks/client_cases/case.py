@@ -1,0 +1,69 @@
+"""What every client is asked to do, and how its cases report. Runs with the client's packages; imports nothing of ours.
+
+A script defines `async def` functions named after columns of the table, which raise when something is wrong, and ends
+with `report(globals())`: one line of JSON a column.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import sys
+import traceback
+from typing import Any, Literal
+
+import pydantic
+
+BASE, KEY, MODEL = sys.argv[1], sys.argv[2], sys.argv[3]
+COLUMNS = (
+    "chat",
+    "stream",
+    "tools",
+    "streamed_tools",
+    "structured",
+    "second_turn",
+    "tools_and_schema",
+    "any_request",
+)
+QUESTION = "What is the weather in Paris? Answer in a few words."
+SECONDS = 300.0
+
+
+class Place(pydantic.BaseModel):
+    """The arguments of the tool: short, so that a small model is soon done with them."""
+
+    city: Literal["Paris", "Rome"]
+    days: int = pydantic.Field(ge=1, le=9)
+
+
+class Weather(pydantic.BaseModel):
+    """What an answer is to look like."""
+
+    city: Literal["Paris", "Rome"]
+    degrees: int = pydantic.Field(ge=0, le=40)
+    rain: bool
+
+
+def get_weather(city: Literal["Paris", "Rome"], days: int = 1) -> str:
+    """The weather of a city for some days."""
+    return f"{city}: 20 degrees and no rain, for {days} days"
+
+
+def report(module: dict[str, Any]) -> None:
+    """Runs the script's cases one after the other and prints what came of each."""
+    names = module["PACKAGES"]
+    versions = {name: importlib.metadata.version(name) for name in names}
+    print(json.dumps({"client": " + ".join(f"{name} {version}" for name, version in versions.items())}), flush=True)
+    asyncio.run(_run({column: module[column] for column in COLUMNS if column in module}))
+
+
+async def _run(cases: dict[str, Any]) -> None:
+    for column, case in cases.items():
+        try:
+            await asyncio.wait_for(case(), SECONDS)
+            line = {"case": column, "ok": True}
+        except BaseException as error:
+            traceback.print_exc()
+            line = {"case": column, "ok": False, "why": f"{type(error).__name__}: {error}"[:300]}
+        print(json.dumps(line), flush=True)

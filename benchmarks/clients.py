@@ -1,0 +1,178 @@
+"""Real clients against a real server: which of them can do what, as a table.
+
+    python -m benchmarks.clients --markdown docs/clients.md
+
+Installs each client below `--venv-dir`, for this and later runs (those in JavaScript where node is), starts
+`jaxengine serve` with the embedded model, and runs the scripts of `benchmarks/client_cases`, one after the other. With
+`--url` it starts nothing and asks another server. The model is small: its answers are checked for the form that schemas
+and forced calls give them, and for being equal where they must be, never for being clever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+CASES = Path(__file__).resolve().parent / "client_cases"
+KEY, MODEL = "client-key", "smollm"
+# Script -> the packages that it is run with, each set by itself: they do not agree about each other's versions.
+SCRIPTS = {
+    "openai_python.py": ("openai",),
+    "anthropic_python.py": ("anthropic",),
+    "langchain_cases.py": ("langchain-openai", "langchain-anthropic"),
+    "openai_agents.py": ("openai-agents",),
+    "pydantic_ai_cases.py": ("pydantic-ai-slim[openai,anthropic]",),
+    "instructor_cases.py": ("instructor",),
+    "litellm_cases.py": ("litellm",),
+    "openai_js.mjs": ("openai", "zod"),
+    "ai_sdk.mjs": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
+    "any_request.py": ("schemathesis",),
+}
+COLUMNS = {
+    "chat": "chat",
+    "stream": "stream",
+    "tools": "tools",
+    "streamed_tools": "streamed tools",
+    "structured": "structured",
+    "second_turn": "second turn",
+    "tools_and_schema": "tools + schema",
+    "any_request": "any request",
+}
+SERVE = (
+    "--port=0 --dtype=float32 --max-model-len=2048 --max-num-seqs=16 --max-num-batched-tokens=512 --disable-access-log "
+    f"--served-model-name={MODEL} --api-key={KEY} --enable-auto-tool-choice --tool-call-parser=hermes"
+).split()
+# The steps that so few clients need compile in a minute.
+GRID = {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32, 128]}
+START_SECONDS, SCRIPT_SECONDS = 900.0, 900.0
+
+
+def main() -> int:
+    """The exit status: 1 where a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv-dir", type=Path, default=Path.home() / ".cache" / "jaxengine" / "clients")
+    parser.add_argument("--url", help="a server that runs already, without a path; its key is client-key")
+    parser.add_argument("--only", nargs="+", default=[], help="scripts to run, by the beginnings of their names")
+    parser.add_argument("--json", type=Path, help="where to write what came of each case")
+    parser.add_argument("--markdown", type=Path, help="where to write the table")
+    options = parser.parse_args()
+    scripts = [name for name in SCRIPTS if not options.only or name.startswith(tuple(options.only))]
+    server, url = (None, options.url) if options.url else start_server()
+    try:
+        rows = [row for name in scripts if (row := run_script(name, url, options.venv_dir))]
+    finally:
+        if server is not None:
+            server.terminate()
+            server.wait()
+    table = markdown(rows)
+    print(table)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.markdown:
+        page = options.markdown
+        text = page.read_text() if page.exists() else "<!-- table -->\n<!-- end -->\n"
+        page.write_text(re.sub(r"(?s)<!-- table -->.*<!-- end -->", f"<!-- table -->\n{table}<!-- end -->", text))
+    return int(any(not case["ok"] for row in rows for case in row["cases"].values()))
+
+
+def install(name: str, folder: Path) -> list[str | Path] | None:
+    """The command that runs a script with its packages, which are fetched once; None where its language is not here."""
+    packages, home = SCRIPTS[name], folder / Path(name).stem
+    language = "node" if name.endswith(".mjs") else "python"
+    program = shutil.which("node") if language == "node" else folder / "venv" / "bin" / "python"
+    if program is None:
+        return None
+    done = home / "installed"
+    if not done.exists() or done.read_text() != " ".join(packages):
+        print(f"installing {', '.join(packages)} into {home}", flush=True)
+        home.mkdir(parents=True, exist_ok=True)
+        if language == "node":
+            fetch = ["npm", "install", "--silent", "--no-fund", "--no-audit"]
+        else:
+            if not Path(program).exists():
+                subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+            fetch = [program, "-m", "pip", "install", "--quiet", "--upgrade", "--target", home]
+        subprocess.run([*fetch, *packages], cwd=home, check=True)
+        done.write_text(" ".join(packages))
+    if language == "python":
+        return [program, "-P", CASES / name]
+    for each in ("case.mjs", name):  # packages are looked for beside the script
+        shutil.copy(CASES / each, home)
+    return [program, name]
+
+
+def start_server() -> tuple[subprocess.Popen[str], str]:
+    """`jaxengine serve` with the embedded model, and its address. Raises RuntimeError when it does not start."""
+    command = [sys.executable, "-m", "jaxengine", "serve", *SERVE, f"--compilation-config={json.dumps(GRID)}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    timer = threading.Timer(START_SECONDS, process.kill)
+    timer.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"jaxengine is ready: (http://\S+)", line):
+            timer.cancel()
+            return process, found[1]
+    timer.cancel()
+    raise RuntimeError(f"the server ended with status {process.wait()}")
+
+
+def run_script(name: str, url: str, folder: Path) -> dict[str, Any] | None:
+    """What came of a client's cases; None where its language is not here."""
+    command = install(name, folder)
+    if command is None:
+        print(f"{name}: left out, there is no node", flush=True)
+        return None
+    home = folder / Path(name).stem
+    with tempfile.TemporaryFile("w+") as errors:
+        environment = {**os.environ, "PYTHONPATH": f"{CASES}:{home}"}
+        done = subprocess.run(
+            [*command, url, KEY, MODEL],
+            cwd=home,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=SCRIPT_SECONDS,
+        )
+        errors.seek(0)
+        said = errors.read()
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    row: dict[str, Any] = {"client": name, "cases": {}}
+    for line in lines:
+        if "client" in line:
+            row["client"] = line["client"]
+        else:
+            row["cases"][line.pop("case")] = line
+    if done.returncode or not row["cases"]:
+        row["cases"]["chat"] = {"ok": False, "why": f"ended with status {done.returncode}: {said[-300:]}"}
+    for column, case in row["cases"].items():
+        print(f"{row['client']}: {column}: {'ok' if case['ok'] else case['why']}", flush=True)
+    return row
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table, and what is wrong below it."""
+    lines = [f"| client | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    wrong = []
+    for row in rows:
+        cells = []
+        for column in COLUMNS:
+            case = row["cases"].get(column)
+            cells.append("" if case is None else "yes" if case["ok"] else "no")
+            if case is not None and not case["ok"]:
+                wrong.append(f"- {row['client']}, {COLUMNS[column]}: {case['why']}")
+        lines.append(f"| {row['client']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *wrong]) + ("\n" if wrong else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""POST /invocations, as SageMaker calls a model: a chat completion or a completion, by the fields of the body.
+
+Knows which path answers which body, and nothing else of either.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http.limits import read_json
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import RequestError
+
+# A field that only one path has -> the path.
+_PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
+
+
+class _PassedOn(Response):
+    """The answer of another path to a request whose body was read already."""
+
+    def __init__(self, request: Request, path: str, body: bytes):
+        super().__init__()
+        self._request = request
+        self._path = path
+        self._whole: bytes | None = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def again():
+            if (body := self._whole) is not None:
+                self._whole = None
+                return {"type": "http.request", "body": body, "more_body": False}
+            return await receive()
+
+        path = scope["root_path"] + self._path
+        await self._request.app.router({**scope, "path": path, "raw_path": path.encode()}, again, send)
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["invocations"])
+
+    @routes.post("/invocations", response_class=Response)
+    async def invoke(request: Request) -> Response:
+        body = await request.body()
+        value = read_json(body)
+        fields = [name for name in _PATHS if isinstance(value, dict) and name in value]
+        if len(fields) != 1:
+            raise RequestError(f"the body must have one of {', '.join(_PATHS)}, got {fields or 'none'}")
+        return _PassedOn(request, _PATHS[fields[0]], body)
+
+    return routes
