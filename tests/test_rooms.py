@@ -73,7 +73,7 @@ ROOMS = {
         "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.checkpoint jaxengine.engine"
     ),
     "jaxengine.api": (
-        "models.config models models:registry scheduler jaxengine.grammars jaxengine.tokens jaxengine.config "
+        "models.config models models:registry scheduler jaxengine.grammars jaxengine.config "
         "jaxengine.runner jaxengine.cluster jaxengine.engine jaxengine.requests"
     ),
     "jaxengine": (

@@ -44,9 +44,7 @@ def test_keys_come_from_options_and_files(tmp_path):
     with pytest.raises(ConfigError, match="api_key_file '.*keys' holds no key; write one a line into it"):
         config.api_keys()
     file.unlink()
-    with pytest.raises(
-        ConfigError, match="cannot be read .No such file.*; name a file with one key a line"
-    ):
+    with pytest.raises(ConfigError, match="cannot be read .No such file.*; name a file with one key a line"):
         config.api_keys()
 
 
@@ -58,9 +56,7 @@ def test_an_option_that_needs_another_names_its_flag():
 def test_a_port_that_is_taken_and_a_host_that_is_not_here():
     with contextlib.closing(listen("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = (
-            f"port {port} of 127.0.0.1 cannot be had .Address already in use.; stop what listens there, or give"
-        )
+        said = f"port {port} of 127.0.0.1 cannot be had .Address already in use.; stop what listens there, or give"
         with pytest.raises(ConfigError, match=said) as error:
             listen("127.0.0.1", port)
         assert error.value.param == "port"
