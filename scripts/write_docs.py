@@ -42,8 +42,12 @@ _OPTIONS = """# Options
 
 Keyword arguments of `LLM` and `AsyncLLM`, fields of `EngineConfig` (vLLM's name `EngineArgs` means the same), and flags
 of `jaxengine generate`, `chat`, `demo` and `serve`; what is on is switched off with `--no-` before the name. None means
-that model and device decide. One that is unknown, wrong or not built yet raises one `ConfigError` that names it; none
-is accepted and ignored.
+that model and device decide. One that is unknown, wrong or not built yet raises one `ConfigError` that names it. Of
+vLLM's other options those that cannot change an answer are taken, and the log says what stands in their place.
+
+Sizes may be written `4k` (4,000), `4K` (4,096) or `4G`; `-tp`, `-pp`, `-dp`, `-ep`, `-n` and `-cc` are short forms,
+and the model may be given without `--model`. `--config FILE` reads options from YAML (`max-model-len: 4096`); those of
+the command line go before it.
 
 {engine}
 

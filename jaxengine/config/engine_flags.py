@@ -96,11 +96,11 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 def with_config_file(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """The words of a command line with those of its --config file in their place, behind the command's name.
 
-    parser: of all commands. Underscores in the names of flags become hyphens, as in vLLM.
+    parser: of all commands. Names of flags may have underscores.
 
     Raises ConfigError for a file that cannot be read, or that holds what the command does not take.
     """
-    words = _hyphens(argv)
+    words = with_hyphens(argv)
     path, rest = _take_config(words)
     if path is None:
         return words
@@ -123,7 +123,8 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[
     return parser, depth
 
 
-def _hyphens(argv: Sequence[str]) -> list[str]:
+def with_hyphens(argv: Sequence[str]) -> list[str]:
+    """The words with hyphens for the underscores in names of flags: vLLM takes both."""
     words = list(argv)
     for at, word in enumerate(words):
         if word == "--":

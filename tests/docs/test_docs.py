@@ -16,6 +16,7 @@ import pytest
 import jaxengine
 from jaxengine.commands.cli import build_parser
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
+from jaxengine.config.engine_flags import with_hyphens
 from jaxengine.config.vllm_options import NAMES as OPTIONS_OF_VLLM
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from jaxengine.requests.options import RequestOptions
@@ -37,7 +38,7 @@ DOCUMENTS = sorted(
 PRESENT = [name for name in DOCUMENTS if name != "CHANGELOG.md"]
 # Options of other programs: pip's, pytest's (tests/conftest.py), those of our scripts and benchmarks.
 OTHER_OPTIONS = {
-    *("--no-deps", "--thorough", "--pool-operations", "--xla_force_host_platform_device_count"),
+    *("--no-deps", "--thorough", "--pool-operations", "--xla-force-host-platform-device-count"),
     *("--build-arg", "--rm"),
     *("--budget-s", "--platform", "--tiny", "--out"),
 }
@@ -107,7 +108,7 @@ def test_commands_can_be_given(name):
     wrong = []
     for words in commands(text_of(name)):
         try:
-            build_parser().parse_args(words)
+            build_parser().parse_args(with_hyphens(words))
         except SystemExit as end:
             # A command's bare name stands for the command.
             if end.code and any(word.startswith("-") for word in words):
@@ -123,7 +124,7 @@ def test_the_reader_of_commands_finds_them():
 
 @pytest.mark.parametrize("name", PRESENT)
 def test_options_that_are_named_exist(name):
-    lines = re.findall(r"(?<![\w-])--[a-z][\w-]*\w\b(?!-)", text_of(name))
+    lines = with_hyphens(re.findall(r"(?<![\w-])--[a-z][\w-]*\w\b(?!-)", text_of(name)))
     assert not set(lines) - known_options() - OTHER_OPTIONS - options_of_benchmarks()
 
 

@@ -132,7 +132,7 @@ def _listen(server: grpc.aio.Server, config: ServerConfig) -> int:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError:
-        problem = f"gRPC cannot listen on {address}"
+        problem = f"grpc_port cannot be had at {address}"
         advice = "give a --grpc-port that is free, and a certificate that fits its key"
         raise ConfigError.because("grpc_port", problem, advice) from None
 
