@@ -141,7 +141,7 @@ def many_parts(implementation: Implementation) -> None:
     sizes = {"num_tokens": 2, "max_seqs": 2, "max_pages": 40, "heads": (2, 1)}
     case = implementation.adapted(Case("many parts", (1, 1), (640, 70), **sizes))
     problem = build(case, "bfloat16", "normal")
-    if implementation.elsewhere is not None:
+    if implementation.platform == "gpu":
         batch = conformance.ragged_batch(problem)
         schedule = split.schedule(batch, case.spec, num_tokens=case.num_tokens, page_size=case.page_size)
         counts = np.diff(schedule.decode.pair_items)

@@ -50,7 +50,7 @@ def rows_of(name: str, rows: list[Row]) -> list[Row]:
     return [(one, case, dtype) for one, case, dtype in rows if name in one.kernels(case, dtype)]
 
 
-@pytest.mark.parametrize("rows", [interpreted("gpu"), on_device(MOSAIC_GPU)], ids=["interpreted", "device"])
+@pytest.mark.parametrize("rows", [interpreted("gpu"), on_device(MOSAIC_GPU)], ids=["interpreted", "compiled"])
 @pytest.mark.parametrize("name", GPU_KERNELS)
 def test_gpu_kernels_meet_every_shape_that_is_served(name, rows):
     cases = [case for _, case, dtype in rows_of(name, rows) if dtype == "bfloat16"]
@@ -62,7 +62,7 @@ def test_gpu_kernels_meet_every_shape_that_is_served(name, rows):
     assert any((case.window or 0) > 3 * 128 for case in cases), "whole blocks of 128 keys inside a window"
 
 
-def test_device_crosses_head_dims_and_page_sizes():
+def test_compiled_kernels_meet_every_head_dim_with_every_page_size():
     cases = [case for _, case, dtype in rows_of(GPU_KERNELS[0], on_device(MOSAIC_GPU)) if dtype == "bfloat16"]
     crossed = Counter((case.dims[0], case.page_size) for case in cases)
     assert not [(dim, size) for dim in HEAD_DIMS for size in PAGE_SIZES if not crossed[dim, size]]
@@ -90,7 +90,7 @@ def test_tpu_kernels_meet_the_blocks_of_production(name):
 
 
 @pytest.mark.parametrize("platform", [MOSAIC_GPU, TPU_PRODUCTION_LAZY], ids=["gpu", "tpu"])
-def test_what_a_device_leaves_to_xla_is_known(platform):
+def test_what_kernels_leave_to_xla_is_known(platform):
     """In bfloat16, by case; every other case runs kernels."""
     left = {
         case.name for one, case, dtype in on_device(platform) if dtype == "bfloat16" and not one.kernels(case, dtype)

@@ -32,6 +32,12 @@ def test_invariant(check, implementation):
 
 
 @pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
+@pytest.mark.parametrize("check", ["splits", "many_parts"])
+def test_split_keys_give_the_oracle(check, implementation):
+    CHECKS[check](implementation)
+
+
+@pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
 def test_ten_runs_give_the_same_bits(implementation):
     CHECKS["determinism"](10, implementation)
 

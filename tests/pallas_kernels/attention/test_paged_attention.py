@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pallas_kernels.cases import ATTENTION, CROSSED, PRODUCTION, QUICK
+from tests.pallas_kernels.cases import ATTENTION, CROSSED, PRODUCTION, PRODUCTION_BLOCKS, QUICK
 from tests.pallas_kernels.conformance import check_attention, check_runs_kernels
 from tests.pallas_kernels.implementations import IN_PROCESS, Implementation
 from tests.pallas_kernels.problems import FAMILIES, Case
@@ -14,8 +14,11 @@ def cases_for(implementation: Implementation, thorough: bool) -> list[Case]:
     """What tells most first: a device's time may end."""
     if implementation.name == "device":
         return PRODUCTION + CROSSED + [case for case in ATTENTION if case not in PRODUCTION]
-    # "gpu_xla" is the CPU's code on another layout.
-    return QUICK if implementation.name == "gpu_xla" and not thorough else ATTENTION
+    if thorough:
+        return ATTENTION
+    # XLA on a CPU tells few shapes apart; "gpu_xla" is the CPU's code on another layout.
+    for_kernels = [case for case in PRODUCTION[2:] + PRODUCTION_BLOCKS if implementation.elsewhere is None]
+    return [case for case in (QUICK if implementation.name == "gpu_xla" else ATTENTION) if case not in for_kernels]
 
 
 def pytest_generate_tests(metafunc):
