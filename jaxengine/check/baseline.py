@@ -85,10 +85,9 @@ def compare(rows: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]) 
             continue
         names = CPU_FIGURES if find_target(row["target"]).backend == "cpu" else FIGURES
         figures = [(name, old.get(name), row.get(name)) for name in names]
-        done = old.get("operations", {})
-        figures += [
-            (f"operations in {name}", done.get(name, 0), now) for name, now in row.get("operations", {}).items()
-        ]
+        if (done := old.get("operations")) is not None:
+            counted = row.get("operations", {}).items()
+            figures += [(f"operations in {name}", done.get(name, 0), count) for name, count in counted]
         for name, was, now in figures:
             if was is not None and now is not None and now > was * (1 + SLACK):
                 worse = f" (+{100 * (now / was - 1):.0f} %)" if was else ""

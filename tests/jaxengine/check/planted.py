@@ -58,6 +58,16 @@ SLAB = """\
             data = jax.lax.dynamic_update_slice_in_dim(kv.data, slab, pages.first_page, 0)
             kv = __import__("dataclasses").replace(kv, data=data)
 """
+# Scores that are used again after the values have been added up.
+BARRIER = """\
+    acc, new_largest, total, weights = lax.optimization_barrier((acc, new_largest, total, weights))
+    plgpu.barrier_arrive(refs.turn)
+    plgpu.barrier_wait(refs.v_full.at[slot])
+    plgpu.barrier_wait(refs.turn)
+    add = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, refs.v_smem.at[slot]))
+    acc = add(plgpu.WGMMAAccumulatorRef.init(acc))
+"""
+KEPT = f"{BARRIER}    total = total + (jnp.exp2(logits).sum(axis=1) + (logits * acc).sum(axis=1)) * 1e-30\n"
 LINEAR = "    return lax.dot_general(x, weight, "
 FAULTS = {
     "six passes of float32 in the prefill kernel": Fault(
@@ -77,9 +87,9 @@ FAULTS = {
         "cycles was",
     ),
     "spilled registers, seen on a mesh": Fault(
-        "pallas_kernels/attention/hopper/prefill_load.py",
-        "        return 128 if fits and",
-        "        return 256 if fits and",
+        "pallas_kernels/attention/hopper/prefill.py",
+        BARRIER,
+        KEPT,
         "sm_90-2",
         "attention, mixed T=128",
         "a kernel spills",
@@ -113,8 +123,8 @@ FAULTS = {
     ),
     "plain attention on a card that is not said to have it": Fault(
         "jaxengine/check/targets.py",
-        "gpu=_B200, plain_attention=_NO_WGMMA)",
-        "gpu=_B200)",
+        "gpu=_B200,\n            plain_attention=_NO_WGMMA,\n",
+        "gpu=_B200,\n",
         "sm_100",
         "decode S=8",
         "0 of 2 layers attend with a kernel",
