@@ -37,6 +37,7 @@ from tests.jaxengine.server.server_process import ServerProcess, start_server
 MIB = 1 << 20
 # Seconds that /health may take at worst, and how many times its size a body may take of memory.
 HEALTH_SECONDS, BODY_TIMES = 0.1, 2.0
+_READ_TIMEOUT = 2.0
 ENDPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "Hi", "max_tokens": 1}),
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
@@ -167,8 +168,11 @@ def attack_connections(server: ServerProcess, table: Table, size: int) -> None:
                 with contextlib.suppress(OSError):
                     opened.append(socket.create_connection(_address(server), 10))
                     opened[-1].sendall(sent)
-            time.sleep(4)  # read_timeout is 2 s here
-            closed = sum(_is_closed(each) for each in opened)
+            left, deadline = set(opened), time.monotonic() + 15 * _READ_TIMEOUT
+            while left and time.monotonic() < deadline:
+                time.sleep(0.5)
+                left = {each for each in left if not _is_closed(each)}
+            closed = len(opened) - len(left)
             for each in opened:
                 each.close()
         table.add("connections", tried, f"{closed} of {len(opened)} ended by the server", watched)
@@ -282,7 +286,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     table = Table()
-    server = start_server({**OPTIONS, "grpc_port": 0, "read_timeout": 2.0}, wait=900.0)
+    server = start_server({**OPTIONS, "grpc_port": 0, "read_timeout": _READ_TIMEOUT}, wait=900.0)
     try:
         for area in options.only:
             AREAS[area](server, table, options.size)
