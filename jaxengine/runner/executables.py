@@ -101,6 +101,12 @@ class ExecutableCache:
         self._store(file, compiled)
         return compiled
 
+    def stored_bytes(
+        self, name: str, arguments: Sequence[Any], results: Any, *, donate: tuple[int, ...], description: str = ""
+    ) -> int:
+        """The size of what is kept of a program, 0 if that is nothing. Arguments as `get`'s."""
+        return len(self._files.read(self._file_name(name, arguments, results, donate, description)) or b"")
+
     def get_number(self, name: str, arguments: Sequence[Any], description: str, compute: Callable[[], int]) -> int:
         """A number that follows from a compilation, remembered like the program it belongs to."""
         file = self._file_name(name, arguments, (), (), description)

@@ -171,8 +171,16 @@ class StageRunner:
 
     def _held(self, program: Program, compiled: jax.stages.Compiled) -> int:
         """Bytes that a compiled program holds; remembered, because its file may have to be made to tell."""
-        key = f"held by {program.name}", program.arguments, self.programs.description
-        return self.executables.get_number(*key, lambda: _held_bytes(compiled, self._backend))
+        description = self.programs.description
+
+        def measure() -> int:
+            # One that was loaded cannot be made into a file again, and one that was just compiled may not be kept.
+            stored = self.executables.stored_bytes(
+                program.name, program.arguments, program.results, donate=program.donate, description=description
+            )
+            return _held_bytes(compiled, self._backend, stored)
+
+        return self.executables.get_number(f"held by {program.name}", program.arguments, description, measure)
 
     @property
     def _bytes_beside_forward(self) -> int:
@@ -194,11 +202,12 @@ class StageRunner:
         )
 
 
-def _held_bytes(compiled: jax.stages.Compiled, backend: str) -> int:
+def _held_bytes(compiled: jax.stages.Compiled, backend: str, stored: int = 0) -> int:
+    """stored: bytes of the program's file, 0 where there is none."""
     analysis = compiled.memory_analysis()
     code = 0 if analysis is None else analysis.generated_code_size_in_bytes
     try:
-        stored = 0 if code else len(serialize_executable.serialize(compiled)[0])
+        stored = stored or (0 if code else len(serialize_executable.serialize(compiled)[0]))
     except (ValueError, jax.errors.JaxRuntimeError):  # a platform whose executables cannot be stored
         stored = 0
     return held_bytes(code, stored, backend)

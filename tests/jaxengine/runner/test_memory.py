@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxengine import LLM
 from jaxengine.runner.memory import memory_in_use, return_free_memory
 
 
@@ -14,6 +15,25 @@ def test_every_loaded_program_counts(make_llm):
     held = [stage._held(each, None) for each in _programs(stage)]  # remembered by now
     assert len(held) == num_programs and min(held) > 0
     assert whole == sum(held) > 3 * max(held)
+
+
+def test_a_program_that_was_loaded_counts_as_when_it_was_compiled(tiny_options, tmp_path):
+    """Also where what it held had not been remembered: a loaded program cannot be made into a file again."""
+    options = {**tiny_options, "compile_cache_dir": str(tmp_path)}
+    forgetful = {**options, "enforce_eager": True}
+
+    def held(**options) -> list[int]:
+        runner = LLM(**options).core.engine.runner
+        (stage,) = runner._stages
+        return [stage._held(program, stage._changes[name]) for name, program in stage.programs.state_changes().items()]
+
+    LLM(**forgetful)
+    for file in tmp_path.glob("*.xla"):
+        if file.stat().st_size < 200:  # a number
+            file.unlink()
+    loaded = held(**options)
+    assert min(loaded) > 0
+    assert loaded == held(**{**options, "compile_cache_dir": ""})
 
 
 def test_what_is_foreseen_is_enough(make_llm):
