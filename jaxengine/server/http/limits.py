@@ -37,7 +37,7 @@ _MANY_TEXTS = 50_000
 # A string, up to the end of the body where it is not closed, a bracket, or what stands between these. Possessive:
 # linear whatever the body holds.
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]++', re.DOTALL)
-_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
+_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonRoute(APIRoute):
@@ -67,17 +67,23 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """Has the body read as JSON by our rules."""
+    """Has the body read as JSON by our rules, and no more than two copies of it in memory."""
 
     def __init__(self, scope: Scope, receive: Receive, fields: frozenset[str], ignored: frozenset[str]):
         super().__init__(scope, receive)
         self._fields = fields
         self._ignored = ignored - fields
+        self._parts: list[bytes] = []
+
+    async def body(self) -> bytes:
+        """Whether there is one: FastAPI, which asks first, would keep it beside what is made of it."""
+        async for part in self.stream():
+            self._parts.append(part)
+        return b"..." if any(self._parts) else b""
 
     async def json(self) -> Any:
-        body = await self.body()
         workers: Workers = self.app.state.workers
-        value = await workers.run(read_json, body) if len(body) > _LONG_BODY else read_json(body)
+        value = await workers.run(self._read) if sum(map(len, self._parts)) > _LONG_BODY else self._read()
         if isinstance(value, dict):
             if len(value) > MAX_FIELDS:
                 raise ApiError(400, f"the body has {len(value)} fields; allowed are {MAX_FIELDS}")
@@ -85,6 +91,13 @@ class _JsonRequest(Request):
             self.state.unknown_fields = [name for name in given if name not in self._ignored]
             self.state.ignored_fields = [name for name in given if name in self._ignored and value[name] is not None]
         return value
+
+    def _read(self) -> Any:
+        raw = b"".join(self._parts)
+        self._parts.clear()
+        num_texts, text = _measure(raw), _decode(raw)
+        del raw  # before the value is made
+        return _value(text, num_texts)
 
 
 class _PythonDecoder(json.JSONDecoder):
@@ -103,16 +116,26 @@ def read_json(body: bytes) -> Any:
     That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH, more than
     MAX_CONTAINERS arrays and objects, MAX_VALUES entries of them or MAX_TEXTS texts.
     """
-    decoder = _PythonDecoder if _measure(body) > _MANY_TEXTS else json.JSONDecoder
+    return _value(num_texts=_measure(body), text=_decode(body))
+
+
+def _decode(body: bytes) -> str:
     try:
-        text = body.decode("utf-8")
+        return body.decode("utf-8")
+    except UnicodeError:
+        raise _no_text() from None
+
+
+def _value(text: str, num_texts: int) -> Any:
+    decoder = _PythonDecoder if num_texts > _MANY_TEXTS else json.JSONDecoder
+    try:
         if text.startswith("\ufeff"):
             raise ValueError("it begins with a byte order mark")
         value = decoder(parse_constant=_refuse_constant, parse_float=_finite).decode(text)
-        if _HALF_CHARACTER.search(body):
+        if _HALF_CHARACTER.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError:
-        raise ApiError(400, "the body is not valid Unicode text in UTF-8") from None
+        raise _no_text() from None
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
@@ -148,6 +171,10 @@ def _measure(body: bytes) -> int:
             if num_values > MAX_VALUES:
                 raise ApiError(400, f"the body holds more than {MAX_VALUES} values")
     return num_texts
+
+
+def _no_text() -> ApiError:
+    return ApiError(400, "the body is not valid Unicode text in UTF-8")
 
 
 def _too_deep() -> ApiError:
