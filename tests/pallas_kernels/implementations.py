@@ -124,7 +124,7 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
     quantized = pool_dtype in QUANTIZED
     reasons = {
         "head dims differ": case.dims[0] != case.dims[1],
-        "head dim": case.dims[0] % (32 if quantized else 16) or case.dims[0] > 256,
+        "head dim": case.dims[0] % (32 if quantized else 16) or case.dims[0] > (192 if quantized else 256),
         "group": case.heads[0] // case.heads[1] > 64,
         "page size": case.page_size % 64 and case.page_size not in (8, 16, 32),
         "tree mask": case.tree is not None,
