@@ -9,7 +9,7 @@ import pytest
 from jaxengine.check.hlo import Precious, copies, parse
 
 POOL, WEIGHT = 64 * 4 * 8, 32 * 16
-PRECIOUS = Precious({POOL: "pool"}, {WEIGHT: "weight"}, {"s32[8,16]": "counts"})
+PRECIOUS = Precious({POOL: "pool", POOL // 2: "a layer's pool"}, {WEIGHT: "weight"}, {"s32[8,16]": "counts"})
 
 
 def module(*lines: str, fused: str = "") -> str:
@@ -43,6 +43,7 @@ FUSION = "%f = f32[64,4,8]{2,1,0} fusion(%p, %q), kind=kLoop, calls=%fused"
         (["%p = f32[64,4,8]{2,1,0} parameter(0)", "%c = f32[64,4,8]{2,1,0} copy(%p)"], "", ["pool"]),
         (["%c = bf16[64,32]{1,0:T(8,128)(2,1)} convert(%x)"], "", ["pool"]),
         (["%b = f32[64,4,8]{2,1,0} broadcast(%zero), dimensions={}"], "", ["pool"]),
+        (["%s = f32[32,4,8]{2,1,0} dynamic-slice(%p, %i)"], "", ["a layer's pool"]),
         ([FUSION], FUSED_SCATTER, []),
         ([FUSION], FUSED_SELECT, ["pool"]),
         (["%k = f32[64,4,8]{2,1,0} custom-call(%p), output_to_operand_aliasing={{}: (0, {})}"], "", []),
