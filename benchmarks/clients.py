@@ -32,10 +32,10 @@ SCRIPTS = {
     "openai_agents.py": ("openai-agents",),
     "pydantic_ai_cases.py": ("pydantic-ai-slim[openai,anthropic]",),
     "instructor_cases.py": ("instructor",),
-    "litellm_cases.py": ("litellm",),
+    "litellm_cases.py": ("litellm", "mcp"),
     "openai_js.mjs": ("openai", "zod"),
     "ai_sdk.mjs": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
-    "any_request.py": ("schemathesis",),
+    "any_request.py": ("schemathesis", "pydantic"),
 }
 COLUMNS = {
     "chat": "chat",

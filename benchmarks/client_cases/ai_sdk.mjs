@@ -13,7 +13,7 @@ const models = [
   createOpenAI({ baseURL: `${BASE}/v1`, apiKey: KEY }).responses(MODEL),
   createAnthropic({ baseURL: `${BASE}/v1`, apiKey: KEY })(MODEL),
 ];
-const ask = { prompt: QUESTION, maxOutputTokens: 64, maxRetries: 0 };
+const ask = { prompt: QUESTION, maxOutputTokens: 200, maxRetries: 0 };
 const get_weather = tool({ description: "The weather.", inputSchema: Place, execute: async (place) => told(place) });
 const tools = { get_weather };
 

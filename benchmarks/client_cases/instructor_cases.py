@@ -6,7 +6,7 @@ from case import BASE, KEY, MODEL, QUESTION, Weather, report
 
 PACKAGES = ["instructor"]
 HI = [{"role": "user", "content": QUESTION}]
-ASK = {"model": MODEL, "messages": HI, "temperature": 0, "max_tokens": 64, "max_retries": 0}
+ASK = {"model": MODEL, "messages": HI, "temperature": 0, "max_tokens": 200, "max_retries": 0}
 plain = openai.AsyncOpenAI(base_url=BASE + "/v1", api_key=KEY, max_retries=0)
 
 

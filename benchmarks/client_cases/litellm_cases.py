@@ -11,7 +11,7 @@ WAYS = (
     {"model": f"openai/{MODEL}", "api_base": BASE + "/v1", "api_key": KEY, "temperature": 0},
     {"model": f"anthropic/{MODEL}", "api_base": BASE, "api_key": KEY},
 )
-ASK = {"messages": HI, "max_tokens": 64, "num_retries": 0}
+ASK = {"messages": HI, "max_tokens": 200, "num_retries": 0}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": Place.model_json_schema()}}
 
 

@@ -15,7 +15,7 @@ models = [
     OpenAIResponsesModel(MODEL, provider=provider),
     AnthropicModel(MODEL, provider=AnthropicProvider(base_url=BASE, api_key=KEY)),
 ]
-SETTINGS = {"max_tokens": 64}
+SETTINGS = {"max_tokens": 200}
 
 
 def calling(model, settings, **options):

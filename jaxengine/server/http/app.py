@@ -11,10 +11,11 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineClient
-from jaxengine.server.http import errors, invocations, models, operations, tokenize
+from jaxengine.server.http import document, errors, invocations, models, operations, tokenize
 from jaxengine.server.http.arrival import LimitsMiddleware
 from jaxengine.server.http.auth import AuthMiddleware
 from jaxengine.server.http.chat import endpoint as chat
@@ -79,11 +80,14 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     )
     app.state.traffic = traffic
     app.state.workers = Workers()
-    errors.install(app)
+    all_routes: list[BaseRoute] = []
+    errors.install(app, all_routes)
     for router in ROUTERS:
         routes = router(engine, config)
         _check(routes)
         app.include_router(routes)
+        all_routes += routes.routes
+    document.install(app)
     return app
 
 

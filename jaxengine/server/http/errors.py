@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
@@ -128,11 +129,20 @@ class _ErrorResponse(Response):
         return json.dumps(shape(self._error)).encode()
 
 
-def install(app: FastAPI) -> None:
-    """Has every exception of `app` that is foreseen answered from here; others are the outermost layer's."""
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Has every exception of `app` that is foreseen answered from here; others are the outermost layer's.
 
-    async def answer(_: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error))
+    routes: all there will be, some perhaps later; of a path with several, an answer 405 names every method.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        told = as_api_error(error)
+        if told.status_code == 405:
+            # The framework names those of the first route only.
+            matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+            methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
+            told.headers = {"Allow": ", ".join(sorted(methods))}
+        return error_response(told)
 
     for kind in (HTTPException, RequestValidationError, RequestError, EngineDeadError):
         app.add_exception_handler(kind, answer)

@@ -27,7 +27,7 @@ WEATHER = {
 NOW = {"type": "object", "properties": {}, "additionalProperties": False}
 FUNCTIONS = {"get_weather": WEATHER, "get": NOW}
 # The name of the one function begins that of the other, and answers begin as calls do.
-SPACE = r"[ \n\r\t]{0,20}"
+SPACE = r"[ \t]?|\r?\n[ \t]{0,20}"
 OBJECT = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},

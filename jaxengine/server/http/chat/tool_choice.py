@@ -25,8 +25,8 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "additionalProperties"}
 
 # Between the parts of JSON where a call and an answer may begin alike: the same for both, or the lexer would decide
-# between them by the first blank.
-_WHITE_SPACE = r"[ \n\r\t]{0,20}"
+# between them by the first blank. A blank, or a line break and what indents the next line: more would go on and on.
+_WHITE_SPACE = r"[ \t]?|\r?\n[ \t]{0,20}"
 
 
 @dataclass(frozen=True)
