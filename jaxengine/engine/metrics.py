@@ -119,10 +119,10 @@ class Metrics:
         self._log_stats = log_stats
         now = time.monotonic()
         # Where the log line's interval begins; it is moved on by the times in which there was nothing to do.
-        self._logged = (now, 0, 0)
+        self._logged = self._now()
         self._stepped = now
         # (time, prompt tokens, generated tokens), a second apart; the last is of the latest step.
-        self._samples: deque[tuple[float, int, int]] = deque([(now, 0, 0)] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
+        self._samples: deque[tuple[float, int, int]] = deque([self._logged] * 2, maxlen=int(LOG_INTERVAL_SECONDS) + 2)
 
     def collect(self) -> list[Metric | Histogram]:
         """Every metric as it stands."""

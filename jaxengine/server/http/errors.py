@@ -119,7 +119,7 @@ class _ErrorResponse(Response):
         super().__init__(self._body(error_body), error.status_code, dict(error.headers or {}), "application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].removeprefix(scope["root_path"]).startswith(_MESSAGES):
+        if scope["path"].removeprefix(scope.get("root_path", "")).startswith(_MESSAGES):
             self.body = self._body(messages_error_body)
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)

@@ -64,7 +64,7 @@ def test_what_came_of_a_grammar_is_remembered(trials):
     trials.add(2, "a", "regex", "(", {})
     trials.add(3, "b", "regex", "[a-z]+", {})
     found = verdicts_of(trials, 1, 2, 3)
-    assert found[1].reason is None and found[1].seconds > 0 and found[3].reason is None
+    assert found[1].reason is None and found[3].reason is None
     assert found[2].reason
     processes = trials.processes
     for key, text in ((4, "[a-z]+"), (5, "(")):

@@ -168,7 +168,7 @@ async def test_a_length_beside_chunks_is_refused():
         sent.append(message)
 
     headers = [(b"content-length", b"3"), (b"transfer-encoding", b"chunked")]
-    scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": headers}
+    scope = {"type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b"", "headers": headers}
     await app(scope, receive, send)
     assert sent[0]["status"] == 400 and (b"connection", b"close") in sent[0]["headers"]
 
