@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -60,7 +62,7 @@ def test_several_prompts_keep_their_order(make_llm):
         ([5, "a"], "prompt_token_ids holds 'a'"),
         ([None], "prompt must be a string"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__ if isinstance(value, Iterator) else repr(value),
 )
 def test_what_is_no_prompt(make_llm, prompts, said):
     with pytest.raises(RequestError, match=said):
