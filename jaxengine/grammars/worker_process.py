@@ -104,36 +104,16 @@ class GrammarError(ValueError):
 def compile_grammar(kind: str, text: str, options: dict[str, Any]) -> str:
     """A constraint of StructuredOutputsParams in llguidance's notation; whether it is sound shows in its matcher.
 
-    kind "json": text is a schema; "regex"; "choice": a JSON list of strings; "grammar": Lark or GBNF.
+    kind "json": text is a schema, options are llguidance's for it; "regex"; "choice": a JSON list of strings; "grammar":
+    Lark or GBNF.
     """
     if kind == "json":
-        schema = json.loads(text)
-        if options.get("disable_additional_properties"):
-            _close_objects(schema)
-        chosen: Any = {}
-        if options.get("disable_any_whitespace"):
-            chosen["whitespace_flexible"] = False
-        if options.get("whitespace_pattern"):
-            chosen["whitespace_pattern"] = options["whitespace_pattern"]
-        if options.get("lenient"):
-            chosen["lenient"] = True
-        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=chosen)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
     if kind == "choice":
         return llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, json.loads(text))))
     return llguidance.grammar_from("grammar", text)
-
-
-def _close_objects(schema: Any) -> None:
-    if isinstance(schema, dict):
-        if ("properties" in schema or "patternProperties" in schema) and "additionalProperties" not in schema:
-            schema["additionalProperties"] = False
-        for value in schema.values():
-            _close_objects(value)
-    elif isinstance(schema, list):
-        for value in schema:
-            _close_objects(value)
 
 
 class Matchers:

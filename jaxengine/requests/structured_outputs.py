@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jaxengine.requests.json_schema import fit_for_grammar
+from jaxengine.requests.json_schema import close_objects, fit_for_grammar
 from scheduler.errors import RequestError, show_value
 from scheduler.token_params import Grammar
 
@@ -20,6 +20,9 @@ MAX_NESTING = 64
 MAX_REGEX_BYTES = 10 << 10
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_BYTES = 1 << 10
+# Between the parts of JSON, where a request does not say: a blank or two, or a line break with an indentation. Were all
+# allowed that JSON allows, a weak model might write blank lines until it is cut, and never come to the next brace.
+WHITE_SPACE = r"[ \t]{0,2}|\r?\n[ \t]{0,40}"
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _JSON_OBJECT = '{"type":"object"}'
@@ -59,11 +62,12 @@ class StructuredOutputsParams:
       choice: the outputs to choose from; kept as a tuple.
       grammar: a context-free grammar, in Lark's notation or GBNF.
       json_object: True for any JSON object.
-      disable_any_whitespace: no white space between the parts of JSON; otherwise any that JSON allows.
+      disable_any_whitespace: no white space between the parts of JSON.
       disable_additional_properties: objects have only the properties their schema lists, where it does not say.
       lenient: keywords of the schema that no grammar can enforce (not, contains, uniqueItems, ...) are left out, and
         oneOf is read as anyOf; otherwise the request is refused with the keyword's name.
-      whitespace_pattern: a regex for the white space between the parts of JSON.
+      whitespace_pattern: a regex for the white space between the parts of JSON; None for up to two blanks, or a line
+        break with an indentation of up to 40.
       structural_tag: not supported.
 
     Raises:
@@ -130,8 +134,7 @@ class StructuredOutputsParams:
     def compiled_from(self) -> Grammar:
         """What jaxengine.grammars makes its masks from."""
         if self.kind in ("json", "json_object"):
-            options = {name: getattr(self, name) for name in _JSON_OPTIONS if getattr(self, name)}
-            return Grammar(kind="json", text=self._fitted_json(), options=options)
+            return Grammar(kind="json", text=self._fitted_json(), options=self._guidance())
         if self.kind == "choice":
             return Grammar(kind="choice", text=json.dumps(self.choice))
         return Grammar(kind=self.kind, text=str(getattr(self, self.kind)))
@@ -141,13 +144,18 @@ class StructuredOutputsParams:
         schema = json.loads(self._fitted_json())
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
-        options: dict[str, Any] = {"lenient": True} if self.lenient else {}
-        if self.whitespace_pattern is not None:
-            options["whitespace_pattern"] = self.whitespace_pattern
-        return "%json " + json.dumps({**schema, "x-guidance": options} if options else schema, ensure_ascii=False)
+        return "%json " + json.dumps({**schema, "x-guidance": self._guidance()}, ensure_ascii=False)
 
     def _fitted_json(self) -> str:
-        return _JSON_OBJECT if self.json is None else fit_for_grammar(str(self.json), self.lenient)
+        text = _JSON_OBJECT if self.json is None else fit_for_grammar(str(self.json), self.lenient)
+        return close_objects(text) if self.disable_additional_properties else text
+
+    def _guidance(self) -> dict[str, Any]:
+        """How llguidance is to read the schema, in its own words."""
+        options: dict[str, Any] = {"lenient": True} if self.lenient else {}
+        if self.disable_any_whitespace:
+            return {**options, "whitespace_flexible": False}
+        return {**options, "whitespace_pattern": self.whitespace_pattern or WHITE_SPACE}
 
 
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:

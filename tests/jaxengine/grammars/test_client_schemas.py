@@ -77,3 +77,13 @@ def test_what_can_be_enforced_is(name, right, wrong):
 def test_what_cannot_be_enforced_is_named_or_with_lenient_left_out(schema, keyword):
     assert keyword in llguidance.LLMatcher.validate_grammar(grammar_of(schema))
     assert not llguidance.LLMatcher.validate_grammar(grammar_of(schema, lenient=True))
+
+
+def test_white_space_is_bounded_unless_a_request_says_which():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for text in ('{"a":1}', '{ "a": 1 }', '{\n  "a": 1\n}', '{\r\n\t"a": 1\r\n}', "{\n" + " " * 40 + '"a": 1}'):
+        assert accepts(schema, text), text
+    for text in ('{\n\n"a": 1}', '{   "a": 1}', "{\n" + " " * 41 + '"a": 1}', '{"a":\n \n1}'):
+        assert not accepts(schema, text), text
+        assert accepts(schema, text, whitespace_pattern=r"[ \t\r\n]*"), text
+        assert not accepts(schema, text, disable_any_whitespace=True), text

@@ -20,6 +20,7 @@ import pytest
 from jaxengine.grammars import grammar_worker
 from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
 from jaxengine.grammars.worker_process import compile_grammar
+from jaxengine.requests.json_schema import close_objects
 
 BYTES = llguidance.LLTokenizer("byte")
 EOS = BYTES.eos_token
@@ -27,8 +28,8 @@ NUM_WORDS = -(-BYTES.vocab_size // 32) + 2  # some of padding
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 GRAMMARS = {
     "json": ("json", json.dumps(NAME), {}),
-    "closed": ("json", json.dumps({"items": NAME, "type": "array"}), {"disable_additional_properties": True}),
-    "no spaces": ("json", '{"type":"array"}', {"disable_any_whitespace": True}),
+    "closed": ("json", close_objects(json.dumps({"items": NAME, "type": "array"})), {}),
+    "no spaces": ("json", '{"type":"array"}', {"whitespace_flexible": False}),
     "own spaces": ("json", '{"type":"array"}', {"whitespace_pattern": "[ ]?"}),
     "regex": ("regex", "[a-z]{2,5}(-[0-9]+)?", {}),
     "choice": ("choice", json.dumps(["yes", "no (really)", "a.b", "é"]), {}),

@@ -75,7 +75,8 @@ class ChatRun:
         self._arrival = time.monotonic()
         self.body = body
         tokenizer = server.engine.inputs.require_tokenizer()
-        self._tools = tool_use(body, server.config.enable_auto_tool_choice, server.tool_format, tokenizer)
+        switches = server.engine.inputs.config.structured_outputs_config.chosen
+        self._tools = tool_use(body, server.config.enable_auto_tool_choice, server.tool_format, tokenizer, switches)
         try:
             self.params = self._sampling_params()
         except RequestError as error:

@@ -24,10 +24,6 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 # Beside these, a schema's own properties are not all that it has.
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "additionalProperties"}
 
-# Between the parts of JSON where a call and an answer may begin alike: the same for both, or the lexer would decide
-# between them by the first blank. A blank, or a line break and what indents the next line: more would go on and on.
-_WHITE_SPACE = r"[ \t]?|\r?\n[ \t]{0,20}"
-
 
 @dataclass(frozen=True)
 class ToolUse:
@@ -46,8 +42,19 @@ class ToolUse:
     special_tokens: bool = False
 
 
-def tool_use(body: ChatRequest, auto: bool, tool_format: ToolFormat | None, tokenizer: Tokenizer) -> ToolUse:
-    """auto: the server lets models choose. tool_format: how its model writes calls. Raises RequestError."""
+def tool_use(
+    body: ChatRequest,
+    auto: bool,
+    tool_format: ToolFormat | None,
+    tokenizer: Tokenizer,
+    switches: Sequence[str] = (),
+) -> ToolUse:
+    """What a request's tools mean for its answer.
+
+    auto: the server lets models choose. tool_format: how its model writes calls. switches: what is on for every schema.
+
+    Raises RequestError.
+    """
     choice, functions = body.choice, [tool.function for tool in body.tools or ()]
     if choice == "none":
         return ToolUse()
@@ -67,20 +74,21 @@ def tool_use(body: ChatRequest, auto: bool, tool_format: ToolFormat | None, toke
     if answer is None:
         return ToolUse(tool_format.open, None, special_tokens=tool_format.special_tokens)
     try:
-        answer_rule = StructuredOutputsParams(**answer, whitespace_pattern=_WHITE_SPACE).in_lark()
+        answer_rule = StructuredOutputsParams(**answer).switched_on(switches).in_lark()
     except RequestError as error:
         raise renamed(error, "response_format") from None
-    rules = ("start: answer | calls", f"answer: {answer_rule}", *_calls_rules(body, tool_format, tokenizer))
+    rules = ("start: answer | calls", f"answer: {answer_rule}", *_calls_rules(body, tool_format, tokenizer, switches))
     return ToolUse(tool_format.open, {"grammar": "\n".join(rules)}, "response_format", tool_format.special_tokens)
 
 
-def _forced(body: ChatRequest, schema: Schema, white_space: str = " ?") -> dict[str, Any]:
-    # With any white space that JSON allows, a weak model may never come to the next brace.
+def _forced(body: ChatRequest, schema: Schema, white_space: str | None = " ?") -> dict[str, Any]:
     strict = any(tool.function.strict for tool in body.tools or ())
     return {"json": schema, "whitespace_pattern": white_space, "lenient": not strict}
 
 
-def _calls_rules(body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenizer) -> list[str]:
+def _calls_rules(
+    body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenizer, switches: Sequence[str]
+) -> list[str]:
     """Of `calls`: nothing but calls, in the model's own way. Raises RequestError."""
 
     def token_id(word: str) -> int | None:
@@ -92,7 +100,8 @@ def _calls_rules(body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenize
             functions={tool.function.name: _arguments_schema(tool.function) for tool in body.tools or ()},
             many=body.parallel_tool_calls is not False,
             token_id=token_id,
-            json=lambda schema: StructuredOutputsParams(**_forced(body, schema, _WHITE_SPACE)).in_lark(),
+            # With the white space of answers, or the lexer would decide between the two by the first blank.
+            json=lambda schema: StructuredOutputsParams(**_forced(body, schema, None)).switched_on(switches).in_lark(),
         )
         return list(tool_format.grammar(calls))
     except RequestError as error:
