@@ -101,11 +101,11 @@ class GrammarError(ValueError):
     """A grammar that cannot be used, and why."""
 
 
-def compile_grammar(kind: str, text: str, options: dict[str, Any]) -> str:
+def compile_grammar(kind: str, text: str, options: Any) -> str:
     """A constraint of StructuredOutputsParams in llguidance's notation; whether it is sound shows in its matcher.
 
-    kind "json": text is a schema, options are llguidance's for it; "regex"; "choice": a JSON list of strings; "grammar":
-    Lark or GBNF.
+    kind "json": text is a schema, options are llguidance's for it; "regex"; "choice": a JSON list of strings;
+    "grammar": Lark or GBNF.
     """
     if kind == "json":
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
