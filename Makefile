@@ -21,7 +21,7 @@ PYTEST_JOBS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CHECK_ARGS ?= --targets v5e,v6e,v5p,tpu7x,sm_90,sm_100 --model smollm2-135m
 # Kernels and forward passes. Two layers tell of an unrolled model what all of them would; four devices of one kind show
 # what these exchange.
-BASELINES := llama-3.1-8b:2 qwen3-moe-30b-a3b:2
+BASELINES ?= llama-3.1-8b:2
 BASELINE_ARGS ?= --targets v5e-4,v6e,tpu7x,sm_90 --buckets short --only ' S=' --max-num-seqs 8 \
   --max-num-batched-tokens 1024 --num-gpu-blocks-override 1000
 # `make check-baseline BASELINE=save` records what is found instead of comparing with it.
@@ -48,7 +48,7 @@ help:
 	@echo "make lint    ruff          make types   pyright"
 	@echo "make bench   host cost of a step, throughput and latency of this machine"
 	@echo "make check   compile every step for TPUs and GPUs that are not here (CHECK_ARGS='--targets v6e ...')"
-	@echo "make check-baseline  the same of two models on four targets, against benchmarks/results/baseline_*.json"
+	@echo "make check-baseline  the same of two layers on four targets, against benchmarks/results/baseline_*.json"
 	@echo "make check-cpu       what of that needs no compiler but this machine's own"
 	@echo "make sbom    write sbom.json, what $(VENV) is made of, in CycloneDX"
 	@echo "make lock    choose the versions in locks/ anew"

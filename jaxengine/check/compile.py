@@ -171,7 +171,8 @@ class Compiler:
             "hbm_bytes": self.target.hbm_bytes,
         }
         if program.products is not None:
-            row["needs"] = {"operations": program.work.flops, **dataclasses.asdict(program.products)}
+            most = max(program.work.flops, program.products.flops)
+            row["needs"] = {"operations": most, **dataclasses.asdict(program.products)}
             row["dtype"] = program.dtype
         if program.num_attentions and self.request.platform is None:
             row["attentions"] = program.num_attentions

@@ -204,6 +204,8 @@ class StagePrograms:
         """The bucket's forward pass with a pool of `num_pages` pages of a layer and rank."""
         kv = self._steps.kv_shapes(num_pages)
         program = self._steps.forward(bucket, self._params, kv)
+        # CPUs and GPUs multiply a single row with another one beside it.
+        at_least_two = Bucket(max(2, bucket.num_tokens), max(2, bucket.num_seqs))
         work = step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context)
         return Program(
             name=f"{self._place}{program.name}",
@@ -216,7 +218,7 @@ class StagePrograms:
             work=work,
             precious=self._precious(self._steps.packer.buckets.sample_size(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
-            products=product_work(self.model, bucket, self.config.dtype),
+            products=product_work(self.model, at_least_two, self.config.dtype),
             num_attentions=len(self.model.stage.layers),
             dtype=self.config.dtype,
         )
