@@ -72,7 +72,7 @@ def overfull(rows: Sequence[dict[str, Any]]) -> list[str]:
     for target, stage in dict.fromkeys((row["target"], row["stage"]) for row in steps):
         own = [row for row in steps if (row["target"], row["stage"]) == (target, stage)]
         held, planned = sum(row["held_bytes"] for row in own), own[0]["planned_held"]
-        if planned and held > planned:
+        if planned and held > planned * (1 + TOLERANCE):
             found.append(
                 f"{target}, stage {stage}: {len(own)} programs hold {held / MIB:,.1f} MiB, {planned / MIB:,.1f} planned"
             )

@@ -166,7 +166,7 @@ def test_one_program_alone(model, tmp_path):
 def test_the_first_layers_of_a_shape():
     assert model_config("llama-3.1-8b:2").attention == SHAPES["llama-3.1-8b"].attention[:2]
     for name in ("llama-3.1-8b:0", "llama-3.1-8b:33", "llama-3.1-8b:x", "nothing:2"):
-        with pytest.raises(ConfigError, match="model is"):
+        with pytest.raises(ConfigError, match="there is no model at"):
             model_config(name)
 
 

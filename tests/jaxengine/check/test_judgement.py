@@ -202,7 +202,8 @@ def test_sizes_that_a_target_does_not_have_are_refused(name, options, words):
 
 def test_a_missing_compiler_names_the_command(monkeypatch):
     monkeypatch.setattr("jaxengine.check.targets.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"libtpu is not: `make check-deps` or `pip install 'jaxengine\[tpu-check\]'"):
+    said = r"libtpu is missing.; `make check-deps` or `pip install 'jaxengine\[tpu-check\]'"
+    with pytest.raises(ConfigError, match=said):
         require_compiler(V6E)
     require_compiler(TARGETS["cpu"])
 

@@ -52,4 +52,4 @@ def test_what_cannot_be_converted(tiny_options, tmp_path, capsys, options, messa
 def test_a_gguf_file_is_not_converted(tmp_path, capsys):
     """Its tokenizer is inside it, not a file beside the weights."""
     assert main(["convert", str(tmp_path / "converted"), "--disable-log-stats"]) == 2
-    assert "allowed: a Hugging Face folder or hub id with safetensors" in capsys.readouterr().err
+    assert "name a Hugging Face folder or hub id with safetensors" in capsys.readouterr().err

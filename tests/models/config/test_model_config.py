@@ -151,7 +151,7 @@ BAD = {
     "float for int": ({"num_attention_heads": 4.0}, "num_attention_heads must be an integer"),
     "negative": ({"intermediate_size": -96}, "intermediate_size must be an integer >= 1"),
     "zero": ({"num_key_value_heads": 0}, "num_key_value_heads must be an integer >= 1"),
-    "absurd layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers.*<= 4096"),
+    "absurd layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers.*<= 1024"),
     "absurd size": ({"vocab_size": 10**30}, "vocab_size must be an integer"),
     "heads not divisible": ({"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
     "hidden not divisible": ({"num_attention_heads": 6, "num_key_value_heads": 6}, "hidden_size must be a multiple"),
