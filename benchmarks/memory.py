@@ -97,11 +97,7 @@ def _measure_here(options: dict[str, Any]) -> dict[str, Any]:
     ]
     llm.generate(prompts, params, use_tqdm=False)
     return {
-        "weights": plan.weights,
-        "programs": plan.programs,
-        "kv_pages": plan.kv_bytes,
-        "workspace": plan.workspace,
-        "process": plan.process,
+        **plan.parts,
         "planned": plan.planned,
         "real": _status("RssAnon"),
         "files": _status("RssFile"),

@@ -22,7 +22,7 @@ class Grammar:
     Attributes:
       kind: "json", "regex", "choice" or "grammar".
       text: a JSON schema, a regular expression, a JSON list of strings, or a context-free grammar.
-      options: of JSON: whitespace and additional properties.
+      options: how llguidance is to read a JSON schema, in its own words.
     """
 
     kind: str

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from jaxengine.check.hlo import Instruction, Module, bytes_of
+from jaxengine.check.hlo import PASSIVE, Instruction, Module, bytes_of
 
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s|ensions)"?[=:][\[{]"?([\d,"]*)[\]}]')
@@ -26,24 +26,8 @@ _GEMM = '"__cublas'
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 _OFFLOADED = frozenset(("async-start", "slice-start", "dynamic-slice-start"))
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
-_FREE = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "while",
-        "conditional",
-        "call",
-        "optimization-barrier",
-        "opt-barrier",
-        "after-all",
-        "domain",
-        "partition-id",
-        "replica-id",
-    )
-)
+# What moves nothing itself.
+_FREE = PASSIVE | {"constant", "partition-id", "replica-id"}
 
 
 def operations(module: Module) -> dict[str, int]:

@@ -29,7 +29,7 @@ _MOVERS = frozenset(
     )
 )
 # Through these an array passes without being moved.
-_PASSIVE = frozenset(
+PASSIVE = frozenset(
     (
         "parameter",
         "tuple",
@@ -175,7 +175,7 @@ def copies(module: Module, precious: Precious) -> list[str]:
     """The instructions that move a whole precious array through memory, as short texts."""
     found = []
     for body, instruction in module.outside_fusions():
-        if instruction.fast or instruction.opcode in _PASSIVE or instruction.opcode in _IN_PLACE:
+        if instruction.fast or instruction.opcode in PASSIVE or instruction.opcode in _IN_PLACE:
             continue
         if instruction.opcode in _OFFLOADED and not _changes_layout(instruction):
             continue

@@ -92,11 +92,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
     """Of the device with the least room; `in_use` as the device or, on a CPU, the process reports it."""
     plan = engine.runner.plan
     return {
-        "weights": plan.weights,
-        "programs": plan.programs,
-        "kv_pages": plan.kv_bytes,
-        "workspace": plan.workspace,
-        "process": plan.process,
+        **plan.parts,
         "budget": plan.budget,
         "device": plan.total,
         "in_use": engine.runner.memory_in_use(),

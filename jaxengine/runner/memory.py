@@ -69,9 +69,20 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes
 
     @property
+    def parts(self) -> dict[str, int]:
+        """What the engine will hold, bytes by purpose."""
+        return {
+            "weights": self.weights,
+            "programs": self.programs,
+            "kv_pages": self.kv_bytes,
+            "workspace": self.workspace,
+            "process": self.process,
+        }
+
+    @property
     def planned(self) -> int:
         """All that the engine will hold, bytes."""
-        return self.weights + self.programs + self.kv_bytes + self.workspace + self.process
+        return sum(self.parts.values())
 
     @property
     def num_requests(self) -> float:

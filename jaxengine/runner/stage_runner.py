@@ -99,7 +99,7 @@ class StageRunner:
         forward = self.executables.get_number("workspace", *key, workspace)
         for name, size in programs.heads():
             self.compile_head(name, size)
-        held = held * len(list(programs.packer.buckets)) + self._held_beside_forwards
+        held = held * len(programs.packer.buckets) + self._held_beside_forwards
         return StageNeeds(held, forward + self._bytes_beside_forward)
 
     def plan_pool(self, num_pages: int) -> None:
