@@ -21,8 +21,9 @@ from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
 from pallas_kernels.attention.op import RaggedBatch
 from pallas_kernels.kv.pages import alloc
+from tests.fixtures.drawn_weights import FOLDER as CHECKPOINTS
+from tests.fixtures.drawn_weights import checkpoint
 
-CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "models"
 WEIGHTS_OF = {"llama_yarn": "llama"}
 PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 72, 64
 
@@ -31,7 +32,7 @@ PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 72, 64
 def _load(name: str) -> SimpleNamespace:
     config = read_hf(read_config_json(CHECKPOINTS / name))
     model = build_model(config, Build("float32"))
-    source = SafetensorsCheckpoint(CHECKPOINTS / WEIGHTS_OF.get(name, name))
+    source = SafetensorsCheckpoint(checkpoint(WEIGHTS_OF.get(name, name)))
     nnx.update(model, load_params(model, source))
     source.close()
     with np.load(CHECKPOINTS / name / "golden.npz", allow_pickle=False) as golden:

@@ -19,7 +19,7 @@ def assert_close(ours: np.ndarray, golden: np.ndarray) -> None:
 
 
 def padded(count: int) -> int:
-    """Few shapes: compiling is what takes time."""
+    """Few shapes, one for most checkpoints: compiling is what takes time."""
     return -(-count // 40) * 40
 
 
@@ -42,7 +42,7 @@ def test_prefill_in_chunks_then_decode(name, recorded, paged_run):
     run, prompt = paged_run(case.model), case.prompts[0]
     chunks = np.split(prompt[:-8], [7, 8, len(prompt) - 11])
     parts = [run.step({"a": chunk}, num_tokens=padded(len(chunk)))["a"] for chunk in chunks]
-    parts += [run.step({"a": token[None]}, num_tokens=2)["a"] for token in prompt[-8:]]
+    parts += [run.step({"a": token[None]}, num_tokens=padded(2))["a"] for token in prompt[-8:]]
     assert_close(np.concatenate(parts), case.logits[0])
 
 
@@ -53,6 +53,8 @@ def test_two_sequences_at_different_stages(name, recorded, paged_run):
     a, b = len(long) - 9, len(short) - 3
     first = run.step({"long": long[:a]}, num_tokens=padded(a))["long"]
     mixed = run.step({"long": long[a : a + 1], "short": short[:b]}, num_tokens=padded(1 + b))
-    decode = [run.step({"short": short[b + i :][:1], "long": long[a + 1 + i :][:1]}, num_tokens=2) for i in range(3)]
+    decode = [
+        run.step({"short": short[b + i :][:1], "long": long[a + 1 + i :][:1]}, num_tokens=padded(2)) for i in range(3)
+    ]
     assert_close(np.concatenate([first, mixed["long"], *(d["long"] for d in decode)]), case.logits[0][: a + 4])
     assert_close(np.concatenate([mixed["short"], *(d["short"] for d in decode)]), case.logits[1])
