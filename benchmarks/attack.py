@@ -55,16 +55,20 @@ def _names(size: int) -> str:
     return "{" + ",".join(f'"{number}":1' for number in range(10**6, 10**6 + size // 12)) + "}"
 
 
-SHAPES: dict[str, Callable[[int], str]] = {
-    "one text": lambda size: '"' + "x" * size + '"',
+# Too much to be read: refused whatever the field.
+REFUSED: dict[str, Callable[[int], str]] = {
     "texts": lambda size: _list('"x"', size),
     "token ids": lambda size: _list("7", size),
     "numbers": lambda size: _list("1e1", size),
     "names": _names,
     "objects": lambda size: _list('{"type":"x"}', size),
-    # As much as is let through to where a field is looked at.
+}
+# As much as is let through to where a field is looked at.
+SHAPES: dict[str, Callable[[int], str]] = {
+    "one text": lambda size: '"' + "x" * size + '"',
     "ids within bounds": lambda size: "[" + ",".join(map(str, range(min(1_900_000, size // 9)))) + "]",
     "names within bounds": lambda size: _names(min(size, 450_000 * 12)),
+    "objects within bounds": lambda size: _list('{"type":"x"}', min(size, 240_000 * 13)),
 }
 
 
@@ -141,7 +145,7 @@ def attack_fields(server: ServerProcess, table: Table, size: int) -> None:
     for path, (model, base) in ENDPOINTS.items():
         for name in ("unknown", *model.model_fields):
             worst: tuple[float, str, int, Watched] | None = None
-            for shape, make in SHAPES.items():
+            for shape, make in (SHAPES | REFUSED if name == "unknown" else SHAPES).items():
                 others = {key: value for key, value in base.items() if key != name}
                 body = json.dumps(others)[:-1] + (", " if others else "") + f'"{name}": {make(size - 200)}}}'
                 with watching(server) as watched:

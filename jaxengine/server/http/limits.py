@@ -32,11 +32,13 @@ MAX_TEXTS = 500_000
 MAX_FIELDS = 1000
 # Longer bodies are read beside the event loop,
 _LONG_BODY = 64 << 10
-# and those with more texts by Python's own code, which is slower and lets the event loop have its turn in between.
-_MANY_TEXTS = 50_000
-# A string, up to the end of the body where it is not closed, a bracket, or what stands between these. Possessive:
-# linear whatever the body holds.
-_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]++', re.DOTALL)
+# and those with more texts or values in pieces, which is slower and lets the event loop have its turn in between.
+_MANY_TEXTS, _MANY_VALUES = 50_000, 200_000
+_PIECE_CHARS, _PIECE_NAMES = 64 << 10, 10_000
+_NUMBERS = re.compile(r"[-+.0-9eE,\s]*+")
+# A string, up to the end of the body where it is not closed, a bracket, or what stands between these, in pieces.
+# Possessive: linear whatever the body holds.
+_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]{1,65536}+', re.DOTALL)
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -95,19 +97,51 @@ class _JsonRequest(Request):
     def _read(self) -> Any:
         raw = b"".join(self._parts)
         self._parts.clear()
-        num_texts, text = _measure(raw), _decode(raw)
+        many, text = _measure(raw), _decode(raw)
         del raw  # before the value is made
-        return _value(text, num_texts)
+        return _value(text, many)
 
 
-class _PythonDecoder(json.JSONDecoder):
-    """The same decoder in Python: other threads run between two values, which C's lets none do before it has ended."""
+class _PatientDecoder(json.JSONDecoder):
+    """The same decoder in Python: other threads run between two values, which C's lets none do before it has ended.
+
+    Numbers are left to C, some thousand at a time.
+    """
 
     def __init__(self, **options: Any):
-        super().__init__(**options)
+        super().__init__(object_pairs_hook=_object, **options)
+        self._few = json.JSONDecoder(**options)
         self.parse_object = json.decoder.JSONObject  # pyright: ignore[reportAttributeAccessIssue]
-        self.parse_array = json.decoder.JSONArray  # pyright: ignore[reportAttributeAccessIssue]
+        self.parse_array = self._array
         self.scan_once = json.scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _array(self, text_and_start: tuple[str, int], scan_once: Any) -> tuple[list[Any], int]:
+        """The array whose entries begin there, and where it ends."""
+        text, start = text_and_start
+        end, values = text.find("]", start), []
+        while start <= end:
+            cut = text.find(",", start + _PIECE_CHARS, end)
+            piece = text[start : end if cut < 0 else cut]
+            if not _NUMBERS.fullmatch(piece) or (values or cut >= 0) and not piece.strip():
+                break
+            try:
+                values += self._few.decode(f"[{piece}]")
+            except json.JSONDecodeError:
+                break
+            if cut < 0:
+                return values, end + 1
+            start = cut + 1
+        # Other things than numbers, or no array: the error says where.
+        return json.decoder.JSONArray(text_and_start, scan_once)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for start in range(0, len(pairs), _PIECE_NAMES):
+        value.update(pairs[start : start + _PIECE_NAMES])
+    while pairs:
+        del pairs[-_PIECE_NAMES:]
+    return value
 
 
 def read_json(body: bytes) -> Any:
@@ -116,7 +150,7 @@ def read_json(body: bytes) -> Any:
     That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH, more than
     MAX_CONTAINERS arrays and objects, MAX_VALUES entries of them or MAX_TEXTS texts.
     """
-    return _value(num_texts=_measure(body), text=_decode(body))
+    return _value(many=_measure(body), text=_decode(body))
 
 
 def _decode(body: bytes) -> str:
@@ -126,8 +160,8 @@ def _decode(body: bytes) -> str:
         raise _no_text() from None
 
 
-def _value(text: str, num_texts: int) -> Any:
-    decoder = _PythonDecoder if num_texts > _MANY_TEXTS else json.JSONDecoder
+def _value(text: str, many: bool) -> Any:
+    decoder = _PatientDecoder if many else json.JSONDecoder
     try:
         if text.startswith("\ufeff"):
             raise ValueError("it begins with a byte order mark")
@@ -143,13 +177,14 @@ def _value(text: str, num_texts: int) -> Any:
     return value
 
 
-def _measure(body: bytes) -> int:
-    """At least as many texts as there are. Raises ApiError for too much of anything."""
+def _measure(body: bytes) -> bool:
+    """Whether there are many texts or values. Raises ApiError for too much of anything."""
     # Bytes counted without regard to where they stand are never too few, and for nearly all bodies few enough.
     brackets = body.count(b"[") + body.count(b"{")
     num_texts = body.count(b'"') - body.count(b'\\"')
-    if brackets <= MAX_DEPTH and body.count(b",") + brackets < MAX_VALUES and num_texts <= MAX_TEXTS:
-        return num_texts
+    num_values = body.count(b",") + brackets
+    if brackets <= MAX_DEPTH and num_values < MAX_VALUES and num_texts <= MAX_TEXTS:
+        return num_texts > _MANY_TEXTS or num_values > _MANY_VALUES
     depth = num_open = num_values = num_texts = 0
     for match in _STRUCTURE.finditer(body):
         start = match.start()
@@ -170,7 +205,7 @@ def _measure(body: bytes) -> int:
             num_values += body.count(b",", start, match.end())
             if num_values > MAX_VALUES:
                 raise ApiError(400, f"the body holds more than {MAX_VALUES} values")
-    return num_texts
+    return num_texts > _MANY_TEXTS or num_values > _MANY_VALUES
 
 
 def _no_text() -> ApiError:

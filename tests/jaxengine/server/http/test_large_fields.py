@@ -116,6 +116,27 @@ def test_many_texts_are_read_as_few_are():
             read_json(wrong.encode())
 
 
+def test_many_numbers_are_read_in_pieces_as_few_are(monkeypatch):
+    pieces, decode = [], json.JSONDecoder.decode
+
+    def spy(self, text, *args):
+        if type(self) is json.JSONDecoder:
+            pieces.append(len(text))
+        return decode(self, text, *args)
+
+    monkeypatch.setattr(json.JSONDecoder, "decode", spy)
+    value = {"ids": list(range(300_000)), "more": [[], [1.5, -2e3], [3, "]", {"a": [4]}], {}, [[5], 6]]}
+    for indent in (None, 1):
+        text = json.dumps(value, indent=indent)
+        assert read_json(text.encode()) == value
+    assert len(pieces) > 60 and max(pieces) < 70_000
+    ids = ",".join(map(str, range(300_000)))
+    for wrong in ("{},", "{},,1", ",{}", "{} 1", "{},1e400", "{},01", "{},-", "{},NaN", "{}, "):
+        for body in (f"[{wrong.format(ids)}]", f"[{wrong.format(ids)}", f"[[1], [{wrong.format(ids)}]]"):
+            with pytest.raises(ApiError, match="is not valid"):
+                read_json(body.encode())
+
+
 async def test_more_fields_than_anybody_has_are_refused(app):
     answer = await post(app, "/v1/completions", prompt="Hi", **{f"x{number}": 1 for number in range(MAX_FIELDS)})
     assert answer.status == 400 and f"allowed are {MAX_FIELDS}" in answer.error["message"]
