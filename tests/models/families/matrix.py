@@ -1,0 +1,177 @@
+"""Every recorded checkpoint through whole engines: what transformers says, however requests are served.
+
+    python -m tests.models.families.matrix [NAME ...] [--only MODE ...] [--json benchmarks/results/families.json]
+
+Each engine serves the two recorded prompts, greedily, whose tokens must be those that transformers goes on with, and
+twenty others, greedy and seeded, whose tokens must be those of the first engine serving them one by one. Modes: alone,
+a crowd in a pool so small that requests are preempted all the time, the same again with prefix hits, chunks of 5, 16
+and 512 tokens, and two devices by each kind of parallelism that splits the model. It forces eight devices on the CPU.
+Results are added to those that the JSON file has; the exit status is 1 when a token differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import numpy as np
+
+from jaxengine import LLM, ConfigError, SamplingParams
+from models.registry import read_folder
+from tests.fixtures.drawn_weights import FOLDER, checkpoint
+
+NUM_OTHERS = 20
+PAGE_SIZE = 4
+WEIGHTS_OF = {"llama_yarn": "llama"}
+
+
+def options(length: int, pages: int, chunk: int = 32) -> dict[str, Any]:
+    return {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": length,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": chunk,
+        "block_size": PAGE_SIZE,
+        "num_gpu_blocks_override": pages,
+        "compilation_config": {"cudagraph_capture_sizes": [8], "prefill_sizes": [chunk]},
+        "disable_log_stats": True,
+    }
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "preempted": {},
+    "chunks of 5": {"long_prefill_token_threshold": 5},
+    "chunks of 16": {"long_prefill_token_threshold": 16},
+    "chunks of 512": {"chunk": 512},
+    "tp 2": {"tensor_parallel_size": 2},
+    "pp 2": {"pipeline_parallel_size": 2},
+    "dp 2": {"data_parallel_size": 2},
+    "ep 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+}
+
+
+class Workload:
+    """The recorded prompts, then others, of which some begin as the first recorded one does."""
+
+    def __init__(self, folder: Path, length: int, vocab_size: int):
+        with np.load(folder / "golden.npz", allow_pickle=False) as golden:
+            self.prompts = [golden[f"token_ids_{index}"].tolist() for index in range(2)]
+            self.greedy = [golden[f"greedy_{index}"].tolist() for index in range(2)]
+        self.params = [self._params(max(1, len(tokens))) for tokens in self.greedy]
+        rng, most = np.random.default_rng(1), length - 13
+        for index in range(NUM_OTHERS):
+            own = rng.integers(0, vocab_size, int(rng.integers(1, 24))).tolist()
+            shared = self.prompts[0][:20] if index % 3 == 0 else []
+            self.prompts.append((shared + own)[:most])
+            self.params.append(self._params(12, temperature=0.9 * (index % 2), seed=index))
+
+    @staticmethod
+    def _params(count: int, temperature: float = 0.0, seed: int | None = None) -> SamplingParams:
+        return SamplingParams(temperature=temperature, seed=seed, max_tokens=count, ignore_eos=True, detokenize=False)
+
+    def run(self, llm: LLM, *, alone: bool = False) -> list[list[int]]:
+        given: Any = [{"prompt_token_ids": prompt} for prompt in self.prompts]
+        if alone:
+            done = [
+                llm.generate([each], [params], use_tqdm=False)[0]
+                for each, params in zip(given, self.params, strict=True)
+            ]
+        else:
+            done = llm.generate(given, self.params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in done]
+
+    def wrong(self, tokens: list[list[int]]) -> list[int]:
+        """Recorded prompts that went on otherwise than with transformers."""
+        return [
+            index
+            for index, expected in enumerate(self.greedy)
+            if expected and tokens[index][: len(expected)] != expected
+        ]
+
+
+def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
+    """What came out in each mode: "equal", "not split", or what differs."""
+    raw = json.loads((FOLDER / name / "config.json").read_text())
+    text = raw.get("text_config", raw)
+    length = min(256, text["max_position_embeddings"])
+    folder = checkpoint(WEIGHTS_OF.get(name, name))
+    with tempfile.TemporaryDirectory() as temporary:
+        model = Path(temporary)  # the recorded configuration over weights that may be another case's
+        (model / "config.json").write_text(json.dumps(raw))
+        for file in folder.glob("model*.safetensors*"):
+            shutil.copy(file, model)
+        workload = Workload(FOLDER / name, length, text["vocab_size"])
+        shared = {"model": str(model), "compile_cache_dir": cache}
+        # Room for one request of any length, in every cache group, and little more.
+        groups = len({layer.window for layer in read_folder(model).attention})
+        pages = (length // PAGE_SIZE + 4) * groups
+        first = LLM(**options(length, pages), **shared)
+        expected = workload.run(first, alone=True)
+        rows = {"alone": _verdict(workload.wrong(expected))}
+        for mode, changes in MODES.items():
+            if only and mode not in only:
+                continue
+            changes = dict(changes)
+            chosen = options(length, pages, changes.pop("chunk", 32))
+            try:
+                llm = LLM(**chosen, **shared, **changes)
+            except (ConfigError, ValueError) as error:
+                if mode[:3] not in ("tp ", "pp ", "ep "):
+                    raise
+                rows[mode] = f"not split: {error}"[:200]
+                continue
+            found = workload.run(llm)
+            rows[mode] = _verdict(_differing(found, expected))
+            if mode == "preempted":
+                if not llm.core.engine.scheduler.num_preemptions:
+                    rows[mode] = "nothing was preempted"
+                again, hits = workload.run(llm), llm.core.engine.scheduler.num_prefix_hits
+                rows["prefix hits"] = _verdict(_differing(again, expected)) if hits else "no prefix was hit"
+            compilations = llm.core.engine.runner.compiles.count
+            if compilations:
+                rows[mode] = f"{compilations} compilations while serving"
+            llm.shutdown()
+        first.shutdown()
+    return rows
+
+
+def _differing(found: list[list[int]], expected: list[list[int]]) -> list[int]:
+    return [index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
+
+
+def _verdict(wrong: list[int]) -> str:
+    return f"requests {wrong} differ" if wrong else "equal"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--only", nargs="+", default=[], choices=list(MODES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--executables", default=str(Path(".cache") / "executables"))
+    args = parser.parse_args()
+    names = args.names or sorted(path.parent.name for path in FOLDER.glob("*/golden.npz"))
+    bad = False
+    for name in names:
+        rows = examine(name, args.executables, args.only)
+        bad |= any(row != "equal" and not row.startswith("not split") for row in rows.values())
+        print(f"{name}: " + ", ".join(f"{mode} {row}" for mode, row in rows.items()), flush=True)
+        if args.json:
+            known = json.loads(args.json.read_text()) if args.json.exists() else {}
+            args.json.write_text(json.dumps(dict(sorted({**known, name: rows}.items())), indent=1) + "\n")
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
