@@ -5,6 +5,7 @@ Not before: where pytest itself runs in several processes, only one of them has 
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from tests.pallas_kernels.worker import Job, run_all
@@ -21,6 +22,18 @@ def outcomes(request):
         if _is_interpreted(item) and not skipped:
             groups.setdefault(item.callspec.params["group"], []).append(item.callspec.params["job"])
     return run_all(list(groups.values()), SECONDS)
+
+
+@pytest.fixture(autouse=True)
+def compiled_in_haste(request):
+    """What is XLA for a GPU is not judged by how well it is compiled for a CPU, which takes a quarter longer."""
+    if "gpu_xla" not in request.node.name:
+        yield
+        return
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def pytest_collection_modifyitems(items):
