@@ -27,13 +27,9 @@ def outcomes(request):
 @pytest.fixture(autouse=True)
 def compiled_in_haste(request):
     """What is XLA for a GPU is not judged by how well it is compiled for a CPU, which takes a quarter longer."""
-    if "gpu_xla" not in request.node.name:
-        yield
-        return
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", "gpu_xla" in request.node.name)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pytest_collection_modifyitems(items):
