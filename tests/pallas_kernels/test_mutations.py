@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED
 from tests.pallas_kernels.mutants.mutant import Mutant
 from tests.pallas_kernels.mutations import GATES, killer, module_of, mutated, source_of
+from tests.pallas_kernels.worker import IDLE_SECONDS, Used
 
 MUTANTS = {f"{gate}:{mutant.name}": mutant for gate, module in GATES.items() for mutant in module.MUTANTS}
 # What only a running kernel can show: the rest differs from these in its arithmetic.
@@ -46,3 +50,17 @@ def test_pattern_that_is_gone_is_an_error():
     gone = Mutant("gone", "kv/update_xla", "no such line", "", ())
     with pytest.raises(ValueError, match="occurs 0 times"):
         source_of(gone)
+
+
+def test_one_that_waits_for_a_core_does_not_hang():
+    python = "print(flush=True); import sys; sys.stdin.read() if {waits} else [None for _ in iter(int, 1)]"
+    for waits in (True, False):
+        command = [sys.executable, "-c", python.format(waits=waits)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline()
+            time.sleep(0.1)
+            used = Used(process.pid)
+            used.moved -= 2 * IDLE_SECONDS  # as if it had been given no time for that long
+            used.last = float("inf")
+            assert (used.up(1000.0) is not None) == waits
+            process.kill()

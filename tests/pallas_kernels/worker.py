@@ -9,6 +9,7 @@ long, and starts a fresh one for the next job.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -72,7 +73,7 @@ class Worker:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         self._errors.truncate(0)
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        used, line = _Used(self._process.pid), b""
+        used, line = Used(self._process.pid), b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
@@ -99,23 +100,31 @@ class Worker:
         return self._errors.read().decode(errors="replace")
 
 
-class _Used:
+class Used:
     """Processor time of a process since now."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._start, self._begin = pid, self._seconds(pid), time.monotonic()
-        self._moved, self._last = self._begin, self._start
+        self.moved, self.last = self._begin, self._start
 
     def up(self, seconds: float) -> str | None:
         """Why the process has had its time, None if it has not."""
         now, used = time.monotonic(), self._seconds(self._pid)
-        if used is None or self._last is None or self._start is None:  # no /proc here
+        if used is None or self.last is None or self._start is None:  # no /proc here
             return f"no answer after {seconds:.0f} s" if now - self._begin > seconds else None
-        if used - self._last > 0.1:
-            self._moved, self._last = now, used
+        if used - self.last > 0.1 or self._is_runnable():
+            self.moved, self.last = now, used
         if used - self._start > seconds:
             return f"no answer after {seconds:.0f} s of processor time"
-        return f"no progress for {IDLE_SECONDS} s" if now - self._moved > IDLE_SECONDS else None
+        return f"no progress for {IDLE_SECONDS} s" if now - self.moved > IDLE_SECONDS else None
+
+    def _is_runnable(self) -> bool:
+        """Whether a thread wants a core and has none: others have them all."""
+        states = []
+        for thread in Path(f"/proc/{self._pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                states.append(thread.read_text().rpartition(")")[2].split()[0])
+        return "R" in states
 
     @staticmethod
     def _seconds(pid: int) -> float | None:
