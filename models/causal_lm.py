@@ -12,6 +12,7 @@ from models.config.fields import ConfigFields
 from models.config.gguf import GGUFConfig
 from models.config.model_config import ModelConfig
 from models.forward_batch import ForwardBatch
+from models.weights.source import CheckpointNames
 from pallas_kernels.kv.pages import KVPages
 from sharding.layout import MeshLayout
 from sharding.stages import Stage
@@ -25,11 +26,13 @@ class CausalLM(Protocol):
 
     Attributes:
       gguf_architecture: the family's general.architecture; None where another class reads it.
+      checkpoint_names: what its checkpoints have beside the tensors that it declares.
       build: what it was built for, with a stage.
       layers: of the stage, in order.
     """
 
     gguf_architecture: ClassVar[str | None]
+    checkpoint_names: ClassVar[CheckpointNames]
     config: ModelConfig
     build: Build
     layers: Any

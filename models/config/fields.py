@@ -5,6 +5,7 @@ Owns the wording of configuration errors. Knows neither what the values mean nor
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,9 @@ _MAXIMA = {
     "moe_intermediate_size": MAX_INTERMEDIATE,
     "num_hidden_layers": MAX_LAYERS,
     "max_window_layers": MAX_LAYERS,
+    "sliding_window_pattern": MAX_LAYERS,
+    "_sliding_window_pattern": MAX_LAYERS,
+    "no_rope_layer_interval": MAX_LAYERS,
     "decoder_sparse_step": MAX_LAYERS,
     "num_attention_heads": MAX_HEADS,
     "num_key_value_heads": MAX_HEADS,
@@ -76,6 +80,17 @@ class ConfigFields:
             raise ModelConfigError(f"a model configuration must be a mapping, got {type(raw).__name__}")
         self.raw = raw
         self.prefix = prefix
+
+    def with_defaults(self, **defaults: Any) -> ConfigFields:
+        """The same with these for fields that are absent; one that is null stays so."""
+        named = {self.prefix + name: value for name, value in defaults.items()}
+        return ConfigFields({**named, **self.raw}, self.prefix)
+
+    def require(self, **allowed: Any) -> None:
+        """Raises ModelConfigError for a field that is neither absent, null nor this: it asks for what is not built."""
+        for name, value in allowed.items():
+            if self.has(name) and self.value(name) != value:
+                raise self.fail(name, "absent" if value is None else f"{json.dumps(value)} or absent")
 
     def has(self, name: str) -> bool:
         return self.raw.get(self.prefix + name) is not None

@@ -5,7 +5,7 @@ Owns what all families spell alike. Only data is read: `auto_map` and every othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from models.weights.errors import ModelFileError
 from models.weights.files import read_object
 
 CONFIG_FILE = "config.json"
+# The kinds of layers that configurations list.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config_json(folder: Path | str) -> dict[str, Any]:
@@ -41,6 +43,7 @@ class Activation(NamedTuple):
     values: tuple[str, ...]
 
 
+GELU_TANH = Activation("hidden_act", ("gelu_pytorch_tanh",))
 SILU = Activation("hidden_act", ("silu", "swish"))
 
 
@@ -48,52 +51,51 @@ def hf_fields(
     fields: ConfigFields,
     *,
     windows: int | None | Sequence[int | None] = None,
+    ropes: Sequence[Rope | None] | None = None,
     head_dim: int | None = None,
     activation: Activation = SILU,
     partial_rotary: bool = False,
     tied: bool = False,
+    eps: str = "rms_norm_eps",
     **attention: Any,
 ) -> dict[str, Any]:
     """What families spell alike in a config.json: keyword arguments of ModelConfig, but for its architecture.
 
     Args:
       windows: of each layer, or one for all.
+      ropes: of each layer, None for the one that the file tells of.
       head_dim: where the file does not say; None for hidden_size / num_attention_heads.
       partial_rotary: whether the family may rotate a part of each head only.
       tied: whether the head is the embedding where the file does not say.
+      eps: what the file calls the one of norms.
       attention: further fields of every layer's LayerAttention.
     """
     if fields.has("quantization_config"):
         raise ModelConfigError("quantization_config is not supported: load the unquantized checkpoint")
     if fields.text(activation.field, activation.values[0]) not in activation.values:
         raise fields.fail(activation.field, repr(activation.values[0]))
-    hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
-    if head_dim is None and not fields.has("head_dim") and hidden_size % num_heads:
-        raise ModelConfigError(
-            f"hidden_size must be a multiple of num_attention_heads when head_dim is absent, "
-            f"got {hidden_size} and {num_heads}"
-        )
-    own_head_dim: int = fields.integer("head_dim", head_dim or hidden_size // num_heads)
-    max_positions = fields.integer("max_position_embeddings")
     num_layers = fields.integer("num_hidden_layers")
+    own_head_dim = read_head_dim(fields, head_dim)
+    one_rope = read_rope(fields, own_head_dim, partial_rotary=partial_rotary) if ropes is None else None
+    each_rope = [one_rope] * num_layers if ropes is None else ropes
+    each_window = windows if isinstance(windows, Sequence) else [windows] * num_layers
     layer = partial(
         LayerAttention,
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=own_head_dim,
-        rope=_read_hf_rope(fields, own_head_dim, max_positions, partial_rotary),
         **attention,
     )
     bos = fields.token_ids("bos_token_id")
     return {
         "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": hidden_size,
+        "hidden_size": fields.integer("hidden_size"),
         "intermediate_size": fields.integer("intermediate_size"),
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "max_position_embeddings": max_positions,
+        "rms_norm_eps": fields.number(eps, 1e-6),
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
         "attention": tuple(
-            layer(window=window) for window in (windows if isinstance(windows, Sequence) else [windows] * num_layers)
+            layer(window=window, rope=rope) for window, rope in zip(each_window, each_rope, strict=True)
         ),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", tied),
         "bos_token_id": bos[0] if bos else None,
@@ -101,17 +103,66 @@ def hf_fields(
     }
 
 
-def windows_by_kind(fields: ConfigFields, window: int | None) -> tuple[int | None, ...]:
-    """Windows of the layers as `layer_types` lists them: `window` for sliding ones, none for the others."""
-    by_kind = {"full_attention": None, "sliding_attention": window}
-    kinds, num_layers = fields.value("layer_types"), fields.integer("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(str(kind) not in by_kind for kind in kinds):
-        raise fields.fail("layer_types", f"a list of {num_layers} of {', '.join(by_kind)}")
-    return tuple(by_kind[str(kind)] for kind in kinds)
+def text_fields(fields: ConfigFields) -> ConfigFields:
+    """What the configuration of a model of text and more says of the text: `text_config`, and what it leaves out."""
+    text = fields.mapping("text_config")
+    if text is None:
+        raise fields.fail("text_config", "a mapping")
+    outer = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+    return ConfigFields({**text, **{name: fields.value(name) for name in outer if fields.has(name)}})
 
 
-def _read_hf_rope(fields: ConfigFields, head_dim: int, max_positions: int, partial_rotary: bool) -> Rope:
+def read_head_dim(fields: ConfigFields, default: int | None = None) -> int:
+    """`head_dim`; where it is absent the default, and without that hidden_size / num_attention_heads."""
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if default is None and not fields.has("head_dim") and hidden_size % num_heads:
+        raise ModelConfigError(
+            f"hidden_size must be a multiple of num_attention_heads when head_dim is absent, "
+            f"got {hidden_size} and {num_heads}"
+        )
+    return fields.integer("head_dim", default or hidden_size // num_heads)
+
+
+def layer_kinds(fields: ConfigFields, full_every: int = 1) -> tuple[str, ...]:
+    """FULL or SLIDING for each layer: as `layer_types` lists them, else every `full_every`-th layer is FULL."""
+    num_layers = fields.integer("num_hidden_layers")
+    kinds = fields.value("layer_types", None)
+    if kinds is None:
+        return tuple(SLIDING if (layer + 1) % full_every else FULL for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (FULL, SLIDING) for kind in kinds):
+        raise fields.fail("layer_types", f"a list of {num_layers} of {FULL}, {SLIDING}")
+    return tuple(kinds)
+
+
+def windows_by_kind(kinds: Iterable[str], window: int | None) -> tuple[int | None, ...]:
+    """Windows of layers of these kinds: `window` for SLIDING ones, none for the others."""
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def ropes_by_kind(
+    fields: ConfigFields, head_dim: int, kinds: Sequence[str], *, sliding_theta: str = "rope_theta"
+) -> tuple[Rope, ...]:
+    """The rope of layers of these kinds.
+
+    transformers 5 writes a mapping for each kind into `rope_parameters`; transformers 4 `rope_theta` and `rope_scaling`
+    for FULL layers, and the field `sliding_theta` for SLIDING ones, which are not scaled.
+    """
+    parameters, by_kind = fields.mapping("rope_parameters"), {}
+    for kind in dict.fromkeys(kinds):
+        own = fields.mapping("rope_scaling") if kind == FULL else {}
+        if parameters is not None:
+            own = ConfigFields(parameters).mapping(kind)
+            if own is None:
+                raise fields.fail("rope_parameters", f"a mapping that has one for {kind}")
+        theta = fields.number("rope_theta" if kind == FULL else sliding_theta)
+        flat = {**fields.raw, "rope_parameters": own, "rope_scaling": None, "rope_theta": theta}
+        by_kind[kind] = read_rope(ConfigFields(flat), head_dim)
+    return tuple(by_kind[kind] for kind in kinds)
+
+
+def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = False, interleaved: bool = False) -> Rope:
     """transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one mapping, `rope_parameters`."""
+    max_positions = fields.integer("max_position_embeddings")
     rope = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {}
     nested = ConfigFields(rope)
     theta = nested.number("rope_theta", None) or fields.number("rope_theta", 10000.0)
@@ -122,4 +173,4 @@ def _read_hf_rope(fields: ConfigFields, head_dim: int, max_positions: int, parti
             raise place.fail("partial_rotary_factor", "a number > 0 and <= 1" if partial_rotary else "1.0")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelConfigError("rope_parameters must be one mapping for all layers, got one per layer type")
-    return Rope(int(head_dim * rotated), theta, RopeScaling.from_hf(rope, max_positions))
+    return Rope(int(head_dim * rotated), theta, RopeScaling.from_hf(rope, max_positions), interleaved)

@@ -100,11 +100,15 @@ def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotation of a layer's queries and keys: the first `rotary_dim` elements of each head, which is even."""
+    """The rotation of a layer's queries and keys: the first `rotary_dim` elements of each head, which is even.
+
+    interleaved: element 2i is rotated with element 2i + 1, as in GPT-J, and not i with i + rotary_dim / 2.
+    """
 
     rotary_dim: int
     theta: float = 10000.0
     scaling: RopeScaling | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if not 1 < self.theta < float("inf"):

@@ -11,8 +11,9 @@ from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields
-from models.config.hf import Activation, hf_fields, windows_by_kind
+from models.config.hf import Activation, hf_fields, layer_kinds, windows_by_kind
 from models.config.model_config import ModelConfig
+from models.families.llama import LAYER
 from models.layers.attention import Attention, LayerPages, StepInputs
 from models.layers.decoder import Decoder
 from models.layers.mlp import GatedMLP, gelu_tanh
@@ -23,18 +24,17 @@ from pallas_kernels.kv.pages import KVPages
 class Gemma2Layer(nnx.Module):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
-    def __init__(self, config: ModelConfig, layer: int, build: Build):
-        source, size, eps = "model.layers.{layer}", config.hidden_size, config.rms_norm_eps
+    def __init__(self, config: ModelConfig, attention: nnx.Module, build: Build):
+        size, eps = config.hidden_size, config.rms_norm_eps
 
         def norm(name: str) -> OffsetRMSNorm:
-            return OffsetRMSNorm(size, eps, source=f"{source}.{name}_layernorm", build=build)
+            return OffsetRMSNorm(size, eps, source=f"{LAYER}.{name}_layernorm", build=build)
 
         self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
-        attention = config.attention[layer]
-        self.attention = Attention(attention, size, eps=eps, source=f"{source}.self_attn", build=build)
+        self.attention = attention
         self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
         ffn = config.intermediate_size
-        self.mlp = GatedMLP(size, ffn, source=f"{source}.mlp", activation=gelu_tanh, build=build)
+        self.mlp = GatedMLP(size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         with jax.named_scope("attention"):
@@ -47,35 +47,34 @@ class Gemma2Layer(nnx.Module):
 class Gemma2ForCausalLM(Decoder):
     """A decoder of Gemma2Layers with a scaled embedding and bounded logits."""
 
+    norm_class = OffsetRMSNorm
+
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         window = fields.integer("sliding_window", None if "sliding_window" in fields.raw else 4096)
-        num_layers = fields.integer("num_hidden_layers")
-        if fields.has("layer_types"):
-            windows = windows_by_kind(fields, window)
-        else:
-            windows = tuple(None if layer % 2 else window for layer in range(num_layers))
-        if fields.boolean("use_bidirectional_attention", False):
-            raise fields.fail("use_bidirectional_attention", "false or absent")
+        fields.require(use_bidirectional_attention=False)
         bias = fields.boolean("attention_bias", False)
         shared = hf_fields(
             fields,
-            windows=windows,
+            windows=windows_by_kind(layer_kinds(fields, full_every=2), window),
             head_dim=256,
             activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
             tied=True,
             scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            soft_cap=_cap(fields, "attn_logit_softcapping", 50.0),
+            soft_cap=read_cap(fields, "attn_logit_softcapping", 50.0),
             bias=bias,
             output_bias=bias,
         )
-        return shared | {"logit_soft_cap": _cap(fields, "final_logit_softcapping", 30.0)}
+        return shared | {"logit_soft_cap": read_cap(fields, "final_logit_softcapping", 30.0)}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        return Gemma2Layer(self.config, layer, build)
+        return Gemma2Layer(self.config, self.make_attention(layer, build), build)
 
-    def make_norm(self, build: Build) -> nnx.Module:
-        return OffsetRMSNorm(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.self_attn"
+        return Attention(
+            config.attention[layer], config.hidden_size, eps=config.rms_norm_eps, source=source, build=build
+        )
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
         x = self.embed(token_ids)
@@ -86,6 +85,6 @@ class Gemma2ForCausalLM(Decoder):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _cap(fields: ConfigFields, name: str, default: float) -> float | None:
+def read_cap(fields: ConfigFields, name: str, default: float | None) -> float | None:
     """A soft cap: absent means the default, null means none."""
     return fields.number(name, None if name in fields.raw else default)

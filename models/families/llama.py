@@ -17,20 +17,33 @@ from models.config.model_config import ModelConfig
 from models.layers.attention import Attention, LayerPages, StepInputs
 from models.layers.decoder import Decoder
 from models.layers.mlp import GatedMLP
-from models.layers.norm import RMSNorm
+from models.layers.norm import NormClass, RMSNorm
 from pallas_kernels.kv.pages import KVPages
 
 LAYER = "model.layers.{layer}"
 
 
 class LlamaLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), of whatever attention and MLP."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), of whatever attention, MLP and norms.
 
-    def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: nnx.Module, build: Build):
+    norm_names: what checkpoints call the two norms.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: nnx.Module,
+        mlp: nnx.Module,
+        build: Build,
+        *,
+        norm_class: NormClass = RMSNorm,
+        norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    ):
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(size, eps, source=f"{LAYER}.input_layernorm", build=build)
+        before_attention, before_mlp = norm_names
+        self.input_norm = norm_class(size, eps, source=f"{LAYER}.{before_attention}", build=build)
         self.attention = attention
-        self.mlp_norm = RMSNorm(size, eps, source=f"{LAYER}.post_attention_layernorm", build=build)
+        self.mlp_norm = norm_class(size, eps, source=f"{LAYER}.{before_mlp}", build=build)
         self.mlp = mlp
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
@@ -53,7 +66,8 @@ class LlamaForCausalLM(Decoder):
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
-        return LlamaLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)
+        parts = self.make_attention(layer, build), self.make_mlp(layer, build)
+        return LlamaLayer(self.config, *parts, build, norm_class=self.norm_class)
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config = self.config

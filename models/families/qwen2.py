@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
 from models.config.gguf import GGUFConfig, gguf_fields
-from models.config.hf import hf_fields, windows_by_kind
+from models.config.hf import hf_fields, layer_kinds, windows_by_kind
 from models.families.llama import LlamaForCausalLM
 
 
@@ -17,7 +17,7 @@ def read_layer_windows(fields: ConfigFields) -> tuple[int | None, ...]:
         return (None,) * num_layers
     window = fields.integer("sliding_window")
     if fields.has("layer_types"):
-        return windows_by_kind(fields, window)
+        return windows_by_kind(layer_kinds(fields), window)
     first = fields.integer("max_window_layers", minimum=0)
     return tuple(window if layer >= first else None for layer in range(num_layers))
 

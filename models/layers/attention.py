@@ -6,7 +6,6 @@ Owns what one layer does with the batch. How pages are stored and how attention 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.build import Build
-from models.config.attention import LayerAttention
+from models.config.attention import LayerAttention, TemperatureTuning
 from models.layers.linear import Linear
 from models.layers.norm import RMSNorm
 from models.layers.rope import apply_rope
@@ -25,19 +24,23 @@ from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.kv.update import kv_cache_update
 from sharding.layout import ONE_DEVICE, MeshLayout
 
+QK_NORMS = ("q_norm", "k_norm")
+
 
 class StepInputs(NamedTuple):
     """What layers with equal LayerAttention share: worked out once per step, outside the layers.
 
     Attributes:
       rows: what the step's tokens are.
-      rope: cos and sin, each f32[T, rotary_dim / 2].
+      rope: cos and sin, each f32[T, rotary_dim / 2]; None without rope.
       schedule: of pallas_kernels.attention.op.attention_schedule.
+      temperature: f32[T] that queries are multiplied with, None for not at all.
     """
 
     rows: Rows
-    rope: tuple[jax.Array, jax.Array]
+    rope: tuple[jax.Array, jax.Array] | None
     schedule: Any
+    temperature: jax.Array | None = None
 
 
 class LayerPages(NamedTuple):
@@ -84,10 +87,19 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
     )
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention with rope, as a LayerAttention says.
+def query_temperature(positions: jax.Array, tuning: TemperatureTuning) -> jax.Array:
+    """What queries at positions i32[T] are multiplied with, f32[T]."""
+    steps = jnp.floor((positions.astype(jnp.float32) + tuning.offset) / tuning.floor_scale)
+    return 1.0 + tuning.attn_scale * jnp.log1p(steps)
 
-    qkv: the checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`.
+
+class Attention(nnx.Module):
+    """Grouped-query attention with or without rope, as a LayerAttention says.
+
+    Args:
+      qkv: the checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`.
+      qk_norms: norms of q and of k before rope, [T, heads, H] to the same, where LayerAttention.qk_norm is not what a
+        family has.
     """
 
     def __init__(
@@ -99,8 +111,10 @@ class Attention(nnx.Module):
         source: str,
         build: Build,
         qkv: Sequence[Source] | None = None,
+        qk_norms: Sequence[nnx.Module] | None = None,
     ):
         self.spec = attention_spec(attention, build.mesh)
+        self.interleaved = attention.rope is not None and attention.rope.interleaved
         head_dim = attention.head_dim
         q_size, kv_size = attention.num_heads * head_dim, attention.num_kv_heads * head_dim
         if qkv is None:
@@ -117,9 +131,9 @@ class Attention(nnx.Module):
         )
         out = (Source(f"{source}.o_proj", hidden_size),)
         self.out = Linear(q_size, out, axes=("heads", "embed"), bias=attention.output_bias, build=build)
-        norm = partial(RMSNorm, head_dim, eps, build=build)
-        self.q_norm = norm(source=f"{source}.q_norm") if attention.qk_norm else None
-        self.k_norm = norm(source=f"{source}.k_norm") if attention.qk_norm else None
+        if attention.qk_norm:
+            qk_norms = [RMSNorm(head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
+        self.q_norm, self.k_norm = qk_norms or (None, None)
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """x[T, D] -> [T, D], and the pool with this step's keys and values of this layer written."""
@@ -127,11 +141,7 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             heads = self.qkv(x, step.rows).reshape(x.shape[0], -1, spec.head_dim)
             q, k, v = jnp.split(heads, (spec.num_q_heads, spec.num_q_heads + spec.num_kv_heads), axis=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            with jax.named_scope("qk_norm"):
-                q, k = self.q_norm(q), self.k_norm(k)
-        with jax.named_scope("rope"):
-            q, k = apply_rope(q, *step.rope), apply_rope(k, *step.rope)
+        q, k = self.rotate(q, k, step)
         ragged = pages.in_pool(kv.page_size)
         with jax.named_scope("kv_cache_update"):
             kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=pages.update_schedule)
@@ -139,3 +149,16 @@ class Attention(nnx.Module):
             o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule))
         with jax.named_scope("o_proj"):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
+
+    def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        """q [T, N, H] and k [T, K, H] as projected, to those that meet: normed, then rotated, then scaled."""
+        if self.q_norm is not None and self.k_norm is not None:
+            with jax.named_scope("qk_norm"):
+                q, k = self.q_norm(q), self.k_norm(k)
+        if step.rope is not None:
+            with jax.named_scope("rope"):
+                q, k = (apply_rope(x, *step.rope, interleaved=self.interleaved) for x in (q, k))
+        if step.temperature is not None:
+            with jax.named_scope("temperature"):
+                q = (q.astype(jnp.float32) * step.temperature[:, None, None]).astype(q.dtype)
+        return q, k

@@ -21,13 +21,14 @@ from models.config.attention import LayerAttention
 from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
 from models.forward_batch import ForwardBatch
-from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads
+from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads, query_temperature
 from models.layers.embedding import Embedding, own_logits, vocab_source
 from models.layers.linear import Linear
 from models.layers.moe import ExpertLoad
-from models.layers.norm import RMSNorm
+from models.layers.norm import NormClass, RMSNorm
 from models.layers.rope import rope_table
 from models.layers.rows import Rows
+from models.weights.source import CheckpointNames
 from pallas_kernels.attention.op import attention_schedule
 from pallas_kernels.kv.pages import KVPages, KVSpec
 from pallas_kernels.kv.update import kv_update_schedule
@@ -47,6 +48,8 @@ class Decoder(nnx.Module):
     """A models.causal_lm.CausalLM whose family reads its configuration and makes its layers."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames()
+    norm_class: ClassVar[NormClass] = RMSNorm
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
@@ -71,7 +74,7 @@ class Decoder(nnx.Module):
 
     def make_norm(self, build: Build) -> nnx.Module:
         """The norm after the last layer."""
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
+        return self.norm_class(self.config.hidden_size, self.config.rms_norm_eps, source="model.norm", build=build)
 
     @property
     def mesh(self) -> MeshLayout:
@@ -160,10 +163,13 @@ class Decoder(nnx.Module):
     def _step_inputs(self, batch: ForwardBatch, kv: KVPages) -> dict[LayerAttention, StepInputs]:
         """One for each kind of attention; a rope table for each rope, a schedule for each kernel specification."""
         attentions = dict.fromkeys(self._attention)
-        tables, schedules = {}, {}
+        tables, temperatures, schedules = {}, {}, {}
         for rope in dict.fromkeys(attention.rope for attention in attentions):
             with jax.named_scope("rope_table"):
-                tables[rope] = rope_table(batch.positions, rope)
+                tables[rope] = None if rope is None else rope_table(batch.positions, rope)
+        for tuning in dict.fromkeys(attention.temperature for attention in attentions):
+            with jax.named_scope("temperature"):
+                temperatures[tuning] = None if tuning is None else query_temperature(batch.positions, tuning)
         specs = {attention: attention_spec(attention, self.mesh) for attention in attentions}
         for spec in dict.fromkeys(specs.values()):
             with jax.named_scope("attention_schedule"):
@@ -176,7 +182,8 @@ class Decoder(nnx.Module):
                 )
         rows = Rows(is_token=batch.ragged[0].slot_mapping >= 0)
         return {
-            attention: StepInputs(rows, tables[attention.rope], schedules[spec]) for attention, spec in specs.items()
+            attention: StepInputs(rows, tables[attention.rope], schedules[spec], temperatures[attention.temperature])
+            for attention, spec in specs.items()
         }
 
 

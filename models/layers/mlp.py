@@ -19,6 +19,42 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=True)
 
 
+def relu_squared(x: jax.Array) -> jax.Array:
+    """max(x, 0) ** 2 (So et al. 2021, arXiv:2109.08668), `relu2` in configurations."""
+    return jnp.square(jax.nn.relu(x))
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x))).
+
+    up, down: what `source` calls them. activation: computed in float32; a module where it has weights of its own.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        source: str,
+        build: Build,
+        activation: Callable[[jax.Array], jax.Array],
+        bias: bool = False,
+        up: str = "up_proj",
+        down: str = "down_proj",
+    ):
+        sources = (Source(f"{source}.{up}", ffn_size),), (Source(f"{source}.{down}", hidden_size),)
+        self.up = Linear(hidden_size, sources[0], axes=("embed", "ffn"), bias=bias, build=build)
+        self.down = Linear(ffn_size, sources[1], axes=("ffn", "embed"), bias=bias, build=build)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
+        """[T, D] -> [T, D]; padding costs and gets what tokens do."""
+        with jax.named_scope("up"):
+            inner = self.activation(self.up(x, rows, out_dtype=jnp.float32))
+        with jax.named_scope("down"):
+            return self.down(inner.astype(x.dtype), rows)
+
+
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
 

@@ -1,6 +1,8 @@
-"""Norms, computed in float32."""
+"""Norms, computed in float32: RMS norms and layer norms, with weights as they are or as their difference to one."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,10 @@ from jax import lax
 
 from models.build import Build
 from models.weights.declare import ParamDecl, Source, declare
+from sharding.collectives import num_shards, sum_parts
+
+# A class of norms over the last axis: (size, eps, source=, build=), [..., size] in any dtype -> the same.
+NormClass = Callable[..., nnx.Module]
 
 
 def rms_normalized(x: jax.Array, eps: float) -> jax.Array:
@@ -38,3 +44,66 @@ class OffsetRMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return (rms_normalized(x, self.eps) * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / std(x) * weight + bias over the last axis (Ba et al. 2016, arXiv:1607.06450)."""
+
+    has_bias = True
+
+    def __init__(self, size: int, eps: float, *, source: str, build: Build):
+        module = Source(source, size)
+        self.weight = declare((size,), build.dtype, self._weight(module.tensor("weight")))
+        bias = ParamDecl((None,), (module.tensor("bias"),), init_std=0.02)
+        self.bias = declare((size,), build.dtype, bias) if self.has_bias else None
+        self.eps = eps
+
+    def _weight(self, source: Source) -> ParamDecl:
+        return ParamDecl((None,), (source,))
+
+    def scale(self) -> jax.Array:
+        return self.weight[...].astype(jnp.float32)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = rms_normalized(y - jnp.mean(y, axis=-1, keepdims=True), self.eps) * self.scale()
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+class UnbiasedLayerNorm(LayerNorm):
+    """LayerNorm without a bias: Cohere's."""
+
+    has_bias = False
+
+
+class OffsetLayerNorm(LayerNorm):
+    """LayerNorm with 1 + weight: Nemotron's LayerNorm1P, whose weights are stored as their difference to one."""
+
+    def _weight(self, source: Source) -> ParamDecl:
+        return ParamDecl((None,), (source,), init_std=0.0)
+
+    def scale(self) -> jax.Array:
+        return 1.0 + super().scale()
+
+
+class HeadsRMSNorm(nnx.Module):
+    """x / rms(x) * weight over all heads at once: OLMo 2's norms of q and k. Devices that share the heads add up their
+    sums of squares.
+
+    copies: how often each head is stored on a mesh of more devices than heads (see layers.attention).
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, *, source: str, build: Build, copies: int = 1):
+        rows = Source(source, num_heads * head_dim, repeat=copies, group=head_dim).tensor("weight")
+        self.weight = declare((rows.num_contributed,), build.dtype, ParamDecl(("heads",), (rows,)))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, heads of this device, H] -> the same"""
+        y = x.astype(jnp.float32)
+        width = y.shape[1] * y.shape[2] * num_shards("heads")
+        mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), "heads") / width
+        weight = self.weight[...].astype(jnp.float32).reshape(y.shape[1:])
+        return (y * lax.rsqrt(mean_square + self.eps) * weight).astype(x.dtype)

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with the frequency scalings checkpoints use.
 
-The rotation pairs element i with element i + R/2 of the first R elements of a head, as Hugging Face checkpoints expect;
-R is the head dimension or less. Frequencies are worked out on the host in float64; angles and the rotation itself are
-float32. Knows nothing of layers.
+The rotation pairs element i with element i + R/2 of the first R elements of a head, as most Hugging Face checkpoints
+expect, or neighbours; R is the head dimension or less. Frequencies are worked out on the host in float64; angles and
+the rotation itself are float32. Knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate x[T, heads, H] by the table of its rows; computed in float32, returned in x's dtype."""
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
+    """Rotate x[T, heads, H] by the table of its rows; computed in float32, returned in x's dtype.
+
+    interleaved: neighbours are pairs. The first elements of all pairs then come before the second ones in what is
+    returned: products of q and k do not depend on the order, and nothing else is done with either.
+    """
     half = cos.shape[-1]
     low, high, kept = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    if interleaved:
+        pairs = jnp.concatenate([low, high], axis=-1)
+        low, high = pairs[..., ::2], pairs[..., 1::2]
     cos, sin = cos[:, None, :], sin[:, None, :]
     parts = [low * cos - high * sin, high * cos + low * sin]
     return jnp.concatenate([*parts, kept] if kept.shape[-1] else parts, axis=-1).astype(x.dtype)

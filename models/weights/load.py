@@ -31,6 +31,7 @@ from models.weights.parts import (
     source_row,
     tensor_name,
 )
+from models.weights.renamed import RenamedSource
 from models.weights.source import WHOLE, WeightSource
 
 # Tensors that some checkpoints carry and no model reads: they follow from the configuration.
@@ -66,6 +67,7 @@ def load_params(
     some rows of a tensor twice or not at all.
     """
     params = list(declared_params(model_abstract))
+    source = RenamedSource(source, model_abstract.checkpoint_names)
     for param in params:
         num_parts(param, mesh)
     loader = _Loader(source, mesh, _check_names(model_abstract, source))
@@ -202,6 +204,6 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
 def _check_rope_factors(source: WeightSource, model: CausalLM) -> None:
     """GGUF files carry rope scaling as a tensor; the configuration must have been made from it."""
     stored = source.read(ROPE_FACTORS).ravel().astype(np.float32)
-    scalings = {attention.rope.scaling for attention in model.config.attention}
+    scalings = {attention.rope.scaling for attention in model.config.attention if attention.rope is not None}
     if not all(scaling and np.array_equal(stored, np.asarray(scaling.factors, np.float32)) for scaling in scalings):
         raise ModelFileError(source.path, "the tensor scales rope, but the model's rope_scaling differs", ROPE_FACTORS)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 WHOLE = slice(None)
+_NONE: Mapping[str, float] = MappingProxyType({})
+
+
+class CheckpointNames(NamedTuple):
+    """What a family's checkpoints have beside the tensors that its model declares.
+
+    Attributes:
+      prefixes: beginnings of names, and what the model says instead; the first that fits counts.
+      unused: beginnings of the names of other parts, which are not read: what is to see pictures, say.
+      constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
+    """
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+    constants: Mapping[str, float] = _NONE
 
 
 class WeightSource(Protocol):

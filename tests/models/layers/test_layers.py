@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from models.build import Build
+from models.config.attention import TemperatureTuning
 from models.config.rope import Rope, RopeScaling, rope_frequencies
+from models.layers.attention import query_temperature
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
-from models.layers.mlp import GatedMLP
-from models.layers.norm import OffsetRMSNorm, RMSNorm
+from models.layers.mlp import MLP, GatedMLP, relu_squared
+from models.layers.norm import HeadsRMSNorm, LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm, UnbiasedLayerNorm
 from models.layers.rope import apply_rope, rope_table
 from models.layers.rows import Rows
 from models.weights.declare import ParamDecl, Source, declare, declared_params
@@ -64,6 +66,44 @@ def test_offset_rms_norm():
     np.testing.assert_allclose(norm(x), plain(x), rtol=1e-6)
 
 
+@pytest.mark.parametrize("norm_class", [LayerNorm, UnbiasedLayerNorm, OffsetLayerNorm])
+def test_layer_norm(norm_class):
+    norm = norm_class(64, 1e-5, source="n", build=FLOAT32)
+    weight, bias, x = (
+        random(64),
+        random(64),
+        (0.5 + random(5, 64)) * np.array([[100], [1], [1e-2], [1e-3], [0]], np.float32),
+    )
+    norm.weight[...] = jnp.asarray(weight)
+    if norm_class.has_bias:
+        norm.bias[...] = jnp.asarray(bias)
+    y = x.astype(np.float64) - x.astype(np.float64).mean(-1, keepdims=True)
+    exact = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * (weight + (norm_class is OffsetLayerNorm))
+    np.testing.assert_allclose(norm(jnp.asarray(x)), exact + bias * norm_class.has_bias, rtol=1e-4, atol=1e-4)
+    names = {source.name for param in declared_params(norm) for source in param.decl.sources}
+    assert names == ({"n.weight", "n.bias"} if norm_class.has_bias else {"n.weight"})
+
+
+def test_rms_norm_of_all_heads():
+    norm, plain = HeadsRMSNorm(3, 8, 1e-5, source="n", build=FLOAT32), RMSNorm(24, 1e-5, source="n", build=FLOAT32)
+    weight, x = random(24), jnp.asarray(random(5, 3, 8))
+    norm.weight[...] = plain.weight[...] = jnp.asarray(weight)
+    np.testing.assert_allclose(norm(x), plain(x.reshape(5, 24)).reshape(5, 3, 8), rtol=1e-6)
+
+
+def test_mlp():
+    names = {"up": "c_fc", "down": "c_proj"}
+    mlp = MLP(8, 12, source="m", activation=relu_squared, bias=True, build=FLOAT32, **names)
+    up, down, x, up_bias, down_bias = random(8, 12), random(12, 8), random(3, 8), random(12), random(8)
+    mlp.up.weight.values[...], mlp.down.weight.values[...] = jnp.asarray(up), jnp.asarray(down)
+    mlp.up.bias[...], mlp.down.bias[...] = jnp.asarray(up_bias), jnp.asarray(down_bias)
+    got = mlp(jnp.asarray(x), Rows(jnp.ones(3, bool)))
+    exact = np.maximum(x.astype(np.float64) @ up + up_bias, 0) ** 2 @ down + down_bias
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+    kinds = {source.name for param in declared_params(mlp) for source in param.decl.sources}
+    assert kinds == {"m.c_fc.weight", "m.c_fc.bias", "m.c_proj.weight", "m.c_proj.bias"}
+
+
 def test_gated_mlp():
     mlp = GatedMLP(8, 12, source="m", build=FLOAT32)
     gate, up, down, x = random(8, 12), random(8, 12), random(12, 8), random(3, 8)
@@ -105,6 +145,25 @@ def test_a_part_of_each_head_is_rotated():
     rotated = apply_rope(x, *table)
     np.testing.assert_array_equal(rotated[..., 6:], x[..., 6:])
     np.testing.assert_array_equal(rotated[..., :6], apply_rope(x[..., :6], *table))
+
+
+def test_rope_of_neighbours():
+    """Element 2i is rotated with 2i + 1; what comes out has the first of all pairs before the second ones."""
+    x, positions = random(4, 2, 10), np.array([0, 1, 7, 1000])
+    table = rope_table(jnp.asarray(positions), Rope(8, 100.0))
+    rotated = np.asarray(apply_rope(jnp.asarray(x), *table, interleaved=True), np.float64)
+    angles = positions[:, None] * 100.0 ** (-np.arange(0, 8, 2) / 8)
+    turned = (x[..., 0:8:2] + 1j * x[..., 1:8:2]) * np.exp(1j * angles)[:, None, :]
+    expected = np.concatenate([turned.real, turned.imag, x[..., 8:]], axis=-1)
+    np.testing.assert_allclose(rotated, expected, atol=1e-3)
+
+
+def test_temperature_of_queries():
+    positions = np.array([0, 1, 6, 7, 8, 15, 1000])
+    for offset in (0, 1):
+        exact = 1 + 0.5 * np.log(1 + np.floor((positions + offset) / 8))
+        tuning = TemperatureTuning(floor_scale=8, attn_scale=0.5, offset=offset)
+        np.testing.assert_allclose(query_temperature(jnp.asarray(positions), tuning), exact, rtol=1e-6)
 
 
 def test_rope_scalings():

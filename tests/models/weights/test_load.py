@@ -22,6 +22,7 @@ from models.weights.declare import ParamDecl, Source, declare, declared_params, 
 from models.weights.dummy import dummy_params
 from models.weights.errors import ModelFileError
 from models.weights.load import load_params
+from models.weights.source import CheckpointNames
 from sharding.layout import MeshLayout
 from sharding.stages import Stage
 from tests.models.tiny import with_attention
@@ -182,6 +183,7 @@ class Other(nnx.Module):
 
     def __init__(self, dtype: str, *sources: Source):
         self.config, self.build, self.stage = CONFIG, Build("float32"), Stage(0, CONFIG.num_layers)
+        self.checkpoint_names = CheckpointNames()
         rows = sum(source.rows for source in sources)
         self.weight = declare((rows, 4), jnp.dtype(dtype), ParamDecl(("embed", None), sources, init_std=1.0))
 

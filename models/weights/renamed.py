@@ -1,0 +1,54 @@
+"""A checkpoint by the names that its model has for what is in it. Knows nothing of file formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import ml_dtypes
+import numpy as np
+
+from models.weights.errors import ModelFileError
+from models.weights.source import WHOLE, CheckpointNames, WeightSource
+
+
+class RenamedSource:
+    """The WeightSource of a checkpoint that a CheckpointNames describes.
+
+    Raises ModelFileError where two tensors get one name, and where a constant is another number.
+    """
+
+    def __init__(self, source: WeightSource, names: CheckpointNames):
+        self._source = source
+        self._stored: dict[str, str] = {}
+        for stored in source.names():
+            if stored.startswith(names.unused) or self._is_constant(stored, names):
+                continue
+            name = next((new + stored[len(old) :] for old, new in names.prefixes if stored.startswith(old)), stored)
+            if name in self._stored:
+                raise ModelFileError(source.path, f"stands for {name}, as does {self._stored[name]}", stored)
+            self._stored[name] = stored
+
+    def _is_constant(self, stored: str, names: CheckpointNames) -> bool:
+        value = next((value for end, value in names.constants.items() if stored.endswith(end)), None)
+        if value is None:
+            return False
+        held = self._source.read(stored).astype(np.float32)
+        if held.size != 1 or held.item() not in (np.float32(value), np.float32(ml_dtypes.bfloat16(value))):
+            raise ModelFileError(self.path, f"must hold {value} and nothing else, got {held.ravel()[:4]}", stored)
+        return True
+
+    @property
+    def path(self) -> str:
+        return self._source.path
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._stored[name])
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        return self._source.read(self._stored[name], rows, columns)
+
+    def close(self) -> None:
+        self._source.close()

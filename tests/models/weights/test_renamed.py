@@ -1,0 +1,49 @@
+"""Checkpoints whose tensors have other names than the model's, hold other parts, or hold numbers that are code here."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from models.weights.errors import ModelFileError
+from models.weights.renamed import RenamedSource
+from models.weights.source import CheckpointNames
+from tests.models.weights.test_load import ArraySource
+
+NAMES = CheckpointNames(
+    prefixes=(("language_model.model.", "model."), ("model.language_model.", "model.")),
+    unused=("vision.",),
+    constants={".act_fn.beta": 0.3},
+)
+TENSORS = {name: np.full((2, 3), number, np.float32) for number, name in enumerate(("lm_head.weight", "vision.a"))}
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
+def test_names_and_parts(prefix):
+    source = RenamedSource(ArraySource({**TENSORS, f"{prefix}norm.weight": np.arange(3.0)}), NAMES)
+    assert list(source.names()) == ["lm_head.weight", "model.norm.weight"] and source.path == "memory"
+    assert source.shape("lm_head.weight") == (2, 3) and source.shape("model.norm.weight") == (3,)
+    np.testing.assert_array_equal(source.read("model.norm.weight", slice(1, 3)), [1, 2])
+    np.testing.assert_array_equal(source.read("lm_head.weight", slice(0, 1), slice(0, 2)), [[0, 0]])
+
+
+def test_two_tensors_of_one_name_are_refused():
+    twice = {"model.norm.weight": np.ones(3), "language_model.model.norm.weight": np.ones(3)}
+    with pytest.raises(ModelFileError, match=r"stands for model\.norm\.weight, as does model\.norm"):
+        RenamedSource(ArraySource(twice), NAMES)
+
+
+def test_constants_are_compared():
+    for held in (np.full(1, 0.3, np.float32), np.full((), 0.3, np.float32), np.full((), 0.3, ml_dtypes.bfloat16)):
+        assert list(RenamedSource(Scalars({"mlp.act_fn.beta": held}), NAMES).names()) == []
+    for held in (np.full(1, 0.31), np.full(2, 0.3, np.float32)):
+        with pytest.raises(ModelFileError, match=r"must hold 0\.3 and nothing else, got .*act_fn\.beta"):
+            RenamedSource(Scalars({"mlp.act_fn.beta": held}), NAMES)
+
+
+class Scalars(ArraySource):
+    """Tensors without axes too."""
+
+    def read(self, name, rows=slice(None), columns=slice(None)):
+        return np.asarray(self.tensors[name])
