@@ -20,6 +20,7 @@ from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
 from models.families.phi3 import Phi3ForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
+from models.families.qwen2_moe import Qwen2MoeForCausalLM
 from models.families.qwen3 import Qwen3ForCausalLM
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
 from models.weights.declare import declared_params
@@ -36,6 +37,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
 }
 
 

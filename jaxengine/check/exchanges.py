@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxengine.check.hlo import Instruction, Module, arrays_of, bytes_of
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
+from models.config.experts import ExpertsConfig
 from scheduler.buckets import Bucket
 from sharding.layout import MeshLayout
 
@@ -178,7 +179,7 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
     config, mesh = model.config, model.mesh
     dense = () if config.experts is None else config.experts.dense_layers
     layers = tuple(
-        layer_exchanges(mesh, experts=config.experts is not None and layer not in dense) for layer in model.stage.layers
+        layer_exchanges(mesh, experts=None if layer in dense else config.experts) for layer in model.stage.layers
     )
     rows = max(bucket.num_seqs, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
     logits = rows * mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
@@ -189,21 +190,32 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
     return Expected(layers, max(most, logits), most * itemsize)
 
 
-def layer_exchanges(mesh: MeshLayout, *, experts: bool) -> dict[str, int]:
+def layer_exchanges(mesh: MeshLayout, *, experts: ExpertsConfig | None) -> dict[str, int]:
     """Of one layer by kind: attention adds up its output over the heads' devices, the feed-forward part gathers the
     tokens of all ranks that share its weights, adds up over all devices that do and leaves each rank its tokens. With
     experts the routing, weights and ids, is gathered too. Where devices send rows to experts they gather how many rows,
-    and the devices of a rank gather what became of each one's share of the tokens.
+    and the devices of a rank gather what became of each one's share of the tokens. A shared MLP beside whole experts
+    exchanges what a dense one does, and beside slices of experts nothing.
     """
-    if experts and mesh.sends_rows:
-        own = {"all-reduce": int(mesh.model > 1), "all-gather": 1 + (mesh.model > 1), "ragged-all-to-all": 2}
-        return {kind: count for kind, count in own.items() if count}
-    ranks = mesh.ranks_sharing("experts" if experts and mesh.expert_parallel else "ffn")
     found: Counter[str] = Counter()
-    found["all-reduce"] = 2 * (mesh.model > 1)
-    found["all-gather"] = (3 if experts else 1) * (ranks > 1)
-    found["reduce-scatter"] = int(ranks > 1)
+    found["all-reduce"] = int(mesh.model > 1)
+    if experts is None:
+        found += _of_mlp(mesh, "ffn", gathered=1)
+    elif mesh.sends_rows:
+        found += Counter({"all-gather": 1 + (mesh.model > 1), "ragged-all-to-all": 2})
+    else:
+        found += _of_mlp(mesh, "experts" if mesh.expert_parallel else "ffn", gathered=3)
+    if experts is not None and mesh.expert_parallel and experts.shared_intermediate_size:
+        found += _of_mlp(mesh, "ffn", gathered=1)
     return {kind: count for kind, count in found.items() if count}
+
+
+def _of_mlp(mesh: MeshLayout, axis: str, *, gathered: int) -> Counter[str]:
+    """Of a feed-forward part split over a logical axis that gathers so many arrays of the tokens."""
+    several = mesh.ranks_sharing(axis) > 1
+    return Counter(
+        {"all-reduce": int(mesh.model > 1), "all-gather": gathered * several, "reduce-scatter": int(several)}
+    )
 
 
 def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:

@@ -105,7 +105,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
             reached, rows = min(1.0, picked), picked
         weight_bytes += size * jnp.dtype(param.dtype).itemsize
         reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
-        if len(part) > 1:
+        if len(part) > 1 + (param.decl.num_experts is not None):  # a matrix, no biases
             flops += int(2 * size * rows)
             row_bytes += int(math.prod(part[:-2]) * rows * sum(part[-2:])) * itemsize
     return Products(flops, weight_bytes, reached_bytes, row_bytes)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from models.config.fields import MAX_EXPERTS, MAX_INTERMEDIATE, ModelConfigError, check_size
 
+SCORING_FUNCS = ("softmax", "sigmoid")
+
 
 @dataclass(frozen=True)
 class ExpertsConfig:
@@ -16,6 +18,18 @@ class ExpertsConfig:
       intermediate_size: feed-forward size of one expert.
       norm_weights: a token's weights are scaled to add up to one.
       dense_layers: indices of the layers that have a dense MLP instead, ascending.
+      scoring_func: what makes scores of the router's logits: over all experts (softmax), or of each alone (sigmoid).
+      correction_bias: a learned number is added to each expert's score when experts are picked, not when they are
+        weighed (Wang et al. 2024, arXiv:2408.15664).
+      num_expert_group, topk_group: experts stand in so many groups of equal size, and a token's are picked among its
+        best `topk_group` groups (DeepSeek-AI 2024, arXiv:2412.19437).
+      routed_scaling_factor: of all weights.
+      min_weight_sum: weights are divided by no less than this to add up to one.
+      apply_router_weight_on_input: weights are multiplied with what goes into the experts, not with what comes out.
+      bias: of the router and of the experts' matrices.
+      shared_intermediate_size: feed-forward size of the dense MLP that every token goes to beside its experts, 0 for
+        none.
+      shared_gate: what comes out of it is weighed by a sigmoid of its own.
     """
 
     num_experts: int
@@ -23,12 +37,35 @@ class ExpertsConfig:
     intermediate_size: int
     norm_weights: bool = True
     dense_layers: tuple[int, ...] = ()
+    scoring_func: str = "softmax"
+    correction_bias: bool = False
+    num_expert_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    min_weight_sum: float = 1e-20
+    apply_router_weight_on_input: bool = False
+    bias: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
-        check_size("experts: num_experts", self.num_experts, MAX_EXPERTS)
-        check_size("experts: num_per_token", self.num_per_token, MAX_EXPERTS)
+        for name in ("num_experts", "num_per_token", "num_expert_group", "topk_group"):
+            check_size(f"experts: {name}", getattr(self, name), MAX_EXPERTS)
         check_size("experts: intermediate_size", self.intermediate_size, MAX_INTERMEDIATE)
-        if self.num_per_token > self.num_experts:
+        check_size("experts: shared_intermediate_size", self.shared_intermediate_size, MAX_INTERMEDIATE, 0)
+        if self.num_experts % self.num_expert_group or self.topk_group > self.num_expert_group:
             raise ModelConfigError(
-                f"experts: num_per_token must be at most num_experts = {self.num_experts}, got {self.num_per_token}"
+                f"experts: num_expert_group must divide num_experts = {self.num_experts} and be at least topk_group = "
+                f"{self.topk_group}, got {self.num_expert_group}"
             )
+        allowed = self.topk_group * (self.num_experts // self.num_expert_group)
+        if self.num_per_token > allowed:
+            text = f"num_experts = {allowed}" if self.num_expert_group == 1 else f"the {allowed} of topk_group groups"
+            raise ModelConfigError(f"experts: num_per_token must be at most {text}, got {self.num_per_token}")
+        if self.scoring_func not in SCORING_FUNCS:
+            raise ModelConfigError(
+                f"experts: scoring_func must be one of {', '.join(SCORING_FUNCS)}, got {self.scoring_func!r}"
+            )
+        for name in ("routed_scaling_factor", "min_weight_sum"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ModelConfigError(f"experts: {name} must be a finite number > 0, got {getattr(self, name)!r}")

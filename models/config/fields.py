@@ -34,6 +34,7 @@ _MAXIMA = {
     "sliding_window_pattern": MAX_LAYERS,
     "_sliding_window_pattern": MAX_LAYERS,
     "no_rope_layer_interval": MAX_LAYERS,
+    "shared_expert_intermediate_size": MAX_INTERMEDIATE,
     "decoder_sparse_step": MAX_LAYERS,
     "num_attention_heads": MAX_HEADS,
     "num_key_value_heads": MAX_HEADS,

@@ -11,7 +11,7 @@ from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
 from models.config.hf import hf_fields
 from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.moe import ExpertNames, MixtureOfExperts
+from models.layers.moe import MixtureOfExperts
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
@@ -21,7 +21,6 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        num_layers = fields.integer("num_hidden_layers")
         windowed = fields.boolean("use_sliding_window", False)
         window = fields.integer("sliding_window", None) if windowed else None
         bias = fields.boolean("attention_bias", False)
@@ -31,7 +30,7 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
             num_per_token=fields.integer("num_experts_per_tok"),
             intermediate_size=fields.integer("moe_intermediate_size"),
             norm_weights=fields.boolean("norm_topk_prob", False),
-            dense_layers=_dense_layers(fields, num_layers),
+            dense_layers=dense_layers(fields),
         )
         shared = hf_fields(fields, windows=window, qk_norm=True, bias=bias, output_bias=bias)
         return shared | {"experts": experts}
@@ -40,14 +39,18 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         experts = self.config.experts
         if experts is not None and layer in experts.dense_layers:
             return super().make_mlp(layer, build)
-        names = ExpertNames(gate="gate_proj", up="up_proj", down="down_proj")
-        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, build=build)
+        return self.make_experts(build)
+
+    def make_experts(self, build: Build) -> nnx.Module:
+        """The feed-forward part of a layer that has experts."""
+        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", build=build)
 
 
-def _dense_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+def dense_layers(fields: ConfigFields) -> tuple[int, ...]:
     """Layers listed in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
     listed = fields.value("mlp_only_layers", [])
     if not isinstance(listed, list) or any(type(layer) is not int or layer < 0 for layer in listed):
         raise fields.fail("mlp_only_layers", "a list of layer indices >= 0")
     step, dense = fields.integer("decoder_sparse_step", 1), set(listed)
+    num_layers = fields.integer("num_hidden_layers")
     return tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step)

@@ -81,7 +81,17 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """[T, D] -> [T, D]; padding costs and gets what tokens do."""
         with jax.named_scope("gate_up"):
-            gate, up = jnp.split(self.gate_up(x, rows), 2, axis=-1)
-            inner = self.activation(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+            inner = self._activated(self.gate_up(x, rows))
         with jax.named_scope("down"):
-            return self.down(inner.astype(x.dtype), rows)
+            return self.down(inner, rows)
+
+    def partial(self, x: jax.Array) -> jax.Array:
+        """x[T, D], gathered already, to what this device adds to the result, f32[T, D]; of an MLP without biases."""
+        with jax.named_scope("gate_up"):
+            inner = self._activated(self.gate_up.partial(x).astype(x.dtype))
+        with jax.named_scope("down"):
+            return self.down.partial(inner)
+
+    def _activated(self, gate_up: jax.Array) -> jax.Array:
+        gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+        return (self.activation(gate) * up).astype(gate_up.dtype)

@@ -7,6 +7,8 @@ told, how they route is in ExpertsConfig.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +19,9 @@ from jax import lax
 from models.build import Build
 from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
+from models.layers.mlp import GatedMLP
 from models.layers.rows import Rows
-from models.weights.declare import Source
+from models.weights.declare import ParamDecl, Source, declare
 from sharding.collectives import (
     exchange_rows,
     gather_tokens,
@@ -32,64 +35,120 @@ from sharding.collectives import (
 
 
 class ExpertNames(NamedTuple):
-    """What a checkpoint calls the three matrices of an expert."""
+    """What a checkpoint calls the three matrices of an expert, and what stands beside the experts."""
 
-    gate: str
-    up: str
-    down: str
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    router: str = "gate"
+    correction_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
+MLP_NAMES = ExpertNames()
 
 
 class ExpertLoad(nnx.Variable):
     """i32[E] of one layer and step: tokens of this rank that each expert was picked for."""
 
 
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
 class MixtureOfExperts(nnx.Module):
-    """sum over a token's k experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x)).
+    """sum over a token's k experts e of weight_e * down_e(activation(gate_e(x), up_e(x))), and a shared MLP if any.
 
     On several devices either whole experts are on different devices (`mesh.expert_parallel`) or each device has a part
     of every expert. Both gather the tokens of the devices that share the weights, compute what is here and add; whole
     experts can be sent the rows of their tokens instead (`mesh.sends_rows`).
+
+    activation: of gate and up, both and the result f32[M, F].
+    router_dtype: of the router's weights and product, by default the model's.
     """
 
-    def __init__(self, config: ModelConfig, *, source: str, names: ExpertNames, build: Build):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        source: str,
+        build: Build,
+        names: ExpertNames = MLP_NAMES,
+        activation: Callable[[jax.Array, jax.Array], jax.Array] = swiglu,
+        router_dtype: Any = None,
+    ):
         if config.experts is None:
             raise ModelConfigError(f"experts must be set for {config.architecture}, got None")
         self.experts = experts = config.experts
         size, ffn, count = config.hidden_size, experts.intermediate_size, experts.num_experts
+        self.activation = activation
         self.axis = "experts" if build.mesh.expert_parallel else "ffn"
         self.sends_rows = build.mesh.sends_rows
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
-        self.router = build.weight((size, count), (Source(f"{source}.gate", count),), ("embed", None))
-        gate, up, down = (f"{source}.experts.{{expert}}.{name}" for name in names)
-        self.gate_up = build.weight(
-            (count, size, 2 * ffn), (Source(gate, ffn), Source(up, ffn)), (over, "embed", within), num_experts=count
-        )
-        self.down = build.weight((count, ffn, size), (Source(down, size),), (over, within, "embed"), num_experts=count)
+        router = Source(f"{source}.{names.router}", count)
+        self.router_dtype = router_dtype or build.dtype
+        self.router = replace(build, dtype=self.router_dtype).weight((size, count), (router,), ("embed", None))
+        prefix = f"{source}.experts.{{expert}}"
+        gate_up = Source(f"{prefix}.{names.gate}", ffn), Source(f"{prefix}.{names.up}", ffn)
+        down = (Source(f"{prefix}.{names.down}", size),)
+        stack = {"num_experts": count}
+        self.gate_up = build.weight((count, size, 2 * ffn), gate_up, (over, "embed", within), **stack)
+        self.down = build.weight((count, ffn, size), down, (over, within, "embed"), **stack)
+
+        def bias(sources: Sequence[Source], axes: tuple[str | None, ...], **stack: int) -> nnx.Param:
+            tensors = tuple(part.tensor("bias") for part in sources)
+            shape = (*stack.values(), sum(part.rows for part in sources))
+            return declare(shape, build.dtype, ParamDecl(axes, tensors, init_std=0.02, **stack))
+
+        self.router_bias = bias((router,), (None,)) if experts.bias else None
+        self.gate_up_bias = bias(gate_up, (over, within), **stack) if experts.bias else None
+        self.down_bias = bias(down, (over, "embed"), **stack) if experts.bias else None
+        # float32 whatever the model's dtype: it decides between scores that differ by little.
+        correction = ParamDecl((None,), (Source(f"{source}.{names.correction_bias}", count),), init_std=0.02)
+        self.correction_bias = declare((count,), jnp.float32, correction) if experts.correction_bias else None
+        shared, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
+        ffn = experts.shared_intermediate_size
+        self.shared = GatedMLP(size, ffn, source=shared, build=build) if ffn else None
+        self.shared_gate = build.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """[T, D] -> [T, D]
 
-        Padding goes to no expert and gives 0. The module then holds its ExpertLoad, which the caller may take with
-        `nnx.pop`.
+        Padding goes to no expert, and without a shared MLP gives 0. The module then holds its ExpertLoad, which the
+        caller may take with `nnx.pop`.
         """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
             weights, ids = self.route(x)
             ids = jnp.where(rows.is_token[:, None], ids, num_experts)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
-        return self._send_rows(x, weights, ids) if self.sends_rows else self._gather_tokens(x, weights, ids)
+        y = self._send_rows(x, weights, ids) if self.sends_rows else self._gather_tokens(x, weights, ids)
+        if self.shared is None or self.axis == "ffn":
+            return y
+        with jax.named_scope("shared"):
+            shared = self.shared(x, rows)
+            return y + (shared if self.shared_gate is None else (self._gate(x) * shared).astype(x.dtype))
 
     def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
         """Every token to every device that shares the weights; the sum of what each made of it."""
         with jax.named_scope("group"):
             x, weights, ids = (gather_tokens(part, self.axis) for part in (x, weights, ids))
             order = jnp.argsort(ids.ravel(), stable=True)
-            rows = x[order // self.experts.num_per_token]
+            rows = self._inputs(x, weights, order)
             sizes = tokens_per_expert(ids, self.experts.num_experts)
             first = shard_index("experts") * self._num_own if self.axis == "experts" else 0
         y = self._multiply(rows, sizes, first, jnp.float32)
         with jax.named_scope("combine"):
-            return reduce_tokens(mix(y, weights, order).astype(x.dtype), self.axis)
+            mixed = self._mix(y, weights, order)
+        if self.shared is not None and self.axis == "ffn":
+            # Split over the same devices as the experts, so that both are added up at once.
+            with jax.named_scope("shared"):
+                shared = self.shared.partial(x)
+                mixed = mixed + (shared if self.shared_gate is None else self._gate(x) * shared)
+        with jax.named_scope("combine"):
+            return reduce_tokens(mixed.astype(x.dtype), self.axis)
 
     def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
         """Each token's rows, one for each of its experts, to the devices that hold these, and their results back.
@@ -106,20 +165,45 @@ class MixtureOfExperts(nnx.Module):
             order = jnp.argsort(ids.ravel(), stable=True)
             sizes = stack_parts(tokens_per_expert(ids, self.experts.num_experts), self.axis)
             room = lax.empty((sizes.shape[0] * x.shape[0] * min(k, own), x.shape[1]), x.dtype)
-            rows = exchange_rows(x[order // k], room, sizes, self.axis)
+            rows = exchange_rows(self._inputs(x, weights, order), room, sizes, self.axis)
             own_sizes = lax.dynamic_slice_in_dim(jnp.sum(sizes, axis=0), shard_index(self.axis) * own, own)
         y = self._multiply(rows, own_sizes, 0, x.dtype)
         with jax.named_scope("combine"):
             y = exchange_rows(y, jnp.zeros((order.size, y.shape[1]), y.dtype), sizes, self.axis, back=True)
-            return join_tokens(mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
+            return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
+
+    def _inputs(self, x: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
+        """What the experts get of tokens x [T, D], [T * k, D] in this order of their rows."""
+        rows = x[order // self.experts.num_per_token]
+        if self.experts.apply_router_weight_on_input:
+            rows = (rows * weights.ravel()[order, None]).astype(x.dtype)
+        return rows
+
+    def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
+        return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
+
+    def _gate(self, x: jax.Array) -> jax.Array:
+        """Of the shared MLP: f32[T, 1]."""
+        assert self.shared_gate is not None
+        return jax.nn.sigmoid(self.shared_gate.matmul(x))
 
     def _multiply(self, rows: jax.Array, sizes: jax.Array, first: Any, out_dtype: Any) -> jax.Array:
         """The experts' MLPs for rows [M, D] sorted by expert, `sizes` of each, of which those here begin at `first`."""
         with jax.named_scope("gate_up"):
-            gate, up = jnp.split(self.gate_up.grouped_matmul(rows, sizes, first, rows.dtype), 2, axis=-1)
-            inner = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+            inner = self.gate_up.grouped_matmul(rows, sizes, first, rows.dtype)
+            if self.gate_up_bias is not None and self.down_bias is not None:
+                # Of each row, counted from the first expert here; rows of others, and behind the last, have none.
+                expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right") - first
+                inner = inner + _rows_of(self.gate_up_bias[...], expert)
+            gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
+            inner = self.activation(gate, up).astype(rows.dtype)
         with jax.named_scope("down"):
-            return self.down.grouped_matmul(inner.astype(rows.dtype), sizes, first, out_dtype)
+            y = self.down.grouped_matmul(inner, sizes, first, out_dtype)
+            if self.gate_up_bias is not None and self.down_bias is not None:
+                # Devices with slices of all experts are added up: one of them has the bias.
+                adds = True if self.axis == "experts" else shard_index("ffn") == 0
+                y = y + _rows_of(self.down_bias[...], jnp.where(adds, expert, -1)).astype(out_dtype)
+            return y
 
     @property
     def _num_own(self) -> int:
@@ -127,16 +211,45 @@ class MixtureOfExperts(nnx.Module):
         return self.experts.num_experts // num_shards("experts")
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x[T, D] -> weights f32[T, k] and experts i32[T, k] of each token, the likeliest first.
+        """x[T, D] -> weights f32[T, k] and experts i32[T, k] of each token, the best first.
 
-        Experts of equal probability come in the order of their indices. With `norm_weights` the weights are the softmax
-        over the k largest logits.
+        Experts of equal score come in the order of their indices. With `norm_weights` the weights of softmax scores are
+        the softmax over the k largest logits.
         """
-        probabilities = jax.nn.softmax(self.router.matmul(x), axis=-1)
-        weights, ids = jax.lax.top_k(probabilities, self.experts.num_per_token)
-        if self.experts.norm_weights:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return weights, ids
+        experts = self.experts
+        logits = self.router.matmul(x.astype(self.router_dtype))
+        if self.router_bias is not None:
+            logits = logits + self.router_bias[...].astype(jnp.float32)
+        scores = jax.nn.softmax(logits, axis=-1) if experts.scoring_func == "softmax" else jax.nn.sigmoid(logits)
+        if self.correction_bias is None and experts.topk_group == experts.num_expert_group:
+            weights, ids = jax.lax.top_k(scores, experts.num_per_token)
+        else:
+            ids = jax.lax.top_k(self._choices(scores), experts.num_per_token)[1]
+            weights = jnp.take_along_axis(scores, ids, axis=-1)
+        if experts.norm_weights:
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), experts.min_weight_sum)
+        return weights * experts.routed_scaling_factor, ids
+
+    def _choices(self, scores: jax.Array) -> jax.Array:
+        """What experts are picked by, f32[T, E] like the scores: -inf outside of a token's best groups.
+
+        A group is as good as its best expert or, with a correction bias, as its best two together.
+        """
+        experts, bias = self.experts, self.correction_bias
+        choices = scores if bias is None else scores + bias[...]
+        if experts.topk_group == experts.num_expert_group:
+            return choices
+        grouped = choices.reshape(choices.shape[0], experts.num_expert_group, -1)
+        best = min(1 if bias is None else 2, grouped.shape[-1])
+        groups = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1), experts.topk_group)[1]
+        is_best = jnp.any(groups[:, :, None] == jnp.arange(experts.num_expert_group), axis=1)
+        return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(choices.shape)
+
+
+def _rows_of(table: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows i32[M] of a table [E, F], f32[M, F]; zeros where there is no such row."""
+    rows = table.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return rows.astype(jnp.float32)
 
 
 def tokens_per_expert(ids: jax.Array, num_experts: int) -> jax.Array:

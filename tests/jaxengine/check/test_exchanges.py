@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from jaxengine.check.exchanges import Expected, by_place, counts, exchanges, layer_exchanges, wrong
 from jaxengine.check.hlo import parse
+from models.config.experts import ExpertsConfig
 from sharding.layout import RAGGED, MeshLayout
 
 MLP = "jit(step)/shard_map/layer_1/jit(_run_layer)/mlp/down"
@@ -70,14 +71,15 @@ def test_a_ragged_exchange_where_there_is_one_and_where_there_is_none():
 def test_what_layers_with_experts_exchange():
     """A layer without experts is as ever."""
     ragged = {"expert_parallel": True, "all2all_backend": RAGGED}
-    assert layer_exchanges(MeshLayout(model=4, **ragged), experts=True) == {
-        "all-reduce": 1,
-        "all-gather": 2,
-        "ragged-all-to-all": 2,
-    }
-    assert layer_exchanges(MeshLayout(data=4, **ragged), experts=True) == {"all-gather": 1, "ragged-all-to-all": 2}
-    assert layer_exchanges(MeshLayout(model=4, **ragged), experts=False) == {"all-reduce": 2}
-    assert layer_exchanges(MeshLayout(**ragged), experts=True) == {}
+    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=16)
+    sent = {"all-reduce": 1, "all-gather": 2, "ragged-all-to-all": 2}
+    assert layer_exchanges(MeshLayout(model=4, **ragged), experts=experts) == sent
+    assert layer_exchanges(MeshLayout(data=4, **ragged), experts=experts) == {"all-gather": 1, "ragged-all-to-all": 2}
+    assert layer_exchanges(MeshLayout(model=4, **ragged), experts=None) == {"all-reduce": 2}
+    assert layer_exchanges(MeshLayout(**ragged), experts=experts) == {}
+    shared = replace(experts, shared_intermediate_size=16)
+    assert layer_exchanges(MeshLayout(model=4, **ragged), experts=shared) == sent | {"all-reduce": 2}
+    assert layer_exchanges(MeshLayout(model=4), experts=shared) == {"all-reduce": 2}
 
 
 def test_the_operand_of_a_reduce_scatter_is_the_larger_one():

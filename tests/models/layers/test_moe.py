@@ -24,7 +24,7 @@ from models.config.fields import ModelConfigError
 from models.config.hf import read_config_json
 from models.config.model_config import ModelConfig
 from models.layers.mlp import GatedMLP
-from models.layers.moe import ExpertLoad, ExpertNames, MixtureOfExperts
+from models.layers.moe import ExpertLoad, MixtureOfExperts
 from models.layers.rows import Rows
 from models.registry import build_model, read_hf
 from models.weights.declare import declared_params
@@ -35,20 +35,32 @@ from sharding.rules import logical_to_spec
 from tests.models.tiny import TINY
 
 ROOT = Path(__file__).parents[3]
-NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 EXPERTS = ExpertsConfig(num_experts=8, num_per_token=3, intermediate_size=16)
 CONFIG = replace(TINY, architecture="Qwen3MoeForCausalLM", experts=EXPERTS)
+# What other families' experts have beside.
+ALL = replace(
+    EXPERTS,
+    scoring_func="sigmoid",
+    correction_bias=True,
+    num_expert_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    bias=True,
+    shared_intermediate_size=40,
+    shared_gate=True,
+)
 NUM_TOKENS = 32
 
 
 def make_layer(config: ModelConfig = CONFIG, *, dtype: str = "float32") -> MixtureOfExperts:
     """With weights that follow from the configuration."""
-    layer = MixtureOfExperts(config, source="m", names=NAMES, build=Build(jnp.dtype(dtype)))
-    rng = np.random.default_rng(0)
-    for weight in (layer.router, layer.gate_up, layer.down):
-        param = weight.values
-        scale = 3 * param.shape[-2] ** -0.5
-        param.set_value(jnp.asarray(scale * rng.standard_normal(param.shape), dtype))
+    layer = MixtureOfExperts(config, source="m", build=Build(jnp.dtype(dtype)))
+    rng, drawn = np.random.default_rng(0), []
+    for path, param in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+        values = param.get_value()
+        scale = 1.0 if "bias" in str(path[0]) else 3 * values.shape[-2] ** -0.5
+        drawn.append((path, param.replace(jnp.asarray(scale * rng.standard_normal(values.shape), values.dtype))))
+    nnx.update(layer, nnx.from_flat_state(drawn))
     return layer
 
 
@@ -76,26 +88,56 @@ def run(layer: MixtureOfExperts, x: jax.Array, is_token=None) -> tuple[np.ndarra
 
 def oracle(layer: MixtureOfExperts, x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """float64 result and tokens per expert, one token and expert at a time."""
-    x, router, gate_up, down = (
-        np.asarray(a, np.float64)
-        for a in (x, *(weight.values[...] for weight in (layer.router, layer.gate_up, layer.down)))
-    )
-    out, load = np.zeros_like(x), np.zeros(layer.experts.num_experts, int)
+    experts, params = layer.experts, {}
+    for path, param in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+        params[".".join(map(str, path)).removesuffix(".values")] = np.asarray(param.get_value(), np.float64)
+    router, gate_up, down = params["router"], params["gate_up"], params["down"]
+    x = np.asarray(x, np.float64)
+    out, load = np.zeros_like(x), np.zeros(experts.num_experts, int)
+    zeros = np.zeros(experts.num_experts)
     for token, row in enumerate(x):
-        probabilities = np.exp(row @ router)
-        probabilities /= probabilities.sum()
-        chosen = np.argsort(-probabilities, kind="stable")[: layer.experts.num_per_token]
-        total = probabilities[chosen].sum() if layer.experts.norm_weights else 1.0
+        logits = row @ router + params.get("router_bias", zeros)
+        scores = (
+            1 / (1 + np.exp(-logits)) if experts.scoring_func == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+        )
+        choices = scores + params.get("correction_bias", zeros)
+        groups = np.split(np.arange(experts.num_experts), experts.num_expert_group)
+        best_of = 2 if experts.correction_bias else 1
+        by_group = sorted(groups, key=lambda group: -np.sort(choices[group])[-best_of:].sum())
+        allowed = np.sort(np.concatenate(by_group[: experts.topk_group]))
+        chosen = allowed[np.argsort(-choices[allowed], kind="stable")][: experts.num_per_token]
+        total = scores[chosen].sum() if experts.norm_weights else 1.0
         for expert in chosen:
-            gate, up = np.split(row @ gate_up[expert], 2)
-            out[token] += probabilities[expert] / total * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
+            weight = experts.routed_scaling_factor * scores[expert] / total
+            scaled, weight = (row * weight, 1.0) if experts.apply_router_weight_on_input else (row, weight)
+            inner = activated(scaled @ gate_up[expert] + params.get("gate_up_bias", zeros[:, None])[expert])
+            out[token] += weight * (inner @ down[expert] + params.get("down_bias", zeros[:, None])[expert])
             load[expert] += 1
+        if experts.shared_intermediate_size:
+            gate = 1 / (1 + np.exp(-row @ params["shared_gate"])) if experts.shared_gate else 1.0
+            out[token] += gate * (activated(row @ params["shared.gate_up.weight"]) @ params["shared.down.weight"])
     return out, load
 
 
-@pytest.mark.parametrize("changes", [{}, {"norm_weights": False}, {"num_per_token": 1}, {"num_per_token": 8}])
-def test_against_a_loop_over_tokens(changes):
-    layer = make_layer(replace(CONFIG, experts=replace(EXPERTS, **changes)))
+def activated(gate_up: np.ndarray) -> np.ndarray:
+    gate, up = np.split(gate_up, 2)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        EXPERTS,
+        replace(EXPERTS, norm_weights=False),
+        replace(EXPERTS, num_per_token=1, apply_router_weight_on_input=True, norm_weights=False),
+        replace(EXPERTS, num_per_token=8),
+        replace(EXPERTS, num_expert_group=4, topk_group=2, shared_intermediate_size=24),
+        ALL,
+    ],
+    ids=["plain", "not normalised", "weights on inputs", "every expert", "groups", "all"],
+)
+def test_against_a_loop_over_tokens(experts):
+    layer = make_layer(replace(CONFIG, experts=experts))
     (got, load), (expected, expected_load) = run(layer, tokens()), oracle(layer, tokens())
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_array_equal(load, expected_load)
@@ -205,19 +247,23 @@ def test_unusable_sizes():
 
 def by_parts(gate_up: np.ndarray, parts: int) -> np.ndarray:
     """Columns gate | up as a mesh of `parts` has them: gate | up of each part after the other."""
-    experts, size, columns = gate_up.shape
-    return gate_up.reshape(experts, size, 2, parts, -1).swapaxes(2, 3).reshape(experts, size, columns)
+    return gate_up.reshape(*gate_up.shape[:-1], 2, parts, -1).swapaxes(-3, -2).reshape(gate_up.shape)
 
 
-def split_over(layout: MeshLayout) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+def split_over(layout: MeshLayout, config: ModelConfig) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
     """What `layout` makes of the tokens: all ranks' results and loads, and the number of collectives by kind."""
-    plain = make_layer()
-    layer = MixtureOfExperts(CONFIG, source="m", names=NAMES, build=Build(jnp.float32, layout))
-    parts = 1 if layout.expert_parallel else layout.num_shards("ffn")
-    layer.gate_up.values.set_value(jnp.asarray(by_parts(np.asarray(plain.gate_up.values[...]), parts)))
-    layer.router.values.set_value(plain.router.values[...])
-    layer.down.values.set_value(plain.down.values[...])
+    layer = MixtureOfExperts(config, source="m", build=Build(jnp.float32, layout))
+    parts = {"gate_up": 1 if layout.expert_parallel else layout.num_shards("ffn")}
+    parts |= {"gate_up_bias": parts["gate_up"], "shared": layout.num_shards("ffn")}
     graph, state = nnx.split(layer)
+    flat = []
+    for (path, param), (_, plain) in zip(
+        nnx.to_flat_state(state), nnx.to_flat_state(nnx.state(make_layer(config), nnx.Param)), strict=True
+    ):
+        values = np.asarray(plain.get_value())
+        joined = path[0] in parts and "down" not in path
+        flat.append((path, param.replace(jnp.asarray(by_parts(values, parts[path[0]]) if joined else values))))
+    state = nnx.from_flat_state(flat)
     specs = jax.tree.map(
         lambda param: param.replace(logical_to_spec(param.get_metadata()["decl"].axes)),
         state,
@@ -251,24 +297,36 @@ LAYOUTS = {
 }
 
 
-def check_layouts(names: Sequence[str] = tuple(LAYOUTS), grouped: str = "grouped_xla") -> None:
+# With everything that a layer may have. A shared MLP beside slices of experts exchanges nothing more; beside whole
+# ones it exchanges what a dense one does, which XLA may join with what the experts do.
+LAYOUTS_OF_ALL = {
+    "tp 4, 2 kv heads": (MeshLayout(attn=2, model=2), 3, 1, 1),
+    "ep of dp 2, tp 2": (MeshLayout(data=2, model=2, expert_parallel=True), None, None, None),
+    "ep of attn 2, tp 2": (MeshLayout(attn=2, model=2, expert_parallel=True), None, None, None),
+}
+
+
+def check_layouts(names: Sequence[str] = (*LAYOUTS, *LAYOUTS_OF_ALL), grouped: str = "grouped_xla") -> None:
     """Run in a process with eight devices: the same result as one device, exchanging no more than it must.
 
     grouped: the implementation of grouped products that all of them have, one device's being the CPU's.
     """
     assert jax.device_count() == 8
     is_token = np.arange(NUM_TOKENS) % 5 > 0
-    expected, expected_load = run(make_layer(), tokens(), jnp.asarray(is_token))
     assert registry._MODULES["grouped_matmul", "cpu"] == "matmul.grouped_xla"
+    everything = replace(CONFIG, experts=ALL)
+    expected = {config: run(make_layer(config), tokens(), jnp.asarray(is_token)) for config in (CONFIG, everything)}
     registry._MODULES["grouped_matmul", "cpu"] = f"matmul.{grouped}"
-    for name in names:
-        layout, gathers, all_reduces, reduce_scatters = LAYOUTS[name]
-        got, load, collectives = split_over(layout)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=name)
+    cases = [(name, CONFIG, *LAYOUTS[name]) for name in LAYOUTS if name in names]
+    cases += [(name, everything, *LAYOUTS_OF_ALL[name]) for name in LAYOUTS_OF_ALL if name in names]
+    for name, config, layout, gathers, all_reduces, reduce_scatters in cases:
+        (y, total), (got, load, collectives) = expected[config], split_over(layout, config)
+        np.testing.assert_allclose(got, y, rtol=0, atol=1e-5 * np.abs(y).max(), err_msg=name)
         assert load.shape == (layout.num_ranks, 8), name
-        np.testing.assert_array_equal(load.sum(axis=0), expected_load, err_msg=name)
+        np.testing.assert_array_equal(load.sum(axis=0), total, err_msg=name)
         wanted = {"all-gather": gathers, "all-reduce": all_reduces, "reduce-scatter": reduce_scatters}
-        assert collectives == wanted | {"all-to-all": 0, "collective-permute": 0}, (name, collectives)
+        counted = collectives == wanted | {"all-to-all": 0, "collective-permute": 0}
+        assert counted or gathers is None, (name, collectives)
     print("as on one device")
 
 

@@ -1,0 +1,44 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al. 2024, arXiv:2407.10671): Qwen2 with experts, and beside them a shared MLP
+that each token weighs by a sigmoid."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields, ModelConfigError
+from models.config.hf import hf_fields, windows_by_kind
+from models.families.llama import LAYER
+from models.families.qwen3_moe import Qwen3MoeForCausalLM, dense_layers
+from models.layers.moe import ExpertNames, MixtureOfExperts
+
+
+class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
+    """Llama with q, k, v biases, experts and a gated shared MLP."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        windows = None
+        if fields.boolean("use_sliding_window", False):
+            if not fields.has("layer_types"):  # versions of transformers differ in which layers have the window
+                raise ModelConfigError("layer_types must be given where use_sliding_window is true, got none")
+            windows = windows_by_kind(fields, fields.integer("sliding_window"))
+        experts = ExpertsConfig(
+            num_experts=fields.integer("num_experts"),
+            num_per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("moe_intermediate_size"),
+            norm_weights=fields.boolean("norm_topk_prob", False),
+            dense_layers=dense_layers(fields),
+            shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
+            shared_gate=True,
+        )
+        return hf_fields(fields, windows=windows, bias=fields.boolean("qkv_bias", True)) | {"experts": experts}
+
+    def make_experts(self, build: Build) -> nnx.Module:
+        names = ExpertNames(shared="shared_expert")
+        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, build=build)
