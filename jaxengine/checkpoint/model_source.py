@@ -88,6 +88,8 @@ def open_model(config: EngineConfig) -> ModelSource:
     """
     path = default_model_path() if config.model is None else _find(config)
     source = _open_gguf(path, config) if path.is_file() else _open_folder(path, config)
+    longest = config.max_model_len or source.config.max_position_embeddings
+    source = replace(source, config=source.config.up_to(longest))
     if config.skip_tokenizer_init:
         return source
     return replace(source, tokenizer_path=_find_tokenizer(config))

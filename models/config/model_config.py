@@ -6,7 +6,7 @@ models/registry.py). Only data is read: `auto_map` and every other pointer to co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
@@ -76,6 +76,12 @@ class ModelConfig:
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise ModelConfigError(f"token ids must lie in [0, vocab_size = {self.vocab_size}), got {token_id}")
+
+    def up_to(self, max_model_len: int) -> ModelConfig:
+        """The model as an engine runs it whose sequences have at most this many tokens (Rope.up_to)."""
+        ropes = (layer.rope and layer.rope.up_to(max_model_len) for layer in self.attention)
+        layers = (replace(layer, rope=rope) for layer, rope in zip(self.attention, ropes, strict=True))
+        return replace(self, attention=tuple(layers))
 
     @property
     def num_layers(self) -> int:

@@ -1,5 +1,7 @@
-"""Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219) without longrope, which those of 128k tokens and Phi-4-mini
-have: Llama whose checkpoints join q, k and v, and gate and up."""
+"""Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219): Llama whose checkpoints join q, k and v, and gate and up.
+
+Those of 128k tokens and Phi-4-mini have longrope, whose factors an engine chooses once, by its max_model_len.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,8 @@ class Phi3ForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
         kind = rope.text("rope_type", None) or rope.text("type", "default")
-        if kind != "default":
-            # Its factors change when a sequence outgrows the original context, and with them keys in the cache.
-            raise ModelConfigError(f"rope_type of Phi-3 must be default (no rope_scaling), got {kind!r}")
+        if kind not in ("default", "longrope", "su"):  # transformers takes "yarn" of old files for longrope
+            raise ModelConfigError(f"rope_type of Phi-3 must be default, longrope or su, got {kind!r}")
         return hf_fields(fields, windows=fields.integer("sliding_window", None), partial_rotary=True)
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
