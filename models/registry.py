@@ -15,6 +15,7 @@ from models.config.gguf import GGUFConfig, gguf_architecture
 from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.families.gemma2 import Gemma2ForCausalLM
+from models.families.granite import GraniteForCausalLM
 from models.families.llama import LlamaForCausalLM
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
@@ -22,6 +23,7 @@ from models.families.phi3 import Phi3ForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
 from models.families.qwen3 import Qwen3ForCausalLM
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from models.families.seed_oss import SeedOssForCausalLM
 from models.weights.declare import declared_params
 from models.weights.errors import ModelFileError
 from sharding.layout import MeshLayout
@@ -36,6 +38,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "GraniteForCausalLM": GraniteForCausalLM,
+    "SeedOssForCausalLM": SeedOssForCausalLM,
 }
 
 

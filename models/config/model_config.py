@@ -34,8 +34,9 @@ class ModelConfig:
     """Sizes of one decoder-only model, and what its layers are.
 
     `attention` has one entry per layer. `experts` is None for a dense model; where it is not, `intermediate_size` is
-    that of dense layers. `logit_soft_cap` is for families that bound their logits. Token ids are None or empty where
-    the checkpoint names none.
+    that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is what
+    embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
+    what logits are. Token ids are None or empty where the checkpoint names none.
     """
 
     architecture: str
@@ -48,6 +49,9 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     logit_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
     experts: ExpertsConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -61,7 +65,7 @@ class ModelConfig:
                 f"there must be at most {MAX_LAYERS} layers, with at most {MAX_ALL_EXPERTS} experts between them, got "
                 f"{len(self.attention)} and {all_experts}"
             )
-        for name in ("rms_norm_eps", "logit_soft_cap"):
+        for name in ("rms_norm_eps", "logit_soft_cap", "embedding_multiplier", "residual_multiplier", "logit_scale"):
             value = getattr(self, name)
             if name == "logit_soft_cap" and value is None:
                 continue
