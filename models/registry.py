@@ -16,7 +16,9 @@ from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.granite import GraniteForCausalLM
+from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
+from models.families.minicpm import MiniCPMForCausalLM
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
 from models.families.phi3 import Phi3ForCausalLM
@@ -40,6 +42,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
     "SeedOssForCausalLM": SeedOssForCausalLM,
+    "InternLM3ForCausalLM": InternLM3ForCausalLM,
+    "MiniCPMForCausalLM": MiniCPMForCausalLM,
 }
 
 

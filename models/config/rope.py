@@ -68,6 +68,10 @@ class RopeScaling:
         """Read the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain rope."""
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")
+        if rope_type == "dynamic" and not fields.has("alpha"):
+            # It stretches frequencies from max_position_embeddings on, where no engine goes.
+            fields.number("factor")
+            rope_type = "default"
         if rope_type == "default":
             return None
         if rope_type == "linear":
@@ -93,7 +97,11 @@ class RopeScaling:
             )
         if rope_type in ("longrope", "su"):  # the older name
             return _longrope(fields, max_position_embeddings)
-        raise ModelConfigError(f"rope_type must be one of default, linear, llama3, yarn, longrope, got {rope_type!r}")
+        if rope_type == "dynamic":
+            raise fields.fail("alpha", "absent with rope_type dynamic")
+        raise ModelConfigError(
+            f"rope_type must be one of default, dynamic, linear, llama3, yarn, longrope, got {rope_type!r}"
+        )
 
 
 def _longrope(fields: ConfigFields, max_position_embeddings: int) -> RopeScaling:

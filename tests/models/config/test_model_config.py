@@ -127,6 +127,7 @@ def test_rope_types():
         return read_hf({**LLAMA, "rope_scaling": rope}).attention[0].rope.scaling
 
     assert scaling(rope_type="default") is None
+    assert scaling(rope_type="dynamic", factor=6.0) is None
     assert scaling(type="linear", factor=2.0) == RopeScaling("linear", 2.0)
     yarn = scaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
     assert yarn is not None and yarn.attention_factor == pytest.approx(1.138629436)
@@ -164,7 +165,8 @@ BAD = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    "unknown rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type.*linear.*'dynamic'"),
+    "unknown rope": ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type.*linear.*'spiral'"),
+    "dynamic rope with alpha": ({"rope_scaling": {"rope_type": "dynamic", "alpha": 50.0}}, "alpha must be absent"),
     "rope not a mapping": ({"rope_scaling": [2.0]}, "rope_scaling must be a mapping"),
     "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
     "rope context missing": (
