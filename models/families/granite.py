@@ -10,6 +10,7 @@ from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.hf import hf_fields
 from models.config.model_config import ModelConfig
 from models.families.llama import LlamaForCausalLM, LlamaLayer
@@ -36,7 +37,7 @@ class ScaledResidualLayer(LlamaLayer):
 class GraniteForCausalLM(LlamaForCausalLM):
     """Llama of ScaledResidualLayers, with scaled embeddings and logits."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "granite"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -47,6 +48,15 @@ class GraniteForCausalLM(LlamaForCausalLM):
             "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
             "residual_multiplier": fields.number("residual_multiplier", 1.0),
             "logit_scale": 1 / fields.number("logits_scaling", 1.0),
+        }
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        return gguf_fields(gguf, scale=fields.number("attention.scale", None)) | {
+            "embedding_multiplier": fields.number("embedding_scale", 1.0),
+            "residual_multiplier": fields.number("residual_scale", 1.0),
+            "logit_scale": 1 / fields.number("logit_scale", 1.0),
         }
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:

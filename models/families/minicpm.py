@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig
 from models.config.hf import hf_fields
 from models.families.granite import GraniteForCausalLM
 
@@ -12,7 +13,7 @@ from models.families.granite import GraniteForCausalLM
 class MiniCPMForCausalLM(GraniteForCausalLM):
     """Granite whose residuals shrink with the number of layers and whose logits with the width."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "minicpm"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -27,3 +28,9 @@ class MiniCPMForCausalLM(GraniteForCausalLM):
             "residual_multiplier": fields.number("scale_depth", 1.0) / num_layers**0.5,
             "logit_scale": fields.number("dim_model_base", 1.0) / hidden_size,
         }
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        for name in ("embedding_scale", "residual_scale", "logit_scale"):
+            gguf.fields.number(name)  # files of old converters lack them
+        return super().read_gguf(gguf)

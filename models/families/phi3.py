@@ -11,6 +11,7 @@ from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields, ModelConfigError
+from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.hf import hf_fields
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.attention import Attention
@@ -21,7 +22,7 @@ from models.weights.declare import parts_of
 class Phi3ForCausalLM(LlamaForCausalLM):
     """Llama without biases, with joined projections and, in some checkpoints, one sliding window for all layers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "phi3"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -30,6 +31,10 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         if kind not in ("default", "longrope", "su"):  # transformers takes "yarn" of old files for longrope
             raise ModelConfigError(f"rope_type of Phi-3 must be default, longrope or su, got {kind!r}")
         return hf_fields(fields, windows=fields.integer("sliding_window", None), partial_rotary=True)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, partial_rotary=True)
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, attention = self.config, self.config.attention[layer]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.hf import hf_fields
 from models.families.llama import LlamaForCausalLM
 
@@ -13,7 +14,7 @@ from models.families.llama import LlamaForCausalLM
 class SeedOssForCausalLM(LlamaForCausalLM):
     """Llama with a bias of its own for each of attention's sides."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "seed_oss"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -21,3 +22,7 @@ class SeedOssForCausalLM(LlamaForCausalLM):
         output_bias = fields.boolean("attention_out_bias", False)
         shared = hf_fields(fields, head_dim=128, bias=bias, output_bias=output_bias)
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, bias=True)
