@@ -11,11 +11,14 @@ from flax import nnx
 from models.build import Build, build_abstract
 from models.causal_lm import CausalLM
 from models.config.fields import ConfigFields, ModelConfigError
-from models.config.gguf import GGUFConfig, gguf_architecture
+from models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.families.gemma2 import Gemma2ForCausalLM
+from models.families.granite import GraniteForCausalLM
+from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
+from models.families.minicpm import MiniCPMForCausalLM
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
 from models.families.phi3 import Phi3ForCausalLM
@@ -23,10 +26,12 @@ from models.families.qwen2 import Qwen2ForCausalLM
 from models.families.qwen2_moe import Qwen2MoeForCausalLM
 from models.families.qwen3 import Qwen3ForCausalLM
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from models.families.seed_oss import SeedOssForCausalLM
 from models.weights.declare import declared_params
 from models.weights.errors import ModelFileError
 from sharding.layout import MeshLayout
 
+_NO_FACTORS = RopeFactors()
 # Keys are the class names that config.json lists under "architectures".
 MODELS: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -38,6 +43,10 @@ MODELS: dict[str, type[CausalLM]] = {
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
+    "GraniteForCausalLM": GraniteForCausalLM,
+    "SeedOssForCausalLM": SeedOssForCausalLM,
+    "InternLM3ForCausalLM": InternLM3ForCausalLM,
+    "MiniCPMForCausalLM": MiniCPMForCausalLM,
 }
 
 
@@ -82,14 +91,14 @@ def read_gguf(
     metadata: Mapping[str, Any],
     *,
     tie_word_embeddings: bool = True,
-    rope_factors: tuple[float, ...] = (),
+    rope_factors: RopeFactors = _NO_FACTORS,
 ) -> ModelConfig:
     """The ModelConfig of GGUF metadata. Raises ModelConfigError.
 
     Two facts are tensors and not metadata in that format, so the caller passes them: whether the file lacks an output
-    head, and the content of its `rope_freqs.weight`, if any.
+    head, and the content of those that scale rope, if any.
     """
-    model = model_for_gguf(gguf_architecture(metadata))
+    model = model_for_gguf(gguf_family(metadata))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
     return ModelConfig(architecture=model.__name__, **model.read_gguf(gguf))
 

@@ -16,12 +16,13 @@ from jaxengine.checkpoint.hub import download
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.fields import MAX_HEAD_DIM, ModelConfigError
+from models.config.gguf import RopeFactors
 from models.config.model_config import ModelConfig
 from models.registry import read_folder, read_gguf
 from models.weights.errors import ModelFileError
 from models.weights.files import inside, read_object
 from models.weights.gguf import GGUFFile
-from models.weights.load import HEAD, ROPE_FACTORS
+from models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from models.weights.orbax import LAYOUT_FILE
 from models.weights.safetensors import SafetensorsCheckpoint
 from models.weights.source import WeightSource
@@ -88,6 +89,8 @@ def open_model(config: EngineConfig) -> ModelSource:
     """
     path = default_model_path() if config.model is None else _find(config)
     source = _open_gguf(path, config) if path.is_file() else _open_folder(path, config)
+    longest = config.max_model_len or source.config.max_position_embeddings
+    source = replace(source, config=source.config.up_to(longest))
     if config.skip_tokenizer_init:
         return source
     return replace(source, tokenizer_path=_find_tokenizer(config))
@@ -146,14 +149,14 @@ def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:
     return ModelSource(path, model, weights, _generation_defaults(None, config))
 
 
-def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
-    if ROPE_FACTORS not in file.names():
-        return ()
-    shape = file.shape(ROPE_FACTORS)
-    if len(shape) != 1 or shape[0] > MAX_HEAD_DIM:
-        text = f"rope factors must be a list of at most {MAX_HEAD_DIM}, got {shape}"
-        raise ModelFileError(file.path, text, ROPE_FACTORS)
-    return tuple(float(factor) for factor in file.read(ROPE_FACTORS))
+def _rope_factors(file: GGUFFile) -> RopeFactors:
+    present, read = set(file.names()), []
+    for name in (ROPE_FACTORS, ROPE_SHORT, ROPE_LONG):
+        shape = file.shape(name) if name in present else (0,)
+        if len(shape) != 1 or shape[0] > MAX_HEAD_DIM:
+            raise ModelFileError(file.path, f"rope factors must be a list of at most {MAX_HEAD_DIM}, got {shape}", name)
+        read.append(tuple(float(factor) for factor in file.read(name)) if name in present else ())
+    return RopeFactors(*read)
 
 
 def _open_folder(path: Path, config: EngineConfig) -> ModelSource:

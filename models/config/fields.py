@@ -54,6 +54,8 @@ _MAXIMA = {
     "attention.value_length": MAX_HEAD_DIM,
     "rope.dimension_count": MAX_HEAD_DIM,
     "expert_count": MAX_EXPERTS,
+    "expert_used_count": MAX_EXPERTS,
+    "expert_feed_forward_length": MAX_INTERMEDIATE,
     "context_length": MAX_POSITIONS,
     "rope.scaling.original_context_length": MAX_POSITIONS,
     "attention.sliding_window": MAX_INTEGER,

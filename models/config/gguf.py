@@ -9,13 +9,31 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from models.config.attention import LayerAttention
+from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields, ModelConfigError
 from models.config.rope import Rope, RopeScaling
+
+MIXTRAL = "llama with experts"
 
 
 def gguf_architecture(metadata: Mapping[str, Any]) -> str:
     """llama.cpp's name of the model's architecture."""
     return ConfigFields(metadata).text("general.architecture")
+
+
+def gguf_family(metadata: Mapping[str, Any]) -> str:
+    """Which family reads a file, as CausalLM.gguf_architecture says it. Files of Mixtral call themselves llama's."""
+    architecture = gguf_architecture(metadata)
+    has_experts = ConfigFields(metadata, f"{architecture}.").integer("expert_count", 0, minimum=0) > 0
+    return MIXTRAL if architecture == "llama" and has_experts else architecture
+
+
+class RopeFactors(NamedTuple):
+    """What a file says of rope in tensors: `rope_freqs`, or `rope_factors_short` and `rope_factors_long`."""
+
+    factors: tuple[float, ...] = ()
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
 
 
 class GGUFConfig(NamedTuple):
@@ -24,12 +42,12 @@ class GGUFConfig(NamedTuple):
     Attributes:
       metadata: the file's key-values.
       tie_word_embeddings: the file lacks an output head.
-      rope_factors: content of its tensor `rope_freqs.weight`, if any.
+      rope_factors: content of its tensors that scale rope.
     """
 
     metadata: Mapping[str, Any]
     tie_word_embeddings: bool
-    rope_factors: tuple[float, ...]
+    rope_factors: RopeFactors
 
     @property
     def fields(self) -> ConfigFields:
@@ -37,15 +55,20 @@ class GGUFConfig(NamedTuple):
         return ConfigFields(self.metadata, f"{gguf_architecture(self.metadata)}.")
 
 
-def gguf_fields(gguf: GGUFConfig, **attention: Any) -> dict[str, Any]:
+def gguf_fields(
+    gguf: GGUFConfig, *, partial_rotary: bool = False, experts: ExpertsConfig | None = None, **attention: Any
+) -> dict[str, Any]:
     """What families spell alike: keyword arguments of ModelConfig for one GGUF file, but for its architecture.
 
-    attention: further fields of every layer's LayerAttention.
+    Args:
+      partial_rotary: whether the family may rotate a part of each head only.
+      experts: those of a family that has some.
+      attention: further fields of every layer's LayerAttention.
     """
     metadata, fields = gguf.metadata, gguf.fields
     general = ConfigFields(metadata)
-    if fields.integer("expert_count", 0, minimum=0):
-        raise fields.fail("expert_count", "0 or absent: mixtures of experts are not supported")
+    if experts is None and fields.integer("expert_count", 0, minimum=0):
+        raise fields.fail("expert_count", "0 or absent: this family has no mixture of experts")
     hidden_size = fields.integer("embedding_length")
     num_layers = fields.integer("block_count")
     num_heads = fields.integer("attention.head_count")
@@ -59,7 +82,7 @@ def gguf_fields(gguf: GGUFConfig, **attention: Any) -> dict[str, Any]:
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        rope=Rope(head_dim, fields.number("rope.freq_base", 10000.0), scaling),
+        rope=Rope(_rotary_dim(fields, head_dim, partial_rotary), fields.number("rope.freq_base", 10000.0), scaling),
         window=_sliding_window(fields, max_positions),
         **attention,
     )
@@ -71,9 +94,20 @@ def gguf_fields(gguf: GGUFConfig, **attention: Any) -> dict[str, Any]:
         "max_position_embeddings": max_positions,
         "attention": (layer,) * num_layers,
         "tie_word_embeddings": gguf.tie_word_embeddings,
+        "experts": experts,
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": tuple(dict.fromkeys(eos)),
     }
+
+
+def gguf_experts(fields: ConfigFields, *, norm_weights: bool, size: str = "feed_forward_length") -> ExpertsConfig:
+    """The experts of every layer. size: the field with their feed-forward size. Raises ModelConfigError."""
+    return ExpertsConfig(
+        num_experts=fields.integer("expert_count"),
+        num_per_token=fields.integer("expert_used_count"),
+        intermediate_size=fields.integer(size),
+        norm_weights=norm_weights,
+    )
 
 
 def _vocab_size(general: ConfigFields) -> int:
@@ -92,20 +126,36 @@ def _head_dim(fields: ConfigFields, hidden_size: int, num_heads: int) -> int:
                 f"attention.key_length is absent, got {hidden_size} and {num_heads}"
             )
         head_dim = hidden_size // num_heads
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if fields.integer(name, head_dim) != head_dim:
-            raise fields.fail(name, f"the head dimension {head_dim}")
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise fields.fail("attention.value_length", f"the head dimension {head_dim}")
     return head_dim
 
 
-def _rope_scaling(fields: ConfigFields, max_positions: int, factors: tuple[float, ...]) -> RopeScaling | None:
+def _rotary_dim(fields: ConfigFields, head_dim: int, partial_rotary: bool) -> int:
+    rotary_dim = fields.integer("rope.dimension_count", head_dim)
+    if rotary_dim > head_dim or (rotary_dim < head_dim and not partial_rotary):
+        raise fields.fail("rope.dimension_count", f"{'at most ' * partial_rotary}the head dimension {head_dim}")
+    return rotary_dim
+
+
+def _rope_scaling(fields: ConfigFields, max_positions: int, tensors: RopeFactors) -> RopeScaling | None:
     kind = fields.text("rope.scaling.type", "none")
+    if tensors.long or tensors.short:
+        if kind not in ("none", "longrope") or tensors.factors:
+            raise fields.fail("rope.scaling.type", "longrope or absent with tensors rope_factors_short and _long only")
+        return RopeScaling(
+            "longrope",
+            original_max_position_embeddings=fields.integer("rope.scaling.original_context_length", max_positions),
+            attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
+            factors=tensors.long,
+            short_factors=tensors.short,
+        )
     if kind not in ("none", "linear", "yarn"):
-        raise fields.fail("rope.scaling.type", "none, linear or yarn")
-    if kind != "none" and factors:
+        raise fields.fail("rope.scaling.type", "none, linear or yarn, or longrope with tensors of its factors")
+    if kind != "none" and tensors.factors:
         raise ModelConfigError(f"rope.scaling.type {kind!r} together with a rope_freqs.weight tensor is not supported")
-    if factors:
-        return RopeScaling("factors", factors=tuple(float(f) for f in factors))
+    if tensors.factors:
+        return RopeScaling("factors", factors=tensors.factors)
     if kind == "none":
         return None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}

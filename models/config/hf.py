@@ -173,4 +173,7 @@ def read_rope(fields: ConfigFields, head_dim: int, *, partial_rotary: bool = Fal
             raise place.fail("partial_rotary_factor", "a number > 0 and <= 1" if partial_rotary else "1.0")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelConfigError("rope_parameters must be one mapping for all layers, got one per layer type")
+    # Phi-3 and MiniCPM write this one beside the mapping; there it wins.
+    if fields.has(original := "original_max_position_embeddings"):
+        rope = {**rope, original: fields.integer(original)}
     return Rope(int(head_dim * rotated), theta, RopeScaling.from_hf(rope, max_positions), interleaved)

@@ -6,7 +6,7 @@ models/registry.py). Only data is read: `auto_map` and every other pointer to co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
@@ -34,8 +34,9 @@ class ModelConfig:
     """Sizes of one decoder-only model, and what its layers are.
 
     `attention` has one entry per layer. `experts` is None for a dense model; where it is not, `intermediate_size` is
-    that of dense layers. `logit_soft_cap` is for families that bound their logits. Token ids are None or empty where
-    the checkpoint names none.
+    that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is what
+    embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
+    what logits are. Token ids are None or empty where the checkpoint names none.
     """
 
     architecture: str
@@ -48,6 +49,9 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     logit_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
     experts: ExpertsConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -61,7 +65,7 @@ class ModelConfig:
                 f"there must be at most {MAX_LAYERS} layers, with at most {MAX_ALL_EXPERTS} experts between them, got "
                 f"{len(self.attention)} and {all_experts}"
             )
-        for name in ("rms_norm_eps", "logit_soft_cap"):
+        for name in ("rms_norm_eps", "logit_soft_cap", "embedding_multiplier", "residual_multiplier", "logit_scale"):
             value = getattr(self, name)
             if name == "logit_soft_cap" and value is None:
                 continue
@@ -76,6 +80,12 @@ class ModelConfig:
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise ModelConfigError(f"token ids must lie in [0, vocab_size = {self.vocab_size}), got {token_id}")
+
+    def up_to(self, max_model_len: int) -> ModelConfig:
+        """The model as an engine runs it whose sequences have at most this many tokens (Rope.up_to)."""
+        ropes = (layer.rope and layer.rope.up_to(max_model_len) for layer in self.attention)
+        layers = (replace(layer, rope=rope) for layer, rope in zip(self.attention, ropes, strict=True))
+        return replace(self, attention=tuple(layers))
 
     @property
     def num_layers(self) -> int:

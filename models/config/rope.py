@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from models.config.fields import MAX_HEAD_DIM, ConfigFields, ModelConfigError
 
-ROPE_TYPES = ("linear", "llama3", "yarn", "factors")
+ROPE_TYPES = ("linear", "llama3", "yarn", "longrope", "factors")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class RopeScaling:
 
     linear: every frequency / factor. llama3: long waves / factor, short ones kept, a linear blend between (Llama 3.1).
     yarn: a ramp over dimensions plus an attention factor on cos and sin (Peng et al. 2023, arXiv:2309.00071).
+    longrope: `factors` where sequences may outgrow the original context, else `short_factors`, plus an attention factor
+    (Ding et al. 2024, arXiv:2402.13753). Rope.up_to chooses, once for an engine.
     factors: one explicit divisor per frequency (the `rope_freqs.weight` tensor of GGUF files).
     """
 
@@ -36,11 +38,12 @@ class RopeScaling:
     attention_factor: float = 1.0
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise ModelConfigError(f"rope_type must be one of default, {', '.join(ROPE_TYPES)}, got {self.rope_type!r}")
-        if self.rope_type in ("llama3", "yarn") and self.original_max_position_embeddings < 1:
+        if self.rope_type in ("llama3", "yarn", "longrope") and self.original_max_position_embeddings < 1:
             raise ModelConfigError(
                 "original_max_position_embeddings must be an integer >= 1 for rope_type "
                 f"{self.rope_type!r}, got {self.original_max_position_embeddings!r}"
@@ -52,14 +55,23 @@ class RopeScaling:
             )
         if not math.isfinite(self.attention_factor):
             raise ModelConfigError(f"attention_factor must be a finite number, got {self.attention_factor}")
-        if self.rope_type == "factors" and not all(math.isfinite(f) and f > 0 for f in self.factors):
-            raise ModelConfigError(f"rope factors must be finite numbers > 0, got {self.factors!r}")
+        if not all(math.isfinite(f) and f > 0 for f in (*self.factors, *self.short_factors)):
+            raise ModelConfigError(f"rope factors must be finite numbers > 0, got {self.factors + self.short_factors}")
+        if self.rope_type == "longrope" and len(self.factors) != len(self.short_factors):
+            raise ModelConfigError(
+                "long_factor and short_factor must hold equally many numbers, got "
+                f"{len(self.factors)} and {len(self.short_factors)}"
+            )
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
         """Read the `rope_scaling` (or `rope_parameters`) mapping of a config.json; None for plain rope."""
         fields = ConfigFields(raw)
         rope_type = fields.text("rope_type", None) or fields.text("type", "default")
+        if rope_type == "dynamic" and not fields.has("alpha"):
+            # It stretches frequencies from max_position_embeddings on, where no engine goes.
+            fields.number("factor")
+            rope_type = "default"
         if rope_type == "default":
             return None
         if rope_type == "linear":
@@ -83,7 +95,45 @@ class RopeScaling:
                 attention_factor=_yarn_attention_factor(fields, factor),
                 truncate=fields.boolean("truncate", True),
             )
-        raise ModelConfigError(f"rope_type must be one of default, linear, llama3, yarn, got {rope_type!r}")
+        if rope_type in ("longrope", "su"):  # the older name
+            return _longrope(fields, max_position_embeddings)
+        if rope_type == "dynamic":
+            raise fields.fail("alpha", "absent with rope_type dynamic")
+        raise ModelConfigError(
+            f"rope_type must be one of default, dynamic, linear, llama3, yarn, longrope, got {rope_type!r}"
+        )
+
+
+def _longrope(fields: ConfigFields, max_position_embeddings: int) -> RopeScaling:
+    for name in ("short_mscale", "long_mscale"):
+        if fields.has(name):
+            raise fields.fail(name, "absent: attention_factor says it for both")
+    original = fields.integer("original_max_position_embeddings", max_position_embeddings)
+    factor = fields.number("factor", max_position_embeddings / original)
+    return RopeScaling(
+        "longrope",
+        original_max_position_embeddings=original,
+        attention_factor=fields.number("attention_factor", None) or longrope_attention_factor(factor, original),
+        factors=_factors(fields, "long_factor"),
+        short_factors=_factors(fields, "short_factor"),
+    )
+
+
+def longrope_attention_factor(factor: float, original_max_position_embeddings: int) -> float:
+    """What longrope multiplies cos and sin with: sqrt(1 + ln(factor) / ln(original context)), 1 without stretching."""
+    if factor <= 1 or original_max_position_embeddings < 2:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_max_position_embeddings))
+
+
+def _factors(fields: ConfigFields, name: str) -> tuple[float, ...]:
+    values = fields.value(name)
+    if not isinstance(values, list) or len(values) > MAX_HEAD_DIM or any(type(f) not in (int, float) for f in values):
+        raise fields.fail(name, f"a list of at most {MAX_HEAD_DIM} numbers")
+    try:
+        return tuple(float(factor) for factor in values)
+    except OverflowError:
+        raise fields.fail(name, "a list of finite numbers > 0") from None
 
 
 def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
@@ -126,6 +176,20 @@ class Rope:
             usable = False
         if not usable:
             raise ModelConfigError(f"rope must give finite frequencies, got theta {self.theta} with {self.scaling}")
+
+    def up_to(self, num_positions: int) -> Rope:
+        """The rope of an engine whose sequences have at most this many tokens.
+
+        Of longrope it takes one set of factors, as vLLM does. A choice by each sequence's own length, as in
+        transformers, would turn keys that are in the cache already.
+        """
+        scaling = self.scaling
+        if scaling is None or scaling.rope_type != "longrope":
+            return self
+        long = num_positions > scaling.original_max_position_embeddings
+        factors = scaling.factors if long else scaling.short_factors
+        chosen = RopeScaling("factors", attention_factor=scaling.attention_factor, factors=factors)
+        return replace(self, scaling=chosen)
 
     def frequencies(self) -> np.ndarray:
         """Radians per position of each rotated pair, float64[rotary_dim / 2]."""

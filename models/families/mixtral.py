@@ -9,6 +9,7 @@ from flax import nnx
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
+from models.config.gguf import MIXTRAL, GGUFConfig, gguf_experts, gguf_fields
 from models.config.hf import hf_fields
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.moe import ExpertNames, MixtureOfExperts
@@ -17,7 +18,7 @@ from models.layers.moe import ExpertNames, MixtureOfExperts
 class MixtralForCausalLM(LlamaForCausalLM):
     """Llama without biases, with experts and, in some checkpoints, one sliding window for all layers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # GGUF files of Mixtral say "llama"
+    gguf_architecture: ClassVar[str | None] = MIXTRAL
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -27,6 +28,10 @@ class MixtralForCausalLM(LlamaForCausalLM):
             intermediate_size=fields.integer("intermediate_size"),
         )
         return hf_fields(fields, windows=fields.integer("sliding_window", None)) | {"experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, experts=gguf_experts(gguf.fields, norm_weights=True))
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         names = ExpertNames(gate="w1", up="w3", down="w2")

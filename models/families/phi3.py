@@ -1,5 +1,7 @@
-"""Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219) without longrope, which those of 128k tokens and Phi-4-mini
-have: Llama whose checkpoints join q, k and v, and gate and up."""
+"""Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219): Llama whose checkpoints join q, k and v, and gate and up.
+
+Those of 128k tokens and Phi-4-mini have longrope, whose factors an engine chooses once, by its max_model_len.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields, ModelConfigError
+from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.hf import hf_fields
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.attention import Attention
@@ -19,16 +22,19 @@ from models.weights.declare import parts_of
 class Phi3ForCausalLM(LlamaForCausalLM):
     """Llama without biases, with joined projections and, in some checkpoints, one sliding window for all layers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "phi3"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
         kind = rope.text("rope_type", None) or rope.text("type", "default")
-        if kind != "default":
-            # Its factors change when a sequence outgrows the original context, and with them keys in the cache.
-            raise ModelConfigError(f"rope_type of Phi-3 must be default (no rope_scaling), got {kind!r}")
+        if kind not in ("default", "longrope", "su"):  # transformers takes "yarn" of old files for longrope
+            raise ModelConfigError(f"rope_type of Phi-3 must be default, longrope or su, got {kind!r}")
         return hf_fields(fields, windows=fields.integer("sliding_window", None), partial_rotary=True)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, partial_rotary=True)
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, attention = self.config, self.config.attention[layer]

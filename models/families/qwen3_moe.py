@@ -9,6 +9,7 @@ from flax import nnx
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_experts, gguf_fields
 from models.config.hf import hf_fields
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.moe import MixtureOfExperts
@@ -17,7 +18,7 @@ from models.layers.moe import MixtureOfExperts
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
     """Llama with q/k norm, experts, and one sliding window for all layers if any."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "qwen3moe"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -34,6 +35,11 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         )
         shared = hf_fields(fields, windows=window, qk_norm=True, bias=bias, output_bias=bias)
         return shared | {"experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        experts = gguf_experts(gguf.fields, norm_weights=True, size="expert_feed_forward_length")
+        return gguf_fields(gguf, experts=experts, qk_norm=True)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         experts = self.config.experts

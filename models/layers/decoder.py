@@ -28,6 +28,7 @@ from models.layers.moe import ExpertLoad
 from models.layers.norm import NormClass, RMSNorm
 from models.layers.rope import rope_table
 from models.layers.rows import Rows
+from models.layers.scale import scaled
 from models.weights.source import CheckpointNames
 from pallas_kernels.attention.op import attention_schedule
 from pallas_kernels.kv.pages import KVPages, KVSpec
@@ -87,13 +88,13 @@ class Decoder(nnx.Module):
 
     def embed_tokens(self, token_ids: jax.Array) -> jax.Array:
         """i32[T] -> [T, D], what the first layer gets."""
-        return self.embed(token_ids)
+        return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> f32[R, V] as the devices of the vocabulary compute them."""
-        if self.config.tie_word_embeddings:
-            return self.embed.logits(hidden)
-        return self.lm_head(hidden, out_dtype=jnp.float32)
+        tied = self.config.tie_word_embeddings
+        logits = self.embed.logits(hidden) if tied else self.lm_head(hidden, out_dtype=jnp.float32)
+        return scaled(logits, self.config.logit_scale)
 
     def __call__(self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array | None = None) -> tuple[jax.Array, KVPages]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.

@@ -1,14 +1,15 @@
 """GGUF files as checkpoints: Hugging Face names and orientation over the tensors of a llama.cpp file.
 
-Owns what differs between the two conventions: names, and the order of the query and key rows of llama files.
-The header is read by gguf_header, block formats by gguf_dequant. Knows nothing of model classes.
+Owns the order of the query and key rows of llama files, and stacked experts as tensors of their own. What differs
+from one architecture to another is a row of gguf_layout; the header is read by gguf_header, block formats by
+gguf_dequant. Knows nothing of model classes.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from io import FileIO
 from typing import Any
 
@@ -18,46 +19,15 @@ from models.weights.errors import ModelFileError
 from models.weights.files import open_regular
 from models.weights.gguf_dequant import dequantize
 from models.weights.gguf_header import TensorInfo, read_header
+from models.weights.gguf_layout import LAYOUTS, K, Q
 from models.weights.source import WHOLE
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Bytes of the file dequantised at a time, in whole rows: large enough for numpy, small enough to stay in cache.
 CHUNK_BYTES = 1 << 18
+# A stacked tensor stands for as many names as it has experts: a few times what the largest models have.
+MAX_EXPERTS = 4096
 
-_GLOBAL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
-_GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
-_HEADS_KEY = {"self_attn.q_proj": "attention.head_count", "self_attn.k_proj": "attention.head_count_kv"}
-
-
-def canonical_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name that has no counterpart is kept."""
-    if match := _LAYER_TENSOR.fullmatch(name):
-        layer, part, kind = match.groups()
-        if part in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
-    if match := _GLOBAL_TENSOR.fullmatch(name):
-        part, kind = match.groups()
-        if part in _GLOBAL_NAMES:
-            return f"{_GLOBAL_NAMES[part]}.{kind}"
-    return name
+_HEADS_KEY = {Q: "attention.head_count", K: "attention.head_count_kv"}
 
 
 def unpermute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -77,7 +47,7 @@ class GGUFFile:
     Attributes:
       path: as given, as text.
       metadata: the file's key-values: Python scalars, strings, lists of strings, numpy arrays of numbers.
-      architecture: "llama", "qwen2" or "qwen3".
+      architecture: one of gguf_layout.LAYOUTS.
 
     Raises ModelFileError for a file that is missing, not a regular file, inconsistent, of another architecture, or one
     part of a split model. Reading is safe from several threads. A context manager; `close` may be called twice.
@@ -92,6 +62,7 @@ class GGUFFile:
             header = read_header(self.path, descriptor, size)
             self.metadata = header.metadata
             self.architecture = _architecture(self.path, header.metadata)
+            self._layout = LAYOUTS[self.architecture]
             self._heads = {part: self._head_count(key) for part, key in _HEADS_KEY.items()}
             self._tensors = self._named(header.tensors)
         except BaseException as error:
@@ -120,6 +91,12 @@ class GGUFFile:
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         """These rows and columns of [out, in]: float16 or bfloat16 where the file holds it so, else float32."""
+        values = self._read(name, rows, columns)
+        if self._layout.norm_offset and name.endswith("norm.weight"):
+            return values.astype(np.float32) - np.float32(self._layout.norm_offset)
+        return values
+
+    def _read(self, name: str, rows: slice, columns: slice) -> np.ndarray:
         info, num_heads = self._info(name), self._permuted_heads(name)
         first, last, _ = rows.indices(info.shape[0])
         if num_heads is None:
@@ -163,18 +140,33 @@ class GGUFFile:
     def _named(self, tensors: tuple[TensorInfo, ...]) -> dict[str, TensorInfo]:
         named: dict[str, TensorInfo] = {}
         for info in tensors:
-            name = canonical_name(info.name)
-            if name in named:
-                raise ModelFileError(self.path, f"stands for {name}, as does {named[name].name}", info.name)
-            named[name] = info
-            heads = self._permuted_heads(name)
-            if heads is not None and info.shape[0] % (2 * heads):
-                raise ModelFileError(self.path, f"{info.shape[0]} rows are no even number for {heads} heads", info.name)
+            for name, part in self._parts(info):
+                if name in named:
+                    raise ModelFileError(self.path, f"stands for {name}, as does {named[name].name}", info.name)
+                named[name] = part
+                heads = self._permuted_heads(name)
+                if heads is not None and info.shape[0] % (2 * heads):
+                    text = f"{info.shape[0]} rows are no even number for {heads} heads"
+                    raise ModelFileError(self.path, text, info.name)
         return named
+
+    def _parts(self, info: TensorInfo) -> Iterable[tuple[str, TensorInfo]]:
+        """What a tensor of the file stands for: one, or one for each entry of its first axis."""
+        name = self._layout.canonical_name(info.name)
+        if "{expert}" not in name:
+            return [(name, info)]
+        count, *shape = info.shape
+        if not shape or count > MAX_EXPERTS:
+            text = f"must be the matrices of at most {MAX_EXPERTS} experts, got {info.shape}"
+            raise ModelFileError(self.path, text, info.name)
+        size = info.num_bytes // count
+        each = replace(info, shape=tuple(shape), num_bytes=size)
+        named = ((name.replace("{expert}", str(expert)), expert * size) for expert in range(count))
+        return [(part, replace(each, start=info.start + offset)) for part, offset in named]
 
     def _permuted_heads(self, name: str) -> int | None:
         """The number of heads whose rows are permuted in this tensor; None when rows are in Hugging Face order."""
-        if self.architecture != "llama" or not name.startswith("model.layers."):
+        if not self._layout.permuted or not name.startswith("model.layers."):
             return None
         for part, heads in self._heads.items():
             if name.endswith((f".{part}.weight", f".{part}.bias")):
@@ -184,7 +176,7 @@ class GGUFFile:
     def _head_count(self, key: str) -> int:
         # Files whose key and query heads are equally many may leave out the former.
         key = f"{self.architecture}.{key}"
-        heads = self.metadata.get(key, self.metadata.get(f"{self.architecture}.{_HEADS_KEY['self_attn.q_proj']}"))
+        heads = self.metadata.get(key, self.metadata.get(f"{self.architecture}.{_HEADS_KEY[Q]}"))
         if type(heads) is not int or heads < 1:
             raise ModelFileError(self.path, f"must be a positive number, got {repr(heads)[:100]}", key)
         return heads
@@ -193,9 +185,9 @@ class GGUFFile:
 def _architecture(path: str, metadata: Mapping[str, Any]) -> str:
     key = "general.architecture"
     architecture = metadata.get(key)
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in LAYOUTS:
         shown = repr(architecture)[:100]
-        raise ModelFileError(path, f"architecture {shown} is not supported; supported: {', '.join(ARCHITECTURES)}", key)
+        raise ModelFileError(path, f"architecture {shown} is not supported; supported: {', '.join(LAYOUTS)}", key)
     parts = metadata.get("split.count", 1)
     if type(parts) is not int or parts > 1:
         text = "one part of a split model; join the parts with llama-gguf-split --merge"

@@ -36,7 +36,7 @@ from models.weights.source import WHOLE, WeightSource
 
 # Tensors that some checkpoints carry and no model reads: they follow from the configuration.
 IGNORABLE_SUFFIXES = (".rotary_emb.inv_freq",)
-ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
@@ -162,7 +162,7 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
     """
     if len(model.stage.layers) < model.config.num_layers:
         model = build_abstract(type(model), model.config, replace(model.build, stage=None))
-    present, tied_copy = set(source.names()), False
+    present, tied_copy, rope_factors = set(source.names()), False, []
     needed = _needed_tensors(model)
     for name, expected in needed.items():
         if name not in present:
@@ -170,8 +170,8 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
         if tuple(source.shape(name)) != expected:
             raise ModelFileError(source.path, f"shape must be {expected}, got {tuple(source.shape(name))}", name)
     for name in sorted(present - needed.keys()):
-        if name == ROPE_FACTORS:
-            _check_rope_factors(source, model)
+        if name in (ROPE_FACTORS, ROPE_LONG, ROPE_SHORT):
+            rope_factors.append(name)
         elif name == HEAD and EMBEDDING in needed:
             if source.shape(HEAD) != source.shape(EMBEDDING):
                 text = f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"
@@ -179,6 +179,8 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
             tied_copy = True
         elif not name.endswith(IGNORABLE_SUFFIXES):
             raise ModelFileError(source.path, "the model has no use for this tensor", name)
+    if rope_factors:
+        _check_rope_factors(source, model, rope_factors)
     return tied_copy
 
 
@@ -201,9 +203,9 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, (shape, *_) in shapes.items()}
 
 
-def _check_rope_factors(source: WeightSource, model: CausalLM) -> None:
-    """GGUF files carry rope scaling as a tensor; the configuration must have been made from it."""
-    stored = source.read(ROPE_FACTORS).ravel().astype(np.float32)
+def _check_rope_factors(source: WeightSource, model: CausalLM, names: list[str]) -> None:
+    """GGUF files carry rope scaling as tensors; the configuration must have been made from one of them."""
+    stored = {tuple(source.read(name).ravel().astype(np.float32).tolist()) for name in names}
     scalings = {attention.rope.scaling for attention in model.config.attention if attention.rope is not None}
-    if not all(scaling and np.array_equal(stored, np.asarray(scaling.factors, np.float32)) for scaling in scalings):
-        raise ModelFileError(source.path, "the tensor scales rope, but the model's rope_scaling differs", ROPE_FACTORS)
+    if not all(scaling and tuple(np.asarray(scaling.factors, np.float32).tolist()) in stored for scaling in scalings):
+        raise ModelFileError(source.path, "the tensor scales rope, but the model's rope_scaling differs", names[0])

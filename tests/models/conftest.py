@@ -31,6 +31,7 @@ PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 72, 64
 @cache
 def _load(name: str) -> SimpleNamespace:
     config = read_hf(read_config_json(CHECKPOINTS / name))
+    config = config.up_to(config.max_position_embeddings)
     model = build_model(config, Build("float32"))
     source = SafetensorsCheckpoint(checkpoint(WEIGHTS_OF.get(name, name)))
     nnx.update(model, load_params(model, source))

@@ -7,6 +7,7 @@ import pytest
 
 from models.config.attention import LayerAttention
 from models.config.fields import ModelConfigError
+from models.config.gguf import RopeFactors
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope, RopeScaling
 from models.registry import read_gguf
@@ -72,7 +73,7 @@ def test_rope_scaling():
     yarn = metadata("qwen2", rope__scaling__type="yarn", rope__scaling__factor=4.0)
     yarn["qwen2.rope.scaling.original_context_length"] = 128
     assert read_gguf(yarn).attention[1].rope.scaling.original_max_position_embeddings == 128
-    explicit = read_gguf(metadata(), rope_factors=(1.0,) * 6 + (4.0, 8.0))
+    explicit = read_gguf(metadata(), rope_factors=RopeFactors((1.0,) * 6 + (4.0, 8.0)))
     assert explicit.attention[0].rope.scaling == RopeScaling("factors", factors=(1.0,) * 6 + (4.0, 8.0))
 
 
@@ -94,7 +95,7 @@ def test_sliding_window_shorter_than_the_context_counts():
         ({"rope.dimension_count": 8}, "llama.rope.dimension_count must be the head dimension 16"),
         ({"rope.scaling.type": "longrope"}, "llama.rope.scaling.type must be none, linear or yarn"),
         ({"rope.scaling.type": "linear"}, "llama.rope.scaling.factor is missing"),
-        ({"expert_count": 8}, "llama.expert_count must be 0 or absent"),
+        ({"expert_count": 8}, "llama.expert_used_count is missing"),
     ],
 )
 def test_unusable_metadata(changes, message):
@@ -105,12 +106,12 @@ def test_unusable_metadata(changes, message):
 
 def test_unknown_architecture_and_wrong_rope_factors():
     with pytest.raises(
-        ModelConfigError, match="the architecture 'mamba' is not supported; there are llama, qwen2, qwen3 "
+        ModelConfigError, match="the architecture 'mamba' is not supported; there are llama, qwen2, qwen3, "
     ):
         read_gguf(metadata("mamba"))
     with pytest.raises(ModelConfigError, match="general.architecture is missing"):
         read_gguf({})
     with pytest.raises(ModelConfigError, match="rotary_dim / 2 = 8 values, got 3"):
-        read_gguf(metadata(), rope_factors=(1.0, 2.0, 3.0))
+        read_gguf(metadata(), rope_factors=RopeFactors((1.0, 2.0, 3.0)))
     with pytest.raises(ModelConfigError, match="finite numbers > 0"):
-        read_gguf(metadata(), rope_factors=(0.0,) * 8)
+        read_gguf(metadata(), rope_factors=RopeFactors((0.0,) * 8))

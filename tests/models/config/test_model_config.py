@@ -127,6 +127,7 @@ def test_rope_types():
         return read_hf({**LLAMA, "rope_scaling": rope}).attention[0].rope.scaling
 
     assert scaling(rope_type="default") is None
+    assert scaling(rope_type="dynamic", factor=6.0) is None
     assert scaling(type="linear", factor=2.0) == RopeScaling("linear", 2.0)
     yarn = scaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
     assert yarn is not None and yarn.attention_factor == pytest.approx(1.138629436)
@@ -164,7 +165,8 @@ BAD = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    "unknown rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type.*linear.*'dynamic'"),
+    "unknown rope": ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type.*linear.*'spiral'"),
+    "dynamic rope with alpha": ({"rope_scaling": {"rope_type": "dynamic", "alpha": 50.0}}, "alpha must be absent"),
     "rope not a mapping": ({"rope_scaling": [2.0]}, "rope_scaling must be a mapping"),
     "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
     "rope context missing": (
@@ -194,8 +196,7 @@ def test_unusable_config(changes, message):
             {**QWEN3, "use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear_attention"] * 3},
             "layer_types must be a list of 3 of full_attention, sliding_attention",
         ),
-        ({**PHI3, "rope_scaling": {"type": "longrope"}}, "rope_type of Phi-3 must be default.*got 'longrope'"),
-        ({**PHI3, "rope_scaling": {"type": "su"}}, "rope_type of Phi-3 must be default.*got 'su'"),
+        ({**PHI3, "rope_scaling": {"type": "yarn"}}, "rope_type of Phi-3 must be default, longrope or su, got 'yarn'"),
         ({**PHI3, "partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number > 0 and <= 1, got 1.5"),
         ({**PHI3, "partial_rotary_factor": 0.7}, "rotary_dim, head_dim or a part of it, must be even.*got 11"),
         ({**GEMMA2, "hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from models.weights.errors import ModelFileError
-from models.weights.gguf import GGUFFile, canonical_name, unpermute_rows
+from models.weights.gguf import GGUFFile, unpermute_rows
+from models.weights.gguf_layout import GGUFLayout
 from tests.models.weights import gguf_writer as writer
 from tests.models.weights.gguf_writer import ARRAY, BOOL, F32, I32, STRING, U8, U32, U64, gguf_bytes, llama_metadata
 
@@ -82,12 +83,13 @@ def test_metadata_of_every_type(opened):
         ("blk.2.ffn_up.weight", "model.layers.2.mlp.up_proj.weight"),
         ("blk.2.ffn_down.weight", "model.layers.2.mlp.down_proj.weight"),
         ("rope_freqs.weight", "rope_freqs.weight"),
-        ("blk.2.ffn_gate_exps.weight", "blk.2.ffn_gate_exps.weight"),
+        ("blk.2.ffn_gate_exps.weight", "model.layers.2.mlp.experts.{expert}.gate_proj.weight"),
+        ("blk.2.ffn_gate_shexp.weight", "blk.2.ffn_gate_shexp.weight"),
         ("blk.02.attn_q.weight", "blk.02.attn_q.weight"),
     ],
 )
 def test_names(name, expected):
-    assert canonical_name(name) == expected
+    assert GGUFLayout().canonical_name(name) == expected
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -249,6 +251,11 @@ REFUSED = {
     "data beyond the end": (file_with(NORM, offsets=[64]), "cut short"),
     "data far beyond the end": (file_with(NORM, offsets=[2**64 - 32]), "cut short"),
     "overlap": (file_with(EMBEDDING, NORM, offsets=[0, 480]), "overlaps"),
+    "experts without matrices": (
+        file_with(tensor("blk.0.ffn_up_exps.weight", 8)[0]),
+        "matrices of at most 4096 experts",
+    ),
+    "too many experts": (file_with(tensor("blk.0.ffn_up_exps.weight", 4097, 1)[0]), "matrices of at most 4096 experts"),
     "odd head": (file_with(tensor("blk.0.attn_q.weight", 12, 32)[0]), "no even number for 4 heads"),
     "cut in the data": (SMALL[:-32], "cut short"),
     "cut in the header": (SMALL[:200], "announced|cut short"),

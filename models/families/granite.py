@@ -1,0 +1,63 @@
+"""Granite 3 (IBM 2024, "Granite 3.0 Language Models"): Llama with four multipliers, of embeddings, of scores in
+attention, of what layers add, and of logits."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
+from models.config.hf import hf_fields
+from models.config.model_config import ModelConfig
+from models.families.llama import LlamaForCausalLM, LlamaLayer
+from models.layers.attention import LayerPages, StepInputs
+from models.layers.scale import scaled
+from pallas_kernels.kv.pages import KVPages
+
+
+class ScaledResidualLayer(LlamaLayer):
+    """x + r * attention(norm(x)), then x + r * mlp(norm(x)), r the configuration's residual_multiplier."""
+
+    def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: nnx.Module, build: Build):
+        super().__init__(config, attention, mlp, build)
+        self.multiplier = config.residual_multiplier
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(self.input_norm(x), kv, pages, step)
+            x = x + scaled(attended, self.multiplier)
+        with jax.named_scope("mlp"):
+            return x + scaled(self.mlp(self.mlp_norm(x), step.rows), self.multiplier), kv
+
+
+class GraniteForCausalLM(LlamaForCausalLM):
+    """Llama of ScaledResidualLayers, with scaled embeddings and logits."""
+
+    gguf_architecture: ClassVar[str | None] = "granite"
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        bias = fields.boolean("attention_bias", False)
+        scale = fields.number("attention_multiplier", 1.0)
+        return hf_fields(fields, bias=bias, output_bias=bias, scale=scale) | {
+            "mlp_bias": fields.boolean("mlp_bias", False),
+            "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
+            "residual_multiplier": fields.number("residual_multiplier", 1.0),
+            "logit_scale": 1 / fields.number("logits_scaling", 1.0),
+        }
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        return gguf_fields(gguf, scale=fields.number("attention.scale", None)) | {
+            "embedding_multiplier": fields.number("embedding_scale", 1.0),
+            "residual_multiplier": fields.number("residual_scale", 1.0),
+            "logit_scale": 1 / fields.number("logit_scale", 1.0),
+        }
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        return ScaledResidualLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)

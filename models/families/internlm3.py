@@ -1,0 +1,21 @@
+"""InternLM 3 (Shanghai AI Laboratory 2025): Llama with a head dimension of its own and its own names for biases."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields
+from models.families.llama import LlamaForCausalLM
+
+
+class InternLM3ForCausalLM(LlamaForCausalLM):
+    """Llama; `qkv_bias` is that of q, k and v, `bias` that of all other projections."""
+
+    gguf_architecture: ClassVar[str | None] = None  # GGUF files of InternLM 3 say "llama"
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        bias = fields.boolean("bias", False)
+        shared = hf_fields(fields, head_dim=128, bias=fields.boolean("qkv_bias", False), output_bias=bias)
+        return shared | {"mlp_bias": bias}

@@ -1,0 +1,36 @@
+"""MiniCPM and MiniCPM 4, dense (Hu et al. 2024, arXiv:2404.06395): Granite's multipliers, said by widths and depth."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig
+from models.config.hf import hf_fields
+from models.families.granite import GraniteForCausalLM
+
+
+class MiniCPMForCausalLM(GraniteForCausalLM):
+    """Granite whose residuals shrink with the number of layers and whose logits with the width."""
+
+    gguf_architecture: ClassVar[str | None] = "minicpm"
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        if fields.has("sparse_config"):
+            raise fields.fail("sparse_config", "null or absent: attention to blocks is not supported")
+        if fields.integer("num_experts", 0, minimum=0):
+            raise fields.fail("num_experts", "0 or absent: MiniCPM-MoE is not supported")
+        bias = fields.boolean("attention_bias", False)
+        num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+        return hf_fields(fields, tied=True, bias=bias, output_bias=bias) | {
+            "embedding_multiplier": fields.number("scale_emb", 1.0),
+            "residual_multiplier": fields.number("scale_depth", 1.0) / num_layers**0.5,
+            "logit_scale": fields.number("dim_model_base", 1.0) / hidden_size,
+        }
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        for name in ("embedding_scale", "residual_scale", "logit_scale"):
+            gguf.fields.number(name)  # files of old converters lack them
+        return super().read_gguf(gguf)

@@ -1,0 +1,28 @@
+"""Seed-OSS (ByteDance Seed Team 2025): Llama with a head dimension of its own, and biases on q, k and v but not after
+attention."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
+from models.config.hf import hf_fields
+from models.families.llama import LlamaForCausalLM
+
+
+class SeedOssForCausalLM(LlamaForCausalLM):
+    """Llama with a bias of its own for each of attention's sides."""
+
+    gguf_architecture: ClassVar[str | None] = "seed_oss"
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        bias = fields.boolean("attention_bias", True)
+        output_bias = fields.boolean("attention_out_bias", False)
+        shared = hf_fields(fields, head_dim=128, bias=bias, output_bias=output_bias)
+        return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, bias=True)

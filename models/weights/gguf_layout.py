@@ -1,0 +1,84 @@
+"""What llama.cpp calls a model's tensors and how it stores them: a row for each of its architectures.
+
+Facts of its converters (convert_hf_to_gguf.py, gguf-py/gguf/constants.py). What the metadata says is read by the family
+of the architecture, models.causal_lm.CausalLM.gguf_architecture. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+_GLOBAL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
+_GLOBAL_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
+Q, K = "self_attn.q_proj", "self_attn.k_proj"
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+}
+
+
+class GGUFLayout(NamedTuple):
+    """How the tensors of one architecture are stored.
+
+    Attributes:
+      parts: what a layer's tensors stand for where that differs from _LAYER. "{expert}" in a module: the tensor's first
+        axis is that of the experts.
+      permuted: rows of q and k are in the order in which llama.cpp rotates neighbours (see gguf.unpermute_rows).
+      norm_offset: what the converter has added to the weights of norms.
+    """
+
+    parts: Mapping[str, str] = _NONE
+    permuted: bool = False
+    norm_offset: float = 0.0
+
+    def canonical_name(self, name: str) -> str:
+        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name is kept."""
+        if match := _LAYER_TENSOR.fullmatch(name):
+            layer, part, kind = match.groups()
+            module = self.parts.get(part) or _LAYER.get(part)
+            return name if module is None else f"model.layers.{layer}.{module}.{kind}"
+        if match := _GLOBAL_TENSOR.fullmatch(name):
+            part, kind = match.groups()
+            return f"{_GLOBAL[part]}.{kind}" if part in _GLOBAL else name
+        return name
+
+
+# By general.architecture. A family reads each: models.registry.model_for_gguf.
+LAYOUTS: dict[str, GGUFLayout] = {
+    "llama": GGUFLayout(_MIXTRAL, permuted=True),
+    "qwen2": GGUFLayout(),
+    "qwen3": GGUFLayout(),
+    "qwen3moe": GGUFLayout(),
+    "phi3": GGUFLayout({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "granite": GGUFLayout(permuted=True),
+    "minicpm": GGUFLayout(permuted=True),
+    "seed_oss": GGUFLayout({"post_attention_norm": "post_attention_layernorm"}),
+}

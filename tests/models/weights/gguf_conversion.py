@@ -1,0 +1,167 @@
+"""Hugging Face checkpoints to GGUF files by the rules of llama.cpp's convert_hf_to_gguf.py, for tests.
+
+Written from those rules, with a table of names of its own: it must not share what gguf_layout gets wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tests.models.weights.gguf_writer import ARRAY, F32, STRING, U32, Tensor, Value, gguf_bytes
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Phi3ForCausalLM": "phi3",
+    "GraniteForCausalLM": "granite",
+    "MiniCPMForCausalLM": "minicpm",
+    "SeedOssForCausalLM": "seed_oss",
+}
+PERMUTED = ("llama", "granite", "minicpm")
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
+OWN_NAMES = {
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+
+
+def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> bytes:
+    """The file of a checkpoint with this config.json and these tensors, all in float32."""
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    names = {**NAMES, **OWN_NAMES.get(architecture, {})}
+    heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
+    written, experts = {}, {}
+    for name, values in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            layer, expert, part = match.groups()
+            experts.setdefault(f"blk.{layer}.{names[part]}.weight", {})[int(expert)] = values
+        elif match := _LAYER.fullmatch(name):
+            layer, part, kind = match.groups()
+            if architecture in PERMUTED and part in heads:
+                values = permuted(values, heads[part])
+            written[f"blk.{layer}.{names[part]}.{kind}"] = values
+        else:
+            module, _, kind = name.rpartition(".")
+            written[f"{names[module]}.{kind}"] = values
+    written |= {name: np.stack([each[expert] for expert in sorted(each)]) for name, each in experts.items()}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    for length in ("long", "short"):
+        if f"{length}_factor" in rope:
+            written[f"rope_factors_{length}.weight"] = np.asarray(rope[f"{length}_factor"], np.float32)
+    return gguf_bytes(metadata(architecture, config), [tensor(name, values) for name, values in written.items()])
+
+
+def permuted(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """LlamaModel.permute."""
+    split = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def tensor(name: str, values: np.ndarray) -> Tensor:
+    return name, values.shape[::-1], 0, values.astype("<f4").tobytes()
+
+
+def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Value]:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    own: dict[str, Value] = {
+        "block_count": (U32, config["num_hidden_layers"]),
+        "context_length": (U32, config["max_position_embeddings"]),
+        "embedding_length": (U32, config["hidden_size"]),
+        "feed_forward_length": (U32, config["intermediate_size"]),
+        "attention.head_count": (U32, config["num_attention_heads"]),
+        "attention.head_count_kv": (U32, config["num_key_value_heads"]),
+        "attention.layer_norm_rms_epsilon": (F32, config["rms_norm_eps"]),
+        "rope.freq_base": (F32, rope.get("rope_theta") or config["rope_theta"]),
+        "rope.dimension_count": (U32, int(head_dim * rope.get("partial_rotary_factor", 1.0))),
+        "vocab_size": (U32, config["vocab_size"]),
+    }
+    if "head_dim" in config:
+        own |= {f"attention.{kind}_length": (U32, head_dim) for kind in ("key", "value")}
+    own |= _OWN_METADATA.get(architecture, lambda _: {})(config)
+    return {
+        "general.architecture": (STRING, architecture),
+        **{f"{architecture}.{key}": value for key, value in own.items()},
+        "tokenizer.ggml.tokens": (ARRAY, (STRING, [str(token) for token in range(config["vocab_size"])])),
+        "tokenizer.ggml.bos_token_id": (U32, config["bos_token_id"]),
+        "tokenizer.ggml.eos_token_id": (U32, config["eos_token_id"]),
+    }
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
+    if "num_experts_per_tok" not in config:
+        return {}
+    experts: dict[str, Value] = {
+        "expert_count": (U32, config["num_local_experts"]),
+        "expert_used_count": (U32, config["num_experts_per_tok"]),
+    }
+    if "moe_intermediate_size" in config:
+        experts["expert_feed_forward_length"] = (U32, config["moe_intermediate_size"])
+    return experts
+
+
+def _phi3(config: Mapping[str, Any]) -> dict[str, Value]:
+    longest, original = config["max_position_embeddings"], config.get("original_max_position_embeddings")
+    own: dict[str, Value] = {"attention.sliding_window": (U32, config.get("sliding_window") or 0)}
+    if original is not None:
+        own["rope.scaling.original_context_length"] = (U32, original)
+        factor = np.sqrt(1 + np.log(longest / original) / np.log(original))
+        own["rope.scaling.attn_factor"] = (F32, factor if longest > original else 1.0)
+    return own
+
+
+def _granite(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        "attention.scale": (F32, config["attention_multiplier"]),
+        "embedding_scale": (F32, config["embedding_multiplier"]),
+        "residual_scale": (F32, config["residual_multiplier"]),
+        "logit_scale": (F32, config["logits_scaling"]),
+    }
+
+
+def _minicpm(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        "embedding_scale": (F32, config["scale_emb"]),
+        "residual_scale": (F32, config["scale_depth"] / config["num_hidden_layers"] ** 0.5),
+        "logit_scale": (F32, config["hidden_size"] / config["dim_model_base"]),
+    }
+
+
+_OWN_METADATA = {
+    "llama": _experts,
+    "qwen3moe": _experts,
+    "phi3": _phi3,
+    "granite": _granite,
+    "minicpm": _minicpm,
+}

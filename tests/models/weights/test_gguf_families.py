@@ -1,0 +1,120 @@
+"""GGUF files of every architecture that is read: the model and the weights of the checkpoint they were made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import EngineConfig
+from models.build import Build
+from models.config.hf import read_config_json
+from models.registry import MODELS, build_model, read_hf
+from models.weights.gguf_layout import LAYOUTS
+from models.weights.load import load_params
+from models.weights.safetensors import SafetensorsCheckpoint
+from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
+from tests.models.families.test_golden import assert_close, padded
+from tests.models.weights.gguf_conversion import ARCHITECTURES, converted
+
+# Recorded checkpoints, and changes to their config.json where the format cannot say all of it.
+CASES: dict[str, dict[str, Any]] = {
+    "mixtral": {"sliding_window": None},
+    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "phi3": {},
+    "phi3_longrope": {},
+    "granite": {},
+    "minicpm": {},
+    "seed_oss": {},
+}
+CHANGED_WEIGHTS = ("qwen3_moe",)
+
+
+def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
+    source = SafetensorsCheckpoint(checkpoint(name))
+    tensors = {tensor: source.read(tensor) for tensor in source.names()}
+    source.close()
+    if name in CHANGED_WEIGHTS:  # layers that were dense have experts
+        shapes = {tensor: values.shape for tensor, values in tensors.items()}
+        first = {tensor: shape for tensor, shape in shapes.items() if tensor.startswith("model.layers.0.")}
+        for layer in range(config["num_hidden_layers"]):
+            of_layer = (f"model.layers.{layer}.", "model.layers.0.")
+            tensors = {tensor: values for tensor, values in tensors.items() if not tensor.startswith(of_layer[0])} | {
+                tensor.replace(*of_layer[::-1]): draw(tensor.replace(*of_layer[::-1]), shape)
+                for tensor, shape in first.items()
+            }
+    return tensors
+
+
+def approximately(value: Any) -> Any:
+    """A configuration to compare with: numbers of a GGUF file have float32's precision."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: approximately(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [approximately(each) for each in value]
+    return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+
+
+def exactly(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: exactly(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [exactly(each) for each in value] if isinstance(value, tuple) else value
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """name of a case -> its config.json, its tensors, and the opened GGUF file that was made of them."""
+    sources = []
+
+    def open_case(name: str):
+        config = {**read_config_json(FOLDER / name), **CASES[name]}
+        tensors = tensors_of(name, config)
+        (path := tmp_path / "model.gguf").write_bytes(converted(config, tensors))
+        sources.append(open_model(EngineConfig(model=str(path), skip_tokenizer_init=True)))
+        return config, tensors, sources[-1]
+
+    yield open_case
+    for source in sources:
+        source.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_and_its_weights(opened, name):
+    config, tensors, source = opened(name)
+    longest = config["max_position_embeddings"]
+    expected = read_hf(config).up_to(longest)
+    # What a window of the whole context or more keeps out is nothing.
+    windows = [layer.window if (layer.window or longest) < longest else None for layer in expected.attention]
+    layers = zip(expected.attention, windows, strict=True)
+    expected = dataclasses.replace(
+        expected, attention=tuple(dataclasses.replace(layer, window=window) for layer, window in layers)
+    )
+    assert exactly(source.config) == approximately(expected)
+    rope = {tensor for tensor in source.weights.names() if tensor.startswith("rope_")}
+    assert set(source.weights.names()) - rope == tensors.keys()
+    for tensor, values in tensors.items():
+        np.testing.assert_array_equal(source.weights.read(tensor), values, err_msg=tensor)
+    load_params(build_model(source.config, Build("float32")), source.weights)
+
+
+@pytest.mark.parametrize("name", ["phi3_longrope"])
+def test_logits_are_the_recorded_ones(opened, recorded, paged_run, name):
+    _, _, source = opened(name)
+    model = build_model(source.config, Build("float32"))
+    nnx.update(model, load_params(model, source.weights))
+    golden = recorded(name)
+    for index, prompt in enumerate(golden.prompts):
+        logits = paged_run(model).step({"a": prompt}, num_tokens=padded(len(prompt)))["a"]
+        assert_close(logits, golden.logits[index])
+
+
+def test_every_layout_has_a_family_and_a_case():
+    families = {model.gguf_architecture for model in MODELS.values() if model.gguf_architecture}
+    assert {family.partition(" ")[0] for family in families} == set(LAYOUTS)
+    # Those of Llama and Qwen are in test_gguf.py.
+    cases = {read_hf(read_config_json(FOLDER / name)).architecture for name in CASES}
+    assert {ARCHITECTURES[case] for case in cases} | {"llama", "qwen2", "qwen3"} == set(LAYOUTS)
