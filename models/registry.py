@@ -15,6 +15,7 @@ from models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.families.gemma2 import Gemma2ForCausalLM
+from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from models.families.granite import GraniteForCausalLM
 from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
@@ -47,6 +48,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "SeedOssForCausalLM": SeedOssForCausalLM,
     "InternLM3ForCausalLM": InternLM3ForCausalLM,
     "MiniCPMForCausalLM": MiniCPMForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
 }
 
 

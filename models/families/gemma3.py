@@ -1,0 +1,85 @@
+"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786), and the text part of its models that also see: Gemma 2 with norms of q
+and k instead of soft caps, windows in five of six layers, and a rope of their own for these."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf import (
+    Activation,
+    hf_fields,
+    layer_kinds,
+    read_head_dim,
+    ropes_by_kind,
+    text_fields,
+    windows_by_kind,
+)
+from models.families.gemma2 import Gemma2ForCausalLM, read_cap
+from models.families.llama import LAYER
+from models.layers.attention import QK_NORMS, Attention
+from models.layers.norm import OffsetRMSNorm
+from models.weights.source import CheckpointNames
+
+# What transformers takes for fields that a file lacks; published files of the models that see lack most of them.
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Gemma 2's layers with an RMS norm on each head of q and k."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**DEFAULTS)
+        fields.require(use_bidirectional_attention=False, attn_logit_softcapping=None)
+        kinds = layer_kinds(fields, fields.integer("sliding_window_pattern"))
+        bias = fields.boolean("attention_bias", False)
+        shared = hf_fields(
+            fields,
+            windows=windows_by_kind(kinds, fields.integer("sliding_window")),
+            ropes=ropes_by_kind(fields, read_head_dim(fields), kinds, sliding_theta="rope_local_base_freq"),
+            activation=Activation("hidden_activation", ("gelu_pytorch_tanh",)),
+            tied=True,
+            scale=fields.number("query_pre_attn_scalar") ** -0.5,
+            bias=bias,
+            output_bias=bias,
+        )
+        return shared | {"logit_soft_cap": read_cap(fields, "final_logit_softcapping", None)}
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        attention, eps, source = self.config.attention[layer], self.config.rms_norm_eps, f"{LAYER}.self_attn"
+        norms = [OffsetRMSNorm(attention.head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
+        return Attention(attention, self.config.hidden_size, eps=eps, source=source, qk_norms=norms, build=build)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """Gemma 3 that was trained to see as well; what it sees with is not read."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.language_model.", "model."),
+        ),
+        unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(text_fields(fields))
