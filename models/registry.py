@@ -22,6 +22,7 @@ from models.families.llama import LlamaForCausalLM
 from models.families.minicpm import MiniCPMForCausalLM
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
+from models.families.olmo2 import Olmo2ForCausalLM
 from models.families.phi3 import Phi3ForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
 from models.families.qwen2_moe import Qwen2MoeForCausalLM
@@ -50,6 +51,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "MiniCPMForCausalLM": MiniCPMForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
+    "Olmo2ForCausalLM": Olmo2ForCausalLM,
 }
 
 

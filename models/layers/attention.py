@@ -74,6 +74,11 @@ def num_kv_heads(attention: LayerAttention, mesh: MeshLayout) -> int:
     return max(1, attention.num_kv_heads // mesh.model)
 
 
+def head_copies(attention: LayerAttention, mesh: MeshLayout) -> int:
+    """How often each kv head is stored on the devices that split the heads."""
+    return max(1, mesh.model // attention.num_kv_heads)
+
+
 def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> AttentionSpec:
     """What a layer's attention is on one device."""
     return AttentionSpec(
@@ -120,7 +125,7 @@ class Attention(nnx.Module):
         if qkv is None:
             sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
             qkv = [Source(f"{source}.{name}", size) for name, size in sizes.items()]
-        copies = max(1, build.mesh.model // attention.num_kv_heads)
+        copies = head_copies(attention, build.mesh)
         q, k, v = (part._replace(group=head_dim) for part in qkv)
         self.qkv = Linear(
             hidden_size,

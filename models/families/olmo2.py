@@ -1,0 +1,63 @@
+"""OLMo 2 (OLMo Team 2025, arXiv:2501.00656): Llama with norms behind attention and MLP instead of before them, and one
+norm over all heads of q, one over all of k."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields
+from models.config.model_config import ModelConfig
+from models.families.llama import LAYER, LlamaForCausalLM
+from models.layers.attention import Attention, LayerPages, StepInputs, head_copies
+from models.layers.norm import HeadsRMSNorm, RMSNorm
+from pallas_kernels.kv.pages import KVPages
+
+DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5}
+
+
+class PostNormLayer(nnx.Module):
+    """x + norm(attention(x)), then x + norm(mlp(x))."""
+
+    def __init__(self, config: ModelConfig, attention: nnx.Module, mlp: nnx.Module, build: Build):
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attention = attention
+        self.attention_norm = RMSNorm(size, eps, source=f"{LAYER}.post_attention_layernorm", build=build)
+        self.mlp = mlp
+        self.mlp_norm = RMSNorm(size, eps, source=f"{LAYER}.post_feedforward_layernorm", build=build)
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        with jax.named_scope("attention"):
+            attended, kv = self.attention(x, kv, pages, step)
+            x = x + self.attention_norm(attended)
+        with jax.named_scope("mlp"):
+            return x + self.mlp_norm(self.mlp(x, step.rows)), kv
+
+
+class Olmo2ForCausalLM(LlamaForCausalLM):
+    """Llama of PostNormLayers."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(clip_qkv=None)
+        bias = fields.boolean("attention_bias", False)
+        return hf_fields(fields.with_defaults(**DEFAULTS), bias=bias, output_bias=bias)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        return PostNormLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        attention, eps, source = self.config.attention[layer], self.config.rms_norm_eps, f"{LAYER}.self_attn"
+        num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        copies = head_copies(attention, build.mesh)
+        norms = (
+            HeadsRMSNorm(num_heads, head_dim, eps, source=f"{source}.q_norm", build=build),
+            HeadsRMSNorm(num_kv_heads, head_dim, eps, source=f"{source}.k_norm", copies=copies, build=build),
+        )
+        return Attention(attention, self.config.hidden_size, eps=eps, source=source, qk_norms=norms, build=build)
