@@ -1,0 +1,26 @@
+"""OLMo 3 (OLMo Team 2025): OLMo 2 with windows in three of four layers, whose rope is not scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields, layer_kinds, read_head_dim, ropes_by_kind, windows_by_kind
+from models.families.olmo2 import DEFAULTS, Olmo2ForCausalLM
+
+
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
+    """OLMo 2 with layers of two kinds."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(**DEFAULTS, sliding_window=4096, rope_theta=500_000.0)
+        fields.require(clip_qkv=None)
+        bias, kinds = fields.boolean("attention_bias", False), layer_kinds(fields, full_every=4)
+        return hf_fields(
+            fields,
+            windows=windows_by_kind(kinds, fields.integer("sliding_window")),
+            ropes=ropes_by_kind(fields, read_head_dim(fields), kinds),
+            bias=bias,
+            output_bias=bias,
+        )
