@@ -30,6 +30,7 @@ from models.families.qwen2_moe import Qwen2MoeForCausalLM
 from models.families.qwen3 import Qwen3ForCausalLM
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
 from models.families.seed_oss import SeedOssForCausalLM
+from models.families.smollm3 import SmolLM3ForCausalLM
 from models.weights.declare import declared_params
 from models.weights.errors import ModelFileError
 from sharding.layout import MeshLayout
@@ -54,6 +55,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo3ForCausalLM,
+    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
 }
 
 

@@ -1,0 +1,44 @@
+"""SmolLM3 (Hugging Face 2025): Llama without rope in every fourth layer (Yang et al. 2025, arXiv:2501.18795)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
+from models.families.llama import LlamaForCausalLM
+
+
+class SmolLM3ForCausalLM(LlamaForCausalLM):
+    """Llama, some of whose layers do not rotate q and k, and may have a window."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(rope_theta=2_000_000.0)
+        rotated = _rotated_layers(fields)
+        rope, window = read_rope(fields, read_head_dim(fields)), None
+        windows = [None] * len(rotated)
+        if fields.boolean("use_sliding_window", False):
+            window = fields.integer("sliding_window", None)
+            if fields.has("layer_types"):
+                windows = windows_by_kind(layer_kinds(fields), window)
+            else:
+                windows = [None if has_rope else window for has_rope in rotated]
+        bias = fields.boolean("attention_bias", False)
+        ropes = [rope if has_rope else None for has_rope in rotated]
+        shared = hf_fields(fields, windows=windows, ropes=ropes, tied=True, bias=bias, output_bias=bias)
+        return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
+
+
+def _rotated_layers(fields: ConfigFields) -> list[bool]:
+    """Whether each layer has rope: `no_rope_layers` has a 1 for those that do, and may be longer than the model."""
+    num_layers = fields.integer("num_hidden_layers")
+    listed = fields.value("no_rope_layers", None)
+    if listed is None:
+        every = fields.integer("no_rope_layer_interval", 4)
+        return [bool((layer + 1) % every) for layer in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) < num_layers or any(each not in (0, 1) for each in listed):
+        raise fields.fail("no_rope_layers", f"a list of at least {num_layers} zeros and ones")
+    return [bool(each) for each in listed[:num_layers]]
