@@ -14,6 +14,7 @@ from models.config.fields import ConfigFields, ModelConfigError
 from models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
+from models.families.cohere2 import Cohere2ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from models.families.granite import GraniteForCausalLM
@@ -56,6 +57,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo3ForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
+    "Cohere2ForCausalLM": Cohere2ForCausalLM,
 }
 
 

@@ -36,7 +36,8 @@ class ModelConfig:
     `attention` has one entry per layer. `experts` is None for a dense model; where it is not, `intermediate_size` is
     that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is what
     embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
-    what logits are. Token ids are None or empty where the checkpoint names none.
+    what logits are. `rms_norm_eps` is that of all norms, of whatever kind. Token ids are None or empty where the
+    checkpoint names none.
     """
 
     architecture: str
