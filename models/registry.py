@@ -15,6 +15,7 @@ from models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.families.cohere2 import Cohere2ForCausalLM
+from models.families.exaone4 import Exaone4ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from models.families.granite import GraniteForCausalLM
@@ -58,6 +59,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Olmo3ForCausalLM": Olmo3ForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
     "Cohere2ForCausalLM": Cohere2ForCausalLM,
+    "Exaone4ForCausalLM": Exaone4ForCausalLM,
 }
 
 

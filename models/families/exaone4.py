@@ -1,0 +1,34 @@
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms behind attention and MLP, RMS norms on each head of q and k,
+and in the larger models windows with rope in three of four layers, neither in the fourth."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf import SLIDING, hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
+from models.families.llama import LlamaForCausalLM
+from models.families.olmo2 import PostNormLayer
+
+
+class Exaone4ForCausalLM(LlamaForCausalLM):
+    """Llama of PostNormLayers with q/k norm; with windows, layers without one have no rope."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(sliding_window=4096, rms_norm_eps=1e-5)
+        rope, window = read_rope(fields, read_head_dim(fields)), fields.integer("sliding_window", None)
+        if window is None:
+            return hf_fields(fields, qk_norm=True)
+        listed = fields.has("layer_types")  # then a pattern, such as "LLLG", says the same
+        kinds = layer_kinds(fields) if listed else layer_kinds(fields, fields.integer("sliding_window_pattern", 4))
+        ropes = [rope if kind == SLIDING else None for kind in kinds]
+        return hf_fields(fields, windows=windows_by_kind(kinds, window), ropes=ropes, qk_norm=True)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        return PostNormLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)
