@@ -1,0 +1,43 @@
+"""StarCoder 2 (Lozhkov et al. 2024, arXiv:2402.19173): layer norms, biases everywhere, and an MLP without a gate."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf import GELU_TANH, hf_fields
+from models.families.llama import LAYER, LlamaForCausalLM
+from models.layers.mlp import MLP, gelu_tanh
+from models.layers.norm import LayerNorm
+
+
+class Starcoder2ForCausalLM(LlamaForCausalLM):
+    """Llama's layer with layer norms, and one window for all layers if any."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    norm_class = LayerNorm
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(norm_epsilon=1e-5)
+        fields.require(norm_type="layer_norm", mlp_type="default")
+        bias = fields.boolean("use_bias", True)
+        shared = hf_fields(
+            fields,
+            windows=fields.integer("sliding_window", None),
+            activation=GELU_TANH,
+            tied=True,
+            eps="norm_epsilon",
+            bias=bias,
+            output_bias=bias,
+        )
+        return shared | {"mlp_bias": bias}
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.mlp"
+        size, ffn = config.hidden_size, config.intermediate_size
+        names = {"up": "c_fc", "down": "c_proj"}
+        return MLP(size, ffn, source=source, activation=gelu_tanh, bias=config.mlp_bias, build=build, **names)
