@@ -24,6 +24,7 @@ from models.families.llama import LlamaForCausalLM
 from models.families.minicpm import MiniCPMForCausalLM
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
+from models.families.nemotron import NemotronForCausalLM
 from models.families.olmo2 import Olmo2ForCausalLM
 from models.families.olmo3 import Olmo3ForCausalLM
 from models.families.phi3 import Phi3ForCausalLM
@@ -62,6 +63,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Cohere2ForCausalLM": Cohere2ForCausalLM,
     "Exaone4ForCausalLM": Exaone4ForCausalLM,
     "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
+    "NemotronForCausalLM": NemotronForCausalLM,
 }
 
 

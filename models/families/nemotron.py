@@ -1,0 +1,41 @@
+"""Nemotron 4 and Minitron (Parmar et al. 2024, arXiv:2402.16819; Muralidharan et al. 2024, arXiv:2407.14679): layer
+norms whose weights are stored as their difference to one, a squared ReLU without a gate, half of each head rotated."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf import Activation, hf_fields
+from models.families.llama import LAYER, LlamaForCausalLM
+from models.layers.mlp import MLP, relu_squared
+from models.layers.norm import OffsetLayerNorm
+
+
+class NemotronForCausalLM(LlamaForCausalLM):
+    """Llama's layer with layer norms and an MLP without a gate."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    norm_class = OffsetLayerNorm
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(partial_rotary_factor=0.5, norm_eps=1e-5)
+        bias = fields.boolean("attention_bias", False)
+        shared = hf_fields(
+            fields,
+            activation=Activation("hidden_act", ("relu2",)),
+            partial_rotary=True,
+            eps="norm_eps",
+            bias=bias,
+            output_bias=bias,
+        )
+        return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.mlp"
+        size, ffn = config.hidden_size, config.intermediate_size
+        return MLP(size, ffn, source=source, activation=relu_squared, bias=config.mlp_bias, build=build)
