@@ -14,6 +14,7 @@ from models.config.fields import ConfigFields, ModelConfigError
 from models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
+from models.families.apertus import ApertusForCausalLM
 from models.families.cohere2 import Cohere2ForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
@@ -64,6 +65,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Exaone4ForCausalLM": Exaone4ForCausalLM,
     "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
     "NemotronForCausalLM": NemotronForCausalLM,
+    "ApertusForCausalLM": ApertusForCausalLM,
 }
 
 

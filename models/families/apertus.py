@@ -1,0 +1,74 @@
+"""Apertus (Swiss AI Initiative 2025, arXiv:2509.14233): Llama with an RMS norm on each head of q and k, and an MLP
+without a gate whose activation, xIELU, has two weights in each layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf import Activation, hf_fields
+from models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
+from models.layers.mlp import MLP
+from models.weights.declare import ParamDecl, Source, declare
+from models.weights.source import CheckpointNames
+
+BETA, EPS = 0.5, -1e-6
+# What transformers takes for a file that says nothing of rope.
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+class XIELU(nnx.Module):
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010): a_p x^2 + b x where x > 0, else a_n (exp(x) - 1 - x) + b x.
+
+    a_p is softplus(alpha_p), a_n is b + softplus(alpha_n); b and the bound EPS below 0 are the same in all layers.
+    """
+
+    def __init__(self, *, source: str, build: Build):
+        def scalar(name: str) -> nnx.Param:
+            return declare((1,), build.dtype, ParamDecl((None,), (Source(f"{source}.{name}", 1),), init_std=0.5))
+
+        self.alpha_p, self.alpha_n = scalar("alpha_p"), scalar("alpha_n")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """f32[T, F] -> the same"""
+        a_p = jax.nn.softplus(self.alpha_p[...].astype(jnp.float32))
+        a_n = BETA + jax.nn.softplus(self.alpha_n[...].astype(jnp.float32))
+        return BETA * x + jnp.where(x > 0, a_p * x * x, a_n * (jnp.expm1(jnp.minimum(x, EPS)) - x))
+
+
+class ApertusForCausalLM(LlamaForCausalLM):
+    """Llama with q/k norm and XIELU."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(constants={".act_fn.beta": BETA, ".act_fn.eps": EPS})
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(rms_norm_eps=1e-5, rope_theta=ROPE["rope_theta"])
+        fields.require(post_norm=False, qk_norm=True, mlp_bias=False)
+        if not {"rope_parameters", "rope_scaling"} & fields.raw.keys():
+            fields = fields.with_defaults(rope_parameters=ROPE)
+        bias = fields.boolean("attention_bias", False)
+        activation = Activation("hidden_act", ("xielu",))
+        return hf_fields(fields, activation=activation, qk_norm=True, bias=bias, output_bias=bias)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        parts = self.make_attention(layer, build), self.make_mlp(layer, build)
+        return LlamaLayer(self.config, *parts, build, norm_names=("attention_layernorm", "feedforward_layernorm"))
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.mlp"
+        xielu = XIELU(source=f"{source}.act_fn", build=build)
+        return MLP(config.hidden_size, config.intermediate_size, source=source, activation=xielu, build=build)
