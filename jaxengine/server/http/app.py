@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI
@@ -114,10 +115,11 @@ class TrafficState:
 
 
 class TrafficMiddleware:
-    """Gives every request its id, counts those that run and answers what fails.
+    """Gives every request its id and the time of its arrival, counts those that run and answers what fails.
 
     A client's X-Request-Id is kept when it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
-    in the answer. `state["unique_id"]` is good for naming the request in the engine.
+    in the answer. `state["unique_id"]` is good for naming the request in the engine. `state["arrival"]`, in seconds of
+    time.monotonic, is left as it is where what reads the headers has set it.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):
@@ -135,6 +137,7 @@ class TrafficMiddleware:
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        state.setdefault("arrival", time.monotonic())
         # Proxies send one id with several calls, so it alone is not enough to tell requests apart.
         state["unique_id"] = f"{given}-{secrets.token_hex(4)}" if request_id == given else request_id
         started = False

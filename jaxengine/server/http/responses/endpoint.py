@@ -18,6 +18,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.events import message_of
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
@@ -54,16 +55,16 @@ class _Making:
         model: str,
         messages: Sequence[dict[str, Any]],
         store: bool,
-        client: str | None,
+        options: RequestOptions,
     ):
-        """client: whose it is, to the engine. Raises RequestError."""
+        """options: of its request in the engine. Raises RequestError."""
         self.id = response_id
         self.messages = messages
         self.input = named_items(body.input)
         self._tokenizer = server.engine.inputs.require_tokenizer()
         self._num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         try:
-            self._run = ChatRun(server, body.chat_request(messages), response_id, client)
+            self._run = ChatRun(server, body.chat_request(messages), response_id, options)
         except RequestError as error:
             raise as_response_error(error) from None
         head = _head(body, response_id, model, store, self._run.params)
@@ -200,7 +201,8 @@ class _Responses:
         request.state.user = body.user
         stored = can_store and body.store is not False
         messages = [*earlier, *read_input(body.input)]
-        making = _Making(self.server, body, response_id, model, messages, stored, request.state.client)
+        options = body.options(request, self._config)
+        making = _Making(self.server, body, response_id, model, messages, stored, options)
         if body.text is not None and body.text.verbosity is not None:
             request.state.ignored_fields.append("text.verbosity")
         await making.prepare(request.state.ignored_fields)
