@@ -30,6 +30,7 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.observe import api_docs, prometheus, status
 from jaxengine.server.observe.spans import CallerTraceMiddleware
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.stored.store import Responses, ResponseStore
 from jaxengine.server.workers import Workers
 from jaxengine.version import __version__
 
@@ -52,8 +53,10 @@ ROUTERS: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
 )
 
 
-def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
+def create_app(engine: EngineClient, config: ServerConfig, store: Responses | None = None) -> FastAPI:
     """The application over `engine`. `app.state.traffic` is its TrafficState.
+
+    store: of responses; by default one of this application's own.
 
     Raises ConfigError for key files that cannot be used.
     """
@@ -81,6 +84,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     )
     app.state.traffic = traffic
     app.state.workers = Workers()
+    app.state.store = store or ResponseStore()
     all_routes: list[BaseRoute] = []
     errors.install(app, all_routes)
     for router in ROUTERS:
