@@ -54,7 +54,7 @@ class Request:
       seed: 64-bit seed of the request's random stream.
       priority: smaller runs first under the priority policy.
       client: whose it is, under the fair policy; "" for all who have no name.
-      arrival_time: seconds, as the engine's clock.
+      arrival_time: when its caller asked, seconds of the engine's clock.
       deadline: the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only within one salt.
       per_step: report every token when it is known, not only the end.
@@ -64,7 +64,8 @@ class Request:
       page_hashes: digest chain of the full pages of the known tokens, as far as it has been computed.
       rank, slot: where it runs; slot is -1 while it does not, rank stays that of the last time, -1 before the first.
       num_cached_tokens: prompt tokens found in the prefix cache at first admission, -1 before it.
-      first_scheduled_time, first_token_time, finished_time: the same clock; None until then.
+      queued_time: when the engine got it, the same clock; None until then.
+      first_scheduled_time, first_token_time, finished_time: likewise.
       last_token_time: when its last token came; kept here while it holds no slot, meaningless before the first.
     """
 
@@ -93,6 +94,7 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = -1
     num_preemptions: int = 0
+    queued_time: float | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float = 0.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def documents() -> dict[str, str]:
             fields="\n".join(_sampling_fields()),
             refused=", ".join(f"`{field.name}`" for field in _FIELDS if field.name not in _RULES),
             structured=_table(StructuredOutputsParams, flags=False),
-            options=_table(RequestOptions, flags=False),
+            options=_table(RequestOptions, flags=False, without=("arrival",)),
         ),
         "supported_models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
     }
@@ -150,10 +150,12 @@ def _models() -> Iterator[str]:
         yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {_cell(about)} |"
 
 
-def _table(cls: type, *, flags: bool = True) -> str:
-    """A row for each field of a dataclass."""
+def _table(cls: type, *, flags: bool = True, without: Sequence[str] = ()) -> str:
+    """A row for each field of a dataclass but those that users do not give."""
     texts, rows = field_texts(cls.__doc__ or ""), ["| option | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(cls):
+        if field.name in without:
+            continue
         name = f"`{field.name}`" + (f"<br>`--{field.name.replace('_', '-')}`" if flags else "")
         rows.append(f"| {name} | {_default(field)} | {_cell(texts[field.name])} |")
     return "\n".join(rows)

@@ -107,6 +107,7 @@ ROOMS = {
         "scheduler jaxengine:base jaxengine.config jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.observe"
     ),
+    "jaxengine.server.stored": "scheduler jaxengine.workers jaxengine.api",
     "jaxengine.server.http": (
         "scheduler jaxengine:base jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.observe"
     ),
@@ -118,22 +119,22 @@ ROOMS = {
         "scheduler jaxengine.tokens jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
     ),
     "jaxengine.server.http.responses": (
-        "scheduler jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http "
-        "jaxengine.server.http.chat"
+        "scheduler jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.stored "
+        "jaxengine.server.http jaxengine.server.http.chat"
     ),
     "jaxengine.server.http.messages": (
         "scheduler jaxengine.tokens jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.http jaxengine.server.http.chat"
     ),
     "jaxengine.server.http:app": (
-        "scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe jaxengine.server.http "
-        "jaxengine.server.http.chat jaxengine.server.http.completions jaxengine.server.http.responses "
-        "jaxengine.server.http.messages"
+        "scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe jaxengine.server.stored "
+        "jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
+        "jaxengine.server.http.responses jaxengine.server.http.messages"
     ),
     "jaxengine.server.processes": (
         "models.config models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.cluster "
         "jaxengine.engine jaxengine.api jaxengine.server jaxengine.server.link jaxengine.server.observe "
-        "jaxengine.server.grpc jaxengine.server.http:app"
+        "jaxengine.server.stored jaxengine.server.grpc jaxengine.server.http:app"
     ),
     "jaxengine.server:entries": (
         "scheduler jaxengine.config jaxengine.checkpoint jaxengine.requests jaxengine.api jaxengine.server "

@@ -18,7 +18,7 @@ from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.output_stream import OutputStream
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.options import NO_OPTIONS, RequestOptions
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -110,13 +110,14 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        options: RequestOptions = NO_OPTIONS,
+        options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As `EngineClient.stream`: what `generate` does, for callers that pass options on."""
         params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
         if request_id is None:
             self._num_requests += 1
             request_id = f"async-{self._num_requests}"
+        options = options or RequestOptions()
         aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         stream = OutputStream(aggregate)
         reader = _Reader(asyncio.get_running_loop(), stream)

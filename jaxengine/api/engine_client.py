@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxengine.requests.options import NO_OPTIONS, RequestOptions
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class EngineClient(Protocol):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        options: RequestOptions = NO_OPTIONS,
+        options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields outputs of the kind `sampling_params.output_kind` asks for, until the request is finished.
 

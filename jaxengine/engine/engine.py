@@ -67,8 +67,9 @@ class Engine:
         """Queues a request; raises RequestError if it cannot be served."""
         if request.params.grammar is not None:
             request.wait = Wait.MASK
+        request.queued_time = time.monotonic()
         if not self.has_unfinished:
-            self._idle_since = self.busy_since = time.monotonic()
+            self._idle_since = self.busy_since = request.queued_time
         self.scheduler.add_request(request)
         if request.wait is Wait.MASK:
             assert self.masks is not None  # SamplingParams.verify_against saw that there is a tokenizer

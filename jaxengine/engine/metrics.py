@@ -40,7 +40,7 @@ HELP = {
     "vllm:inter_token_latency_seconds": "Between two tokens of a request.",
     "vllm:request_time_per_output_token_seconds": "Mean time between the tokens of a request.",
     "vllm:e2e_request_latency_seconds": "From a request's arrival to its end.",
-    "vllm:request_queue_time_seconds": "From a request's arrival until it first ran.",
+    "vllm:request_queue_time_seconds": "From when the engine got a request until it first ran.",
     "vllm:request_prefill_time_seconds": "From when a request first ran to its first token.",
     "vllm:request_decode_time_seconds": "From a request's first token to its last.",
     "vllm:request_inference_time_seconds": "From when a request first ran to its last token.",
@@ -49,6 +49,7 @@ HELP = {
     "vllm:request_params_max_tokens": "Tokens that a request may have generated, max_model_len considered.",
     "vllm:request_params_n": "Outputs that a request asked for.",
     "vllm:iteration_tokens_total": "Tokens of a step.",
+    "jaxengine:request_preprocessing_time_seconds": "From a request's arrival until the engine got it, tokenised.",
     "jaxengine:compilations_since_ready": "Programs that XLA compiled while the engine was serving; 0 is right.",
     "jaxengine:executables_compiled": "Programs that the start-up compiled.",
     "jaxengine:executables_loaded": "Programs that the start-up found compiled.",
@@ -253,6 +254,7 @@ class Metrics:
             "vllm:request_params_max_tokens": requests.max_tokens,
             "vllm:request_params_n": requests.n,
             "vllm:iteration_tokens_total": requests.step_tokens,
+            "jaxengine:request_preprocessing_time_seconds": requests.preprocessing,
         }.items():
             totals = accumulate(histogram.counts.tolist())
             bounds = (*(str(float(bound)) for bound in histogram.bounds), "+Inf")

@@ -156,6 +156,7 @@ class RequestStats:
         self.intervals = Histogram(TOKEN_BOUNDS)
         self.time_per_output_token = Histogram(TOKEN_BOUNDS)
         self.e2e = Histogram(REQUEST_BOUNDS)
+        self.preprocessing = Histogram(FIRST_TOKEN_BOUNDS)
         self.queue = Histogram(REQUEST_BOUNDS)
         self.prefill = Histogram(REQUEST_BOUNDS)
         self.decode = Histogram(REQUEST_BOUNDS)
@@ -184,7 +185,7 @@ class RequestStats:
 
     def observe_end(self, request: Request, reason: FinishReason, num_output: int) -> None:
         """A request ended, as its caller was told; what never began is not in the histograms of how long it took."""
-        assert request.finished_time is not None
+        assert request.queued_time is not None and request.finished_time is not None
         self.finished[reason] += 1
         self.num_corrupted += request.stop_reason == NOT_FINITE
         end = request.finished_time
@@ -192,8 +193,9 @@ class RequestStats:
         self.generation_tokens.observe(num_output)
         self.max_tokens.observe(request.max_tokens)
         self.e2e.observe(end - request.arrival_time)
+        self.preprocessing.observe(request.queued_time - request.arrival_time)
         began, first, last = request.first_scheduled_time, request.first_token_time, request.last_token_time
-        self.queue.observe((end if began is None else began) - request.arrival_time)
+        self.queue.observe((end if began is None else began) - request.queued_time)
         if began is not None and first is not None:
             self.prefill.observe(first - began)
             self.decode.observe(last - first)

@@ -138,6 +138,7 @@ def _life(request: Request) -> dict[str, Any]:
     return {
         "id": request.request_id,
         "arrival": request.arrival_time,
+        "queued": request.queued_time,
         "first_scheduled": request.first_scheduled_time,
         "first_token": request.first_token_time,
         "finished": request.finished_time,

@@ -7,7 +7,6 @@ without an engine prepares requests for one that has it. Knows nothing of schedu
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
-from jaxengine.requests.options import NO_OPTIONS, RequestOptions
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -88,7 +87,7 @@ class InputProcessor:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        options: RequestOptions = NO_OPTIONS,
+        options: RequestOptions | None = None,
     ) -> PreparedRequest:
         """Checks a request and turns its text into tokens.
 
@@ -100,6 +99,7 @@ class InputProcessor:
                 f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
         params = params.checked()
+        options = options or RequestOptions()
         options.verify_against(self.config.scheduling_policy)
         text, token_ids, salt = self._read_prompt(prompt)
         longest = self.config.max_model_len
@@ -120,7 +120,6 @@ class InputProcessor:
         self._num_requests += 1
         index = self._num_requests
         request_id = request_id if request_id is not None else str(index)
-        arrival = time.monotonic()
         requests = [
             self._make_request(
                 request_id if params.n == 1 else f"{number}_{request_id}",
@@ -130,8 +129,8 @@ class InputProcessor:
                 fallback_seed=self._draw_seed(index, number),
                 priority=options.priority,
                 client=options.client or "",
-                arrival_time=arrival,
-                deadline=float("inf") if options.timeout is None else arrival + options.timeout,
+                arrival_time=options.arrival,
+                deadline=float("inf") if options.timeout is None else options.arrival + options.timeout,
                 cache_salt=salt,
             )
             for number in range(params.n)

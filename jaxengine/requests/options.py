@@ -7,7 +7,8 @@ its rule, and where it acts. Knows nothing of prompts, sampling or transports.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.errors import RequestError, show_value
@@ -25,13 +26,15 @@ class RequestOptions:
 
     Attributes:
       priority: smaller runs first, an int of 64 bits; needs scheduling_policy="priority".
-      timeout: seconds after which the request is aborted, counted from when it is prepared.
+      timeout: seconds from its arrival after which the request is aborted.
       client: whose request it is; needs scheduling_policy="fair". None for all who have no name.
+      arrival: when the request came, in seconds of this machine's time.monotonic; by default when the options are made.
     """
 
     priority: int = 0
     timeout: float | None = None
     client: str | None = None
+    arrival: float = field(default_factory=time.monotonic, compare=False)
 
     def verify_against(self, scheduling_policy: str) -> None:
         """Raises RequestError, naming the field, its value and what is allowed, also where the policy ignores it."""
@@ -55,9 +58,6 @@ class RequestOptions:
             raise _refuse("client", client, f"client is {client!r}; allowed is {allowed}")
         if scheduling_policy != "fair":
             raise _refuse("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
-
-
-NO_OPTIONS = RequestOptions()
 
 
 def _refuse(name: str, value: Any, text: str) -> RequestError:

@@ -208,6 +208,7 @@ class OutputProcessor:
             finished = not group.num_running and last_of[group.request_id] is sequence
             metrics = group.metrics
             metrics.last_token_time = now
+            metrics.queued_time = metrics.queued_time or sequence.request.queued_time
             metrics.first_scheduled_time = metrics.first_scheduled_time or sequence.request.first_scheduled_time
             if finished:
                 metrics.finished_time = now

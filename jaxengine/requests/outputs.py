@@ -48,9 +48,13 @@ def position_logprobs(
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of one monotonic clock; None: not yet, or never."""
+    """When things happened, in seconds of one monotonic clock; None: not yet, or never.
+
+    queued_time: when the engine took the request into its queue, its prompt being tokens by then.
+    """
 
     arrival_time: float
+    queued_time: float | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
@@ -59,8 +63,8 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds from arrival until the request first ran."""
-        return _between(self.arrival_time, self.first_scheduled_time)
+        """Seconds in the engine's queue until the request first ran."""
+        return _between(self.queued_time, self.first_scheduled_time)
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -17,6 +17,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.requests.inputs import InputProcessor, input_processor
-from jaxengine.requests.options import NO_OPTIONS, RequestOptions
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import SamplingParams
@@ -74,13 +75,18 @@ class RayConfig:
 
 
 class Call(msgspec.Struct):
-    """A request on its way to a replica."""
+    """A request on its way to a replica.
+
+    Attributes:
+      age: seconds since its arrival: clocks of other machines tell nothing here, so that the options' arrival does not.
+    """
 
     prompt_token_ids: list[int]
     params: SamplingParams
     prompt: str | None = None
     cache_salt: str | None = None
-    options: RequestOptions = NO_OPTIONS
+    options: RequestOptions = msgspec.field(default_factory=RequestOptions)
+    age: float = 0.0
 
 
 class Answer(msgspec.Struct):
@@ -120,8 +126,9 @@ class Replica:
         asked = _decode_call(call)
         prompt = {"prompt": asked.prompt, "prompt_token_ids": asked.prompt_token_ids, "cache_salt": asked.cache_salt}
         prompt = {name: value for name, value in prompt.items() if value is not None}
+        options = dataclasses.replace(asked.options, arrival=time.monotonic() - asked.age)
         try:
-            async for output in self._engine.stream(prompt, asked.params, options=asked.options):
+            async for output in self._engine.stream(prompt, asked.params, options=options):
                 yield _encode(Answer(output))
         except OverloadedError as error:
             yield _encode(Answer(error=str(error), param=error.param, retry_after=error.retry_after))
@@ -155,16 +162,17 @@ class RayEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        options: RequestOptions = NO_OPTIONS,
+        options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As EngineClient.stream."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
+        options = options or RequestOptions()
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
         if prepared.request_id in self._running:
             raise RequestError(f"request_id {prepared.request_id!r} is in use", param="request_id")
         salt = prepared.requests[0].cache_salt
         ids = prepared.requests[0].prompt_token_ids.tolist()
-        call = _encode(Call(ids, params, prepared.prompt, salt, options))
+        call = Call(ids, params, prepared.prompt, salt, options)
         try:
             async for output in self._attempts(prepared.request_id, call):
                 output.request_id = prepared.request_id
@@ -192,9 +200,10 @@ class RayEngine:
         """Nothing: text is made on the replicas, whose clocks are their own."""
         return []
 
-    async def _attempts(self, request_id: str, call: bytes) -> AsyncIterator[RequestOutput]:
+    async def _attempts(self, request_id: str, call: Call) -> AsyncIterator[RequestOutput]:
         for attempt in range(self._num_attempts):
-            stream = self._replicas.options(stream=True).generate.remote(call)
+            call.age = time.monotonic() - call.options.arrival
+            stream = self._replicas.options(stream=True).generate.remote(_encode(call))
             self._running[request_id] = stream
             begun = False
             try:

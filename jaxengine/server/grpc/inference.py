@@ -17,6 +17,7 @@ from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.answers import AnswerWriter
 from jaxengine.server.grpc.auth import key_of
 from jaxengine.server.grpc.convert import Generation, RequestReader
+from jaxengine.server.grpc.service import ARRIVAL
 from jaxengine.server.grpc.status import CallError
 from jaxengine.server.keys import Keys
 from jaxengine.server.options import ServerConfig
@@ -37,19 +38,17 @@ class InferenceService:
         self._model_names = model_names
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        arrival = time.monotonic()
         model = self._model(request.model)
         generation = await self._reader.generation(request, stream=False)
-        output = await self._finish(generation, context, arrival)
+        output = await self._finish(generation, context)
         return AnswerWriter(generation.request_id, model, generation.wanted).response(output)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
-        arrival = time.monotonic()
         model = self._model(request.model)
         generation = await self._reader.generation(request, stream=True)
         writer = AnswerWriter(generation.request_id, model, generation.wanted)
         begun = False
-        async with aclosing(self._run(generation, context, arrival)) as outputs:
+        async with aclosing(self._run(generation, context)) as outputs:
             async for output in outputs:
                 if not begun:
                     await context.send_initial_metadata((("x-request-id", generation.request_id),))
@@ -59,10 +58,9 @@ class InferenceService:
                 _refuse_expired(output)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        arrival = time.monotonic()
         model = self._model(request.model)
         generation = await self._reader.score(request)
-        output = await self._finish(generation, context, arrival)
+        output = await self._finish(generation, context)
         writer = AnswerWriter(generation.request_id, model, generation.wanted)
         return pb.ScoreResponse(
             prompt_info=writer.prompt_info(output),
@@ -106,19 +104,18 @@ class InferenceService:
         text = await asyncio.to_thread(tokenizer.decode, token_ids, request.skip_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
-    async def _finish(self, generation: Generation, context: Context, arrival: float) -> RequestOutput:
+    async def _finish(self, generation: Generation, context: Context) -> RequestOutput:
         """The last output of a request, which is all there is of kind FINAL_ONLY."""
-        async with aclosing(self._run(generation, context, arrival)) as outputs:
+        async with aclosing(self._run(generation, context)) as outputs:
             async for output in outputs:
                 _refuse_expired(output)
                 if output.finished:
                     return output
         raise RuntimeError("the engine ended a request without its last output")
 
-    async def _run(
-        self, generation: Generation, context: Context, arrival: float
-    ) -> AsyncGenerator[RequestOutput, None]:
-        options = RequestOptions(generation.priority, self._time_left(context, arrival), self._client(context))
+    async def _run(self, generation: Generation, context: Context) -> AsyncGenerator[RequestOutput, None]:
+        timeout = self._timeout(context)
+        options = RequestOptions(generation.priority, timeout, self._client(context), ARRIVAL.get())
         outputs = self._engine.stream(generation.prompt, generation.params, generation.request_id, options)
         try:
             async for output in outputs:
@@ -139,15 +136,14 @@ class InferenceService:
             return None
         return self._keys.name_of(key_of(context.invocation_metadata()))
 
-    def _time_left(self, context: Context, arrival: float) -> float | None:
-        """Seconds until the caller's deadline or the server's limit, counted from arrival."""
-        limits = [context.time_remaining()]
-        if self._config.request_timeout is not None:
-            limits.append(arrival + self._config.request_timeout - time.monotonic())
-        left = min((limit for limit in limits if limit is not None), default=None)
-        if left is not None and left <= 0:
+    def _timeout(self, context: Context) -> float | None:
+        """Seconds from arrival until the caller's deadline or the server's limit. Raises CallError where it is past."""
+        age, left = time.monotonic() - ARRIVAL.get(), context.time_remaining()
+        limits = [None if left is None else age + left, self._config.request_timeout]
+        timeout = min((limit for limit in limits if limit is not None), default=None)
+        if timeout is not None and timeout <= age:
             raise _expired()
-        return left
+        return timeout
 
     async def _write(self, context: Context, chunk: pb.GenerateChunk) -> None:
         """Hands a chunk to the transport, which takes it once the reader has room; meanwhile outputs are joined."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -26,6 +27,8 @@ Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 
 Requests = AsyncIterator[Any]
+# When the call under way came, in seconds of time.monotonic: its message is waited for and parsed after that.
+ARRIVAL: ContextVar[float] = ContextVar("arrival")
 
 
 class OpenCalls:
@@ -94,6 +97,7 @@ def handlers(servicer: Any, service: ServiceDescriptor, calls: OpenCalls) -> grp
 
 def _guarded(name: str, method: Method, request_type: type[Message], calls: OpenCalls) -> Any:
     async def call(requests: Requests, context: grpc.aio.ServicerContext) -> Any:
+        ARRIVAL.set(time.monotonic())
         request = request_type()
         try:
             calls.enter(name, context)

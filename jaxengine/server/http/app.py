@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI
@@ -29,6 +30,7 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.observe import api_docs, prometheus, status
 from jaxengine.server.observe.spans import CallerTraceMiddleware
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.stored.store import Responses, ResponseStore
 from jaxengine.server.workers import Workers
 from jaxengine.version import __version__
 
@@ -51,8 +53,10 @@ ROUTERS: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
 )
 
 
-def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
+def create_app(engine: EngineClient, config: ServerConfig, store: Responses | None = None) -> FastAPI:
     """The application over `engine`. `app.state.traffic` is its TrafficState.
+
+    store: of responses; by default one of this application's own.
 
     Raises ConfigError for key files that cannot be used.
     """
@@ -80,6 +84,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     )
     app.state.traffic = traffic
     app.state.workers = Workers()
+    app.state.store = store or ResponseStore()
     all_routes: list[BaseRoute] = []
     errors.install(app, all_routes)
     for router in ROUTERS:
@@ -114,10 +119,11 @@ class TrafficState:
 
 
 class TrafficMiddleware:
-    """Gives every request its id, counts those that run and answers what fails.
+    """Gives every request its id and the time of its arrival, counts those that run and answers what fails.
 
     A client's X-Request-Id is kept when it is 1 to 128 letters, digits, "-" and "_"; it is in `state["request_id"]` and
-    in the answer. `state["unique_id"]` is good for naming the request in the engine.
+    in the answer. `state["unique_id"]` is good for naming the request in the engine. `state["arrival"]`, in seconds of
+    time.monotonic, is left as it is where what reads the headers has set it.
     """
 
     def __init__(self, app: ASGIApp, traffic: TrafficState, root_path: str):
@@ -135,6 +141,7 @@ class TrafficMiddleware:
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        state.setdefault("arrival", time.monotonic())
         # Proxies send one id with several calls, so it alone is not enough to tell requests apart.
         state["unique_id"] = f"{given}-{secrets.token_hex(4)}" if request_id == given else request_id
         started = False

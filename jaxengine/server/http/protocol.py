@@ -16,6 +16,7 @@ from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import PositionLogprobs
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.names import REQUEST_ID
@@ -221,6 +222,11 @@ class GenerationRequest(RequestModel):
                 param="request_id",
             )
         return self
+
+    def options(self, request: Request, config: ServerConfig) -> RequestOptions:
+        """When the engine is to run it, and for whom."""
+        state, timeout = request.state, self.timeout or config.request_timeout
+        return RequestOptions(self.priority or 0, timeout, state.client, state.arrival)
 
     def register(self, prefix: str, request: Request) -> str:
         """Notes who asks in the request's state; returns what answer and engine call it, which `abort` knows it by."""

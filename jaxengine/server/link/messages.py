@@ -117,6 +117,7 @@ class Started(msgspec.Struct, array_like=True):
 
     handle: int
     num_cached_tokens: int
+    queued_time: float | None
     first_scheduled_time: float | None
     first_token_time: float | None
 
@@ -129,6 +130,7 @@ class Ended(msgspec.Struct, array_like=True):
     stop_reason: int | str | None
     num_preemptions: int
     num_cached_tokens: int
+    queued_time: float | None
     first_scheduled_time: float | None
     finished_time: float | None
     output_token_ids: bytes | None
@@ -249,7 +251,7 @@ def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update
         update.prompts.append(PromptPart(handle, part.first, _scores(part.scores)))
     for request in output.first_tokens:
         update, handle = update_of(request)
-        times = request.first_scheduled_time, request.first_token_time
+        times = request.queued_time, request.first_scheduled_time, request.first_token_time
         update.started.append(Started(handle, request.num_cached_tokens, *times))
     for request in output.finished:
         update, handle = update_of(request)
@@ -266,7 +268,8 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
     for each in update.started:
         request = follow(each.handle)
         request.num_cached_tokens = each.num_cached_tokens
-        request.first_scheduled_time, request.first_token_time = each.first_scheduled_time, each.first_token_time
+        request.queued_time, request.first_scheduled_time = each.queued_time, each.first_scheduled_time
+        request.first_token_time = each.first_token_time
         output.first_tokens.append(request)
     for each in update.ended:
         output.finished.append(_end(follow(each.handle), each))
@@ -323,6 +326,7 @@ def _ended(request: Request, handle: int) -> Ended:
         request.stop_reason,
         request.num_preemptions,
         request.num_cached_tokens,
+        request.queued_time,
         request.first_scheduled_time,
         request.finished_time,
         None if request.per_step else _bytes(request.output_token_ids, np.int32),
@@ -331,7 +335,9 @@ def _ended(request: Request, handle: int) -> Ended:
 
 def _end(request: Request, ended: Ended) -> Request:
     request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason(ended.reason)
-    for name in ("stop_reason", "num_preemptions", "num_cached_tokens", "first_scheduled_time", "finished_time"):
+    for name in ("stop_reason", "num_preemptions", "num_cached_tokens"):
+        setattr(request, name, getattr(ended, name))
+    for name in ("queued_time", "first_scheduled_time", "finished_time"):
         setattr(request, name, getattr(ended, name))
     if ended.output_token_ids is not None:
         request.output_token_ids = np.frombuffer(ended.output_token_ids, np.int32)

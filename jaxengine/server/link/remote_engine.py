@@ -24,7 +24,7 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.engine.output import EngineOutput
 from jaxengine.requests.inputs import InputProcessor, input_processor
-from jaxengine.requests.options import NO_OPTIONS, RequestOptions
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import PreparedRequest, Prompt
@@ -112,7 +112,7 @@ class RemoteEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        options: RequestOptions = NO_OPTIONS,
+        options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As EngineClient has it; without a timeout, the server's request_timeout holds."""
         self._check()
@@ -120,6 +120,7 @@ class RemoteEngine:
         if request_id is None:
             self._num_named += 1
             request_id = f"api-{self._index}-{self._num_named}"
+        options = options or RequestOptions()
         if options.timeout is None:
             options = replace(options, timeout=self._config.request_timeout)
         prompt = await self._tokenized(prompt)

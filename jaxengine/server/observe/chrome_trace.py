@@ -114,13 +114,14 @@ def _by_request(
 def _request_events(
     track: int, life: Mapping[str, Any], taken: Sequence[tuple[str, float, float, int]], now: float
 ) -> Iterable[Event]:
-    """A request's track: queued, prefill, decode, and within them its chunks and the times it was preempted."""
+    """A request's track: preprocessing, queued, prefill, decode; within them its chunks and when it was preempted."""
     end = now if life["finished"] is None else life["finished"]
     began = end if life["first_scheduled"] is None else life["first_scheduled"]
     first = end if life["first_token"] is None else life["first_token"]
     about = {name: life[name] for name in ("num_prompt", "num_cached", "num_preemptions", "reason")}
     yield _named("thread_name", REQUESTS, track, f"request {life['id']}")
-    for name, start, stop in (("queued", life["arrival"], began), ("prefill", began, first), ("decode", first, end)):
+    ends = {"preprocessing": life["queued"], "queued": began, "prefill": first, "decode": end}
+    for (name, stop), start in zip(ends.items(), (life["arrival"], *ends.values()), strict=False):
         if stop > start:
             yield _slice(REQUESTS, track, name, start, stop, about)
     for index, (name, start, stop, step) in enumerate(_inside(taken, life["arrival"], end)):

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.options import NO_OPTIONS, RequestOptions
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
@@ -93,11 +93,12 @@ class TracedEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        options: RequestOptions = NO_OPTIONS,
+        options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As EngineClient's."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
-        request = _RequestSpan(self._tracer, self._model, params)
+        options = options or RequestOptions()
+        request = _RequestSpan(self._tracer, self._model, params, options.arrival)
         stream = self._engine.stream(prompt, params, request_id, options)
         try:
             async for output in stream:
@@ -128,11 +129,11 @@ class TracedEngine:
 class _RequestSpan:
     """What becomes one request's span when it ends."""
 
-    def __init__(self, tracer: Tracer, model: str, params: SamplingParams):
+    def __init__(self, tracer: Tracer, model: str, params: SamplingParams, arrival: float):
         self._tracer = tracer
         self._parent = context.get_current()
-        self._start = time.time_ns()
-        self._start_clock = time.monotonic()
+        self._start = time.time_ns() - int((time.monotonic() - arrival) * 1e9)
+        self._start_clock = arrival
         self._delta = params.output_kind is RequestOutputKind.DELTA
         self._num_tokens: dict[int, int] = {}
         self._reasons: dict[int, str] = {}
@@ -181,9 +182,10 @@ def _latencies(output: RequestOutput) -> dict[str, float]:
     metrics = output.metrics
     if metrics is None:
         return {}
-    began, first, last = metrics.first_scheduled_time, metrics.first_token_time, metrics.last_token_time
+    queued, began = metrics.queued_time, metrics.first_scheduled_time
+    first, last = metrics.first_token_time, metrics.last_token_time
     times = {
-        "time_in_queue": (metrics.arrival_time, began),
+        "time_in_queue": (queued, began),
         "time_to_first_token": (metrics.arrival_time, first),
         "time_in_model_prefill": (began, first),
         "time_in_model_decode": (first, last),

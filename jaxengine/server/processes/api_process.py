@@ -29,6 +29,7 @@ from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child
 from jaxengine.server.processes.connections import http_protocol
 from jaxengine.server.processes.sockets import cut_unread
+from jaxengine.server.stored.link import RemoteStore
 
 # The supervisor hears from the event loop at least this often, and so many times within api_hang_timeout.
 _ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
@@ -72,7 +73,8 @@ async def serve(child: Child) -> None:
     raise_descriptor_limit()
     engine = await RemoteEngine.connect(child.job["engine_address"], config, child.job["index"])
     client = traced(engine, config)
-    app = create_app(client, config)
+    store = await RemoteStore.connect(child.job["store_path"]) if config.api_server_count > 1 else None
+    app = create_app(client, config, store)
     http = _HttpServer(http_options(app, config))
     logging.getLogger("uvicorn.access").addFilter(is_news)
     listener = socket.socket(fileno=child.job["listen_fd"])
@@ -94,6 +96,8 @@ async def serve(child: Child) -> None:
     http.should_exit = True
     await serving
     beat.cancel()
+    if store is not None:
+        store.close()
     engine.close()
 
 

@@ -85,7 +85,11 @@ class _Protocol(H11Protocol):
         self._look()
 
     def data_received(self, data: bytes) -> None:
+        now = time.monotonic()
         super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The application may get its turn much later.
+            self.scope.setdefault("state", {}).setdefault("arrival", now)
         self._look()
 
     def on_response_complete(self) -> None:

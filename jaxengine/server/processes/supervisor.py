@@ -1,4 +1,4 @@
-"""`jaxengine serve`: starts the engine's process and those that speak with clients, and looks after them.
+"""`jaxengine serve`: starts the engine's process, those that speak with clients and their store, and looks after them.
 
 A process that ends unasked is started again, after a while where it does so time and again; an engine that does,
 without having served, ends the server. A process that hangs is killed first. SIGTERM or SIGINT drains the server, a
@@ -79,8 +79,14 @@ class _Child:
         return self.module == "engine_process"
 
     @property
+    def is_api(self) -> bool:
+        return self.module == "api_process"
+
+    @property
     def name(self) -> str:
-        return "the engine" if self.is_engine else f"API process {self.index}"
+        if self.is_api:
+            return f"API process {self.index}"
+        return "the engine" if self.is_engine else "the store of responses"
 
     def order(self, order: str, **fields: Any) -> None:
         """Tells the child; one that is gone does not hear it."""
@@ -104,9 +110,9 @@ class Supervisor:
         self._engine = engine
         self._children: list[_Child] = []
         self._deaths: dict[tuple[str, int], list[float]] = {}
-        self._unready_deaths: dict[int, int] = {}
-        # When which API process is to be started again.
-        self._starts: dict[int, float] = {}
+        self._unready_deaths: dict[tuple[str, int], int] = {}
+        # When which process, by module and index, is to be started again.
+        self._starts: dict[tuple[str, int], float] = {}
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._announced = False
@@ -128,6 +134,8 @@ class Supervisor:
             self._run_dir = Path(run_dir)
             try:
                 self._start("engine_process", 0)
+                if self._server.api_server_count > 1:
+                    self._start("store_process", 0)
                 for index in range(self._server.api_server_count):
                     self._start("api_process", index)
                 while self._status is None:
@@ -156,9 +164,9 @@ class Supervisor:
             timeout = self._server.engine_hang_timeout if child.is_engine else self._server.api_hang_timeout
             if child.ready and timeout:
                 self._look_at(child, timeout)
-        for index in [index for index, at in self._starts.items() if time.monotonic() >= at and not self._draining]:
-            del self._starts[index]
-            self._start("api_process", index)
+        for which in [which for which, at in self._starts.items() if time.monotonic() >= at and not self._draining]:
+            del self._starts[which]
+            self._start(*which)
 
     def _look_at(self, child: _Child, timeout: float) -> None:
         """Kills a process that has not been heard of for too long; it is started again when it has ended."""
@@ -180,9 +188,10 @@ class Supervisor:
             "server": dataclasses.asdict(self._server),
             "engine": dataclasses.asdict(self._engine),
             "engine_address": f"ipc://{self._run_dir / 'engine'}",
+            "store_path": str(self._run_dir / "responses"),
             "run_dir": str(self._run_dir),
             "index": index,
-            "name": "engine" if module == "engine_process" else f"api {index}",
+            "name": f"api {index}" if module == "api_process" else module.removesuffix("_process"),
             "status_fd": write,
             "listen_fd": self._listener.fileno(),
         }
@@ -222,7 +231,7 @@ class Supervisor:
         self._children.remove(child)
         status = child.process.wait()
         if self._draining:
-            self._end_engine()
+            self._end_rest()
             return
         if not self._announced:
             # What is wrong was said by the process itself.
@@ -231,7 +240,8 @@ class Supervisor:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         who = "the engine's process" if child.is_engine else child.name
         now = time.monotonic()
-        deaths = self._deaths.setdefault((child.module, child.index), [])
+        which = child.module, child.index
+        deaths = self._deaths.setdefault(which, [])
         deaths[:] = [] if child.served else [then for then in deaths if now - then < _DEATHS_SECONDS]
         deaths.append(now)
         if child.is_engine:
@@ -240,12 +250,12 @@ class Supervisor:
                 self._status = 1
                 return
             logger.error("%s %s; it is started again", who, how)
-            self._start(child.module, child.index)
+            self._start(*which)
             return
         for each in self._children:
-            if each.is_engine:
+            if each.is_engine and child.is_api:
                 each.order("gone", index=child.index)
-        unready = self._unready_deaths[child.index] = 0 if child.ready else self._unready_deaths.get(child.index, 0) + 1
+        unready = self._unready_deaths[which] = 0 if child.ready else self._unready_deaths.get(which, 0) + 1
         if unready >= _MAX_UNREADY_DEATHS:
             logger.error("%s %s, for the %d. time before it was ready: giving up", who, how, unready)
             self._status = 1
@@ -253,7 +263,7 @@ class Supervisor:
         doublings = max(len(deaths) - 1, unready) - _FREE_DEATHS
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0**doublings) if doublings >= 0 else 0.0
         logger.error("%s %s; it is started again%s", who, how, f" in {wait:g} s" if wait else "")
-        self._starts[child.index] = now + wait
+        self._starts[which] = now + wait
 
     def _end(self, number: int) -> None:
         if self._draining or not self._announced:
@@ -262,16 +272,17 @@ class Supervisor:
         self._draining = True
         self._give_up_at = time.monotonic() + self._server.shutdown_timeout + _END_SECONDS
         for child in self._children:
-            if not child.is_engine:
+            if child.is_api:
                 child.order("drain")
-        self._end_engine()
+        self._end_rest()
 
-    def _end_engine(self) -> None:
-        """Once no API process is left, the engine is to end, and then the server has."""
+    def _end_rest(self) -> None:
+        """Once no API process is left, what they stand on is to end, and then the server has."""
         if not self._children:
             self._status = 0
-        elif all(child.is_engine for child in self._children):
-            self._children[0].order("stop")
+        elif not any(child.is_api for child in self._children):
+            for child in self._children:
+                child.order("stop")
 
     def urls(self) -> str:
         """Where clients find the server."""

@@ -75,5 +75,5 @@ def test_output_of_another_request_is_refused():
 def test_times_are_none_until_they_happened():
     metrics = RequestMetrics(arrival_time=10.0)
     assert metrics.time_in_queue is None and metrics.time_to_first_token is None
-    metrics.first_scheduled_time, metrics.first_token_time = 10.5, 12.0
+    metrics.queued_time, metrics.first_scheduled_time, metrics.first_token_time = 10.25, 10.75, 12.0
     assert metrics.time_in_queue == 0.5 and metrics.time_to_first_token == 2.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from jaxengine.requests.options import NO_OPTIONS
+from jaxengine.requests.options import RequestOptions
 
 
 def http_client(app: Any, key: str | None = None) -> httpx.AsyncClient:
@@ -135,7 +135,7 @@ class Recorder:
 
     Attributes:
       calls: (prompt, params, request_id, priority, timeout) of every `generate`.
-      clients: its client.
+      clients, arrivals: its client, and when it came.
       aborted: ids.
       fail_after: outputs after which `generate` raises `failure`; None for never.
     """
@@ -146,13 +146,16 @@ class Recorder:
         self.errored = False
         self.calls: list[tuple[Any, Any, str, int, float | None]] = []
         self.clients: list[str | None] = []
+        self.arrivals: list[float] = []
         self.aborted: list[str] = []
         self.fail_after: int | None = None
         self.failure: Exception = RuntimeError("nothing yet")
 
-    async def stream(self, prompt, sampling_params=None, request_id=None, options=NO_OPTIONS):
+    async def stream(self, prompt, sampling_params=None, request_id=None, options=None):
+        options = options or RequestOptions()
         self.calls.append((prompt, sampling_params, request_id, options.priority, options.timeout))
         self.clients.append(options.client)
+        self.arrivals.append(options.arrival)
         outputs = self._engine.stream(prompt, sampling_params, request_id, options)
         async with contextlib.aclosing(outputs):
             count = 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.options import NO_OPTIONS
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from tests.jaxengine.server.asgi_client import Recorder
@@ -27,9 +27,11 @@ class ScriptedEngine(Recorder):
             config = dataclasses.replace(inputs.config, chat_template=chat_template)
             self.inputs = InputProcessor(config, inputs.model_config, inputs.tokenizer, inputs.generation_defaults)
 
-    async def stream(self, prompt, sampling_params=None, request_id=None, options=NO_OPTIONS):
+    async def stream(self, prompt, sampling_params=None, request_id=None, options=None):
+        options = options or RequestOptions()
         self.calls.append((prompt, sampling_params, request_id, options.priority, options.timeout))
         self.clients.append(options.client)
+        self.arrivals.append(options.arrival)
         assert sampling_params is not None
         texts = [self._texts[min(index, len(self._texts) - 1)] for index in range(sampling_params.n)]
         outputs = [self._completion(index, text, sampling_params) for index, text in enumerate(texts)]

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.chat.protocol import ChatRequest, text_of
@@ -28,10 +29,10 @@ from jaxengine.server.options import ServerConfig
 class _ChatCompletion:
     """One request under way."""
 
-    def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, client: str | None):
+    def __init__(self, server: ChatServer, body: ChatRequest, name: str, model: str, options: RequestOptions):
         self._body = body
         self._config = server.config
-        self._run = ChatRun(server, body, name, client)
+        self._run = ChatRun(server, body, name, options)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         last = body.messages[-1]
@@ -116,7 +117,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         name = body.register("chatcmpl", request)
-        completion = _ChatCompletion(server, body, name, model, request.state.client)
+        completion = _ChatCompletion(server, body, name, model, body.options(request, config))
         await completion.prepare(request.state.ignored_fields)
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)

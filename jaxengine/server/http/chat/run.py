@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -67,12 +66,11 @@ class ChatRun:
       num_completion_tokens, num_reasoning_tokens, num_cached_tokens: so far.
     """
 
-    def __init__(self, server: ChatServer, body: ChatRequest, name: str, client: str | None):
-        """name: the request's in the engine; client: whose it is there. Raises RequestError."""
+    def __init__(self, server: ChatServer, body: ChatRequest, name: str, options: RequestOptions):
+        """name: the request's in the engine; options: when it runs there, and for whom. Raises RequestError."""
         self._server = server
         self._name = name
-        self._client = client
-        self._arrival = time.monotonic()
+        self._options = options
         self.body = body
         tokenizer = server.engine.inputs.require_tokenizer()
         switches = server.engine.inputs.config.structured_outputs_config.chosen
@@ -109,13 +107,7 @@ class ChatRun:
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
         """What the engine says, with what it means. Raises as EngineClient.stream."""
-        timeout = self.body.timeout or self._server.config.request_timeout
-        options = RequestOptions(
-            priority=self.body.priority or 0,
-            timeout=None if timeout is None else max(1e-3, self._arrival + timeout - time.monotonic()),
-            client=self._client,
-        )
-        outputs = self._server.engine.stream(self.prompt, self.params, self._name, options)
+        outputs = self._server.engine.stream(self.prompt, self.params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             try:
                 async for output in outputs:

@@ -30,7 +30,7 @@ from jaxengine.server.prompts import PromptEncoder, read_prompts
 
 
 class _Completion:
-    """One request under way. client: whose it is, to the engine."""
+    """One request under way. options: when its prompts run in the engine, and for whom."""
 
     def __init__(
         self,
@@ -39,14 +39,13 @@ class _Completion:
         body: CompletionRequest,
         name: str,
         model: str,
-        client: str | None,
+        options: RequestOptions,
     ):
         self.body = body
         self.id = name
-        self._client = client
+        self._options = options
         self._engine = engine
         self._config = config
-        self._arrival = time.monotonic()
         self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
         self.params = self._sampling_params()
         self._prompts: list[dict[str, Any]] = []
@@ -82,7 +81,7 @@ class _Completion:
             self._num_prompt_tokens += len(ids)
         if len(self._prompts) > 1:
             for prompt in self._prompts:
-                inputs.prepare(prompt, self.params, options=RequestOptions(priority=body.priority or 0))
+                inputs.prepare(prompt, self.params, options=self._options)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(index of the prompt, what is new of it). Not more run at once than the engine has places for."""
@@ -120,15 +119,8 @@ class _Completion:
             yield event({**self._head, "choices": [], "usage": self._usage()})
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
-        prompt, body = self._prompts[index], self.body
-        timeout = body.timeout or self._config.request_timeout
-        options = RequestOptions(
-            priority=body.priority or 0,
-            timeout=None if timeout is None else max(1e-3, self._arrival + timeout - time.monotonic()),
-            client=self._client,
-        )
         request_id = self.id if len(self._prompts) == 1 else f"{self.id}-{index}"
-        return self._engine.stream(prompt, self.params, request_id, options)
+        return self._engine.stream(self._prompts[index], self.params, request_id, self._options)
 
     def _places(self) -> int:
         return max(1, self._engine.inputs.config.max_num_seqs // self.params.n)
@@ -154,7 +146,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         name = body.register("cmpl", request)
-        completion = _Completion(engine, config, body, name, model, request.state.client)
+        completion = _Completion(engine, config, body, name, model, body.options(request, config))
         await completion.read_prompts(encoder)
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)

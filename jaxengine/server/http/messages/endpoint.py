@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.errors import ApiError, messages_error_body
@@ -28,14 +29,14 @@ from scheduler.errors import RequestError
 class _Message:
     """One message under way."""
 
-    def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, client: str | None):
+    def __init__(self, server: ChatServer, body: MessagesRequest, name: str, model: str, options: RequestOptions):
         """Raises RequestError."""
         self._body = body
         self._writer = MessageWriter()
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._head = {"id": name, "type": "message", "role": "assistant", "model": model}
         try:
-            self._run = ChatRun(server, body.chat_request(), name, client)
+            self._run = ChatRun(server, body.chat_request(), name, options)
         except RequestError as error:
             raise body.as_asked(error) from None
 
@@ -121,7 +122,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         name = body.register("msg", request)
-        message = _Message(server, body, name, model, request.state.client)
+        message = _Message(server, body, name, model, body.options(request, config))
         await message.prepare(request.state.ignored_fields)
         if body.stream:
             events, limit = message.stream(), config.stream_write_timeout

@@ -12,26 +12,29 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from jaxengine.api.engine_client import EngineClient
+from jaxengine.api.engine_client import EngineClient, EngineDeadError
 from jaxengine.parsers.events import message_of
+from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
-from jaxengine.server.http.errors import as_api_error, error_body
+from jaxengine.server.http.errors import ApiError, as_api_error, error_body
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
 from jaxengine.server.http.responses.input import named_items, read_input
 from jaxengine.server.http.responses.output import ResponseWriter, Said
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
-from jaxengine.server.http.responses.store import ResponseStore, StoredResponse
-from jaxengine.server.http.sse import answer, event, json_response, stream_events
+from jaxengine.server.http.sse import answer, encode_json, event, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import RequestError, show_value
+from jaxengine.server.stored.store import Responses, StoredResponse
+from scheduler.errors import OverloadedError, RequestError, show_value
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +57,16 @@ class _Making:
         model: str,
         messages: Sequence[dict[str, Any]],
         store: bool,
-        client: str | None,
+        options: RequestOptions,
     ):
-        """client: whose it is, to the engine. Raises RequestError."""
+        """options: of its request in the engine. Raises RequestError."""
         self.id = response_id
         self.messages = messages
         self.input = named_items(body.input)
         self._tokenizer = server.engine.inputs.require_tokenizer()
         self._num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
         try:
-            self._run = ChatRun(server, body.chat_request(messages), response_id, client)
+            self._run = ChatRun(server, body.chat_request(messages), response_id, options)
         except RequestError as error:
             raise as_response_error(error) from None
         head = _head(body, response_id, model, store, self._run.params)
@@ -105,6 +108,11 @@ class _Making:
                 for call in parsed.tool_calls
             ]
         return [*self.messages, message]
+
+    def stored(self, owner: str) -> StoredResponse:
+        """It and its conversation as they are now."""
+        shown, messages = encode_json(self.writer.response), encode_json(self.conversation())
+        return StoredResponse(self.id, owner, shown, messages, encode_json(self.input))
 
     def usage(self) -> dict[str, Any]:
         run, given = self._run, len(self._run.prompt["prompt_token_ids"])
@@ -175,85 +183,73 @@ def _owner(request: Request) -> str:
 
 
 class _Responses:
-    """What the server's responses have in common."""
+    """What the responses of this process have in common; where they are kept is `app.state.store`'s affair."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self.server = ChatServer.open(engine, config)
-        self.store = ResponseStore()
         self._config = config
         self._names = served_names(engine, config)
+        # What works in the background, by response.
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """Raises RequestError, ApiError."""
         model = check_model(body.model, self._names)
-        # Another process would not find what this one keeps.
-        can_store = self._config.api_server_count == 1
-        for name in ("store", "background", "previous_response_id"):
-            if getattr(body, name) and not can_store:
-                raise RequestError(f"{name} needs a server with --api-server-count 1", param=name)
-        owner, earlier = _owner(request), []
+        owner, earlier, store = _owner(request), [], _store(request)
         if body.previous_response_id is not None:
-            earlier = self._finished(body.previous_response_id, owner)
+            earlier = await _finished(store, body.previous_response_id, owner)
         response_id = body.request_id or f"resp_{secrets.token_hex(16)}"
-        if response_id in self.store:
+        if body.request_id is not None and await store.knows(response_id):
             raise RequestError(f"request_id {show_value(response_id)} is in use", param="request_id")
         request.state.user = body.user
-        stored = can_store and body.store is not False
-        messages = [*earlier, *read_input(body.input)]
-        making = _Making(self.server, body, response_id, model, messages, stored, request.state.client)
+        keeps = body.store is not False
+        messages, options = [*earlier, *read_input(body.input)], body.options(request, self._config)
+        making = _Making(self.server, body, response_id, model, messages, keeps, options)
         if body.text is not None and body.text.verbosity is not None:
             request.state.ignored_fields.append("text.verbosity")
         await making.prepare(request.state.ignored_fields)
         if body.background:
-            return await self._begin(making, owner, request.app.state.traffic)
-        keep_for = owner if stored else None
+            return await self._begin(making, owner, request.app.state)
+        keep = _Keeper(store, owner, self) if keeps else None
         if body.stream:
-            events = self._stream(making, keep_for)
+            events = self._stream(making, keep)
             return await stream_events(request, events, self._config.stream_write_timeout, done=b"")
-        return await answer(request, self._whole(making, keep_for))
+        return await answer(request, self._whole(making, keep))
 
-    def _finished(self, response_id: str, owner: str) -> Sequence[dict[str, Any]]:
-        previous = self.store.get(response_id, owner)
-        if previous.is_running:
-            raise RequestError(
-                "previous_response_id is of a response that is not complete", param="previous_response_id"
-            )
-        return previous.messages
-
-    async def _whole(self, making: _Making, owner: str | None) -> Response:
+    async def _whole(self, making: _Making, keep: _Keeper | None) -> Response:
         async with contextlib.aclosing(making.events()) as events:
             async for _ in events:
                 continue
-        self._keep(making, owner)
+        if keep is not None:
+            await keep(making)
         return json_response(making.writer.response)
 
-    async def _stream(self, making: _Making, owner: str | None) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, making: _Making, keep: _Keeper | None) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(making.events()) as events:
             async for said in events:
-                if making.writer.response["status"] != "in_progress":
-                    self._keep(making, owner)
+                if keep is not None and making.writer.response["status"] != "in_progress":
+                    await keep(making)
                 yield b"".join(b"event: %b\n%b" % (each["type"].encode(), event(each)) for each in said)
 
-    def _keep(self, making: _Making, owner: str | None) -> None:
-        if owner is not None:
-            self.store.put(StoredResponse(owner, making.writer.response, making.conversation(), making.input))
-
-    async def _begin(self, making: _Making, owner: str, traffic: Any) -> Response:
+    async def _begin(self, making: _Making, owner: str, state: Any) -> Response:
         """Answers at once; the work goes on."""
         queued = {**making.writer.response, "status": "queued"}
-        stored = StoredResponse(owner, queued, making.messages, making.input)
-        self.store.put(stored)
-        stored.task = asyncio.create_task(self._work(making, stored, traffic))
+        stored = making.stored(owner)
+        stored.response, stored.background, stored.is_running = encode_json(queued), True, True
+        await state.store.put(stored, self)
+        keep = _Keeper(state.store, owner, self, background=True)
+        self._tasks[making.id] = asyncio.create_task(self._work(making, keep, state.traffic))
         await asyncio.sleep(0)  # a task that is cancelled before it has begun would leave the response as it is
         return json_response(queued)
 
-    async def _work(self, making: _Making, stored: StoredResponse, traffic: Any) -> None:
+    async def _work(self, making: _Making, keep: _Keeper, traffic: Any) -> None:
         traffic.num_running += 1
         try:
-            stored.response = making.writer.response
+            await keep(making, is_running=True)
             async with contextlib.aclosing(making.events()) as events:
-                async for _ in events:
-                    continue
+                async for said in events:
+                    if any(each["type"] == "response.output_item.done" for each in said):
+                        await keep(making, is_running=True)
         except asyncio.CancelledError:
             making.writer.close("cancelled", making.usage())
         except Exception as error:
@@ -262,16 +258,20 @@ class _Responses:
             making.fail(error)
         finally:
             traffic.num_running -= 1
-            if making.id in self.store:
-                stored.response, stored.messages = making.writer.response, making.conversation()
-                self.store.put(stored)
+            self._tasks.pop(making.id, None)
+            await keep(making)
+
+    def cancel(self, response_id: str) -> None:
+        """Ends work in the background. Once: what it does at its end is not to be cancelled."""
+        if (task := self._tasks.pop(response_id, None)) is not None:
+            task.cancel()
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
         """How many tokens the conversation has. Raises RequestError, ApiError."""
         check_model(body.model, self._names)
         earlier: Sequence[dict[str, Any]] = ()
         if body.previous_response_id is not None:
-            earlier = self._finished(body.previous_response_id, _owner(request))
+            earlier = await _finished(_store(request), body.previous_response_id, _owner(request))
         try:
             chat = body.chat_request([*earlier, *read_input(body.input)])
             ids = await self.server.renderer.token_ids(chat)
@@ -279,36 +279,61 @@ class _Responses:
             raise as_response_error(error) from None
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
-    def input_items(self, stored: StoredResponse, limit: int, after: str | None, newest_first: bool) -> Response:
-        """A page of what a response was asked with. Raises RequestError."""
-        items = list(reversed(stored.input)) if newest_first else list(stored.input)
-        ids = [item["id"] for item in items]
-        if after is not None and after not in ids:
-            raise RequestError(f"after is {show_value(after)}, which is none of the response's items", param="after")
-        first = 0 if after is None else ids.index(after) + 1
-        page, shown = items[first : first + limit], ids[first : first + limit]
-        ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
-        return json_response({"object": "list", "data": page, **ends, "has_more": first + limit < len(items)})
 
-    async def cancel(self, response_id: str, owner: str) -> Response:
-        """Ends one that runs in the background. Raises ApiError, RequestError."""
-        stored = self.store.get(response_id, owner)
-        if stored.task is None:
-            raise RequestError("only a response made with background can be cancelled", param="response_id")
-        await self._stop(stored)
-        return json_response(stored.response)
+@dataclass(frozen=True)
+class _Keeper:
+    """Keeps states of one response."""
 
-    async def delete(self, response_id: str, owner: str) -> Response:
-        """Raises ApiError."""
-        stored = self.store.get(response_id, owner)
-        await self._stop(stored)
-        self.store.delete(response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+    store: Responses
+    owner: str
+    worker: _Responses
+    background: bool = False
 
-    async def _stop(self, stored: StoredResponse) -> None:
-        if stored.task is not None and stored.is_running:
-            stored.task.cancel()
-            await asyncio.wait((stored.task,))
+    async def __call__(self, making: _Making, *, is_running: bool = False) -> None:
+        """An answer that cannot be kept is an answer all the same: it might have had to make room at once, too."""
+        stored = making.stored(self.owner)
+        stored.background, stored.is_running = self.background, is_running
+        try:
+            await self.store.put(stored, self.worker)
+        except (EngineDeadError, OverloadedError) as error:
+            logger.warning("response %s is not kept: %s", making.id, error)
+
+
+def _input_items(stored: StoredResponse, limit: int, after: str | None, newest_first: bool) -> Response:
+    """A page of what a response was asked with. Raises RequestError."""
+    items = msgspec.json.decode(stored.input)
+    if newest_first:
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise RequestError(f"after is {show_value(after)}, which is none of the response's items", param="after")
+    first = 0 if after is None else ids.index(after) + 1
+    page, shown = items[first : first + limit], ids[first : first + limit]
+    ends = {"first_id": shown[0] if shown else None, "last_id": shown[-1] if shown else None}
+    return json_response({"object": "list", "data": page, **ends, "has_more": first + limit < len(items)})
+
+
+async def _finished(store: Responses, response_id: str, owner: str) -> Sequence[dict[str, Any]]:
+    """The conversation of a response that is to be continued. Raises ApiError, RequestError."""
+    previous = _there(await store.get(response_id, owner), response_id)
+    if previous.is_running:
+        raise RequestError("previous_response_id is of a response that is not complete", param="previous_response_id")
+    return msgspec.json.decode(previous.messages)
+
+
+def _there(stored: StoredResponse | None, response_id: str) -> StoredResponse:
+    """Raises ApiError for one that is not kept, or not this owner's."""
+    if stored is None:
+        raise ApiError(404, f"there is no stored response {show_value(response_id)}", param="response_id")
+    return stored
+
+
+def _store(request: Request) -> Responses:
+    return request.app.state.store
+
+
+def _json(stored: StoredResponse) -> Response:
+    return Response(stored.response, media_type="application/json")
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -324,7 +349,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     async def get_response(response_id: str, request: Request) -> Response:
         for name in request.query_params:
             raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
-        return json_response(responses.store.get(response_id, _owner(request)).response)
+        return _json(_there(await _store(request).get(response_id, _owner(request)), response_id))
 
     @routes.post("/v1/responses/input_tokens", response_class=Response)
     async def count_response_tokens(body: ResponsesRequest, request: Request) -> Response:
@@ -338,15 +363,19 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
-        stored = responses.store.get(response_id, _owner(request))
-        return responses.input_items(stored, limit, after, order == "desc")
+        stored = _there(await _store(request).get(response_id, _owner(request)), response_id)
+        return _input_items(stored, limit, after, order == "desc")
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
     async def cancel_response(response_id: str, request: Request) -> Response:
-        return await responses.cancel(response_id, _owner(request))
+        owner, store = _owner(request), _store(request)
+        if not _there(await store.get(response_id, owner), response_id).background:
+            raise RequestError("only a response made with background can be cancelled", param="response_id")
+        return _json(_there(await store.stop(response_id, owner), response_id))
 
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
     async def delete_response(response_id: str, request: Request) -> Response:
-        return await responses.delete(response_id, _owner(request))
+        _there(await _store(request).delete(response_id, _owner(request)), response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return routes

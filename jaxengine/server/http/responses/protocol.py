@@ -75,8 +75,7 @@ class ResponsesRequest(GenerationRequest):
       input: a text, or items: messages, function calls, their outputs, reasoning.
       instructions: the system message; not carried over to a response that continues this one.
       previous_response_id: a stored response that this one continues.
-      store: keep the response in memory, so that it can be asked for and continued; default: where one process answers
-        all of them.
+      store: keep the response in memory, so that it can be asked for and continued; the default.
       background: answer at once, and work on.
       include: "message.output_text.logprobs", for top_logprobs of them; "reasoning.encrypted_content", with which items
         of reasoning can come back without their text (it is not secret: the same text in base64).

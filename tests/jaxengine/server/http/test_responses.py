@@ -10,10 +10,7 @@ import pytest
 
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.server.http.app import create_app
-from jaxengine.server.http.responses import store as response_store
-from jaxengine.server.http.responses.store import ResponseStore, StoredResponse
 from jaxengine.server.options import ServerConfig
-from scheduler.errors import OverloadedError
 from tests.jaxengine.server.asgi_client import Recorder, http_client, idle, post
 from tests.jaxengine.server.openai_client import openai_client
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
@@ -159,12 +156,6 @@ async def test_responses_that_are_not_stored(client, chat_engine):
     assert response.store is False
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(response.id)
-    # One of several processes would not find what another one keeps.
-    app = create_app(chat_engine, ServerConfig(api_server_count=2))
-    for fields in ({"store": True}, {"background": True}, {"previous_response_id": "resp_x"}):
-        answer = await post(app, PATH, input="Hi", **fields)
-        assert answer.status == 400 and answer.error["param"] in fields
-    assert (await post(app, PATH, input="Hi", max_output_tokens=1)).json["store"] is False
 
 
 async def test_a_key_opens_its_own_responses_only(chat_engine):
@@ -254,36 +245,6 @@ async def test_a_name_that_is_taken_is_refused(app, client):
     assert (await post(app, PATH, input="Hi", request_id="resp_mine")).error["param"] == "request_id"
     with pytest.raises(openai.BadRequestError, match="stream"):
         await client.responses.retrieve("resp_mine", stream=True)
-
-
-def stored(number: int, size: int = 1) -> StoredResponse:
-    return StoredResponse("me", {"id": str(number), "text": "x" * size}, [])
-
-
-async def test_the_store_is_bounded():
-    store = ResponseStore(max_responses=3, max_bytes=10_000)
-    for number in range(5):
-        store.put(stored(number))
-    assert [str(number) in store for number in range(5)] == [False, False, True, True, True]
-    store.put(stored(5, 9_950))
-    assert "4" not in store and "5" in store
-    store.put(stored(5))
-    store.put(stored(6, 9_000))
-    assert "5" in store and "6" in store
-    waiting = asyncio.Event()
-    tasks = [asyncio.create_task(waiting.wait()) for _ in range(3)]
-    full = ResponseStore(max_responses=3)
-    for number, task in enumerate(tasks):
-        each = stored(number)
-        full.put(each)
-        each.task = task
-    with pytest.raises(OverloadedError):
-        full.put(stored(9))
-    waiting.set()
-    await asyncio.gather(*tasks)
-    full.put(stored(9))
-    assert "0" not in full and "9" in full
-    assert response_store.MAX_BYTES <= 64 << 20
 
 
 async def test_what_a_response_was_asked_with(client, app):

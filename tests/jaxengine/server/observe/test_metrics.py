@@ -151,10 +151,11 @@ async def test_what_was_asked_for_is_what_was_counted(served):
         seconds("request_prefill_time") + seconds("request_decode_time")
     )
     assert seconds("inter_token_latency") == pytest.approx(seconds("request_decode_time"))
+    preprocessing = grew("jaxengine:request_preprocessing_time_seconds_sum")
     assert seconds("time_to_first_token") == pytest.approx(
-        seconds("request_queue_time") + seconds("request_prefill_time")
+        preprocessing + seconds("request_queue_time") + seconds("request_prefill_time")
     )
-    parts = seconds("request_queue_time") + seconds("request_inference_time")
+    parts = preprocessing + seconds("request_queue_time") + seconds("request_inference_time")
     assert parts <= seconds("e2e_request_latency") <= parts + 0.1 * num_requests
     # Steps: what they held, in sum and by shape.
     assert grew("vllm:iteration_tokens_total_sum") == grew("jaxengine:scheduled_tokens_total")

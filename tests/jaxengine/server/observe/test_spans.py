@@ -67,7 +67,8 @@ async def test_a_request_is_a_span_of_its_callers_trace(app, exported, stream):
             *("time_in_model_inference", "e2e"),
         )
     )
-    assert queue + prefill == pytest.approx(first) and prefill + decode == pytest.approx(inference)
+    # Before it is queued, a request is read and tokenised.
+    assert queue + prefill <= first and prefill + decode == pytest.approx(inference)
     assert min(queue, decode) > 0 and first + decode <= e2e + 1e-9
     assert e2e <= (span.end_time - span.start_time) / 1e9 + 0.001
     assert span.status.is_ok or span.status.status_code is trace.StatusCode.UNSET

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import time
 
 import uvicorn
 
@@ -18,14 +19,14 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def application(scope, receive, send):
-    """Answers /health at once, /never never, and others with the size of their body."""
+    """Answers /health at once, /never never, /arrival with when it came, and others with the size of their body."""
     if scope["path"] == "/never":
         await asyncio.sleep(600)
     size, more = 0, scope["path"] != "/health"
     while more:
         message = await receive()
         size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-    body = str(size).encode()
+    body = repr(scope["state"]["arrival"]).encode() if scope["path"] == "/arrival" else b"%d" % size
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
     await send({"type": "http.response.body", "body": body})
 
@@ -93,6 +94,25 @@ async def test_half_a_request_has_an_end(caplog):
         dripper.cancel()
         assert await answered(port)
     assert "connections without a request that were closed, because none came within 0.5 s" in caplog.text
+
+
+async def test_a_request_arrives_with_its_headers():
+    async def ask(reader, writer):
+        """When it was asked, when the server says that it came, and when its body was sent."""
+        begun = time.monotonic()
+        writer.write(b"POST /arrival HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nExpect: 100-continue\r\n\r\n")
+        assert b" 100 " in await reader.readuntil(b"\r\n\r\n")
+        sent = time.monotonic()
+        writer.write(b"x")
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].split()[0])
+        return begun, float(await reader.readexactly(size)), sent
+
+    async with listening() as port, asyncio.timeout(20):
+        connection = await opened(port)
+        times = [*await ask(*connection), *await ask(*connection)]
+        connection[1].close()
+    assert times == sorted(times)
 
 
 async def test_who_waits_longest_makes_room_and_who_is_answered_stays():

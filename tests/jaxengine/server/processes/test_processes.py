@@ -106,7 +106,8 @@ def test_answers_equal_those_of_one_process(server, chat_engine):
             deltas = await collect(engine, GREEDY.clone_with(output_kind=RequestOutputKind.DELTA))
             assert "".join(output.outputs[0].text for output in deltas) == text
             metrics = deltas[-1].metrics
-            assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time
+            assert metrics.arrival_time <= metrics.queued_time <= metrics.first_scheduled_time
+            assert metrics.first_scheduled_time <= metrics.first_token_time
             assert deltas[-1].num_cached_tokens is not None
             await idle(engine)
 
