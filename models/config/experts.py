@@ -26,6 +26,7 @@ class ExpertsConfig:
       routed_scaling_factor: of all weights.
       min_weight_sum: weights are divided by no less than this to add up to one.
       apply_router_weight_on_input: weights are multiplied with what goes into the experts, not with what comes out.
+      swiglu_alpha, swiglu_limit: numbers of the activation of families that clamp what goes into it.
       bias: of the router and of the experts' matrices.
       shared_intermediate_size: feed-forward size of the dense MLP that every token goes to beside its experts, 0 for
         none.
@@ -44,6 +45,8 @@ class ExpertsConfig:
     routed_scaling_factor: float = 1.0
     min_weight_sum: float = 1e-20
     apply_router_weight_on_input: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     bias: bool = False
     shared_intermediate_size: int = 0
     shared_gate: bool = False
@@ -66,6 +69,6 @@ class ExpertsConfig:
             raise ModelConfigError(
                 f"experts: scoring_func must be one of {', '.join(SCORING_FUNCS)}, got {self.scoring_func!r}"
             )
-        for name in ("routed_scaling_factor", "min_weight_sum"):
+        for name in ("routed_scaling_factor", "min_weight_sum", "swiglu_alpha", "swiglu_limit"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ModelConfigError(f"experts: {name} must be a finite number > 0, got {getattr(self, name)!r}")

@@ -93,25 +93,28 @@ class MixtureOfExperts(nnx.Module):
         prefix = f"{source}.experts.{{expert}}"
         gate_up = Source(f"{prefix}.{names.gate}", ffn), Source(f"{prefix}.{names.up}", ffn)
         down = (Source(f"{prefix}.{names.down}", size),)
-        stack = {"num_experts": count}
-        self.gate_up = build.weight((count, size, 2 * ffn), gate_up, (over, "embed", within), **stack)
-        self.down = build.weight((count, ffn, size), down, (over, within, "embed"), **stack)
+        self.gate_up = build.weight((count, size, 2 * ffn), gate_up, (over, "embed", within), num_experts=count)
+        self.down = build.weight((count, ffn, size), down, (over, within, "embed"), num_experts=count)
 
-        def bias(sources: Sequence[Source], axes: tuple[str | None, ...], **stack: int) -> nnx.Param:
+        def bias(sources: Sequence[Source], axes: tuple[str | None, ...], num_experts: int | None = None) -> nnx.Param:
             tensors = tuple(part.tensor("bias") for part in sources)
-            shape = (*stack.values(), sum(part.rows for part in sources))
-            return declare(shape, build.dtype, ParamDecl(axes, tensors, init_std=0.02, **stack))
+            shape = (*([] if num_experts is None else [count]), sum(part.rows for part in sources))
+            return declare(shape, build.dtype, ParamDecl(axes, tensors, init_std=0.02, num_experts=num_experts))
 
         self.router_bias = bias((router,), (None,)) if experts.bias else None
-        self.gate_up_bias = bias(gate_up, (over, within), **stack) if experts.bias else None
-        self.down_bias = bias(down, (over, "embed"), **stack) if experts.bias else None
-        # float32 whatever the model's dtype: it decides between scores that differ by little.
-        correction = ParamDecl((None,), (Source(f"{source}.{names.correction_bias}", count),), init_std=0.02)
-        self.correction_bias = declare((count,), jnp.float32, correction) if experts.correction_bias else None
+        self.gate_up_bias = bias(gate_up, (over, within), count) if experts.bias else None
+        self.down_bias = bias(down, (over, "embed"), count) if experts.bias else None
+        correction = f"{source}.{names.correction_bias}"
+        self.correction_bias = self.make_correction_bias(correction, count) if experts.correction_bias else None
         shared, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
         self.shared = GatedMLP(size, ffn, source=shared, build=build) if ffn else None
         self.shared_gate = build.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
+
+    def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
+        """f32[E], or [1, E]; float32 whatever the model's dtype: it decides between scores that differ by little."""
+        decl = ParamDecl((None,), (Source(source, num_experts),), init_std=0.02)
+        return declare((num_experts,), jnp.float32, decl)
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """[T, D] -> [T, D]
@@ -220,9 +223,12 @@ class MixtureOfExperts(nnx.Module):
         logits = self.router.matmul(x.astype(self.router_dtype))
         if self.router_bias is not None:
             logits = logits + self.router_bias[...].astype(jnp.float32)
-        scores = jax.nn.softmax(logits, axis=-1) if experts.scoring_func == "softmax" else jax.nn.sigmoid(logits)
+        sigmoid = experts.scoring_func == "sigmoid"
+        scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
         if self.correction_bias is None and experts.topk_group == experts.num_expert_group:
-            weights, ids = jax.lax.top_k(scores, experts.num_per_token)
+            # Sigmoids of large logits are all 1: these are picked by the logits.
+            best, ids = jax.lax.top_k(logits if sigmoid else scores, experts.num_per_token)
+            weights = jax.nn.sigmoid(best) if sigmoid else best
         else:
             ids = jax.lax.top_k(self._choices(scores), experts.num_per_token)[1]
             weights = jnp.take_along_axis(scores, ids, axis=-1)
