@@ -36,8 +36,9 @@ class ModelConfig:
     `attention` has one entry per layer. `experts` is None for a dense model; where it is not, `intermediate_size` is
     that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is what
     embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
-    what logits are. `rms_norm_eps` is that of all norms, of whatever kind. Token ids are None or empty where the
-    checkpoint names none.
+    what logits are. `rms_norm_eps` is that of all norms, of whatever kind. A checkpoint may have
+    `num_nextn_predict_layers` layers behind the last that predict further tokens; they are not read. Token ids are None
+    or empty where the checkpoint names none.
     """
 
     architecture: str
@@ -54,12 +55,14 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
     experts: ExpertsConfig | None = None
+    num_nextn_predict_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
             check_size(name, getattr(self, name), maximum)
+        check_size("num_nextn_predict_layers", self.num_nextn_predict_layers, MAX_LAYERS, 0)
         all_experts = len(self.attention) * (self.experts.num_experts if self.experts else 1)
         if len(self.attention) > MAX_LAYERS or all_experts > MAX_ALL_EXPERTS:
             raise ModelConfigError(

@@ -33,6 +33,7 @@ from models.weights.parts import (
 )
 from models.weights.renamed import RenamedSource
 from models.weights.source import WHOLE, WeightSource
+from models.weights.stacked import StackedSource
 
 # Tensors that some checkpoints carry and no model reads: they follow from the configuration.
 IGNORABLE_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -67,7 +68,9 @@ def load_params(
     some rows of a tensor twice or not at all.
     """
     params = list(declared_params(model_abstract))
-    source = RenamedSource(source, model_abstract.checkpoint_names)
+    source = RenamedSource(source, names := model_abstract.checkpoint_names)
+    if names.stacked_experts is not None and (experts := model_abstract.config.experts) is not None:
+        source = StackedSource(source, names.stacked_experts, experts.num_experts)
     for param in params:
         num_parts(param, mesh)
     loader = _Loader(source, mesh, _check_names(model_abstract, source))
@@ -163,6 +166,8 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
     if len(model.stage.layers) < model.config.num_layers:
         model = build_abstract(type(model), model.config, replace(model.build, stage=None))
     present, tied_copy, rope_factors = set(source.names()), False, []
+    config = model.config
+    predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))
     needed = _needed_tensors(model)
     for name, expected in needed.items():
         if name not in present:
@@ -177,7 +182,7 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
                 text = f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"
                 raise ModelFileError(source.path, text, HEAD)
             tied_copy = True
-        elif not name.endswith(IGNORABLE_SUFFIXES):
+        elif not name.endswith(IGNORABLE_SUFFIXES) and not name.startswith(predicting):
             raise ModelFileError(source.path, "the model has no use for this tensor", name)
     if rope_factors:
         _check_rope_factors(source, model, rope_factors)

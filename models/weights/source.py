@@ -12,6 +12,15 @@ WHOLE = slice(None)
 _NONE: Mapping[str, float] = MappingProxyType({})
 
 
+class StackedExperts(NamedTuple):
+    """That a family stores the matrices of all experts of a layer in one tensor, see models.weights.stacked.
+
+    interleaved: rows of gate and up take turns; otherwise all of gate come first.
+    """
+
+    interleaved: bool = False
+
+
 class CheckpointNames(NamedTuple):
     """What a family's checkpoints have beside the tensors that its model declares.
 
@@ -19,11 +28,13 @@ class CheckpointNames(NamedTuple):
       prefixes: beginnings of names, and what the model says instead; the first that fits counts.
       unused: beginnings of the names of other parts, which are not read: what is to see pictures, say.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
+      stacked_experts: how experts are stored where they may be in one tensor; None for each in tensors of its own.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
+    stacked_experts: StackedExperts | None = None
 
 
 class WeightSource(Protocol):

@@ -1,0 +1,153 @@
+"""Checkpoints that keep a matrix of all experts of a layer in one tensor, read as if each expert had its own tensors.
+
+    NAME.experts.gate_up_proj        [E, D, 2F]          experts.{e}.gate_proj.weight, up_proj.weight [F, D]
+    NAME.experts.gate_up_proj_bias   [E, 2F]             experts.{e}.gate_proj.bias, up_proj.bias [F]
+    NAME.experts.down_proj           [E, F, D]           experts.{e}.down_proj.weight [D, F]
+    NAME.experts.down_proj_bias      [E, D]              experts.{e}.down_proj.bias [D]
+
+or, in MXFP4 (OCP Microscaling Formats 1.0), `gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales`
+[E, 2F, D / 32], and so for `down_proj`. Knows nothing of file formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from models.weights.errors import ModelFileError
+from models.weights.source import WHOLE, StackedExperts, WeightSource
+
+GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
+# Four bits: a sign, two bits of exponent, one of mantissa.
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# Of a byte, the low half first: [256, 2].
+_PAIRS = np.stack([np.tile(FP4, 16), np.repeat(FP4, 16)], axis=1)
+
+
+class _Part(NamedTuple):
+    """One expert's tensor: rows `first`, `first + step`, ... of what the stack has for it, [out, in] or [out].
+
+    stack: name of the tensor, without BLOCKS where it has them.
+    """
+
+    stack: str
+    kind: str  # "weight", "bias" or BLOCKS
+    expert: int
+    first: int
+    step: int
+    shape: tuple[int, ...]
+
+
+class StackedSource:
+    """The WeightSource of a checkpoint whose experts are stacked; one that has no such tensors is as it is.
+
+    Raises ModelFileError for stacks of other shapes than `num_experts` experts have.
+    """
+
+    def __init__(self, source: WeightSource, stacked: StackedExperts, num_experts: int):
+        self._source, self._stacked, self._num_experts = source, stacked, num_experts
+        self._parts: dict[str, _Part | None] = {}
+        self._last: tuple[tuple, np.ndarray] | None = None
+        for name in source.names():
+            prefix, dot, end = name.rpartition(".")
+            if not (prefix.endswith(".experts") and end.startswith((GATE_UP, DOWN)) and dot):
+                self._parts[name] = None
+            elif not end.endswith(SCALES):
+                self._add(name, prefix, end)
+
+    @property
+    def path(self) -> str:
+        return self._source.path
+
+    def names(self) -> Iterable[str]:
+        return self._parts.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        part = self._parts[name]
+        return self._source.shape(name) if part is None else part.shape
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        part = self._parts[name]
+        if part is None:
+            return self._source.read(name, rows, columns)
+        first, last, _ = rows.indices(part.shape[0])
+        own = slice(part.first + first * part.step, part.first + (last - 1) * part.step + 1)
+        if part.kind == "bias":
+            return self._source.read(part.stack, slice(part.expert, part.expert + 1), own)[0, :: part.step]
+        if part.kind == BLOCKS:
+            # What gate and up have together where they take turns, so that both are made of one reading.
+            span = slice(own.start - own.start % part.step, own.stop - 1 + part.step - (own.stop - 1) % part.step)
+            matrix = self._read_blocks(part, span)
+            return matrix[own.start - span.start : own.stop - span.start : part.step, columns]
+        return self._read_matrix(part, columns)[:, own.start : own.stop : part.step].T
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _add(self, name: str, prefix: str, end: str) -> None:
+        """The parts of one stack."""
+        stem = GATE_UP if end.startswith(GATE_UP) else DOWN
+        kinds = {stem: "weight", stem + BIAS: "bias", stem + BLOCKS: BLOCKS}
+        shape = tuple(self._source.shape(name))
+        ranks = {"weight": 3, "bias": 2, BLOCKS: 4}
+        kind = kinds.get(end)
+        if kind is None or len(shape) != ranks[kind] or shape[0] != self._num_experts:
+            text = f"must be a stack of the matrices or biases of {self._num_experts} experts, got shape {shape}"
+            raise ModelFileError(self.path, text, name)
+        if kind == BLOCKS:
+            self._check_scales(name.removesuffix(BLOCKS) + SCALES, shape)
+        out = {"weight": shape[-1], "bias": shape[1], BLOCKS: shape[1]}[kind]
+        inner = {"weight": shape[1:2], "bias": (), BLOCKS: (32 * shape[2],) if len(shape) > 2 else ()}[kind]
+        modules = ("gate_proj", "up_proj") if stem == GATE_UP else (DOWN,)
+        if out % len(modules):
+            raise ModelFileError(self.path, f"gate and up must be equally many rows, got {out} between them", name)
+        interleaved = self._stacked.interleaved and len(modules) == 2
+        rows = out // len(modules)
+        for expert in range(self._num_experts):
+            for number, module in enumerate(modules):
+                first, step = (number, 2) if interleaved else (number * rows, 1)
+                part = _Part(name.removesuffix(BLOCKS), kind, expert, first, step, (rows, *inner))
+                tensor = "bias" if kind == "bias" else "weight"
+                self._parts[f"{prefix}.{expert}.{module}.{tensor}"] = part
+
+    def _check_scales(self, name: str, blocks: tuple[int, ...]) -> None:
+        scales = tuple(self._source.shape(name)) if name in set(self._source.names()) else None
+        if blocks[3] != 16 or scales != blocks[:3]:
+            text = f"MXFP4 must have blocks [E, rows, n, 16] and scales [E, rows, n], got {blocks} and {scales}"
+            raise ModelFileError(self.path, text, name)
+
+    def _read_matrix(self, part: _Part, columns: slice) -> np.ndarray:
+        """These columns of an expert's [out, in] as they lie in the stack, [columns, all rows of the stack]."""
+        first, last, _ = columns.indices(part.shape[1])
+        key = part.stack, part.expert, first, last
+        if self._last is None or self._last[0] != key:
+            expert = slice(part.expert, part.expert + 1)
+            self._last = key, self._source.read(part.stack, expert, slice(first, last))[0]
+        return self._last[1]
+
+    def _read_blocks(self, part: _Part, rows: slice) -> np.ndarray:
+        """bfloat16 [rows, in]"""
+        key = part.stack, part.expert, rows.start, rows.stop
+        if self._last is None or self._last[0] != key:
+            expert = slice(part.expert, part.expert + 1)
+            blocks = self._source.read(part.stack + BLOCKS, expert, rows)[0]
+            scales = self._source.read(part.stack + SCALES, expert, rows)[0]
+            if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
+                text = f"MXFP4 must be stored as U8, got {blocks.dtype} and {scales.dtype}"
+                raise ModelFileError(self.path, text, part.stack)
+            self._last = key, mxfp4_values(blocks, scales)
+        return self._last[1]
+
+
+def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """u8[..., n, 16] blocks of 32 numbers and their u8[..., n] exponents to bfloat16[..., 32 n], which holds them
+    exactly."""
+    values = _PAIRS[blocks].reshape(*scales.shape, 32)
+    return (
+        np.ldexp(values, scales[..., None].astype(np.int32) - 127)
+        .reshape(*scales.shape[:-1], -1)
+        .astype(ml_dtypes.bfloat16)
+    )
