@@ -21,6 +21,7 @@ def ragged_paged_attention(
     sm_scale: float,
     causal: bool = True,
     window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,  # [N]
     tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
@@ -40,7 +41,7 @@ def ragged_paged_attention(
         num_computed = int(kv_lens[seq]) - (end - first)
         for token in range(first, end):
             tree_row = None if tree_mask is None else tree_mask[token]
-            keys = visible_keys(num_computed, end - first, token - first, causal, window, tree_row)
+            keys = visible_keys(num_computed, end - first, token - first, causal, window, chunk, tree_row)
             pages, offsets = page_table[seq, keys // page_size], keys % page_size
             for head in range(num_q_heads):
                 k = k_pages[pages, offsets, head // group].astype(np.float64)
@@ -54,7 +55,13 @@ def ragged_paged_attention(
 
 
 def visible_keys(
-    num_computed: int, q_len: int, index: int, causal: bool, window: int | None, tree_row: np.ndarray | None
+    num_computed: int,
+    q_len: int,
+    index: int,
+    causal: bool,
+    window: int | None,
+    chunk: int | None,
+    tree_row: np.ndarray | None,
 ) -> np.ndarray:
     """Positions of the keys that new token `index` of a sequence sees, ascending.
 
@@ -65,6 +72,8 @@ def visible_keys(
     if tree_row is not None:
         new = np.maximum(keys - num_computed, 0)
         keys = keys[(keys < num_computed) | ((tree_row[new // 32] >> (new % 32).astype(np.uint32)) & 1).astype(bool)]
+    if chunk is not None:
+        keys = keys[keys // chunk == position // chunk]
     return keys if window is None else keys[keys > position - window]
 
 

@@ -39,6 +39,7 @@ from models.cache import block_profile, num_places
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
 from models.layers.attention import (
+    AttentionSpec,
     RaggedBatch,
     attention_spec,
     kv_cache_update,
@@ -247,14 +248,17 @@ class StagePrograms:
 
         for spec, attention in {attention_spec(attention, shared): attention for attention in config.attention}.items():
 
-            def attend(q, kv, batch, schedule, spec=spec):
-                return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule)
+            def attend(q, kv, batch, schedule, sinks=None, spec=spec):
+                return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule, sinks=sinks)
 
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
             schedule = self._on_one_device(jax.eval_shape(plan, batch))
-            name = f"attention{'' if spec.window is None else f' window {spec.window}'}"
+            arguments = heads(spec.num_q_heads, spec.head_dim), kv, batch, schedule
+            if attention.sinks:
+                sinks = jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32)
+                arguments = *arguments, self._on_one_device(sinks)
             work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
-            yield kernel(name, attend, (heads(spec.num_q_heads, spec.head_dim), kv, batch, schedule), (), work)
+            yield kernel(f"attention{_limit(spec)}", attend, arguments, (), work)
 
         def write(kv, k, v, slot_mapping, schedule):
             return kv_cache_update(kv, k, v, slot_mapping, schedule=schedule)
@@ -278,9 +282,8 @@ class StagePrograms:
             *((bucket, part) for bucket in grid.mixed[-1:] for part in ("block", "edge")),
         ]
         for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in self.model.config.attention):
-            window = "" if spec.window is None else f" window {spec.window}"
             for bucket, part in parts:
-                name = f"attention{window} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
+                name = f"attention{_limit(spec)} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
                 for trips in TRIPS:
                     step = {"decode": bucket.decode_only, "num_tokens": bucket.num_tokens}
                     with jax.set_mesh(self._one_device):  # sizes are the chip's
@@ -352,6 +355,14 @@ class StagePrograms:
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=there)
 
         return jax.tree.map(part, tree)
+
+
+def _limit(spec: AttentionSpec) -> str:
+    """Which keys a token sees, as programs are told apart by it."""
+    for name in ("window", "chunk"):
+        if getattr(spec, name) is not None:
+            return f" {name} {getattr(spec, name)}"
+    return ""
 
 
 def _hlo_type(dtype: Any) -> str:

@@ -46,7 +46,7 @@ def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int,
 
 def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
     """One layer's attention: q and o, the keys and values it sees once each, and both products."""
-    keys, pairs = visible_keys(bucket, context, attention.window)
+    keys, pairs = visible_keys(bucket, context, attention.reach)
     queries = 2 * bucket.num_tokens * attention.num_heads * attention.head_dim * jnp.dtype(dtype).itemsize
     cache = 2 * keys * attention.num_kv_heads * attention.head_dim * jnp.dtype(kv_dtype).itemsize
     return Work(queries + cache, 4 * pairs * attention.num_heads * attention.head_dim)

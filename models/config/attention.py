@@ -40,8 +40,11 @@ class LayerAttention:
       rope: how q and k are rotated; None where they are not.
       scale: that products of queries and keys are multiplied with; None for head_dim ** -0.5.
       window: keys a token sees counting itself, None for all of them.
+      chunk: a token sees the keys from the last multiple of this on, None for all of them: a window that restarts.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
       qk_norm: an RMS norm over each head of q and k before rope; other norms are handed to the layer by its family.
+      sinks: a learned logit for each head that takes its share of the softmax and gives nothing (Xiao et al. 2023,
+        arXiv:2309.17453).
       bias: of the projections to q, k and v.
       output_bias: of the projection after attention.
       temperature: by which queries are multiplied according to their positions; None for not at all.
@@ -53,8 +56,10 @@ class LayerAttention:
     rope: Rope | None
     scale: float | None = None
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     qk_norm: bool = False
+    sinks: bool = False
     bias: bool = False
     output_bias: bool = False
     temperature: TemperatureTuning | None = None
@@ -63,8 +68,11 @@ class LayerAttention:
         check_size("num_heads", self.num_heads, MAX_HEADS)
         check_size("num_kv_heads", self.num_kv_heads, MAX_HEADS)
         check_size("head_dim", self.head_dim, MAX_HEAD_DIM)
-        if self.window is not None:
-            check_size("window", self.window, MAX_INTEGER)
+        for name in ("window", "chunk"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name), MAX_INTEGER)
+        if self.window is not None and self.chunk is not None:
+            raise ModelConfigError(f"window must be None where chunk is {self.chunk}, got {self.window}")
         for name in ("scale", "soft_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -75,6 +83,11 @@ class LayerAttention:
             )
         if self.rope is not None and self.rope.rotary_dim > self.head_dim:
             raise ModelConfigError(f"rotary_dim must be at most head_dim = {self.head_dim}, got {self.rope.rotary_dim}")
+
+    @property
+    def reach(self) -> int | None:
+        """The most keys that a token sees counting itself, None for all: those that a cache must keep for it."""
+        return self.chunk if self.window is None else self.window
 
     @property
     def sm_scale(self) -> float:

@@ -48,9 +48,9 @@ class RopeScaling:
                 "original_max_position_embeddings must be an integer >= 1 for rope_type "
                 f"{self.rope_type!r}, got {self.original_max_position_embeddings!r}"
             )
-        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+        if self.rope_type == "llama3" and self.high_freq_factor < self.low_freq_factor:
             raise ModelConfigError(
-                f"high_freq_factor must be larger than low_freq_factor, got {self.high_freq_factor} "
+                f"high_freq_factor must be at least low_freq_factor, got {self.high_freq_factor} "
                 f"and {self.low_freq_factor}"
             )
         if not math.isfinite(self.attention_factor):
@@ -217,7 +217,8 @@ def rope_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None)
 def _llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     turns = scaling.original_max_position_embeddings * freqs / (2 * np.pi)  # full turns over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    # Llama 4 has both equal: nothing lies between what is kept and what is stretched.
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= low).astype(np.float64)
     return freqs * (kept + (1 - kept) / scaling.factor)
 
 

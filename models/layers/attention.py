@@ -18,7 +18,7 @@ from models.layers.linear import Linear
 from models.layers.norm import RMSNorm
 from models.layers.rope import apply_rope
 from models.layers.rows import Rows
-from models.weights.declare import Source
+from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, ragged_paged_attention
 from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.kv.update import kv_cache_update
@@ -88,6 +88,7 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         v_head_dim=attention.head_dim,
         sm_scale=attention.sm_scale,
         window=attention.window,
+        chunk=attention.chunk,
         soft_cap=attention.soft_cap,
     )
 
@@ -139,6 +140,9 @@ class Attention(nnx.Module):
         if attention.qk_norm:
             qk_norms = [RMSNorm(head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
         self.q_norm, self.k_norm = qk_norms or (None, None)
+        # float32, as the kernels add it to products of that dtype.
+        sinks = ParamDecl(("heads",), (Source(f"{source}.sinks", attention.num_heads),), init_std=1.0)
+        self.sinks = declare((attention.num_heads,), jnp.float32, sinks) if attention.sinks else None
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """x[T, D] -> [T, D], and the pool with this step's keys and values of this layer written."""
@@ -151,7 +155,8 @@ class Attention(nnx.Module):
         with jax.named_scope("kv_cache_update"):
             kv = kv_cache_update(kv, k, v, ragged.slot_mapping, schedule=pages.update_schedule)
         with jax.named_scope("ragged_paged_attention"):
-            o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule))
+            sinks = None if self.sinks is None else self.sinks[...]
+            o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule, sinks=sinks))
         with jax.named_scope("o_proj"):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
 

@@ -138,7 +138,7 @@ class Decoder(nnx.Module):
             v_head_dim=attention.head_dim,
             dtype=kv_dtype,
         )
-        groups = group_layers([each.window for each in self.config.attention], hybrid=hybrid)
+        groups = group_layers([each.reach for each in self.config.attention], hybrid=hybrid)
         here = self.stage.layers
         return tuple(Paged(tuple(each for each in layers if each in here), window, spec) for window, layers in groups)
 

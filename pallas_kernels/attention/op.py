@@ -30,8 +30,8 @@ def attention_schedule(
 ) -> Any:
     """The order in which a step's work is walked, a pytree to hand to `ragged_paged_attention`.
 
-    Build it once per step; all layers with equal `window` and `causal` share it. It depends on lengths only, never on
-    page ids. num_tokens: T. platform: a registry row, None for the default device's.
+    Build it once per step; all layers with equal `window`, `chunk` and `causal` share it. It depends on lengths only,
+    never on page ids. num_tokens: T. platform: a registry row, None for the default device's.
     tuning: how much is worked on at a time, None for what the table has for the chip. Attention keeps to it.
     """
     check_batch(batch, num_tokens)
@@ -56,7 +56,8 @@ def ragged_paged_attention(
     """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype (and lse f32 [T, N]).
 
     The step's keys and values must already be in the pool. Token i of a sequence has position
-    kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`), the last `spec.window` of them.
+    kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`), the last `spec.window` of them
+    or those from the last multiple of `spec.chunk` on.
     Tokens of no sequence and tokens that see nothing get exactly 0 and lse -inf. Slots that no token of the batch
     sees may hold NaN.
 
@@ -102,5 +103,6 @@ def _check_query(q: jax.Array, kv: KVPages, spec: AttentionSpec) -> None:
 def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec) -> None:
     if tree_mask.ndim != 2 or tree_mask.shape[0] != num_tokens or tree_mask.dtype != jnp.uint32:
         raise ValueError(f"tree_mask must be uint32[{num_tokens}, words], got {tree_mask.dtype}{list(tree_mask.shape)}")
-    if not spec.causal or spec.window is not None:
-        raise ValueError("tree_mask needs causal=True and window=None: a tree has no single order to count a window in")
+    if not spec.causal or spec.window is not None or spec.chunk is not None:
+        text = "tree_mask needs causal=True, window=None and chunk=None"
+        raise ValueError(f"{text}: a tree has no single order to count a window in")

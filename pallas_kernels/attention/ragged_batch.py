@@ -43,6 +43,7 @@ class AttentionSpec:
     window: int | None = None  # a token sees the last `window` keys, itself included; None = all
     soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
     causal: bool = True
+    chunk: int | None = None  # a token sees the keys from the last multiple of `chunk` on: a window that restarts
 
     def __post_init__(self) -> None:
         for field in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
@@ -59,6 +60,10 @@ class AttentionSpec:
             raise ValueError(f"AttentionSpec.window must be at least 1 or None, got {self.window}")
         if self.window is not None and not self.causal:
             raise ValueError("AttentionSpec.window needs causal=True: it counts keys backwards from the query")
+        if self.chunk is not None and (self.chunk < 1 or not self.causal or self.window is not None):
+            raise ValueError(
+                f"AttentionSpec.chunk must be at least 1 or None, with causal=True and window=None, got {self.chunk}"
+            )
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ValueError(f"AttentionSpec.soft_cap must be positive or None, got {self.soft_cap}")
 

@@ -20,7 +20,8 @@ The kernel notes' conformance list, and where each of its points is:
 16 groups of heads                HEADS, PRODUCTION
 17 head dims, Hv != H             DIMS, PRODUCTION
 18 page sizes                     PAGES, PRODUCTION
-19 windows                        WINDOWS: what is left of every window is NaN; blocks inside a window: WIDE_WINDOWS
+19 windows                        WINDOWS: what is left of every window is NaN; blocks inside a window: WIDE_WINDOWS;
+   that restart                   CHUNKS
 20 soft cap                       "soft cap 30", "soft cap 50"
 21 sinks                          "... sinks", "sinks and window"; counted once when keys are split: checks.splits
 22 scales of the logits           "scale"
@@ -194,6 +195,13 @@ WIDE_WINDOWS = [
     Case("window 400 of 900, decodes", (1, 1, 1, 1), (900, 401, 399, 64), window=400, **_WIDE | {"num_tokens": 4}),
 ]
 
+# Borders inside tiles and pages, at their edges, one or several in a tile.
+CHUNKS = [
+    Case("chunks of 16", (1, 40, 3, 1, 12), (200, 150, 131, 16, 300), chunk=16, dtypes=BOTH),
+    Case("chunks of 45", (1, 40, 3, 1, 12), (180, 150, 137, 16, 300), chunk=45),
+    Case("chunks of 400", (1, 40, 3), (900, 830, 700), chunk=400, **_WIDE),
+]
+
 # What models run: query heads in groups, head dims and pages together, in the dtype they are served in. Heads are those
 # of one device of several, or fewer of the same group.
 BF16 = ("bfloat16",)
@@ -251,7 +259,7 @@ CROSSED += [_production((8, 1), 256, 64, kv_dtype="float8_e4m3fn")]  # more than
 CROSSED = [case for case in CROSSED if case not in PRODUCTION]
 
 ATTENTION = PRODUCTION + PRODUCTION_BLOCKS + BATCHES + ROWS_ONLY + HEADS + DIMS + PAGES
-ATTENTION += WINDOWS + WIDE_WINDOWS + LOGITS + MASKS + QUANTIZED + LONG
+ATTENTION += WINDOWS + WIDE_WINDOWS + CHUNKS + LOGITS + MASKS + QUANTIZED + LONG
 BY_NAME = {case.name: case for case in ATTENTION + CROSSED}
 
 # What the mutation gate runs and an interpreter has time for in CI: every border and feature once.
@@ -274,6 +282,8 @@ QUICK_FEATURES = (
     "skewed decodes",
     "verify tails",
     "window 400 of 900",
+    "chunks of 16",
+    "chunks of 400",
     "window, sinks and soft cap",
     "tree branches",
     "fp8 e4m3 keys and values",

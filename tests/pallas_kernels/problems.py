@@ -35,6 +35,7 @@ class Case:
     max_pages: int = 24
     pool_pages: int | None = None  # None: as many as half of all page tables
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     causal: bool = True
     sm_scale: float | None = None
@@ -52,7 +53,7 @@ class Case:
     @property
     def spec(self) -> AttentionSpec:
         scale = self.dims[0] ** -0.5 if self.sm_scale is None else self.sm_scale
-        return AttentionSpec(*self.heads, *self.dims, scale, self.window, self.soft_cap, self.causal)
+        return AttentionSpec(*self.heads, *self.dims, scale, self.window, self.soft_cap, self.causal, self.chunk)
 
     def pool_dtype(self, dtype: str) -> str:
         return self.kv_dtype or dtype
@@ -100,6 +101,8 @@ def build(case: Case, dtype: str, family: str) -> Problem:
         slot_mapping[cu_q_lens[seq] : cu_q_lens[seq + 1]] = pages[new] * page_size + offsets[new]
         if q_len:
             first = 0 if case.window is None else max(kv_len - q_len + 1 - case.window, 0)
+            if case.chunk is not None:
+                first = (kv_len - q_len) // case.chunk * case.chunk
             seen[pages[first:], offsets[first:]] = True
         needle[pages, offsets] |= np.isin(positions, _boundaries(case, q_len, kv_len))
         age[pages, offsets] = positions
@@ -157,6 +160,7 @@ def expected(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         sm_scale=case.spec.sm_scale,
         causal=case.causal,
         window=case.window,
+        chunk=case.chunk,
         soft_cap=case.soft_cap,
         sinks=problem.sinks,
         tree_mask=problem.tree_mask,
@@ -182,6 +186,8 @@ def _boundaries(case: Case, q_len: int, kv_len: int) -> list[int]:
         edges += [0, position, position + 1]
         if case.window is not None:
             edges += [position - case.window, position - case.window + 1]
+        if case.chunk is not None:
+            edges += [position // case.chunk * case.chunk - n for n in (0, 1)]
     return edges
 
 

@@ -54,6 +54,8 @@ def why_not(
         return f"page_size {page_size} is neither 8, 16, 32 nor a multiple of {DECODE_KEYS}"
     if tree_mask:
         return "a tree mask"
+    if spec.chunk is not None:
+        return "attention in chunks"
     if q_dtype is not None and jnp.dtype(q_dtype).itemsize != 2:
         return f"queries of {jnp.dtype(q_dtype).name}"
     if kv_dtype is not None:

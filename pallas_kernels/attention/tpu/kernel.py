@@ -114,6 +114,8 @@ def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
     whole = (segment.first_row == 0) & (segment.end_row == plan.block_q) & (first_key + plan.block_kv <= seen_by_all)
     if plan.spec.window is not None:
         whole &= first_key >= segment.position + plan.block_q - plan.spec.window
+    if (chunk := plan.spec.chunk) is not None:
+        whole &= first_key >= (segment.position + plan.block_q - 1) // chunk * chunk
     if plan.num_tree_words:
         whole &= first_key + plan.block_kv <= segment.num_computed
     return whole
@@ -129,6 +131,14 @@ def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[
     visible = key < jnp.where(member, end, 0)
     if spec.window is not None:
         visible &= key >= end - spec.window
+    if spec.chunk is not None:
+        # From the chunk of the segment's first token on; rows behind a later border start there.
+        start = (segment.position + segment.first_row) // spec.chunk * spec.chunk
+        starts = jnp.broadcast_to(start, row.shape)
+        for number in range(1, pl.cdiv(plan.block_q - 1, spec.chunk) + 1):
+            border = start + number * spec.chunk
+            starts = jnp.where(segment.position + row >= border, border, starts)
+        visible &= key >= starts - first_key
     if plan.num_tree_words:
         words = refs.tree[pl.ds(sub * plan.block_q, plan.block_q)]
         bit = key + (first_key - segment.num_computed)

@@ -229,6 +229,8 @@ def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot
     low = 0
     if plan.spec.window is not None:
         low = jnp.maximum(segment.position + segment.first_row + 1 - plan.spec.window - first_key, 0)
+    if plan.spec.chunk is not None:
+        low = jnp.maximum((segment.position + segment.first_row) // plan.spec.chunk * plan.spec.chunk - first_key, 0)
     high = segment.end_key - first_key
     bits = refs.buffer.dtype.itemsize * 8
     packing = 32 // bits
@@ -247,6 +249,6 @@ def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot
             refs.buffer[at] = pltpu.bitcast(words & jnp.tile(keep, (1, window.size // LANES)), refs.buffer.dtype)
 
     first_unseen = jnp.maximum(high, 0) // plan.page_size
-    if plan.spec.window is not None:
+    if plan.spec.window is not None or plan.spec.chunk is not None:
         pl.when((low > 0) & (first_unseen > 0))(lambda: zero_page(0))  # a window starts inside the first page
     lax.fori_loop(first_unseen, plan.blocks.pages, lambda page, _: zero_page(page), None)

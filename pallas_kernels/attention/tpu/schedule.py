@@ -91,6 +91,8 @@ def _walk(batch, spec: AttentionSpec, chosen: jax.Array, num_tokens: int, block_
     position = kv_lens - end[seq] + first_token
     end_key = position + end_row if spec.causal else kv_lens
     first_key = 0 if spec.window is None else jnp.maximum(position + first_row + 1 - spec.window, 0)
+    if spec.chunk is not None:
+        first_key = (position + first_row) // spec.chunk * spec.chunk
     first_page = jnp.broadcast_to(first_key // page_size, seq.shape).astype(jnp.int32)
     # Compared rather than searched: on TPU a [tiles, n] comparison is one small fusion.
     worked = index < ends[-1]

@@ -120,6 +120,8 @@ def _visible_keys(batch, q_lens, seqs, index, there, spec: AttentionSpec) -> tup
     position = batch.kv_lens[seqs] - q_lens[seqs] + index
     end = jnp.where(there, position + 1 if spec.causal else batch.kv_lens[seqs], 0)
     start = jnp.zeros_like(end) if spec.window is None else jnp.maximum(end - spec.window, 0)
+    if spec.chunk is not None:
+        start = jnp.where(there, position // spec.chunk * spec.chunk, 0)
     return start, end
 
 

@@ -20,6 +20,7 @@ def _eager(*cases: str):
 _ANY = _on("mixed", "q tile straddles a kv block")
 _BLOCKS = _on("block edges", "mixed")
 _WINDOW = _on("window 16")
+_CHUNKS = _on("chunks of 16")
 _BLOCKS_IN_WINDOW = _on("window 400 of 900")
 _HEADS = attention("tpu-production-lazy", "bfloat16", "production blocks")
 _SINKS = _on("sinks and window")
@@ -68,6 +69,8 @@ MUTANTS = [
     Mutant("causal drops the last key", _TPU, "segment.position + row + 1 if", "segment.position + row if", _ANY),
     Mutant("window one too wide", _TPU, "key >= end - spec.window", "key >= end - spec.window - 1", _WINDOW),
     Mutant("window one too narrow", _TPU, "key >= end - spec.window", "key > end - spec.window", _WINDOW),
+    Mutant("borders inside a tile ignored", _TPU, ">= border, border, starts)", ">= border, starts, starts)", _CHUNKS),
+    Mutant("chunk of the last row ignored", _TPU, "+ plan.block_q - 1) // chunk", ") // chunk", _on("chunks of 400")),
     Mutant(
         "window starts a page late",
         _TPU,

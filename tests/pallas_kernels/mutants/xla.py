@@ -24,6 +24,7 @@ MUTANTS = [
     Mutant("first key dropped", _SCHEDULE, "jnp.zeros_like(end)", "jnp.ones_like(end)", _ANY),
     Mutant("window one too wide", _SCHEDULE, "end - spec.window", "end - spec.window - 1", _WINDOW),
     Mutant("window one too narrow", _SCHEDULE, "end - spec.window", "end - spec.window + 1", _WINDOW),
+    Mutant("chunk starts a key late", _SCHEDULE, "* spec.chunk, 0)", "* spec.chunk + 1, 0)", _on("chunks of 16")),
     Mutant(
         "last kv block skipped",
         _SCHEDULE,
