@@ -19,6 +19,7 @@ from models.families.cohere2 import Cohere2ForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from models.families.gpt_oss import GptOssForCausalLM
 from models.families.granite import GraniteForCausalLM
 from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
@@ -66,6 +67,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
     "NemotronForCausalLM": NemotronForCausalLM,
     "ApertusForCausalLM": ApertusForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
 }
 
 

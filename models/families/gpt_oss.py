@@ -1,0 +1,60 @@
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): attention sinks, a window in every second layer, experts with biases and a
+clamped activation. Its MXFP4 checkpoints are read into the model's dtype."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields, ModelConfigError
+from models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from models.families.llama import LAYER, LlamaForCausalLM
+from models.layers.moe import ExpertNames, MixtureOfExperts
+from models.weights.source import CheckpointNames, StackedExperts
+
+
+class GptOssForCausalLM(LlamaForCausalLM):
+    """Llama with biases, sinks and experts."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(stacked_experts=StackedExperts(interleaved=True))
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        windows = windows_by_kind(layer_kinds(fields, full_every=2), fields.integer("sliding_window", 128))
+        experts = ExpertsConfig(
+            num_experts=fields.integer("num_local_experts"),
+            num_per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("intermediate_size"),
+            bias=True,
+            swiglu_alpha=fields.number("swiglu_alpha", 1.702),
+            swiglu_limit=fields.number("swiglu_limit", 7.0),
+        )
+        bias = fields.boolean("attention_bias", True)
+        plain = ConfigFields({name: value for name, value in fields.raw.items() if name != "quantization_config"})
+        quantized = fields.mapping("quantization_config")
+        if quantized is not None and quantized.get("quant_method") != "mxfp4":
+            method = str(quantized.get("quant_method"))[:80]
+            raise ModelConfigError(f"quantization_config: quant_method must be 'mxfp4' or absent, got {method!r}")
+        shared = hf_fields(plain, windows=windows, head_dim=64, sinks=True, bias=bias, output_bias=bias)
+        return shared | {"experts": experts}
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        experts = self.config.experts
+        if experts is None:
+            raise ModelConfigError(f"experts must be set for {self.config.architecture}, got None")
+        activation = partial(clamped_swiglu, alpha=experts.swiglu_alpha, limit=experts.swiglu_limit)
+        names = ExpertNames(router="router")
+        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, activation=activation, build=build)
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up from -limit to limit."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
