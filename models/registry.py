@@ -19,6 +19,7 @@ from models.families.cohere2 import Cohere2ForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from models.families.glm4_moe import Glm4MoeForCausalLM
 from models.families.gpt_oss import GptOssForCausalLM
 from models.families.granite import GraniteForCausalLM
 from models.families.internlm3 import InternLM3ForCausalLM
@@ -68,6 +69,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "NemotronForCausalLM": NemotronForCausalLM,
     "ApertusForCausalLM": ApertusForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,
+    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
 }
 
 

@@ -1,0 +1,51 @@
+"""GLM-4.5 and GLM-4.6 (GLM-4.5 Team 2025, arXiv:2508.06471): experts as DeepSeek-V3 has them behind some dense layers,
+rope on half of each head. Layers that predict further tokens are not read."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields
+from models.families.qwen3_moe import Qwen3MoeForCausalLM
+
+
+class Glm4MoeForCausalLM(Qwen3MoeForCausalLM):
+    """Llama with a part of each head rotated, q, k, v biases and norms in some checkpoints, and experts."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        shared = hf_fields(
+            fields.with_defaults(partial_rotary_factor=0.5),
+            partial_rotary=True,
+            qk_norm=fields.boolean("use_qk_norm", False),
+            bias=fields.boolean("attention_bias", False),
+        )
+        predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+        return shared | {"experts": sigmoid_experts(fields), "num_nextn_predict_layers": predicting}
+
+
+def sigmoid_experts(fields: ConfigFields) -> ExpertsConfig:
+    """Experts in DeepSeek-V3's words: sigmoid scores with a correction bias, groups, shared experts
+    and dense layers first."""
+    for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if fields.text(name, value) not in ("sigmoid", "noaux_tc"):
+            raise fields.fail(name, f"{value!r} or absent")
+    size = fields.integer("moe_intermediate_size")
+    first = min(fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("num_hidden_layers"))
+    return ExpertsConfig(
+        num_experts=fields.integer("n_routed_experts"),
+        num_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=size,
+        norm_weights=fields.boolean("norm_topk_prob", True),
+        dense_layers=tuple(range(first)),
+        scoring_func="sigmoid",
+        correction_bias=True,
+        num_expert_group=fields.integer("n_group", 1),
+        topk_group=fields.integer("topk_group", 1),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        shared_intermediate_size=size * fields.integer("n_shared_experts", 0, minimum=0),
+    )
