@@ -16,6 +16,7 @@ from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.families.apertus import ApertusForCausalLM
 from models.families.cohere2 import Cohere2ForCausalLM
+from models.families.dots1 import Dots1ForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
@@ -70,6 +71,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "ApertusForCausalLM": ApertusForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "Dots1ForCausalLM": Dots1ForCausalLM,
 }
 
 

@@ -1,0 +1,28 @@
+"""dots.llm1 (rednote-hilab 2025, arXiv:2506.05767): Qwen3's attention with experts as DeepSeek-V3 has them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields, layer_kinds, windows_by_kind
+from models.families.glm4_moe import sigmoid_experts
+from models.families.qwen3_moe import Qwen3MoeForCausalLM
+
+
+class Dots1ForCausalLM(Qwen3MoeForCausalLM):
+    """Llama with q/k norm, windows per layer and experts."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        bias, num_layers = fields.boolean("attention_bias", False), fields.integer("num_hidden_layers")
+        window = fields.integer("sliding_window", None)
+        if fields.has("layer_types"):
+            windows = windows_by_kind(layer_kinds(fields), window)
+        else:
+            first = fields.integer("max_window_layers", num_layers, minimum=0)
+            windows = tuple(window if layer >= first else None for layer in range(num_layers))
+        experts = sigmoid_experts(fields.with_defaults(norm_topk_prob=False))
+        return hf_fields(fields, windows=windows, qk_norm=True, bias=bias, output_bias=bias) | {"experts": experts}
