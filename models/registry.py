@@ -31,6 +31,7 @@ from models.families.mixtral import MixtralForCausalLM
 from models.families.nemotron import NemotronForCausalLM
 from models.families.olmo2 import Olmo2ForCausalLM
 from models.families.olmo3 import Olmo3ForCausalLM
+from models.families.olmoe import OlmoeForCausalLM
 from models.families.phi3 import Phi3ForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
 from models.families.qwen2_moe import Qwen2MoeForCausalLM
@@ -72,6 +73,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "GptOssForCausalLM": GptOssForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "Dots1ForCausalLM": Dots1ForCausalLM,
+    "OlmoeForCausalLM": OlmoeForCausalLM,
 }
 
 

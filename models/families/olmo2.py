@@ -53,11 +53,16 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
         return PostNormLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
-        attention, eps, source = self.config.attention[layer], self.config.rms_norm_eps, f"{LAYER}.self_attn"
-        num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        copies = head_copies(attention, build.mesh)
-        norms = (
-            HeadsRMSNorm(num_heads, head_dim, eps, source=f"{source}.q_norm", build=build),
-            HeadsRMSNorm(num_kv_heads, head_dim, eps, source=f"{source}.k_norm", copies=copies, build=build),
-        )
-        return Attention(attention, self.config.hidden_size, eps=eps, source=source, qk_norms=norms, build=build)
+        return normed_attention(self.config, layer, build)
+
+
+def normed_attention(config: ModelConfig, layer: int, build: Build) -> Attention:
+    """Attention with one norm over all heads of q and one over all of k."""
+    attention, eps, source = config.attention[layer], config.rms_norm_eps, f"{LAYER}.self_attn"
+    num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    copies = head_copies(attention, build.mesh)
+    norms = (
+        HeadsRMSNorm(num_heads, head_dim, eps, source=f"{source}.q_norm", build=build),
+        HeadsRMSNorm(num_kv_heads, head_dim, eps, source=f"{source}.k_norm", copies=copies, build=build),
+    )
+    return Attention(attention, config.hidden_size, eps=eps, source=source, qk_norms=norms, build=build)

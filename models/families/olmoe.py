@@ -1,0 +1,38 @@
+"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts in every layer, one norm over all heads of q and one over
+all of k."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields
+from models.families.olmo2 import normed_attention
+from models.families.qwen3_moe import Qwen3MoeForCausalLM
+
+
+class OlmoeForCausalLM(Qwen3MoeForCausalLM):
+    """Llama with norms of all heads at once, and experts."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(clip_qkv=None)
+        experts = ExpertsConfig(
+            # transformers 5 writes the second name
+            num_experts=fields.integer("num_experts", None) or fields.integer("num_local_experts"),
+            num_per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("intermediate_size"),
+            norm_weights=fields.boolean("norm_topk_prob", False),
+        )
+        bias = fields.boolean("attention_bias", False)
+        shared = hf_fields(fields.with_defaults(rms_norm_eps=1e-5), bias=bias, output_bias=bias)
+        return shared | {"experts": experts}
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        return normed_attention(self.config, layer, build)
