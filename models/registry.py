@@ -26,6 +26,7 @@ from models.families.granite import GraniteForCausalLM
 from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
 from models.families.minicpm import MiniCPMForCausalLM
+from models.families.minimax_m2 import MiniMaxM2ForCausalLM
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
 from models.families.nemotron import NemotronForCausalLM
@@ -74,6 +75,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "Dots1ForCausalLM": Dots1ForCausalLM,
     "OlmoeForCausalLM": OlmoeForCausalLM,
+    "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
 }
 
 

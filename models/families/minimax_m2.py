@@ -1,0 +1,46 @@
+"""MiniMax-M2 (MiniMax 2025): sigmoid-scored experts in every layer, one norm over all heads of q and one over all of k,
+rope on a part of each head."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields, read_head_dim
+from models.families.llama import LAYER
+from models.families.olmoe import OlmoeForCausalLM
+from models.layers.moe import ExpertNames, MixtureOfExperts
+
+
+class MiniMaxM2ForCausalLM(OlmoeForCausalLM):
+    """OLMoE's layers with sigmoid scores and a correction bias."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(scoring_func="sigmoid", qk_norm_type="per_layer", use_qk_norm=True, use_routing_bias=True)
+        fields.require(shared_intermediate_size=0)
+        if any(kind != 1 for kind in fields.value("attn_type_list", [])):
+            raise fields.fail("attn_type_list", "ones (full attention) for all layers")
+        experts = ExpertsConfig(
+            num_experts=fields.integer("num_local_experts"),
+            num_per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("intermediate_size"),
+            scoring_func="sigmoid",
+            correction_bias=True,
+        )
+        defaults: dict[str, Any] = {"rope_theta": 5000000.0, "head_dim": 128}
+        if fields.has("rotary_dim"):
+            defaults["partial_rotary_factor"] = fields.integer("rotary_dim") / read_head_dim(fields, 128)
+        return hf_fields(fields.with_defaults(**defaults), partial_rotary=True) | {"experts": experts}
+
+    def make_experts(self, build: Build) -> nnx.Module:
+        names = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="e_score_correction_bias")
+        source = f"{LAYER}.block_sparse_moe"
+        return MixtureOfExperts(self.config, source=source, names=names, router_dtype=jnp.float32, build=build)
