@@ -17,6 +17,7 @@ from models.config.model_config import ModelConfig
 from models.families.apertus import ApertusForCausalLM
 from models.families.cohere2 import Cohere2ForCausalLM
 from models.families.dots1 import Dots1ForCausalLM
+from models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
@@ -76,6 +77,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Dots1ForCausalLM": Dots1ForCausalLM,
     "OlmoeForCausalLM": OlmoeForCausalLM,
     "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
+    "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
 }
 
 

@@ -1,0 +1,58 @@
+"""ERNIE 4.5 with experts (Baidu 2025, ERNIE 4.5 Technical Report): softmax scores, picked with a correction bias, a
+shared MLP, rope of neighbours. Layers that predict further tokens are not read."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields, read_head_dim, read_rope
+from models.families.llama import LAYER
+from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from models.layers.moe import ExpertNames, MixtureOfExperts
+from models.weights.declare import ParamDecl, Source, declare
+from models.weights.source import CheckpointNames
+
+
+class ErnieExperts(MixtureOfExperts):
+    """With the correction bias as a row of a table."""
+
+    def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
+        tensor = Source(source, 1)
+        return declare((1, num_experts), jnp.float32, ParamDecl((None, None), (tensor,), init_std=0.02))
+
+
+class Ernie4_5_MoeForCausalLM(Qwen3MoeForCausalLM):
+    """Llama with rope of neighbours, and experts in some of its layers."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(unused=("model.mtp_",))
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(use_bias=False, moe_use_aux_free=True)
+        num_layers, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
+        first = fields.integer("moe_layer_start_index", 1, minimum=0)
+        last = fields.integer("moe_layer_end_index", -1, minimum=-1)
+        step, last = fields.integer("moe_layer_interval", 1), num_layers - 1 if last == -1 else last
+        experts = ExpertsConfig(
+            num_experts=fields.integer("moe_num_experts"),
+            num_per_token=fields.integer("moe_k"),
+            intermediate_size=size,
+            dense_layers=tuple(n for n in range(num_layers) if (n + 1) % step or not first <= n <= last),
+            correction_bias=True,
+            min_weight_sum=fields.number("moe_norm_min", 1e-12),
+            shared_intermediate_size=size * fields.integer("moe_num_shared_experts", 0, minimum=0),
+        )
+        fields = fields.with_defaults(rope_theta=500000.0, rms_norm_eps=1e-5)
+        rope = read_rope(fields, read_head_dim(fields), interleaved=True)
+        return hf_fields(fields, ropes=[rope] * num_layers, tied=True) | {"experts": experts}
+
+    def make_experts(self, build: Build) -> nnx.Module:
+        names = ExpertNames(correction_bias="moe_statics.e_score_correction_bias")
+        return ErnieExperts(self.config, source=f"{LAYER}.mlp", names=names, router_dtype=jnp.float32, build=build)
