@@ -24,6 +24,7 @@ from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGenera
 from models.families.glm4_moe import Glm4MoeForCausalLM
 from models.families.gpt_oss import GptOssForCausalLM
 from models.families.granite import GraniteForCausalLM
+from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
 from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
 from models.families.minicpm import MiniCPMForCausalLM
@@ -78,6 +79,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "OlmoeForCausalLM": OlmoeForCausalLM,
     "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
     "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
+    "HunYuanMoEV1ForCausalLM": HunYuanMoEV1ForCausalLM,
 }
 
 

@@ -1,0 +1,92 @@
+"""Hunyuan with experts (Tencent 2025, Hunyuan-A13B): a shared MLP beside the experts, norms of q and k behind rope."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.config.fields import MAX_POSITIONS, ConfigFields
+from models.config.hf import hf_fields, read_head_dim, read_rope
+from models.config.rope import Rope
+from models.families.llama import LAYER
+from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from models.layers.attention import Attention, StepInputs
+from models.layers.moe import ExpertNames, MixtureOfExperts
+from models.layers.norm import RMSNorm
+from models.layers.rope import apply_rope
+
+
+class HunyuanAttention(Attention):
+    """Attention with norms behind rope."""
+
+    def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        assert step.rope is not None and self.q_norm is not None and self.k_norm is not None
+        with jax.named_scope("rope"):
+            q, k = apply_rope(q, *step.rope), apply_rope(k, *step.rope)
+        with jax.named_scope("qk_norm"):
+            return self.q_norm(q), self.k_norm(k)
+
+
+class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
+    """Llama with norms of q and k behind rope, and experts with a shared MLP in every layer."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(use_qk_norm=True, use_cla=False, use_mla=False, use_mixed_mlp_moe=True, mlp_bias=False)
+        fields.require(moe_layer_num_skipped=0, norm_topk_prob=True, group_limited_greedy=False)
+        fields.require(routed_scaling_factor=1.0)
+        size = _of_all_layers(fields, "intermediate_size")
+        for name, value in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
+            if fields.has(name) and _of_all_layers(fields, name) != value:
+                raise fields.fail(name, f"{value} in every layer")
+        experts = ExpertsConfig(
+            num_experts=_of_all_layers(fields, "num_experts"),
+            num_per_token=_of_all_layers(fields, "moe_topk"),
+            intermediate_size=size,
+            shared_intermediate_size=size,
+        )
+        bias, fields = fields.boolean("attention_bias", False), fields.with_defaults(rms_norm_eps=1e-5)
+        ropes = [_read_rope(fields, read_head_dim(fields))] * fields.integer("num_hidden_layers")
+        return hf_fields(fields, ropes=ropes, bias=bias, output_bias=bias) | {"experts": experts}
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        attention, eps, source = self.config.attention[layer], self.config.rms_norm_eps, f"{LAYER}.self_attn"
+        norms = [
+            RMSNorm(attention.head_dim, eps, source=f"{source}.{name}_layernorm", build=build)
+            for name in ("query", "key")
+        ]
+        size = self.config.hidden_size
+        return HunyuanAttention(attention, size, eps=eps, source=source, qk_norms=norms, build=build)
+
+    def make_experts(self, build: Build) -> nnx.Module:
+        names = ExpertNames(router="gate.wg", shared="shared_mlp")
+        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, router_dtype=jnp.float32, build=build)
+
+
+def _of_all_layers(fields: ConfigFields, name: str) -> int:
+    """An integer, or a list of one for each layer that are all the same."""
+    listed = fields.value(name)
+    if not isinstance(listed, list):
+        return fields.integer(name)
+    if len(listed) != fields.integer("num_hidden_layers") or any(type(n) is not int or n != listed[0] for n in listed):
+        raise fields.fail(name, "an integer, or a list of the same one for each layer")
+    return ConfigFields({name: listed[0]}).integer(name)
+
+
+def _read_rope(fields: ConfigFields, head_dim: int) -> Rope:
+    """A rope that is called dynamic has an `alpha`, by which its base is stretched once and for all."""
+    rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
+    if "dynamic" not in (rope.text("rope_type", None), rope.text("type", None)):
+        return read_rope(fields, head_dim)
+    alpha = rope.number("alpha")
+    if alpha > MAX_POSITIONS or head_dim < 4:
+        raise rope.fail("alpha", f"a number > 0 and <= {MAX_POSITIONS}, of heads of at least 4")
+    theta = rope.number("rope_theta", None) or fields.number("rope_theta", 10000.0)
+    return Rope(head_dim, theta * alpha ** (head_dim / (head_dim - 2)))
