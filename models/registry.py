@@ -27,6 +27,7 @@ from models.families.granite import GraniteForCausalLM
 from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
 from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
+from models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from models.families.minicpm import MiniCPMForCausalLM
 from models.families.minimax_m2 import MiniMaxM2ForCausalLM
 from models.families.mistral import MistralForCausalLM
@@ -80,6 +81,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
     "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
     "HunYuanMoEV1ForCausalLM": HunYuanMoEV1ForCausalLM,
+    "Llama4ForCausalLM": Llama4ForCausalLM,
+    "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
 }
 
 

@@ -1,0 +1,132 @@
+"""Llama 4 (Meta 2025): attention in chunks with rope of neighbours, every fourth layer over all keys and without rope,
+experts that get their tokens weighed by a sigmoid, beside a shared MLP. Of models that see the text part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from models.build import Build
+from models.config.attention import TemperatureTuning
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields, read_head_dim, read_rope, text_fields
+from models.families.llama import LAYER
+from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from models.layers.attention import Attention, StepInputs
+from models.layers.mlp import GatedMLP
+from models.layers.moe import ExpertNames, MixtureOfExperts
+from models.layers.norm import rms_normalized
+from models.weights.source import CheckpointNames, StackedExperts
+
+CHUNKED = "chunked_attention"
+DEFAULTS: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+_STACKED = StackedExperts(interleaved=False)
+
+
+class NormedAttention(Attention):
+    """Attention with norms without weights behind rope."""
+
+    eps: float
+
+    def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        q, k = super().rotate(q, k, step)
+        with jax.named_scope("qk_norm"):
+            return rms_normalized(q, self.eps).astype(q.dtype), rms_normalized(k, self.eps).astype(k.dtype)
+
+
+class Llama4ForCausalLM(Qwen3MoeForCausalLM):
+    """Llama with chunks, layers without rope, and experts in some of its layers."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(stacked_experts=_STACKED)
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields, num_layers = fields.with_defaults(**DEFAULTS), fields.integer("num_hidden_layers")
+        rope = read_rope(fields, read_head_dim(fields), interleaved=True)
+        every = fields.integer("no_rope_layer_interval", 4)
+        with_rope = _flags(fields, "no_rope_layers", [int((layer + 1) % every > 0) for layer in range(num_layers)])
+        chunks = _chunks(fields, with_rope)
+        bias = fields.boolean("attention_bias", False)
+        shared = hf_fields(fields, bias=bias, output_bias=bias, qk_norm=fields.boolean("use_qk_norm", True))
+        tuning = None
+        if fields.value("attn_temperature_tuning", True):
+            floor_scale, attn_scale = fields.number("floor_scale", 8192.0), fields.number("attn_scale", 0.1)
+            tuning = TemperatureTuning(floor_scale, attn_scale, offset=1)
+        attention = tuple(
+            replace(one, rope=rope, chunk=chunk)
+            if rotated
+            else replace(one, rope=None, chunk=chunk, qk_norm=False, temperature=tuning)
+            for one, rotated, chunk in zip(shared["attention"], with_rope, chunks, strict=True)
+        )
+        size, step = fields.integer("intermediate_size"), fields.integer("interleave_moe_layer_step", 1)
+        sparse = fields.value("moe_layers", None)
+        if sparse is None:
+            sparse = list(range(step - 1, num_layers, step))
+        if not isinstance(sparse, list) or any(type(n) is not int or not 0 <= n < num_layers for n in sparse):
+            raise fields.fail("moe_layers", f"a list of layer indices from 0 to {num_layers - 1}")
+        experts = ExpertsConfig(
+            num_experts=fields.integer("num_local_experts"),
+            num_per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=size,
+            norm_weights=False,
+            dense_layers=tuple(sorted(set(range(num_layers)) - set(sparse))),
+            scoring_func="sigmoid",
+            apply_router_weight_on_input=True,
+            shared_intermediate_size=size,
+        )
+        own = {"attention": attention, "intermediate_size": fields.integer("intermediate_size_mlp", size)}
+        return shared | own | {"experts": experts}
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        attention, source = self.config.attention[layer], f"{LAYER}.self_attn"
+        sizes: dict[str, Any] = {"eps": self.config.rms_norm_eps, "source": source, "build": build}
+        if not attention.qk_norm:
+            return Attention(attention, self.config.hidden_size, **sizes)
+        made = NormedAttention(replace(attention, qk_norm=False), self.config.hidden_size, **sizes)
+        made.eps = self.config.rms_norm_eps
+        return made
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.feed_forward"
+        if config.experts is not None and layer in config.experts.dense_layers:
+            return GatedMLP(config.hidden_size, config.intermediate_size, source=source, build=build)
+        names = ExpertNames(router="router", shared="shared_expert")
+        return MixtureOfExperts(config, source=source, names=names, build=build)
+
+
+class Llama4ForConditionalGeneration(Llama4ForCausalLM):
+    """Llama 4 as it is published; what it sees with is not read."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
+        unused=("vision_model.", "multi_modal_projector."),
+        stacked_experts=_STACKED,
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(text_fields(fields))
+
+
+def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:
+    """A list of 0 or 1 for each layer; one that is empty means the default."""
+    listed = fields.value(name, None) or default
+    if not isinstance(listed, list) or len(listed) != len(default) or any(flag not in (0, 1) for flag in listed):
+        raise fields.fail(name, f"a list of {len(default)} of 0, 1")
+    return listed
+
+
+def _chunks(fields: ConfigFields, with_rope: list[int]) -> list[int | None]:
+    """Of each layer: as `layer_types` lists them, else layers with rope have them."""
+    size, kinds = fields.integer("attention_chunk_size", None), fields.value("layer_types", None)
+    if kinds is None:
+        kinds = [CHUNKED if rotated else "full_attention" for rotated in with_rope]
+    allowed = (CHUNKED, "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != len(with_rope) or any(kind not in allowed for kind in kinds):
+        raise fields.fail("layer_types", f"a list of {len(with_rope)} of {', '.join(allowed)}")
+    return [size if kind == CHUNKED else None for kind in kinds]
