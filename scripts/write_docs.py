@@ -106,9 +106,9 @@ recorded checkpoints, logits to 1e-4 of the largest in float32 (`tests/models/fa
 |---|---|---|
 {models}
 
-Weights: safetensors (one file or several), GGUF (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K;
-quantised weights are dequantised at load), or what `jaxengine convert` wrote. Computation is in float32 or bfloat16;
-quantised computation, LoRA and images are not built yet.
+Weights: safetensors (one file or several; MXFP4 in gpt-oss), GGUF (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
+Q4_K, Q5_K, Q6_K; quantised weights are dequantised at load), or what `jaxengine convert` wrote. Computation is in
+float32 or bfloat16; quantised computation, LoRA and images are not built yet.
 
 A family of your own: `jaxengine.register_model`, see [examples/custom_model.py](../examples/custom_model.py). One for
 everybody: [CONTRIBUTING.md](../CONTRIBUTING.md).

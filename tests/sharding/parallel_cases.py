@@ -45,6 +45,26 @@ MOE = DENSE | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# Biases of experts and of the router, sinks of heads.
+GPT_OSS = MOE | {
+    "architectures": ["GptOssForCausalLM"],
+    "num_key_value_heads": 4,
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "sliding_window": 6,
+    "swiglu_limit": 0.5,
+}
+# A shared MLP, a correction bias and groups of experts, behind a dense layer.
+GLM4 = MOE | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 # Joined projections, of which every device takes rows of q, k and v; a part of each head is rotated.
 PHI3 = DENSE | {
     "architectures": ["Phi3ForCausalLM"],
@@ -70,6 +90,8 @@ MODELS = {
     "kv1": DENSE | {"num_key_value_heads": 1},
     "kv3": DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3},
     "moe": MOE,
+    "gpt_oss": GPT_OSS,
+    "glm4": GLM4,
     "phi3": PHI3,
     "gemma2": GEMMA2,
 }
@@ -116,6 +138,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "moe tp4 ep ragged": ("moe", {"tensor_parallel_size": 4, "enable_expert_parallel": True} | RAGGED),
 }
+CASES |= {
+    "gpt_oss tp2": ("gpt_oss", {"tensor_parallel_size": 2}),
+    "gpt_oss tp2 dp2 ep": (
+        "gpt_oss",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "gpt_oss tp4 ep ragged": ("gpt_oss", {"tensor_parallel_size": 4, "enable_expert_parallel": True} | RAGGED),
+    "glm4 tp4": ("glm4", {"tensor_parallel_size": 4}),
+    "glm4 tp2 pp2": ("glm4", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "glm4 tp4 dp2 ep": (
+        "glm4",
+        {"tensor_parallel_size": 4, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+    "glm4 tp4 ep ragged": ("glm4", {"tensor_parallel_size": 4, "enable_expert_parallel": True} | RAGGED),
+}
 # Small enough that requests are preempted all the time, in every rank.
 OPTIONS = {
     "load_format": "dummy",
@@ -129,7 +166,7 @@ OPTIONS = {
     "disable_log_stats": True,
 }
 # The longest request holds 16 pages, or 27 where two cache groups take pages of the pool.
-MORE_PAGES = {"gemma2": {"num_gpu_blocks_override": 40}}
+MORE_PAGES = dict.fromkeys(("gemma2", "gpt_oss"), {"num_gpu_blocks_override": 40})
 
 
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
