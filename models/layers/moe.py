@@ -8,6 +8,7 @@ told, how they route is in ExpertsConfig.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -220,9 +221,7 @@ class MixtureOfExperts(nnx.Module):
         the softmax over the k largest logits.
         """
         experts = self.experts
-        logits = self.router.matmul(x.astype(self.router_dtype))
-        if self.router_bias is not None:
-            logits = logits + self.router_bias[...].astype(jnp.float32)
+        logits = self._router_logits(x)
         sigmoid = experts.scoring_func == "sigmoid"
         scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
         if self.correction_bias is None and experts.topk_group == experts.num_expert_group:
@@ -235,6 +234,14 @@ class MixtureOfExperts(nnx.Module):
         if experts.norm_weights:
             weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), experts.min_weight_sum)
         return weights * experts.routed_scaling_factor, ids
+
+    def _router_logits(self, x: jax.Array) -> jax.Array:
+        """f32[T, E]"""
+        x = x.astype(self.router_dtype)
+        # Accelerators would multiply float32 in fewer bits, and then it need not be stored.
+        with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
+            logits = self.router.matmul(x)
+        return logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
 
     def _choices(self, scores: jax.Array) -> jax.Array:
         """What experts are picked by, f32[T, E] like the scores: -inf outside of a token's best groups.

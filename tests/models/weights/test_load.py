@@ -121,6 +121,14 @@ def test_unexpected_shape():
         load(tensors)
 
 
+def test_layers_that_predict_further_tokens_are_not_read():
+    """As many as the configuration says."""
+    tensors, config = random_tensors(CONFIG), replace(CONFIG, num_nextn_predict_layers=1)
+    load(tensors | {"model.layers.2.eh_proj.weight": np.zeros((2, 2), np.float32)}, config)
+    with pytest.raises(ModelFileError, match="no use for this tensor.*layers.3.eh_proj"):
+        load(tensors | {"model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}, config)
+
+
 def test_unused_tensor():
     tensors = random_tensors(CONFIG)
     load(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)})
