@@ -93,11 +93,12 @@ def _check_query(q: jax.Array, kv: KVPages, spec: AttentionSpec) -> None:
         raise ValueError(f"q must be [T, {spec.num_q_heads}, {spec.head_dim}] with T >= 1, got {list(q.shape)}")
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"q must be float32, bfloat16 or float16, got {q.dtype}")
-    if (kv.spec.head_dim, kv.spec.v_head_dim) != (spec.head_dim, spec.v_head_dim):
-        raise ValueError(
-            f"the pool holds head dims {kv.spec.head_dim}/{kv.spec.v_head_dim} (key/value), "
-            f"AttentionSpec says {spec.head_dim}/{spec.v_head_dim}"
-        )
+    held, asked = (
+        f"head dims {one.head_dim}/{one.v_head_dim} (key/value)" + ", values in keys" * one.values_in_keys
+        for one in (kv.spec, spec)
+    )
+    if held != asked:
+        raise ValueError(f"the pool holds {held}, AttentionSpec says {asked}")
 
 
 def _check_tree_mask(tree_mask: jax.Array, num_tokens: int, spec: AttentionSpec) -> None:

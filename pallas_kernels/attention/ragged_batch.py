@@ -44,6 +44,7 @@ class AttentionSpec:
     soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
     causal: bool = True
     chunk: int | None = None  # a token sees the keys from the last multiple of `chunk` on: a window that restarts
+    values_in_keys: bool = False  # a key begins with its value, which is read there
 
     def __post_init__(self) -> None:
         for field in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
@@ -53,6 +54,11 @@ class AttentionSpec:
             raise ValueError(
                 f"AttentionSpec.num_q_heads ({self.num_q_heads}) must be a multiple of num_kv_heads "
                 f"({self.num_kv_heads}): query heads share kv heads in equal groups"
+            )
+        if self.values_in_keys and self.v_head_dim > self.head_dim:
+            raise ValueError(
+                f"AttentionSpec.v_head_dim must be at most head_dim ({self.head_dim}) where values lie in keys, "
+                f"got {self.v_head_dim}"
             )
         if not math.isfinite(self.sm_scale):
             raise ValueError(f"AttentionSpec.sm_scale must be finite, got {self.sm_scale}")

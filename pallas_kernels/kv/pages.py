@@ -2,7 +2,8 @@
 
 Owns the storage of `KVPages` (allocation, size, partitioning, export and import). Only this file, the KV updates and
 the attention implementations know the physical layout; everybody else speaks page ids and the canonical
-[n, page_size, 2, K, H] form. Knows nothing of layers, requests or who holds a page.
+[n, page_size, 2, K, H] form ([n, page_size, 1, K, H] where values lie in keys). Knows nothing of layers, requests or
+who holds a page.
 
 A layout is named after the platform whose kernels read it.
 
@@ -11,6 +12,9 @@ A layout is named after the platform whose kernels read it.
   at half of it; on a GPU a tile is one TMA box.
 - "tpu": [P, page_size, K * (H + Hv) rounded up to 128]. A token is one row: per head its keys, then its values. One DMA
   moves a page for all heads; rows are whole lane tiles, because XLA copies a pool of others before every kernel.
+
+Where `KVSpec.values_in_keys`, the first Hv elements of a key are its value, as in the latent of DeepSeek-AI 2024
+(arXiv:2405.04434), and nothing else is stored: a head's tile or part of a row is that of its keys alone.
 
 On "cpu" element types narrower than 32 bits are stored as unsigned integers of equal width, because XLA:CPU widens the
 operand of a bf16 or fp8 scatter or gather to float32: the whole pool, every call.
@@ -37,7 +41,10 @@ Axes = str | tuple[str, ...] | None  # of a mesh, over which one dimension is sp
 
 @dataclass(frozen=True)
 class KVSpec:
-    """Logical shape of a pool. `num_pages` counts rows of the flat pool: num_layers * pages per layer."""
+    """Logical shape of a pool. `num_pages` counts rows of the flat pool: num_layers * pages per layer.
+
+    values_in_keys: a key begins with its value, which is not stored a second time.
+    """
 
     num_pages: int
     page_size: int
@@ -45,16 +52,27 @@ class KVSpec:
     head_dim: int
     v_head_dim: int
     dtype: str
+    values_in_keys: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         for name in ("num_pages", "page_size", "num_kv_heads", "head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"KVSpec.{name} must be at least 1, got {getattr(self, name)}")
+        if self.values_in_keys and self.v_head_dim > self.head_dim:
+            raise ValueError(
+                f"KVSpec.v_head_dim must be at most head_dim ({self.head_dim}) where values lie in keys, "
+                f"got {self.v_head_dim}"
+            )
         if self.num_pages * self.page_size > np.iinfo(np.int32).max:
             raise ValueError(
                 f"KVSpec: num_pages * page_size = {self.num_pages * self.page_size} slots do not fit int32 slot ids"
             )
+
+    @property
+    def token_width(self) -> int:
+        """Elements that one token takes of each kv head."""
+        return self.head_dim if self.values_in_keys else self.head_dim + self.v_head_dim
 
 
 @jax.tree_util.register_dataclass
@@ -62,13 +80,13 @@ class KVSpec:
 class KVPages:
     """A pool of pages; every writer takes `data` as donated and returns the successor.
 
-    A stored code c of kv head k stands for c * k_scale[k] (key) or c * v_scale[k] (value). Inside shard_map `data`
+    A stored code c of kv head k stands for c * k_scale[k] (key) or c * value_scale[k] (value). Inside shard_map `data`
     holds fewer heads than `spec` says: implementations read the head count from `data`.
     """
 
     data: jax.Array
     k_scale: jax.Array | None  # f32 [K], traced: another value never recompiles
-    v_scale: jax.Array | None  # f32 [K]
+    v_scale: jax.Array | None  # f32 [K]; None also where values lie in keys
     spec: KVSpec = field(metadata={"static": True})
     layout: str = field(default="cpu", metadata={"static": True})
 
@@ -84,6 +102,11 @@ class KVPages:
     def dtype(self) -> np.dtype:
         """Logical element type; `data.dtype` is the type it is stored as."""
         return jnp.dtype(self.spec.dtype)
+
+    @property
+    def value_scale(self) -> jax.Array | None:
+        """f32 [K], what codes of values are multiplied by: `v_scale`, or that of the keys that they are part of."""
+        return self.k_scale if self.spec.values_in_keys else self.v_scale
 
 
 def check_layout(layout: str) -> None:
@@ -104,10 +127,9 @@ def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
 def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
     """Shape of `KVPages.data`."""
     check_layout(layout)
-    token = spec.head_dim + spec.v_head_dim
     if layout == "tpu":
-        return (spec.num_pages, spec.page_size, -(-spec.num_kv_heads * token // LANES) * LANES)
-    return (spec.num_pages, spec.num_kv_heads, spec.page_size * token)
+        return (spec.num_pages, spec.page_size, -(-spec.num_kv_heads * spec.token_width // LANES) * LANES)
+    return (spec.num_pages, spec.num_kv_heads, spec.page_size * spec.token_width)
 
 
 def holds_heads(kv: KVPages, num_heads: int) -> bool:
@@ -133,8 +155,11 @@ def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding 
     """
     make = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
     data = make(pool_shape(spec, layout), storage_dtype(spec, layout))
-    k_scale, v_scale = [jnp.ones((spec.num_kv_heads,), jnp.float32) if is_quantized(spec) else None for _ in range(2)]
-    return KVPages(data, k_scale, v_scale, spec, layout)
+
+    def scale(stored: bool) -> jax.Array | None:
+        return jnp.ones((spec.num_kv_heads,), jnp.float32) if stored and is_quantized(spec) else None
+
+    return KVPages(data, scale(True), scale(not spec.values_in_keys), spec, layout)
 
 
 def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = None) -> PartitionSpec:
@@ -169,35 +194,39 @@ def bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 
-def _check_exchangeable(spec: KVSpec) -> None:
+def _parts(spec: KVSpec) -> int:
+    """What a canonical page holds of a head: 2, keys and values, or 1, keys with the values in them."""
+    if spec.values_in_keys:
+        return 1
     if spec.head_dim != spec.v_head_dim:
         raise ValueError(
             f"pages with head_dim {spec.head_dim} != v_head_dim {spec.v_head_dim} have no canonical form to exchange"
         )
+    return 2
 
 
 def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
     """Canonical copy [n, page_size, 2, K, H] of pages i32[n], bit for bit in the logical dtype (codes, not scaled).
 
+    Of a pool with values in keys [n, page_size, 1, K, H].
     Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for use in shard_map.
     """
-    _check_exchangeable(kv.spec)
+    parts = _parts(kv.spec)
     pages, num_heads, head_dim = kv.data[page_ids], kv.spec.num_kv_heads, kv.spec.head_dim
     if kv.layout == "tpu":
-        pages = pages[..., : num_heads * 2 * head_dim]
-        pages = pages.reshape(-1, kv.page_size, num_heads, 2, head_dim).transpose(0, 1, 3, 2, 4)
+        pages = pages[..., : num_heads * parts * head_dim]
+        pages = pages.reshape(-1, kv.page_size, num_heads, parts, head_dim).transpose(0, 1, 3, 2, 4)
     else:
-        pages = pages.reshape(-1, num_heads, 2, kv.page_size, head_dim).transpose(0, 3, 2, 1, 4)
+        pages = pages.reshape(-1, num_heads, parts, kv.page_size, head_dim).transpose(0, 3, 2, 1, 4)
     return bits(pages, kv.dtype)
 
 
 def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages:
-    """Write canonical pages [n, page_size, 2, K, H] of the pool's dtype to rows i32[n]; ids out of range are dropped.
+    """Write canonical pages, as `export_pages` gives them, to rows i32[n]; ids out of range are dropped.
 
     Donate `kv` when jitting. Raises ValueError for another dtype or shape. Not for use in shard_map.
     """
-    _check_exchangeable(kv.spec)
-    wanted = (page_ids.shape[0], kv.page_size, 2, kv.spec.num_kv_heads, kv.spec.head_dim)
+    wanted = (page_ids.shape[0], kv.page_size, _parts(kv.spec), kv.spec.num_kv_heads, kv.spec.head_dim)
     if values.shape != wanted or values.dtype != kv.dtype:
         raise ValueError(f"import_pages needs {kv.dtype}{list(wanted)}, got {values.dtype}{list(values.shape)}")
     if kv.layout == "tpu":

@@ -29,13 +29,14 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, platform: str
 def kv_cache_update(
     kv: KVPages,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     slot_mapping: jax.Array,
     *,
     schedule: Any = None,
     tuning: Tuning | None = None,
 ) -> KVPages:
-    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool and return it.
+    """Write k [T, K, H] and v [T, K, Hv] to the slots i32[T] of the pool and return it; v is None where values lie in
+    keys.
 
     A slot is page * page_size + offset. Slots outside the pool are dropped, -1 (padding) among them; real slots must
     be distinct. Quantised pools store round(x / scale), saturating. Donate `kv` when jitting: the update is in place.
@@ -44,10 +45,11 @@ def kv_cache_update(
     """
     spec, num_tokens = kv.spec, slot_mapping.shape[0]
     num_heads = k.shape[1] if k.ndim == 3 and holds_heads(kv, k.shape[1]) else spec.num_kv_heads
-    for name, array, width in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
-        wanted = (num_tokens, num_heads, width)
-        if array.shape != wanted:
-            raise ValueError(f"kv_cache_update: {name} must have shape {wanted}, got {array.shape}")
+    for name, array, width in (("k", k, spec.head_dim), ("v", v, 0 if spec.values_in_keys else spec.v_head_dim)):
+        wanted = (num_tokens, num_heads, width) if width else None
+        shape = None if array is None else array.shape
+        if shape != wanted:
+            raise ValueError(f"kv_cache_update: {name} must have shape {wanted}, got {shape}")
     if slot_mapping.dtype != jnp.int32:
         raise ValueError(f"kv_cache_update: slot_mapping must be int32, got {slot_mapping.dtype}")
     if schedule is None:

@@ -67,7 +67,13 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tunin
 
 
 def kv_cache_update(
-    kv: KVPages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, schedule: UpdateRuns, interpret: Any = False
+    kv: KVPages,
+    k: jax.Array,
+    v: jax.Array | None,
+    slot_mapping: jax.Array,
+    *,
+    schedule: UpdateRuns,
+    interpret: Any = False,
 ) -> KVPages:
     """The pool with k [T, K, H] and v [T, K, Hv] in their slots; arguments as the public operation has checked them.
 
@@ -77,13 +83,13 @@ def kv_cache_update(
     """
     if kv.data.dtype == jnp.float16:
         raise ValueError("the TPU KV write cannot store float16: there is no such type on TPU, use bfloat16")
-    keys, values = (to_storage(x, kv.spec, kv.layout, scale) for x, scale in ((k, kv.k_scale), (v, kv.v_scale)))
+    new = [to_storage(x, kv.spec, kv.layout, at) for x, at in ((k, kv.k_scale), (v, kv.v_scale)) if x is not None]
     width = kv.data.shape[-1]
     num_tokens, num_tiles, sizes = k.shape[0], width // LANES, schedule.sizes
     most_groups = max(sizes.window_bytes // (4 * LANES * num_tiles) // GROUP, 1)
     window = min(pl.cdiv(num_tokens, GROUP), most_groups) * GROUP
     num_windows = pl.cdiv(num_tokens, window)
-    words = _token_words(jnp.concatenate([keys, values], axis=-1).reshape(num_tokens, -1))
+    words = _token_words(jnp.concatenate(new, axis=-1).reshape(num_tokens, -1))
     # A window holds the group before and after its tokens too: a run is read as the eight rows that its group gets.
     words = jnp.pad(words, ((GROUP, num_windows * window + GROUP - num_tokens), (0, width - words.shape[1])))
     words = words.reshape(-1, num_tiles, LANES).swapaxes(0, 1)

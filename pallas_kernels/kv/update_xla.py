@@ -1,4 +1,4 @@
-"""Writing new keys and values with XLA: one in-place scatter for keys, one for values, on the layout of CPU and GPU."""
+"""Writing new keys and values with XLA: an in-place scatter for each of them, on the layout of CPU and GPU."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ def kv_update_schedule(slot_mapping: jax.Array, *, page_size: int, tuning: Tunin
     """A scatter needs nothing but the slots."""
 
 
-def kv_cache_update(kv: KVPages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, schedule: Any) -> KVPages:
+def kv_cache_update(
+    kv: KVPages, k: jax.Array, v: jax.Array | None, slot_mapping: jax.Array, *, schedule: Any
+) -> KVPages:
     """The pool with k [T, K, H] and v [T, K, Hv] in their slots; arguments as the public operation has checked them."""
-    spec, num_pages = kv.spec, kv.data.shape[0]
-    keys, values = to_storage(k, spec, kv.layout, kv.k_scale), to_storage(v, spec, kv.layout, kv.v_scale)
-    if slot_mapping.shape[0] == 1:
-        # XLA:CPU copies the whole pool for a scatter of one row; two rows stay in place.
-        keys, values = (jnp.pad(rows, ((0, 1), (0, 0), (0, 0))) for rows in (keys, values))
-        slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=-1)
-    page = jnp.where(slot_mapping < 0, num_pages, slot_mapping // spec.page_size)  # out of range: dropped
+    spec = kv.spec
+    page = jnp.where(slot_mapping < 0, kv.data.shape[0], slot_mapping // spec.page_size)  # out of range: dropped
     offset = slot_mapping % spec.page_size
-    data = _scatter_rows(kv.data, keys, page, offset * spec.head_dim)
-    data = _scatter_rows(data, values, page, spec.page_size * spec.head_dim + offset * spec.v_head_dim)
+    data = _scatter_rows(kv.data, to_storage(k, spec, kv.layout, kv.k_scale), page, offset * spec.head_dim)
+    if v is not None:
+        column = spec.page_size * spec.head_dim + offset * spec.v_head_dim
+        data = _scatter_rows(data, to_storage(v, spec, kv.layout, kv.v_scale), page, column)
     return replace(kv, data=data)
 
 
 def _scatter_rows(data: jax.Array, rows: jax.Array, page: jax.Array, column: jax.Array) -> jax.Array:
     """data [P, K, C] with rows [T, K, c] written to page i32[T], columns [column, column + c)."""
+    if page.shape[0] == 1:
+        # XLA:CPU copies the whole pool for a scatter of one row; two rows stay in place.
+        rows, column = jnp.pad(rows, ((0, 1), (0, 0), (0, 0))), jnp.pad(column, (0, 1))
+        page = jnp.pad(page, (0, 1), constant_values=data.shape[0])
     dims = lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
     )

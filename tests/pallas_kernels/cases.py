@@ -40,7 +40,7 @@ The kernel notes' conformance list, and where each of its points is:
 35 bidirectional                  "bidirectional"; prefix-LM ranges are not part of the operation
 36 lse                            every case; checks.halves
 37 fewer heads per device         checks.local_heads; shard_map over devices: tests/sharding
-38 MLA                            not an operation yet
+38 MLA                            LATENT, PRODUCTION
 39 layers that do not write       an attention call without an update: every case
 40 exchange of pages              checks.exchange
 41 block sizes                    test_invariants.py (CPU); the accelerators' small blocks, and those of production
@@ -99,7 +99,7 @@ ROWS_ONLY = [
 ]
 
 # Where only a size changes, the dtypes are crossed with some of the sizes: each pair is one more program to compile.
-ONE, BOTH = ("float32",), ("float32", "bfloat16")
+ONE, BF16, BOTH = ("float32",), ("bfloat16",), ("float32", "bfloat16")
 SMALL = {"num_tokens": 24, "max_seqs": 4}
 SMALL_Q, SMALL_KV = (1, 9, 1, 6), (70, 19, 130, 6)
 
@@ -166,6 +166,19 @@ QUANTIZED = [
     Case("codes of decodes", (1,) * 8, (1, 15, 16, 17, 128, 129, 300, 31), num_tokens=8, kv_dtype="float8_e4m3fn"),
     Case("codes with window and sinks", SMALL_Q, SMALL_KV, window=16, sinks="mixed", **_CODES),
 ]
+# Keys that begin with their values. What follows in a key is what tells it from others, in the needle family.
+_LATENT = {"heads": (8, 1), "dims": (40, 24), "values_in_keys": True}
+LATENT = [
+    Case("latent mixed", MIXED_Q, MIXED_KV, **_LATENT),
+    Case("latent page edges", (1, 1, 1, 1), (15, 16, 17, 32), **_LATENT),
+    Case("latent prefill", (1, 2, 15, 16, 17, 32), (1, 2, 15, 16, 17, 32), **_LATENT),
+    Case("latent verify tails", (2, 3, 4, 5, 6, 7, 8), (130, 3, 68, 129, 16, 257, 40), **_LATENT),
+    Case("latent shared prefix", (1, 1, 8, 1), (90, 83, 88, 130), shared_pages=5, **_LATENT),
+    Case("latent, infinite unseen slots", MIXED_Q, MIXED_KV, unseen=float("inf"), **_LATENT),
+    Case("latent decodes", (1,) * 8, (1, 15, 16, 17, 128, 129, 300, 31), num_tokens=8, **_LATENT),
+    Case("latent codes", SMALL_Q, SMALL_KV, **_CODES | _LATENT, dtypes=BF16),
+    Case("latent of two kv heads", SMALL_Q, SMALL_KV, **SMALL | _LATENT | {"heads": (6, 2)}, dtypes=BF16),
+]
 _LONG = {"heads": (2, 1), "num_tokens": 6, "max_seqs": 2, "page_size": 128, "max_pages": 514, "pool_pages": 520}
 LONG = [
     *(
@@ -204,7 +217,6 @@ CHUNKS = [
 
 # What models run: query heads in groups, head dims and pages together, in the dtype they are served in. Heads are those
 # of one device of several, or fewer of the same group.
-BF16 = ("bfloat16",)
 PRODUCTION_Q, PRODUCTION_KV = (1, 9, 1, 20), (300, 140, 65, 20)
 
 
@@ -215,10 +227,9 @@ def _production(heads: tuple[int, int], head_dim: int, page_size: int, **changes
         PRODUCTION_Q,
         PRODUCTION_KV,
         heads=heads,
-        dims=(head_dim, head_dim),
         page_size=page_size,
         max_pages=-(-384 // page_size),
-        **{"num_tokens": 40, "max_seqs": 4, "dtypes": BF16} | changes,
+        **{"dims": (head_dim, head_dim), "num_tokens": 40, "max_seqs": 4, "dtypes": BF16} | changes,
     )
 
 
@@ -229,6 +240,7 @@ PRODUCTION = [
     _production((4, 2), 256, 256),  # Gemma 2
     _production((8, 1), 192, 128),
     _production((16, 1), 128, 8),  # one kv head for all, as in Gemma 1 and StarCoder
+    _production((16, 1), 576, 64, dims=(576, 512), values_in_keys=True),  # DeepSeek V2 Lite; V3 on 8 devices
 ]
 # Blocks of production on TPU: 8 kv heads at a time over 1,024 keys, 3 blocks in VMEM.
 PRODUCTION_BLOCKS = [
@@ -259,7 +271,7 @@ CROSSED += [_production((8, 1), 256, 64, kv_dtype="float8_e4m3fn")]  # more than
 CROSSED = [case for case in CROSSED if case not in PRODUCTION]
 
 ATTENTION = PRODUCTION + PRODUCTION_BLOCKS + BATCHES + ROWS_ONLY + HEADS + DIMS + PAGES
-ATTENTION += WINDOWS + WIDE_WINDOWS + CHUNKS + LOGITS + MASKS + QUANTIZED + LONG
+ATTENTION += WINDOWS + WIDE_WINDOWS + CHUNKS + LOGITS + MASKS + QUANTIZED + LATENT + LONG
 BY_NAME = {case.name: case for case in ATTENTION + CROSSED}
 
 # What the mutation gate runs and an interpreter has time for in CI: every border and feature once.
@@ -289,5 +301,7 @@ QUICK_FEATURES = (
     "fp8 e4m3 keys and values",
     "codes of decodes",
     "dims (128, 128)",
+    "latent mixed",
+    "latent decodes",
 )
 QUICK = [BY_NAME[name] for name in QUICK_BATCHES + QUICK_FEATURES]

@@ -62,6 +62,12 @@ def update_sizes(dtype: str, page_size: int, heads: int, head_dim: int, v_head_d
     check_update(dtype, slots, implementation, page_size=page_size, heads=heads, dims=(head_dim, v_head_dim))
 
 
+def update_keys(dtype: str, pattern: str, heads: int, head_dim: int, v_head_dim: int, implementation) -> None:
+    """Keys with their values in them."""
+    slots = SLOTS[pattern].astype(np.int32)
+    check_update(dtype, slots, implementation, heads=heads, dims=(head_dim, v_head_dim), values_in_keys=True)
+
+
 def determinism(runs: int, implementation: Implementation) -> None:
     """The same bits every time."""
     case = implementation.adapted(MIXED)
@@ -239,16 +245,22 @@ def local_heads(implementation: Implementation) -> None:
     conformance.check_close(got, expected(case, problem), problem, "bfloat16", "local heads")
 
 
-def exchange(source: str, dtype: str, implementation: Implementation) -> None:
-    """Pages taken out of a pool of layout `source` and put into this implementation's are the same bits."""
+def exchange(source: str, dtype: str, *in_keys_and_implementation) -> None:
+    """Pages taken out of a pool of layout `source` and put into this implementation's are the same bits.
+
+    in_keys: whether values are the first five elements of their keys.
+    """
+    *in_keys, implementation = in_keys_and_implementation
     from pallas_kernels.kv.pages import export_pages, import_pages
 
     rng = np.random.default_rng(0)
     old = [codes(rng.standard_normal((6, 16, 3, 8)) * 30, dtype, None) for _ in "kv"]
     new = [codes(rng.standard_normal((5, 16, 3, 8)), dtype, None) for _ in "kv"]
     ids, places = jnp.asarray([4, 1, 5]), jnp.asarray([0, -1, 3])
-    pages = export_pages(make_pool(*old, source), ids)
-    kv = import_pages(make_pool(*new, implementation.platform), places, pages)
+    if any(in_keys):
+        old[1], new[1] = (codes[0][..., :5] for codes in (old, new))
+    pages = export_pages(make_pool(*old, source, values_in_keys=any(in_keys)), ids)
+    kv = import_pages(make_pool(*new, implementation.platform, values_in_keys=any(in_keys)), places, pages)
     for got, old_codes, new_codes in zip(read_pool(kv), old, new, strict=True):
         want = unsigned(new_codes).copy()
         want[[0, 3]] = unsigned(old_codes)[[4, 5]]
@@ -258,5 +270,5 @@ def exchange(source: str, dtype: str, implementation: Implementation) -> None:
 INVARIANTS = [page_ids, neighbours, order, halves, update_then_attend, one_program_per_bucket, local_heads]
 CHECKS: dict[str, Callable[..., None]] = {
     check.__name__: check
-    for check in (attention, update, update_sizes, determinism, splits, many_parts, exchange, *INVARIANTS)
+    for check in (attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange, *INVARIANTS)
 }

@@ -61,9 +61,9 @@ def watched(implementation: Implementation, label: str) -> Iterator[None]:
     assert not problems, f"{label} on {implementation.name}: {'; '.join(problems)}"
 
 
-def pool(problem: Problem, layout: str) -> KVPages:
+def pool(problem: Problem, layout: str, values_in_keys: bool = False) -> KVPages:
     """A pool that holds the problem's pages."""
-    return make_pool(problem.k_codes, problem.v_codes, layout, problem.k_scale, problem.v_scale)
+    return make_pool(problem.k_codes, problem.v_codes, layout, problem.k_scale, problem.v_scale, values_in_keys)
 
 
 def ragged_batch(problem: Problem) -> RaggedBatch:
@@ -74,7 +74,7 @@ def ragged_batch(problem: Problem) -> RaggedBatch:
 def operands(case: Case, problem: Problem, dtype: str, implementation: Implementation) -> tuple:
     return (
         jnp.asarray(problem.q, dtype),
-        pool(problem, implementation.platform),
+        pool(problem, implementation.platform, case.values_in_keys),
         ragged_batch(problem),
         None if problem.sinks is None else jnp.asarray(problem.sinks),
         None if problem.tree_mask is None else jnp.asarray(problem.tree_mask),
@@ -146,7 +146,16 @@ def check_close(got, want, problem: Problem, dtype: str, label: str) -> None:
     np.testing.assert_allclose(got_lse, want_lse, rtol=1e-5, atol=LSE[dtype], err_msg=f"{label}: lse")
 
 
-def update_problem(dtype: str, slots: np.ndarray, *, page_size: int = 16, heads: int = 3, dims=(8, 12), seed: int = 0):
+def update_problem(
+    dtype: str,
+    slots: np.ndarray,
+    *,
+    page_size: int = 16,
+    heads: int = 3,
+    dims=(8, 12),
+    seed: int = 0,
+    values_in_keys: bool = False,
+):
     """A random pool and new tokens for `slots`: codes k, v of the pool, new k, v in float32, and the scales."""
     rng = np.random.default_rng(seed)
     num_pages = 7
@@ -161,19 +170,24 @@ def update_problem(dtype: str, slots: np.ndarray, *, page_size: int = 16, heads:
             tokens[1:2] *= 1e9  # beyond every code: saturates
         old.append(codes(values, dtype, scale))
         new.append(rounded(tokens, "float32" if quantized else dtype))
+    if values_in_keys:
+        old[1], new[1], scales[1] = old[0][..., : dims[1]], new[0][..., : dims[1]], scales[0]
     return old, new, scales
 
 
 def check_update(dtype: str, slots: np.ndarray, implementation: Implementation, **sizes) -> None:
     """New tokens land in their slots, rounded as the oracle rounds, and every other slot keeps its bits."""
     old, new, scales = update_problem(dtype, slots, **sizes)
+    values_in_keys = sizes.get("values_in_keys", False)
     label = f"update {dtype} T={len(slots)} {sizes or ''}"
     in_pool = np.where(slots < old[0].shape[0] * old[0].shape[1], slots, -1)
     want = reference.kv_cache_update(*old, *(codes(x, dtype, s) for x, s in zip(new, scales, strict=True)), in_pool)
     new_dtype = "float32" if dtype in QUANTIZED else dtype
     arguments = [jnp.asarray(x, new_dtype) for x in new]
+    if values_in_keys:
+        arguments[1] = scales[1] = None
     with watched(implementation, label):
-        kv = make_pool(*old, implementation.platform, *scales)
+        kv = make_pool(*old, implementation.platform, *scales, values_in_keys)
         updated = compiled_update(implementation)(kv, *arguments, jnp.asarray(slots, jnp.int32))
         got = read_pool(updated)
     for name, got_codes, want_codes in zip(("keys", "values"), got, want, strict=True):

@@ -123,6 +123,7 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
     pool_dtype = case.pool_dtype(dtype)
     quantized = pool_dtype in QUANTIZED
     reasons = {
+        "values in keys": case.values_in_keys,
         "head dims differ": case.dims[0] != case.dims[1],
         "head dim": case.dims[0] % (32 if quantized else 16) or case.dims[0] > (192 if quantized else 256),
         "group": case.heads[0] // case.heads[1] > 64,

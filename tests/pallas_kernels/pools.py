@@ -31,15 +31,18 @@ def values_of(stored: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
     return values if scale is None else values * scale[:, None]
 
 
-def make_pool(k: np.ndarray, v: np.ndarray, layout: str, k_scale=None, v_scale=None) -> KVPages:
-    """A pool that holds codes k [P, page_size, K, H] and v [P, page_size, K, Hv]."""
+def make_pool(
+    k: np.ndarray, v: np.ndarray, layout: str, k_scale=None, v_scale=None, values_in_keys: bool = False
+) -> KVPages:
+    """A pool that holds codes k [P, page_size, K, H] and v [P, page_size, K, Hv], unless these lie in k."""
     num_pages, page_size, num_heads, head_dim = k.shape
-    spec = KVSpec(num_pages, page_size, num_heads, head_dim, v.shape[-1], k.dtype.name)
+    spec = KVSpec(num_pages, page_size, num_heads, head_dim, v.shape[-1], k.dtype.name, values_in_keys)
+    held = (k,) if values_in_keys else (k, v)
     if layout == "tpu":
-        data = np.concatenate([k, v], axis=-1).reshape(num_pages, page_size, -1)
+        data = np.concatenate(held, axis=-1).reshape(num_pages, page_size, -1)
         data = np.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % 128)))
     else:
-        tiles = [x.transpose(0, 2, 1, 3).reshape(num_pages, num_heads, -1) for x in (k, v)]
+        tiles = [x.transpose(0, 2, 1, 3).reshape(num_pages, num_heads, -1) for x in held]
         data = np.concatenate(tiles, axis=-1)
     if layout == "cpu" and data.dtype.itemsize < 4:
         data = data.view(f"uint{8 * data.dtype.itemsize}")
@@ -51,6 +54,13 @@ def read_pool(kv: KVPages) -> tuple[np.ndarray, np.ndarray]:
     """The codes of all keys and values, as unsigned integers so that NaNs compare by their bits."""
     spec, data = kv.spec, np.asarray(kv.data)
     data = data.view(f"uint{8 * data.dtype.itemsize}")
+    if spec.values_in_keys:
+        shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
+        if kv.layout == "tpu":
+            keys = data[..., : spec.num_kv_heads * spec.head_dim].reshape(*data.shape[:2], -1, spec.head_dim)
+        else:
+            keys = data.reshape(shape).transpose(0, 2, 1, 3)
+        return keys, keys[..., : spec.v_head_dim]
     if kv.layout == "tpu":
         width = spec.head_dim + spec.v_head_dim
         rows = data[..., : spec.num_kv_heads * width].reshape(*data.shape[:2], spec.num_kv_heads, width)

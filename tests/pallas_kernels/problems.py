@@ -38,6 +38,7 @@ class Case:
     chunk: int | None = None
     soft_cap: float | None = None
     causal: bool = True
+    values_in_keys: bool = False
     sm_scale: float | None = None
     sinks: str | None = None  # "zero", "large", "absent" or "mixed"
     tree: str | None = None  # "chain" or "branches"
@@ -53,7 +54,8 @@ class Case:
     @property
     def spec(self) -> AttentionSpec:
         scale = self.dims[0] ** -0.5 if self.sm_scale is None else self.sm_scale
-        return AttentionSpec(*self.heads, *self.dims, scale, self.window, self.soft_cap, self.causal, self.chunk)
+        rest = self.window, self.soft_cap, self.causal, self.chunk, self.values_in_keys
+        return AttentionSpec(*self.heads, *self.dims, scale, *rest)
 
     def pool_dtype(self, dtype: str) -> str:
         return self.kv_dtype or dtype
@@ -78,7 +80,7 @@ class Problem(NamedTuple):
     k_codes: np.ndarray  # the pool's elements, in its dtype
     v_codes: np.ndarray
     k_scale: np.ndarray | None  # f32 [K] of a quantised pool
-    v_scale: np.ndarray | None
+    v_scale: np.ndarray | None  # None also where values lie in keys
 
 
 def build(case: Case, dtype: str, family: str) -> Problem:
@@ -116,8 +118,13 @@ def build(case: Case, dtype: str, family: str) -> Problem:
         q, v_pages = q * 0, v_pages * 0.1 + 1 + age[..., None, None] % 37
     elif family == "needle":  # keys just inside and just outside of what is visible outweigh all others
         direction = np.sign(rng.standard_normal(case.dims[0]))
+        if case.values_in_keys:  # what makes a key a needle is not its value
+            direction[: case.dims[1]] = 0
+            direction *= (case.dims[0] / (case.dims[0] - case.dims[1])) ** 0.5
         q = np.broadcast_to(direction, q.shape) * 2 / (case.spec.sm_scale * case.dims[0]) ** 0.5
         k_pages = k_pages * 0.1 + needle[..., None, None] * direction * 4 / (case.spec.sm_scale * case.dims[0]) ** 0.5
+    if case.values_in_keys:
+        k_pages[..., : case.dims[1]] = v_pages * case.value_scale
     k_pages, v_pages = (np.where(seen[..., None, None], x, case.unseen) for x in (k_pages, v_pages * case.value_scale))
     kv_dtype = case.pool_dtype(dtype)
     k_scale = v_scale = None
@@ -126,7 +133,11 @@ def build(case: Case, dtype: str, family: str) -> Problem:
         by_head = np.arange(1, num_kv_heads + 1, dtype=np.float32) / (24 if kv_dtype == "int8" else 2)
         k_scale, v_scale = by_head * np.float32(case.scales[0]), by_head[::-1] * np.float32(case.scales[1])
         q, k_pages, v_pages = q / case.scales[0], k_pages * case.scales[0], v_pages * case.scales[1]
-    k_codes, v_codes = pools.codes(k_pages, kv_dtype, k_scale), pools.codes(v_pages, kv_dtype, v_scale)
+    k_codes = pools.codes(k_pages, kv_dtype, k_scale)
+    if case.values_in_keys:
+        v_codes, v_scale = k_codes[..., : case.dims[1]], k_scale
+    else:
+        v_codes = pools.codes(v_pages, kv_dtype, v_scale)
     num_decode = next((i for i, q_len in enumerate(case.q_lens) if q_len != 1), num_seqs)
     return Problem(
         rounded(q * case.query_scale, dtype),
@@ -143,7 +154,7 @@ def build(case: Case, dtype: str, family: str) -> Problem:
         k_codes,
         v_codes,
         k_scale,
-        v_scale,
+        None if case.values_in_keys else v_scale,
     )
 
 

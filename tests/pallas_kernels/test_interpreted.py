@@ -34,7 +34,7 @@ from tests.pallas_kernels.worker import Job
 
 GPU_BATCHES = ("mixed", "q tile straddles a kv block", "single tokens behind runs", "long runs", "empty sequences")
 GPU_FEATURES = (
-    *(case.name for case in PRODUCTION),
+    *(case.name for case in PRODUCTION if not case.values_in_keys),
     "window 400 of 900",
     "decode bucket",
     "skewed decodes",
@@ -47,13 +47,14 @@ GPU_FEATURES = (
     "tree branches",
 )
 GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits", "many_parts")
-PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[0].name)
+PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[0].name, PRODUCTION[-1].name)
 EAGER_BATCHES = ("mixed", "q tile straddles a kv block", "block edges")
 EAGER_FEATURES = ("skewed decodes", "window, sinks and soft cap")
 WRITES = (TPU_LAZY.name, TPU_EAGER.name)
 UPDATED, MORE_DTYPES = ("bfloat16", "int8"), ("float32", "float8_e4m3fn", "float8_e5m2")
 UPDATE_SIZES = ((64, 1, 80, 80), (16, 2, 192, 128))
 _ALWAYS: list[list[Job]] = [
+    [("update_keys", TPU_LAZY.name, "bfloat16", "runs", 1, 40, 24)],
     [("determinism", TPU_LAZY.name, 2)],
     [("determinism", MOSAIC_GPU.name, 2)],
 ]

@@ -43,6 +43,8 @@ def why_not(
 
     q_dtype, kv_dtype: None where not known yet: a schedule is built before them.
     """
+    if spec.values_in_keys:
+        return "values lie in keys"
     if spec.head_dim != spec.v_head_dim:
         return f"head_dim {spec.head_dim} and v_head_dim {spec.v_head_dim} differ"
     width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16

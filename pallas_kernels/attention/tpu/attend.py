@@ -115,8 +115,8 @@ def _attend(
         padded_group,
         kv.page_size,
         blocks,
-        key_windows(num_kv_heads, spec.head_dim, spec.v_head_dim),
-        value_windows(num_kv_heads, spec.head_dim, spec.v_head_dim),
+        key_windows(num_kv_heads, spec),
+        value_windows(num_kv_heads, spec),
         jnp.bfloat16 if q.dtype == jnp.bfloat16 and kv.data.dtype != jnp.float32 else jnp.float32,
         sinks is not None,
         0 if tree_mask is None else tree_mask.shape[1],
@@ -153,8 +153,8 @@ def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Ar
     """f32 [K]: what q.k is multiplied by, and what values are multiplied by."""
     # The softmax works to base 2; a soft cap is applied to natural logits first.
     scale = jnp.full((num_kv_heads,), spec.sm_scale * (LOG2E if spec.soft_cap is None else 1.0), jnp.float32)
-    ones = jnp.ones((num_kv_heads,), jnp.float32)
-    return (scale if kv.k_scale is None else scale * kv.k_scale), (ones if kv.v_scale is None else kv.v_scale)
+    of_values = jnp.ones((num_kv_heads,), jnp.float32) if kv.value_scale is None else kv.value_scale
+    return (scale if kv.k_scale is None else scale * kv.k_scale), of_values
 
 
 def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens: int) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention.ragged_batch import AttentionSpec
 from pallas_kernels.kv.pages import LANES
 from pallas_kernels.tuning import TpuAttention
 
@@ -37,16 +38,20 @@ class Blocks(NamedTuple):
     heads: int  # kv heads worked on together: these have their softmax while the next ones have their scores
 
 
-def key_windows(num_kv_heads: int, head_dim: int, v_head_dim: int) -> tuple[Window, ...]:
-    """Where the keys of each kv head lie in a row of the pool."""
-    width = head_dim + v_head_dim
-    return tuple(_window(head * width, head_dim) for head in range(num_kv_heads))
+def key_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
+    """Where the keys of each of `num_kv_heads` lie in a row of the pool."""
+    return tuple(_window(head * _stride(spec), spec.head_dim) for head in range(num_kv_heads))
 
 
-def value_windows(num_kv_heads: int, head_dim: int, v_head_dim: int) -> tuple[Window, ...]:
-    """Where the values of each kv head lie in a row of the pool."""
-    width = head_dim + v_head_dim
-    return tuple(_window(head * width + head_dim, v_head_dim) for head in range(num_kv_heads))
+def value_windows(num_kv_heads: int, spec: AttentionSpec) -> tuple[Window, ...]:
+    """Where the values of each of `num_kv_heads` lie in a row of the pool: behind its keys or at their beginning."""
+    behind = 0 if spec.values_in_keys else spec.head_dim
+    return tuple(_window(head * _stride(spec) + behind, spec.v_head_dim) for head in range(num_kv_heads))
+
+
+def _stride(spec: AttentionSpec) -> int:
+    """Columns of a row from one kv head to the next."""
+    return spec.head_dim if spec.values_in_keys else spec.head_dim + spec.v_head_dim
 
 
 def _window(column: int, size: int) -> Window:

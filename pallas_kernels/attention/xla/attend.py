@@ -53,8 +53,8 @@ def ragged_paged_attention(
         o, lse = jnp.where(in_single[..., None], o, run_o), jnp.where(in_single, lse, run_lse)
     there = (jnp.arange(num_tokens) < batch.cu_q_lens[batch.num_seqs])[:, None, None]
     o, lse = jnp.where(there[..., None], o, 0.0), jnp.where(there, lse, -jnp.inf)
-    if kv.v_scale is not None:
-        o = o * kv.v_scale[:, None, None]
+    if (value_scale := kv.value_scale) is not None:
+        o = o * value_scale[:, None, None]
     return o.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, num_q_heads)
 
 
@@ -195,9 +195,10 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     """Keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored.
 
     Slots outside [low, high) may hold NaN: their values are 0 (their keys are masked as logits), and a page id there
-    may be anything, the gather clips it. The two branches of the cond differ in the mask only: most blocks need none
-    and are copied at memory bandwidth. The cond also keeps XLA from fusing the reshapes below into the gathers, which
-    would then compute an index per element and take three times as long.
+    may be anything, the gather clips it. Keys that hold their values are gathered once. The two branches of the cond
+    differ in the mask only: most blocks need none and are copied at memory bandwidth. The cond also keeps XLA from
+    fusing the reshapes below into the gathers, which would then compute an index per element and take three times as
+    long.
     """
     kv, spec = step.kv, step.kv.spec
     num_pages, num_kv_heads, _ = kv.data.shape
@@ -212,21 +213,21 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     key_width, value_width = spec.page_size * spec.head_dim, spec.page_size * spec.v_head_dim
 
     def whole():
-        return _gather_columns(flat, rows, 0, key_width), _gather_columns(flat, rows, key_width, value_width)
+        keys = _gather_columns(flat, rows, 0, key_width)
+        return (keys,) if spec.values_in_keys else (keys, _gather_columns(flat, rows, key_width, value_width))
 
     def masked():
-        keys, values = whole()
+        *keys, values = whole()
         positions = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         in_use = (positions >= tiles.low[tile][:, None]) & (positions < tiles.high[tile][:, None])
         in_use = in_use.reshape(num_seqs, 1, block_pages, spec.page_size, 1)
-        shape = (num_seqs, num_kv_heads, block_pages, spec.page_size, spec.v_head_dim)
-        return keys, jnp.where(in_use, values.reshape(shape), 0).reshape(values.shape)
+        shape = (num_seqs, num_kv_heads, block_pages, spec.page_size, -1)
+        return *keys, jnp.where(in_use, values.reshape(shape), 0).reshape(values.shape)
 
     is_whole = (block >= tiles.whole_from[tile]) & (block < tiles.whole_to[tile])
-    keys, values = lax.cond(is_whole, whole, masked)
-    keys = keys.reshape(num_seqs, num_kv_heads, block_kv, spec.head_dim)
-    values = values.reshape(num_seqs, num_kv_heads, block_kv, spec.v_head_dim)
-    return keys, values
+    gathered = lax.cond(is_whole, whole, masked)
+    keys, values = (each.reshape(num_seqs, num_kv_heads, block_kv, -1) for each in (gathered[0], gathered[-1]))
+    return keys, values[..., : spec.v_head_dim]
 
 
 def _operand(stored: jax.Array, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:

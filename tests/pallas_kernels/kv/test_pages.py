@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,11 +46,18 @@ def test_update_of_other_shapes(sizes, implementation):
     CHECKS["update_sizes"]("bfloat16", *sizes, implementation)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("pattern", ["one token", "runs"])
+def test_update_of_keys_that_hold_their_values(pattern, dtype, implementation):
+    CHECKS["update_keys"](dtype, pattern, 2, 24, 16, implementation)
+
+
+@pytest.mark.parametrize(("dtype", "in_keys"), [("bfloat16", False), ("int8", False), ("bfloat16", True)])
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_pages_move_between_layouts_bit_for_bit(source, target, dtype):
-    CHECKS["exchange"](source, dtype, Implementation(target, target))
+def test_pages_move_between_layouts_bit_for_bit(source, target, dtype, in_keys):
+    CHECKS["exchange"](source, dtype, in_keys, Implementation(target, target))
 
 
 def test_update_of_one_padding_token_changes_nothing():
@@ -113,6 +122,15 @@ def test_page_bytes_is_what_alloc_takes(dtype):
     assert alloc(shape).data.nbytes == page_bytes(shape) * shape.num_pages
 
 
+def test_a_latent_takes_its_own_bytes_only():
+    latent = KVSpec(1, 64, 1, 576, 512, "bfloat16", values_in_keys=True)
+    assert page_bytes(latent, "gpu") == 64 * 576 * 2
+    assert page_bytes(latent, "tpu") == 64 * 640 * 2  # whole lane tiles
+    assert alloc(latent).data.nbytes == page_bytes(latent)
+    scaled = alloc(replace(latent, dtype="int8"))
+    assert scaled.v_scale is None and scaled.value_scale is scaled.k_scale
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_partition_spec_splits_pages_and_heads(layout):
     shape = pool_shape(spec("bfloat16", num_kv_heads=16), layout)
@@ -131,6 +149,22 @@ def test_partition_spec_splits_pages_and_heads(layout):
         (lambda: KVSpec(2**28, 16, 1, 8, 8, "float32"), "do not fit int32"),
         (lambda: alloc(spec("float64")), "KVSpec.dtype 'float64' is not supported, allowed: float32"),
         (lambda: alloc(spec("float32"), layout="abacus"), "layout 'abacus' is not implemented, allowed: cpu"),
+        (
+            lambda: KVSpec(4, 16, 1, 8, 12, "float32", values_in_keys=True),
+            r"KVSpec.v_head_dim must be at most head_dim \(8\) where values lie in keys, got 12",
+        ),
+        (
+            lambda: kv_cache_update(
+                alloc(replace(spec("float32"), values_in_keys=True)),
+                *[jnp.zeros((1, 2, 8))] * 2,
+                jnp.zeros((1,), jnp.int32),
+            ),
+            r"v must have shape None, got \(1, 2, 8\)",
+        ),
+        (
+            lambda: kv_cache_update(alloc(spec("float32")), jnp.zeros((1, 2, 8)), None, jnp.zeros((1,), jnp.int32)),
+            r"v must have shape \(1, 2, 8\), got None",
+        ),
         (lambda: export_pages(alloc(spec("float32", v_head_dim=4)), jnp.arange(2)), "no canonical form"),
         (
             lambda: import_pages(alloc(spec("float32")), jnp.arange(2), jnp.zeros((2, 16, 2, 2, 4))),

@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "keys and values swapped",
         _UPDATE,
-        "jnp.concatenate([keys, values], axis=-1)",
-        "jnp.concatenate([values, keys], axis=-1)",
+        "jnp.concatenate(new, axis=-1)",
+        "jnp.concatenate(new[::-1], axis=-1)",
         _ANY,
     ),
     Mutant(

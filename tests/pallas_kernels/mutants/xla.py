@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "values read as keys",
         _ATTENTION,
-        "return _gather_columns(flat, rows, 0, key_width), ",
-        "return _gather_columns(flat, rows, key_width, value_width), ",
+        "else (keys, _gather_columns(flat, rows, key_width, value_width))",
+        "else (keys, _gather_columns(flat, rows, 0, value_width))",
         _ANY,
     ),
     Mutant(
@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant("scale dropped", _ATTENTION, " * step.scale[:, None, None]", "", _ANY),
     Mutant("scale 5 % too large", _ATTENTION, "spec.sm_scale, jnp", "1.05 * spec.sm_scale, jnp", _ANY),
     Mutant("scale of keys dropped", _ATTENTION, "scale = scale * kv.k_scale", "scale = scale * 1", _CODES),
-    Mutant("scale of values dropped", _ATTENTION, "o = o * kv.v_scale[:, None, None]", "o = o * 1", _CODES),
+    Mutant("scale of values dropped", _ATTENTION, "o = o * value_scale[:, None, None]", "o = o * 1", _CODES),
     Mutant("accumulator not decayed", _ATTENTION, "acc * decay[..., None] +", "acc +", _on("block edges")),
     Mutant("state not reset between tiles", _ATTENTION, "jnp.where(is_first, fresh, running)", "running", _ANY),
     Mutant(
@@ -82,6 +82,14 @@ MUTANTS = [
         "values.reshape(shape)",
         _ANY,
     ),
+    Mutant(
+        "values taken from the end of a latent",
+        _ATTENTION,
+        "values[..., : spec.v_head_dim]",
+        "values[..., -spec.v_head_dim :]",
+        _on("latent mixed"),
+    ),
+    Mutant("latent scaled as values are", _ATTENTION, "kv.value_scale", "kv.v_scale", _on("latent codes")),
     Mutant("soft cap not scaled back", _ATTENTION, "cap * jnp.tanh", "jnp.tanh", _on("soft cap 30")),
     Mutant("sinks forgotten", _ATTENTION, "else sinks\n", "else sinks - jnp.inf\n", _on("sinks and window")),
     Mutant("tree bits shifted", _ATTENTION, "(new % 32)", "((new + 1) % 32)", _on("tree branches")),
@@ -95,15 +103,15 @@ MUTANTS = [
     Mutant(
         "padding written to slot 0",
         _UPDATE,
-        "jnp.where(slot_mapping < 0, num_pages,",
+        "jnp.where(slot_mapping < 0, kv.data.shape[0],",
         "jnp.where(slot_mapping < 0, 0,",
         _WRITE,
     ),
     Mutant(
         "padding wraps to the last page",
         _UPDATE,
-        "jnp.where(slot_mapping < 0, num_pages,",
-        "jnp.where(slot_mapping < 0, num_pages - 1,",
+        "jnp.where(slot_mapping < 0, kv.data.shape[0],",
+        "jnp.where(slot_mapping < 0, kv.data.shape[0] - 1,",
         _WRITE,
     ),
     Mutant(
