@@ -16,6 +16,7 @@ from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.families.apertus import ApertusForCausalLM
 from models.families.cohere2 import Cohere2ForCausalLM
+from models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from models.families.dots1 import Dots1ForCausalLM
 from models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
@@ -83,6 +84,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "HunYuanMoEV1ForCausalLM": HunYuanMoEV1ForCausalLM,
     "Llama4ForCausalLM": Llama4ForCausalLM,
     "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
+    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
 }
 
 

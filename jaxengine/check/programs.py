@@ -265,9 +265,11 @@ class StagePrograms:
 
         schedule = self._on_one_device(jax.eval_shape(partial(kv_update_schedule, **paging), batch.slot_mapping))
         attention = config.attention[0]  # what is written is the same in all layers
-        rows = heads(num_kv_heads(attention, shared), attention.head_dim)
+        count = num_kv_heads(attention, shared)
+        k = heads(count, attention.head_dim)
+        v = None if attention.values_in_keys else heads(count, attention.v_head_dim)
         work = update_work(attention, bucket, kv_dtype, dtype)
-        yield kernel("kv write", write, (kv, rows, rows, batch.slot_mapping, schedule), (0,), work)
+        yield kernel("kv write", write, (kv, k, v, batch.slot_mapping, schedule), (0,), work)
 
     def blocks(self) -> Iterator[Program]:
         """Blocks of keys of each kind of attention, sized as in the largest decode step and the largest mixed one."""

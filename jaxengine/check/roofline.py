@@ -47,15 +47,21 @@ def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int,
 def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
     """One layer's attention: q and o, the keys and values it sees once each, and both products."""
     keys, pairs = visible_keys(bucket, context, attention.reach)
-    queries = 2 * bucket.num_tokens * attention.num_heads * attention.head_dim * jnp.dtype(dtype).itemsize
-    cache = 2 * keys * attention.num_kv_heads * attention.head_dim * jnp.dtype(kv_dtype).itemsize
-    return Work(queries + cache, 4 * pairs * attention.num_heads * attention.head_dim)
+    both = attention.head_dim + attention.v_head_dim
+    queries = bucket.num_tokens * attention.num_heads * both * jnp.dtype(dtype).itemsize
+    cache = keys * attention.num_kv_heads * _cached(attention) * jnp.dtype(kv_dtype).itemsize
+    return Work(queries + cache, 2 * pairs * attention.num_heads * both)
 
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
     """One layer's KV write: new keys and values read and stored."""
-    width = 2 * bucket.num_tokens * attention.num_kv_heads * attention.head_dim
+    width = bucket.num_tokens * attention.num_kv_heads * _cached(attention)
     return Work(width * (jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize), 0)
+
+
+def _cached(attention: LayerAttention) -> int:
+    """Elements that the cache holds of a token and kv head."""
+    return attention.head_dim + (0 if attention.values_in_keys else attention.v_head_dim)
 
 
 def head_work(model: Any, name: str, size: int) -> Work:

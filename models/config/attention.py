@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.config.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_INTEGER, ModelConfigError, check_size
+from models.config.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTEGER, ModelConfigError, check_size
 from models.config.rope import Rope
 
 
@@ -31,12 +31,39 @@ class TemperatureTuning:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): what all heads' keys and values are made of.
+
+    A token's cached key is its latent and, behind it, the one rotated part that all heads share; its value is the
+    latent. So there is one kv head. Names are those of config.json.
+
+    Attributes:
+      kv_lora_rank: elements of the latent.
+      qk_nope_head_dim, qk_rope_head_dim: elements of a head's query without and with rope.
+      v_head_dim: elements of a head's value, made from the latent.
+      q_lora_rank: elements of what queries are made from; None for the hidden state itself.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            check_size(name, getattr(self, name), MAX_HEAD_DIM)
+        if self.q_lora_rank is not None:
+            check_size("q_lora_rank", self.q_lora_rank, MAX_HIDDEN)
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """Attention of one layer; layers with equal ones share rope tables, schedules and a trace.
 
     Attributes:
       num_heads, num_kv_heads: of queries, and of keys and values.
-      head_dim: of queries, keys and values.
+      head_dim: of queries, keys and values; of a cached key where there is a latent.
       rope: how q and k are rotated; None where they are not.
       scale: that products of queries and keys are multiplied with; None for head_dim ** -0.5.
       window: keys a token sees counting itself, None for all of them.
@@ -48,6 +75,7 @@ class LayerAttention:
       bias: of the projections to q, k and v.
       output_bias: of the projection after attention.
       temperature: by which queries are multiplied according to their positions; None for not at all.
+      latent: what keys and values are made of, None where they are projected themselves.
     """
 
     num_heads: int
@@ -63,6 +91,7 @@ class LayerAttention:
     bias: bool = False
     output_bias: bool = False
     temperature: TemperatureTuning | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)
@@ -83,6 +112,24 @@ class LayerAttention:
             )
         if self.rope is not None and self.rope.rotary_dim > self.head_dim:
             raise ModelConfigError(f"rotary_dim must be at most head_dim = {self.head_dim}, got {self.rope.rotary_dim}")
+        if self.latent is not None:
+            width = self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
+            if (self.num_kv_heads, self.head_dim) != (1, width):
+                raise ModelConfigError(
+                    f"a latent needs one kv head of kv_lora_rank + qk_rope_head_dim = {width}, got num_kv_heads "
+                    f"{self.num_kv_heads} and head_dim {self.head_dim}"
+                )
+            if self.qk_norm or self.sinks or self.temperature is not None:
+                raise ModelConfigError("latent attention takes no qk_norm, no sinks and no temperature")
+
+    @property
+    def v_head_dim(self) -> int:
+        """Elements of a cached value; with a latent they are the first of the key's."""
+        return self.head_dim if self.latent is None else self.latent.kv_lora_rank
+
+    @property
+    def values_in_keys(self) -> bool:
+        return self.latent is not None
 
     @property
     def reach(self) -> int | None:

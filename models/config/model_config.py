@@ -75,11 +75,11 @@ class ModelConfig:
                 continue
             if not 0 < value < float("inf"):
                 raise ModelConfigError(f"{name} must be a finite number > 0, got {value!r}")
-        heads = sorted({(layer.num_kv_heads, layer.head_dim) for layer in self.attention})
+        heads = sorted({(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.attention})
         if len(heads) != 1:
             raise ModelConfigError(
-                "attention must hold one entry per layer, at least one, with the same num_kv_heads and head_dim (all "
-                f"layers share a pool), got {heads}"
+                "attention must hold one entry per layer, at least one, with the same num_kv_heads, head_dim and "
+                f"v_head_dim (all layers share a pool), got {heads}"
             )
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:

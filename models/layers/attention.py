@@ -85,11 +85,12 @@ def attention_spec(attention: LayerAttention, mesh: MeshLayout = ONE_DEVICE) -> 
         num_q_heads=max(1, attention.num_heads // mesh.model),
         num_kv_heads=num_kv_heads(attention, mesh),
         head_dim=attention.head_dim,
-        v_head_dim=attention.head_dim,
+        v_head_dim=attention.v_head_dim,
         sm_scale=attention.sm_scale,
         window=attention.window,
         chunk=attention.chunk,
         soft_cap=attention.soft_cap,
+        values_in_keys=attention.values_in_keys,
     )
 
 

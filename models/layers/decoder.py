@@ -135,8 +135,9 @@ class Decoder(nnx.Module):
             page_size=page_size,
             num_kv_heads=num_kv_heads(attention, self.mesh),
             head_dim=attention.head_dim,
-            v_head_dim=attention.head_dim,
+            v_head_dim=attention.v_head_dim,
             dtype=kv_dtype,
+            values_in_keys=attention.values_in_keys,
         )
         groups = group_layers([each.reach for each in self.config.attention], hybrid=hybrid)
         here = self.stage.layers

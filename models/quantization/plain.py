@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from models.weights.declare import ParamDecl, Source, declare
+from pallas_kernels.matmul.batched import batched_matmul
 from pallas_kernels.matmul.dense import matmul
 from pallas_kernels.matmul.grouped import grouped_matmul
 
@@ -25,6 +26,9 @@ class PlainWeight(nnx.Module):
 
     def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, group_offset: Any, out_dtype: Any) -> jax.Array:
         return grouped_matmul(x, self.values[...], group_sizes, group_offset=group_offset, out_dtype=out_dtype)
+
+    def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
+        return batched_matmul(x, self.values[...], contract=contract)
 
     def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
         table = self.values[...]

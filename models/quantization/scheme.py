@@ -29,6 +29,10 @@ class Weight(Protocol):
         """Rows of x [M, in] times the matrix of their group: see pallas_kernels.matmul.grouped."""
         ...
 
+    def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
+        """A table's rows as N matrices, one below the other: see pallas_kernels.matmul.batched."""
+        ...
+
     def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
         """Rows i32[T] of a table -> [T, D]. of_others: ids outside the table may occur, and give zeros."""
         ...

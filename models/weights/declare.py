@@ -27,6 +27,7 @@ class Source(NamedTuple):
       padding: rows of zeros contributed after the tensor's.
       first: the first row used.
       tensor_rows: rows of the tensor where they are more than those used; its other rows belong to other sources.
+      stride: rows of the tensor from the beginning of one group to that of the next, where others lie between them.
     """
 
     name: str
@@ -36,11 +37,20 @@ class Source(NamedTuple):
     padding: int = 0
     first: int = 0
     tensor_rows: int | None = None
+    stride: int | None = None
 
     @property
     def num_contributed(self) -> int:
         """Rows of the weight that come from this tensor."""
         return self.rows * self.repeat + self.padding
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """[first, end) of the rows used, of each run of them."""
+        if self.stride is None:
+            return [(self.first, self.first + self.rows)]
+        firsts = range(self.first, self.first + self.rows // self.group * self.stride, self.stride)
+        return [(first, first + self.group) for first in firsts]
 
     def tensor(self, kind: str) -> Source:
         """The same rows of one of the module's tensors: "weight", "bias"."""

@@ -113,7 +113,7 @@ class _Loader:
         decl, only = param.decl, param.decl.sources[0]
         parts = num_parts(param, self.mesh)[decl.joined_axis]
         if len(decl.sources) == 1 and only.num_contributed == only.rows and decl.num_experts is None:
-            rows = only.first + np.arange(block.part * only.rows // parts, (block.part + 1) * only.rows // parts)
+            rows = source_row(only, np.arange(block.part * only.rows // parts, (block.part + 1) * only.rows // parts))
             return self._read_rows(only.name, rows, block.columns, param.dtype).astype(param.dtype, copy=False)
         experts = range(block.experts.start, block.experts.stop)
         num_rows = sum(source.num_contributed for source in decl.sources) // parts
@@ -198,7 +198,7 @@ def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:
             for expert in range(param.decl.num_experts or 1):
                 name = tensor_name(tensor, expert)
                 shapes.setdefault(name, set()).add(param.source_shape(tensor))
-                spans.setdefault(name, []).append((tensor.first, tensor.first + tensor.rows))
+                spans.setdefault(name, []).extend(tensor.spans)
     for name, (shape, *others) in shapes.items():
         ends = [0, *(end for _, end in sorted(spans[name]))]
         firsts = [*(first for first, _ in sorted(spans[name])), shape[0]]

@@ -122,7 +122,8 @@ def source_row(source: Source, contributed: Any) -> Any:
 
     Meaningful below source.rows * source.repeat: padding follows.
     """
-    return source.first + contributed // (source.group * source.repeat) * source.group + contributed % source.group
+    groups = contributed // (source.group * source.repeat)
+    return source.first + groups * (source.stride or source.group) + contributed % source.group
 
 
 def tensor_name(source: Source, expert: int) -> str:

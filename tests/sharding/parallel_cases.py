@@ -84,6 +84,25 @@ GEMMA2 = DENSE | {
     "attn_logit_softcapping": 5.0,
     "final_logit_softcapping": 6.0,
 }
+# One latent for all heads: devices have sequences of their own or, replicated, heads.
+LATENT = DENSE | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+}
 MODELS = {
     "dense": DENSE,
     "tied": DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -94,6 +113,7 @@ MODELS = {
     "glm4": GLM4,
     "phi3": PHI3,
     "gemma2": GEMMA2,
+    "latent": LATENT,
 }
 RAGGED = {"all2all_backend": "ragged_all_to_all"}
 # model, engine options; `first` is the first of the eight devices to take from
@@ -124,6 +144,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2 tp2 dp2 pp2": (
         "gemma2",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2},
+    ),
+    "latent tp4": ("latent", {"tensor_parallel_size": 4}),
+    "latent tp4 pp2, replicated": (
+        "latent",
+        {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "replicate_kv_heads": True},
+    ),
+    "latent tp2 dp2 ep": (
+        "latent",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
     ),
     "moe tp2": ("moe", {"tensor_parallel_size": 2}),
     "moe tp2 dp2": ("moe", {"tensor_parallel_size": 2, "data_parallel_size": 2}),

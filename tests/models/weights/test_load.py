@@ -217,6 +217,16 @@ def test_parts_of_a_tensor_in_another_order():
     np.testing.assert_array_equal(leaf, tensor[[2, 3, 4, 5, 0, 1]])
 
 
+def test_rows_that_take_turns():
+    tensor = np.arange(48, dtype=np.float32).reshape(12, 4)
+    turns = {"tensor_rows": 12, "stride": 6}
+    one, two = Source("t", 4, group=2, **turns), Source("t", 8, group=4, first=2, **turns)
+    (leaf,) = jax.tree.leaves(load_params(Other("float32", one, two), ArraySource({"t": tensor})))
+    np.testing.assert_array_equal(leaf, tensor[[0, 1, 6, 7, 2, 3, 4, 5, 8, 9, 10, 11]])
+    with pytest.raises(ValueError, match=r"the model reads \[0, 2\), \[6, 8\)$"):
+        load_params(Other("float32", one), ArraySource({"t": tensor}))
+
+
 def test_every_weight_has_a_dtype_of_its_own():
     tensor = np.arange(24).reshape(6, 4)
     for stored, wanted in (("float32", "bfloat16"), ("float16", "float32"), ("int8", "int8")):

@@ -1,0 +1,55 @@
+"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024, arXiv:2405.04434): multi-head latent attention, and experts beside a
+shared MLP behind some dense layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields
+from models.config.hf_latent import hf_latent_fields
+from models.families.llama import LAYER, LlamaForCausalLM
+from models.layers.mla import LatentAttention
+from models.layers.moe import MixtureOfExperts
+
+
+class DeepseekV2ForCausalLM(LlamaForCausalLM):
+    """Llama with latent attention, and experts that are picked by softmax scores, in some checkpoints by groups."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        bias = fields.boolean("attention_bias", False)
+        fields.require(norm_topk_prob=False, mlp_bias=False, scoring_func="softmax", moe_layer_freq=1)
+        method = fields.text("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise fields.fail("topk_method", "'greedy' or 'group_limited_greedy'")
+        size, grouped = fields.integer("moe_intermediate_size"), method != "greedy"
+        first = fields.integer("first_k_dense_replace", 0, minimum=0)
+        experts = ExpertsConfig(
+            num_experts=fields.integer("n_routed_experts"),
+            num_per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=size,
+            norm_weights=False,
+            dense_layers=tuple(range(min(first, fields.integer("num_hidden_layers")))),
+            num_expert_group=fields.integer("n_group") if grouped else 1,
+            topk_group=fields.integer("topk_group") if grouped else 1,
+            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+            shared_intermediate_size=size * fields.integer("n_shared_experts", 0, minimum=0),
+        )
+        return hf_latent_fields(fields, bias=bias, output_bias=bias) | {"experts": experts}
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.self_attn"
+        return LatentAttention(config.attention[layer], config.hidden_size, source=source, build=build)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        experts = self.config.experts
+        if experts is not None and layer in experts.dense_layers:
+            return super().make_mlp(layer, build)
+        return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", router_dtype=jnp.float32, build=build)

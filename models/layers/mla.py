@@ -1,0 +1,97 @@
+"""Multi-head latent attention over paged latents (DeepSeek-AI 2024, arXiv:2405.04434).
+
+A token leaves one latent for all heads, and one rotated part of a key that they share. Keys and values of heads would
+be made of it by W^UK and W^UV; here both are absorbed (section 2.1.2 there): a query is taken into the latent's space,
+attention works on latents, and values are made of what comes out. So a decode reads kv_lora_rank + qk_rope_head_dim
+numbers a token, whatever the number of heads. How pages are stored and how attention is computed is pallas_kernels'
+affair.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.attention import LayerAttention
+from models.config.fields import ModelConfigError
+from models.layers.attention import LayerPages, StepInputs, attention_spec
+from models.layers.linear import Linear
+from models.layers.norm import RMSNorm
+from models.layers.rope import apply_rope
+from models.weights.declare import Source
+from pallas_kernels.attention.op import ragged_paged_attention
+from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.kv.update import kv_cache_update
+
+# Of the norms of latents, whatever a model's other norms have.
+LATENT_EPS = 1e-6
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention, as a LayerAttention with a Latent says.
+
+    Heads are split over devices; the latent is worked out on each of them, and its norm and projection are small.
+    """
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, source: str, build: Build):
+        if attention.latent is None:
+            raise ModelConfigError("latent must be set for multi-head latent attention, got None")
+        self.latent = latent = attention.latent
+        self.spec = attention_spec(attention, build.mesh)
+        self.interleaved = attention.rope is not None and attention.rope.interleaved
+        rank, q_rank, heads = latent.kv_lora_rank, latent.q_lora_rank, attention.num_heads
+        nope, value = latent.qk_nope_head_dim, latent.v_head_dim
+        down = (Source(f"{source}.kv_a_proj_with_mqa", attention.head_dim),)
+        if q_rank is not None:
+            down = (Source(f"{source}.q_a_proj", q_rank), *down)
+        self.down = Linear(hidden_size, down, axes=("embed", "latent"), bias=attention.bias, build=build)
+        norm = partial(RMSNorm, eps=LATENT_EPS, build=build)
+        self.q_norm = None if q_rank is None else norm(q_rank, source=f"{source}.q_a_layernorm")
+        self.kv_norm = norm(rank, source=f"{source}.kv_a_layernorm")
+        q_dim = nope + latent.qk_rope_head_dim
+        q = Source(f"{source}.{'q_proj' if q_rank is None else 'q_b_proj'}", heads * q_dim, group=q_dim)
+        self.q = Linear(q_rank or hidden_size, (q,), axes=("embed", "heads"), build=build)
+        # The checkpoint's rows take turns: those of a head's keys, those of its values.
+        turns = {"tensor_rows": heads * (nope + value), "stride": nope + value}
+        of_keys = Source(f"{source}.kv_b_proj", heads * nope, group=nope, **turns)
+        of_values = Source(f"{source}.kv_b_proj", heads * value, group=value, first=nope, **turns)
+        self.w_uk = build.weight((heads * nope, rank), (of_keys,), ("heads", "latent"), table=True)
+        self.w_uv = build.weight((heads * value, rank), (of_values,), ("heads", "latent"), table=True)
+        out = (Source(f"{source}.o_proj", hidden_size),)
+        self.out = Linear(heads * value, out, axes=("heads", "embed"), bias=attention.output_bias, build=build)
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """x[T, D] -> [T, D], and the pool with this step's latents of this layer written."""
+        spec, latent = self.spec, self.latent
+        q_rank = latent.q_lora_rank or 0
+        with jax.named_scope("qkv"):
+            q_latent, kv_latent, k_rope = jnp.split(
+                self.down(x, step.rows), (q_rank, q_rank + latent.kv_lora_rank), axis=1
+            )
+            q = self.q(x if self.q_norm is None else self.q_norm(q_latent), step.rows)
+            q = q.reshape(x.shape[0], spec.num_q_heads, -1)
+            q, q_rope = jnp.split(q, (latent.qk_nope_head_dim,), axis=-1)
+            kv_latent = self.kv_norm(kv_latent)
+            k_rope = k_rope[:, None]
+        if step.rope is not None:
+            with jax.named_scope("rope"):
+                q_rope, k_rope = (
+                    apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q_rope, k_rope)
+                )
+        with jax.named_scope("absorb"):
+            q = jnp.concatenate([self.w_uk.batched_matmul(q, contract=0).astype(x.dtype), q_rope], axis=-1)
+        ragged = pages.in_pool(kv.page_size)
+        with jax.named_scope("kv_cache_update"):
+            keys = jnp.concatenate([kv_latent[:, None], k_rope], axis=-1)
+            kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
+        with jax.named_scope("ragged_paged_attention"):
+            o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule))
+        with jax.named_scope("values"):
+            o = self.w_uv.batched_matmul(o, contract=1).astype(x.dtype)
+        with jax.named_scope("o_proj"):
+            return self.out(o.reshape(x.shape[0], -1), step.rows), kv
