@@ -17,12 +17,14 @@ from models.config.model_config import ModelConfig
 from models.families.apertus import ApertusForCausalLM
 from models.families.cohere2 import Cohere2ForCausalLM
 from models.families.deepseek_v2 import DeepseekV2ForCausalLM
+from models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from models.families.dots1 import Dots1ForCausalLM
 from models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from models.families.glm4_moe import Glm4MoeForCausalLM
+from models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from models.families.gpt_oss import GptOssForCausalLM
 from models.families.granite import GraniteForCausalLM
 from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
@@ -85,6 +87,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Llama4ForCausalLM": Llama4ForCausalLM,
     "Llama4ForConditionalGeneration": Llama4ForConditionalGeneration,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
+    "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
 }
 
 

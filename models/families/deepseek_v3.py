@@ -1,0 +1,24 @@
+"""DeepSeek-V3 and R1 (DeepSeek-AI 2024, arXiv:2412.19437), Kimi K2 and Moonlight: DeepSeek-V2 with experts that are
+picked by sigmoid scores and a learned correction. Layers that predict further tokens are not read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.config.fields import ConfigFields
+from models.config.hf_latent import hf_latent_fields
+from models.families.deepseek_v2 import DeepseekV2ForCausalLM
+from models.families.glm4_moe import sigmoid_experts
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """Llama with latent attention, and experts that are picked by corrected sigmoid scores, in some by groups."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(moe_layer_freq=1)
+        bias = fields.boolean("attention_bias", False)
+        interleaved = fields.boolean("rope_interleave", True)
+        predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+        shared = hf_latent_fields(fields, interleaved=interleaved, bias=bias, output_bias=bias)
+        return shared | {"experts": sigmoid_experts(fields), "num_nextn_predict_layers": predicting}
