@@ -32,6 +32,7 @@ from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
 from models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from models.families.minicpm import MiniCPMForCausalLM
+from models.families.minicpm3 import MiniCPM3ForCausalLM
 from models.families.minimax_m2 import MiniMaxM2ForCausalLM
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
@@ -89,6 +90,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
+    "MiniCPM3ForCausalLM": MiniCPM3ForCausalLM,
 }
 
 

@@ -22,15 +22,20 @@ class MiniCPMForCausalLM(GraniteForCausalLM):
         if fields.integer("num_experts", 0, minimum=0):
             raise fields.fail("num_experts", "0 or absent: MiniCPM-MoE is not supported")
         bias = fields.boolean("attention_bias", False)
-        num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
-        return hf_fields(fields, tied=True, bias=bias, output_bias=bias) | {
-            "embedding_multiplier": fields.number("scale_emb", 1.0),
-            "residual_multiplier": fields.number("scale_depth", 1.0) / num_layers**0.5,
-            "logit_scale": fields.number("dim_model_base", 1.0) / hidden_size,
-        }
+        return hf_fields(fields, tied=True, bias=bias, output_bias=bias) | multipliers(fields)
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
         for name in ("embedding_scale", "residual_scale", "logit_scale"):
             gguf.fields.number(name)  # files of old converters lack them
         return super().read_gguf(gguf)
+
+
+def multipliers(fields: ConfigFields) -> dict[str, float]:
+    """Those of embeddings, of what layers add and of logits, in MiniCPM's words."""
+    num_layers, hidden_size = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    return {
+        "embedding_multiplier": fields.number("scale_emb", 1.0),
+        "residual_multiplier": fields.number("scale_depth", 1.0) / num_layers**0.5,
+        "logit_scale": fields.number("dim_model_base", 1.0) / hidden_size,
+    }

@@ -116,6 +116,34 @@ KIMI_K2 = DEEPSEEK_V3 | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+# openbmb/MiniCPM3-4B, but for the numbers of its rope_scaling
+MINICPM3 = {
+    "architectures": ["MiniCPM3ForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": [2, 73440],
+    "dim_model_base": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 6400,
+    "kv_lora_rank": 256,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 40,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [1.05 + 0.5 * index for index in range(16)],
+        "original_max_position_embeddings": 32768,
+        "short_factor": [1.05 + 0.5 * index for index in range(16)],
+        "type": "longrope",
+    },
+    "scale_depth": 1.4,
+    "scale_emb": 12,
+    "vocab_size": 73448,
+}
 # zai-org/GLM-4.7-Flash
 GLM_FLASH = {
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -226,6 +254,17 @@ def test_kimi_k2_and_glm_flash():
     assert listed.experts is not None and listed.experts.dense_layers == (0, 2)
 
 
+def test_minicpm3():
+    config = read_hf(MINICPM3)
+    (layer,) = set(config.attention)
+    assert layer.latent == Latent(256, 64, 32, 64, 768) and layer.scale == 96**-0.5
+    rope = layer.rope
+    assert rope is not None and not rope.interleaved and rope.scaling is not None
+    assert rope.scaling.rope_type == "longrope" and rope.scaling.attention_factor == 1.0
+    assert (config.embedding_multiplier, config.logit_scale) == (12.0, 0.1)
+    assert config.residual_multiplier == pytest.approx(1.4 / 62**0.5) and config.tie_word_embeddings
+
+
 @pytest.mark.parametrize(
     "raw, message",
     [
@@ -240,6 +279,7 @@ def test_kimi_k2_and_glm_flash():
         ({**DEEPSEEK_V3, "topk_method": "greedy"}, "topk_method"),
         ({**DEEPSEEK_V3, "rope_interleave": "yes"}, "rope_interleave must be true or false"),
         ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+        ({**MINICPM3, "scale_depth": None}, "scale_depth is missing"),
         ({**GLM_FLASH, "mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 47 of dense, sparse"),
     ],
 )

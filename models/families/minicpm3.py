@@ -1,0 +1,36 @@
+"""MiniCPM 3 (OpenBMB 2024): MiniCPM's multipliers with DeepSeek-V2's latent attention, whose rope pairs halves."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf_latent import hf_latent_fields
+from models.families.llama import LAYER
+from models.families.minicpm import MiniCPMForCausalLM, multipliers
+from models.layers.mla import LatentAttention
+
+
+class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
+    """MiniCPM with latent attention."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(mlp_bias=False)
+        if not fields.has("v_head_dim"):
+            value = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+            fields = ConfigFields({**fields.raw, "v_head_dim": value})
+        for name in ("scale_emb", "scale_depth", "dim_model_base"):
+            fields.number(name)  # its own code and transformers differ in what they are where the file does not say
+        bias = fields.boolean("attention_bias", False)
+        shared = hf_latent_fields(fields, interleaved=False, tied=True, bias=bias, output_bias=bias)
+        return shared | multipliers(fields)
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.self_attn"
+        return LatentAttention(config.attention[layer], config.hidden_size, source=source, build=build)
