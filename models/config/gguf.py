@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields, ModelConfigError
@@ -56,13 +58,21 @@ class GGUFConfig(NamedTuple):
 
 
 def gguf_fields(
-    gguf: GGUFConfig, *, partial_rotary: bool = False, experts: ExpertsConfig | None = None, **attention: Any
+    gguf: GGUFConfig,
+    *,
+    partial_rotary: bool = False,
+    interleaved: bool = False,
+    experts: ExpertsConfig | None = None,
+    eps: str = "attention.layer_norm_rms_epsilon",
+    **attention: Any,
 ) -> dict[str, Any]:
     """What families spell alike: keyword arguments of ModelConfig for one GGUF file, but for its architecture.
 
     Args:
       partial_rotary: whether the family may rotate a part of each head only.
+      interleaved: see Rope.
       experts: those of a family that has some.
+      eps: the field with the one of norms.
       attention: further fields of every layer's LayerAttention.
     """
     metadata, fields = gguf.metadata, gguf.fields
@@ -78,11 +88,12 @@ def gguf_fields(
     # A chat model may end its turn with a token of its own: all of them stop generation.
     eos = [i for name in ("eos", "eot", "eom") for i in general.token_ids(f"tokenizer.ggml.{name}_token_id")]
     scaling = _rope_scaling(fields, max_positions, gguf.rope_factors)
+    rotary_dim = _rotary_dim(fields, head_dim, partial_rotary)
     layer = LayerAttention(
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        rope=Rope(_rotary_dim(fields, head_dim, partial_rotary), fields.number("rope.freq_base", 10000.0), scaling),
+        rope=Rope(rotary_dim, fields.number("rope.freq_base", 10000.0), scaling, interleaved),
         window=_sliding_window(fields, max_positions),
         **attention,
     )
@@ -90,7 +101,7 @@ def gguf_fields(
         "vocab_size": fields.integer("vocab_size", None) or _vocab_size(general),
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("feed_forward_length"),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": fields.number(eps),
         "max_position_embeddings": max_positions,
         "attention": (layer,) * num_layers,
         "tie_word_embeddings": gguf.tie_word_embeddings,
@@ -98,6 +109,18 @@ def gguf_fields(
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": tuple(dict.fromkeys(eos)),
     }
+
+
+def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
+    """Whether each layer has the window: what `attention.sliding_window_pattern` lists, else all but every n-th."""
+    num_layers, name = fields.integer("block_count"), "attention.sliding_window_pattern"
+    listed = fields.value(name, None)
+    if listed is None:
+        return tuple(bool((layer + 1) % full_every) for layer in range(num_layers))
+    listed = np.asarray(listed)
+    if listed.dtype != np.bool_ or listed.shape != (num_layers,):
+        raise fields.fail(name, f"true or false for each of {num_layers} layers")
+    return tuple(listed.tolist())
 
 
 def gguf_experts(fields: ConfigFields, *, norm_weights: bool, size: str = "feed_forward_length") -> ExpertsConfig:

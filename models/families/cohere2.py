@@ -3,6 +3,7 @@ rope in three of four layers, neither in the fourth, and scaled logits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
 from models.config.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
 from models.config.model_config import ModelConfig
 from models.families.llama import LAYER, LlamaForCausalLM
@@ -46,7 +48,7 @@ class ParallelLayer(nnx.Module):
 class Cohere2ForCausalLM(LlamaForCausalLM):
     """A decoder of ParallelLayers whose rope rotates neighbours."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "cohere2"
     norm_class = UnbiasedLayerNorm
 
     @classmethod
@@ -74,6 +76,17 @@ class Cohere2ForCausalLM(LlamaForCausalLM):
             output_bias=bias,
         )
         return shared | {"logit_scale": fields.number("logit_scale", 0.0625)}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        fields.integer("attention.sliding_window")
+        shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", interleaved=True)
+        sliding, full = shared["attention"][0], replace(shared["attention"][0], window=None, rope=None)
+        return shared | {
+            "attention": tuple(sliding if windowed else full for windowed in gguf_sliding(fields, full_every=4)),
+            "logit_scale": fields.number("logit_scale"),
+        }
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return ParallelLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)

@@ -3,12 +3,14 @@ and in the larger models windows with rope in three of four layers, neither in t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
 from models.config.hf import SLIDING, hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
 from models.families.llama import LlamaForCausalLM
 from models.families.olmo2 import PostNormLayer
@@ -17,7 +19,7 @@ from models.families.olmo2 import PostNormLayer
 class Exaone4ForCausalLM(LlamaForCausalLM):
     """Llama of PostNormLayers with q/k norm; with windows, layers without one have no rope."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "exaone4"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -29,6 +31,15 @@ class Exaone4ForCausalLM(LlamaForCausalLM):
         kinds = layer_kinds(fields) if listed else layer_kinds(fields, fields.integer("sliding_window_pattern", 4))
         ropes = [rope if kind == SLIDING else None for kind in kinds]
         return hf_fields(fields, windows=windows_by_kind(kinds, window), ropes=ropes, qk_norm=True)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        shared = gguf_fields(gguf, qk_norm=True)
+        if not gguf.fields.has("attention.sliding_window"):
+            return shared
+        sliding, full = shared["attention"][0], replace(shared["attention"][0], window=None, rope=None)
+        windowed = gguf_sliding(gguf.fields, full_every=4)
+        return shared | {"attention": tuple(sliding if each else full for each in windowed)}
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return PostNormLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)

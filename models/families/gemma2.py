@@ -3,7 +3,8 @@ layer, soft caps on attention and logits, and a scaled embedding."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
 from models.config.hf import Activation, hf_fields, layer_kinds, windows_by_kind
 from models.config.model_config import ModelConfig
 from models.families.llama import LAYER
@@ -47,6 +49,7 @@ class Gemma2Layer(nnx.Module):
 class Gemma2ForCausalLM(Decoder):
     """A decoder of Gemma2Layers with a scaled embedding and bounded logits."""
 
+    gguf_architecture: ClassVar[str | None] = "gemma2"
     norm_class = OffsetRMSNorm
 
     @classmethod
@@ -67,6 +70,18 @@ class Gemma2ForCausalLM(Decoder):
         )
         return shared | {"logit_soft_cap": read_cap(fields, "final_logit_softcapping", 30.0)}
 
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        gguf = gguf._replace(metadata={"gemma2.attention.sliding_window": 4096, **gguf.metadata})
+        fields = gguf.fields
+        soft_cap = fields.number("attn_logit_softcapping", 50.0)
+        shared = gguf_fields(gguf, scale=gguf_scale(fields, 46), soft_cap=soft_cap)
+        sliding, full = shared["attention"][0], replace(shared["attention"][0], window=None)
+        return shared | {
+            "attention": tuple(sliding if windowed else full for windowed in gguf_sliding(fields, full_every=2)),
+            "logit_soft_cap": fields.number("final_logit_softcapping", 30.0),
+        }
+
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return Gemma2Layer(self.config, self.make_attention(layer, build), build)
 
@@ -83,6 +98,14 @@ class Gemma2ForCausalLM(Decoder):
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         logits, cap = super().token_logits(hidden), self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def gguf_scale(fields: ConfigFields, layers_of_27b: int) -> float | None:
+    """What products of q and k are multiplied with, as llama.cpp has it: files do not say query_pre_attn_scalar, which
+    is hidden_size / heads in the model of 27B parameters, and head_dim in all others."""
+    if fields.integer("block_count") != layers_of_27b:
+        return (fields.integer("attention.key_length", 256)) ** -0.5
+    return (fields.integer("embedding_length") / fields.integer("attention.head_count")) ** -0.5
 
 
 def read_cap(fields: ConfigFields, name: str, default: float | None) -> float | None:

@@ -3,12 +3,14 @@ and k instead of soft caps, windows in five of six layers, and a rope of their o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields, gguf_sliding
 from models.config.hf import (
     Activation,
     hf_fields,
@@ -18,7 +20,8 @@ from models.config.hf import (
     text_fields,
     windows_by_kind,
 )
-from models.families.gemma2 import Gemma2ForCausalLM, read_cap
+from models.config.rope import Rope
+from models.families.gemma2 import Gemma2ForCausalLM, gguf_scale, read_cap
 from models.families.llama import LAYER
 from models.layers.attention import QK_NORMS, Attention
 from models.layers.norm import OffsetRMSNorm
@@ -44,6 +47,8 @@ DEFAULTS: dict[str, Any] = {
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """Gemma 2's layers with an RMS norm on each head of q and k."""
 
+    gguf_architecture: ClassVar[str | None] = "gemma3"
+
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields = fields.with_defaults(**DEFAULTS)
@@ -62,6 +67,19 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         )
         return shared | {"logit_soft_cap": read_cap(fields, "final_logit_softcapping", None)}
 
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields = gguf.fields
+        fields.integer("attention.sliding_window")  # files of the first converters lack it, and llama.cpp then has none
+        shared = gguf_fields(gguf, scale=gguf_scale(fields, 62))
+        layer = shared["attention"][0]
+        local = replace(layer, rope=Rope(layer.head_dim, fields.number("rope.freq_base_swa", 10_000.0)))
+        full = replace(layer, window=None)
+        return shared | {
+            "attention": tuple(local if windowed else full for windowed in gguf_sliding(fields, full_every=6)),
+            "logit_soft_cap": fields.number("final_logit_softcapping", None),
+        }
+
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         attention, eps, source = self.config.attention[layer], self.config.rms_norm_eps, f"{LAYER}.self_attn"
         norms = [OffsetRMSNorm(attention.head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
@@ -71,6 +89,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """Gemma 3 that was trained to see as well; what it sees with is not read."""
 
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("language_model.model.", "model."),

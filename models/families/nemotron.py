@@ -9,6 +9,7 @@ from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.hf import Activation, hf_fields
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.mlp import MLP, relu_squared
@@ -18,7 +19,7 @@ from models.layers.norm import OffsetLayerNorm
 class NemotronForCausalLM(LlamaForCausalLM):
     """Llama's layer with layer norms and an MLP without a gate."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "nemotron"
     norm_class = OffsetLayerNorm
 
     @classmethod
@@ -34,6 +35,10 @@ class NemotronForCausalLM(LlamaForCausalLM):
             output_bias=bias,
         )
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, eps="attention.layer_norm_epsilon", partial_rotary=True)
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.mlp"

@@ -10,6 +10,7 @@ from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.hf import hf_fields
 from models.config.model_config import ModelConfig
 from models.families.llama import LAYER, LlamaForCausalLM
@@ -41,13 +42,19 @@ class PostNormLayer(nnx.Module):
 class Olmo2ForCausalLM(LlamaForCausalLM):
     """Llama of PostNormLayers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "olmo2"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         fields.require(clip_qkv=None)
         bias = fields.boolean("attention_bias", False)
         return hf_fields(fields.with_defaults(**DEFAULTS), bias=bias, output_bias=bias)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        if gguf.fields.has("attention.sliding_window"):
+            raise gguf.fields.fail("attention.sliding_window", "absent: OLMo 3 is not read from GGUF")
+        return gguf_fields(gguf)
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return PostNormLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
 from models.config.hf import hf_fields, layer_kinds, read_head_dim, ropes_by_kind, windows_by_kind
@@ -11,6 +11,8 @@ from models.families.olmo2 import DEFAULTS, Olmo2ForCausalLM
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
     """OLMo 2 with layers of two kinds."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

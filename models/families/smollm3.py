@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.hf import hf_fields, layer_kinds, read_head_dim, read_rope, windows_by_kind
 from models.families.llama import LlamaForCausalLM
 
@@ -12,7 +14,7 @@ from models.families.llama import LlamaForCausalLM
 class SmolLM3ForCausalLM(LlamaForCausalLM):
     """Llama, some of whose layers do not rotate q and k, and may have a window."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "smollm3"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -30,6 +32,14 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
         ropes = [rope if has_rope else None for has_rope in rotated]
         shared = hf_fields(fields, windows=windows, ropes=ropes, tied=True, bias=bias, output_bias=bias)
         return shared | {"mlp_bias": fields.boolean("mlp_bias", False)}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        """llama.cpp has no rope in every fourth layer, whatever a file says."""
+        shared = gguf_fields(gguf)
+        layer, count = shared["attention"][0], len(shared["attention"])
+        layers = [layer if (index + 1) % 4 else replace(layer, rope=None) for index in range(count)]
+        return shared | {"attention": tuple(layers)}
 
 
 def _rotated_layers(fields: ConfigFields) -> list[bool]:

@@ -8,6 +8,7 @@ from flax import nnx
 
 from models.build import Build
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.hf import GELU_TANH, hf_fields
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.mlp import MLP, gelu_tanh
@@ -17,7 +18,7 @@ from models.layers.norm import LayerNorm
 class Starcoder2ForCausalLM(LlamaForCausalLM):
     """Llama's layer with layer norms, and one window for all layers if any."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "starcoder2"
     norm_class = LayerNorm
 
     @classmethod
@@ -35,6 +36,12 @@ class Starcoder2ForCausalLM(LlamaForCausalLM):
             output_bias=bias,
         )
         return shared | {"mlp_bias": bias}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        """Files have all biases, and no window: llama.cpp has none for this family."""
+        shared = gguf_fields(gguf, eps="attention.layer_norm_epsilon", bias=True, output_bias=True)
+        return shared | {"mlp_bias": True}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.mlp"

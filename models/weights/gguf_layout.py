@@ -43,6 +43,8 @@ _MIXTRAL = {
     "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
 }
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 class GGUFLayout(NamedTuple):
@@ -80,5 +82,13 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "phi3": GGUFLayout({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "granite": GGUFLayout(permuted=True),
     "minicpm": GGUFLayout(permuted=True),
+    "gemma2": GGUFLayout(_GEMMA, norm_offset=1.0),
+    "gemma3": GGUFLayout(_GEMMA, norm_offset=1.0),
+    "olmo2": GGUFLayout(_POST_NORMS),
+    "smollm3": GGUFLayout(permuted=True),
+    "cohere2": GGUFLayout(),
+    "exaone4": GGUFLayout(_POST_NORMS),
+    "starcoder2": GGUFLayout({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "nemotron": GGUFLayout(norm_offset=1.0),
     "seed_oss": GGUFLayout({"post_attention_norm": "post_attention_layernorm"}),
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.weights.gguf_writer import ARRAY, F32, STRING, U32, Tensor, Value, gguf_bytes
+from tests.models.weights.gguf_writer import ARRAY, BOOL, F32, STRING, U32, Tensor, Value, gguf_bytes
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -21,8 +21,17 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "MiniCPMForCausalLM": "minicpm",
     "SeedOssForCausalLM": "seed_oss",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Olmo2ForCausalLM": "olmo2",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Cohere2ForCausalLM": "cohere2",
+    "Exaone4ForCausalLM": "exaone4",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "NemotronForCausalLM": "nemotron",
 }
-PERMUTED = ("llama", "granite", "minicpm")
+PERMUTED = ("llama", "granite", "minicpm", "smollm3")
+NORMS_PLUS_ONE = ("gemma2", "gemma3", "nemotron")
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -49,7 +58,11 @@ NAMES = {
     "w3": "ffn_up_exps",
     "w2": "ffn_down_exps",
 }
+POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 OWN_NAMES = {
+    **dict.fromkeys(["gemma2", "gemma3"], {**POST_NORMS, "pre_feedforward_layernorm": "ffn_norm"}),
+    **dict.fromkeys(["olmo2", "exaone4"], POST_NORMS),
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -63,6 +76,8 @@ def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> b
     heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
     written, experts = {}, {}
     for name, values in tensors.items():
+        if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            values = values + np.float32(1)
         if match := _EXPERT.fullmatch(name):
             layer, expert, part = match.groups()
             experts.setdefault(f"blk.{layer}.{names[part]}.weight", {})[int(expert)] = values
@@ -92,9 +107,16 @@ def tensor(name: str, values: np.ndarray) -> Tensor:
     return name, values.shape[::-1], 0, values.astype("<f4").tobytes()
 
 
+_EPSILONS = {
+    "rms_norm_eps": "layer_norm_rms_epsilon",
+    **dict.fromkeys(["layer_norm_eps", "norm_epsilon", "norm_eps"], "layer_norm_epsilon"),
+}
+
+
 def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Value]:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     own: dict[str, Value] = {
         "block_count": (U32, config["num_hidden_layers"]),
         "context_length": (U32, config["max_position_embeddings"]),
@@ -102,7 +124,7 @@ def metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Value]:
         "feed_forward_length": (U32, config["intermediate_size"]),
         "attention.head_count": (U32, config["num_attention_heads"]),
         "attention.head_count_kv": (U32, config["num_key_value_heads"]),
-        "attention.layer_norm_rms_epsilon": (F32, config["rms_norm_eps"]),
+        **{f"attention.{key}": (F32, config[name]) for name, key in _EPSILONS.items() if name in config},
         "rope.freq_base": (F32, rope.get("rope_theta") or config["rope_theta"]),
         "rope.dimension_count": (U32, int(head_dim * rope.get("partial_rotary_factor", 1.0))),
         "vocab_size": (U32, config["vocab_size"]),
@@ -158,7 +180,41 @@ def _minicpm(config: Mapping[str, Any]) -> dict[str, Value]:
     }
 
 
+def _gemma(config: Mapping[str, Any]) -> dict[str, Value]:
+    rope = (config.get("rope_parameters") or {}).get("full_attention", {})
+    scaling: dict[str, Value] = {}
+    if rope.get("rope_type") == "linear":
+        scaling = {"rope.scaling.type": (STRING, "linear"), "rope.scaling.factor": (F32, rope["factor"])}
+    caps = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+    return {
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        **{key: (F32, config[name]) for name, key in caps.items() if config.get(name)},
+        **scaling,
+    }
+
+
+def _cohere2(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        "logit_scale": (F32, config["logit_scale"]),
+    }
+
+
+def _exaone4(config: Mapping[str, Any]) -> dict[str, Value]:
+    if config["sliding_window"] is None:
+        return {}
+    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    return {
+        "attention.sliding_window": (U32, config["sliding_window"]),
+        "attention.sliding_window_pattern": (ARRAY, (BOOL, sliding)),
+    }
+
+
 _OWN_METADATA = {
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "cohere2": _cohere2,
+    "exaone4": _exaone4,
     "llama": _experts,
     "qwen3moe": _experts,
     "phi3": _phi3,

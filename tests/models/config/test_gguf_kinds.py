@@ -1,0 +1,83 @@
+"""ModelConfig from GGUF metadata of families whose layers are of two kinds, most of which files leave to the reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.config.fields import ModelConfigError
+from models.config.rope import Rope, RopeScaling
+from models.registry import read_gguf
+
+SHARED = {
+    "block_count": 8,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "attention.layer_norm_epsilon": 1e-5,
+    "attention.sliding_window": 100,
+    "context_length": 512,
+    "rope.freq_base": 1e6,
+    "vocab_size": 128,
+}
+FULL, LOCAL = Rope(32, 1e6), Rope(32, 1e4)
+
+
+def read(architecture: str, **changes: Any):
+    """The layers, as (window, rope), and the configuration."""
+    fields = {**SHARED, **{name.replace("__", "."): value for name, value in changes.items()}}
+    own = {f"{architecture}.{name}": value for name, value in fields.items() if value is not None}
+    config = read_gguf({"general.architecture": architecture, **own})
+    return [(layer.window, layer.rope) for layer in config.attention], config
+
+
+def test_gemma2():
+    layers, config = read("gemma2", attn_logit_softcapping=40.0)
+    assert layers == [(100, FULL), (None, FULL)] * 4 and config.attention[0].scale == 32**-0.5
+    assert config.attention[0].soft_cap == 40.0 and config.logit_soft_cap == 30.0
+    _, largest = read("gemma2", block_count=46)
+    assert largest.attention[0].scale == (64 / 4) ** -0.5
+    assert read("gemma2", context_length=8192, attention__sliding_window=None)[0][0][0] == 4096
+
+
+def test_gemma3():
+    scaled = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
+    layers, config = read("gemma3", **scaled)
+    assert layers == [*[(100, LOCAL)] * 5, (None, Rope(32, 1e6, RopeScaling("linear", 8.0))), *[(100, LOCAL)] * 2]
+    assert config.attention[0].scale == 32**-0.5 and config.logit_soft_cap is None
+    assert read("gemma3", rope__freq_base_swa=500.0)[0][0] == (100, Rope(32, 500.0))
+    assert read("gemma3", block_count=62)[1].attention[0].scale == (64 / 4) ** -0.5
+
+
+def test_layers_without_rope():
+    assert read("smollm3", attention__sliding_window=None)[0] == ([(None, FULL)] * 3 + [(None, None)]) * 2
+    local = Rope(32, 1e6, interleaved=True)
+    layers, config = read("cohere2", logit_scale=0.25)
+    assert layers == ([(100, local)] * 3 + [(None, None)]) * 2
+    assert config.logit_scale == 0.25 and config.rms_norm_eps == 1e-5
+    assert read("exaone4")[0] == ([(100, FULL)] * 3 + [(None, None)]) * 2
+    assert read("exaone4", attention__sliding_window=None)[0] == [(None, FULL)] * 8
+    listed = np.array([False, True] * 4)
+    assert read("exaone4", attention__sliding_window_pattern=listed)[0] == [(None, None), (100, FULL)] * 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("gemma3", {"attention.sliding_window": None}, "gemma3.attention.sliding_window is missing"),
+        ("cohere2", {"attention.sliding_window": None}, "cohere2.attention.sliding_window is missing"),
+        ("cohere2", {"logit_scale": None}, "cohere2.logit_scale is missing"),
+        ("olmo2", {}, "olmo2.attention.sliding_window must be absent: OLMo 3 is not read from GGUF, got 100"),
+        ("exaone4", {"attention.sliding_window_pattern": [True, 2]}, "must be true or false for each of 8 layers"),
+        ("exaone4", {"attention.sliding_window_pattern": "LLLG"}, "must be true or false for each of 8 layers"),
+    ],
+)
+def test_unusable_metadata(architecture, changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read(architecture, **{name.replace(".", "__"): value for name, value in changes.items()})
