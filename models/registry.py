@@ -16,13 +16,18 @@ from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.families.apertus import ApertusForCausalLM
 from models.families.cohere2 import Cohere2ForCausalLM
+from models.families.ernie4_5 import Ernie4_5ForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from models.families.glm import GlmForCausalLM
+from models.families.glm4 import Glm4ForCausalLM
 from models.families.granite import GraniteForCausalLM
+from models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
 from models.families.minicpm import MiniCPMForCausalLM
+from models.families.ministral3 import Ministral3ForCausalLM, Mistral3ForConditionalGeneration
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
 from models.families.nemotron import NemotronForCausalLM
@@ -66,6 +71,12 @@ MODELS: dict[str, type[CausalLM]] = {
     "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
     "NemotronForCausalLM": NemotronForCausalLM,
     "ApertusForCausalLM": ApertusForCausalLM,
+    "GlmForCausalLM": GlmForCausalLM,
+    "Glm4ForCausalLM": Glm4ForCausalLM,
+    "Ernie4_5ForCausalLM": Ernie4_5ForCausalLM,
+    "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
+    "Ministral3ForCausalLM": Ministral3ForCausalLM,
+    "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
 }
 
 

@@ -56,12 +56,18 @@ class GGUFConfig(NamedTuple):
 
 
 def gguf_fields(
-    gguf: GGUFConfig, *, partial_rotary: bool = False, experts: ExpertsConfig | None = None, **attention: Any
+    gguf: GGUFConfig,
+    *,
+    partial_rotary: bool = False,
+    interleaved: bool = False,
+    experts: ExpertsConfig | None = None,
+    **attention: Any,
 ) -> dict[str, Any]:
     """What families spell alike: keyword arguments of ModelConfig for one GGUF file, but for its architecture.
 
     Args:
       partial_rotary: whether the family may rotate a part of each head only.
+      interleaved: whether it rotates neighbours.
       experts: those of a family that has some.
       attention: further fields of every layer's LayerAttention.
     """
@@ -78,11 +84,12 @@ def gguf_fields(
     # A chat model may end its turn with a token of its own: all of them stop generation.
     eos = [i for name in ("eos", "eot", "eom") for i in general.token_ids(f"tokenizer.ggml.{name}_token_id")]
     scaling = _rope_scaling(fields, max_positions, gguf.rope_factors)
+    theta = fields.number("rope.freq_base", 10000.0)
     layer = LayerAttention(
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        rope=Rope(_rotary_dim(fields, head_dim, partial_rotary), fields.number("rope.freq_base", 10000.0), scaling),
+        rope=Rope(_rotary_dim(fields, head_dim, partial_rotary), theta, scaling, interleaved),
         window=_sliding_window(fields, max_positions),
         **attention,
     )

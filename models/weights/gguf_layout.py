@@ -80,5 +80,14 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "phi3": GGUFLayout({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "granite": GGUFLayout(permuted=True),
     "minicpm": GGUFLayout(permuted=True),
+    "glm4": GGUFLayout(
+        {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        }
+    ),
+    "ernie4_5": GGUFLayout(),
+    "hunyuan-dense": GGUFLayout({"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
     "seed_oss": GGUFLayout({"post_attention_norm": "post_attention_layernorm"}),
 }

@@ -21,6 +21,9 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "MiniCPMForCausalLM": "minicpm",
     "SeedOssForCausalLM": "seed_oss",
+    "Glm4ForCausalLM": "glm4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
 }
 PERMUTED = ("llama", "granite", "minicpm")
 NAMES = {
@@ -51,6 +54,8 @@ NAMES = {
 }
 OWN_NAMES = {
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -131,6 +136,12 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
     return experts
 
 
+def _hunyuan(config: Mapping[str, Any]) -> dict[str, Value]:
+    rope, size = config["rope_parameters"], config["head_dim"]
+    base = rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))
+    return {"rope.freq_base": (F32, base), "rope.scaling.type": (STRING, "none"), "rope.scaling.factor": (F32, 1.0)}
+
+
 def _phi3(config: Mapping[str, Any]) -> dict[str, Value]:
     longest, original = config["max_position_embeddings"], config.get("original_max_position_embeddings")
     own: dict[str, Value] = {"attention.sliding_window": (U32, config.get("sliding_window") or 0)}
@@ -161,6 +172,7 @@ def _minicpm(config: Mapping[str, Any]) -> dict[str, Value]:
 _OWN_METADATA = {
     "llama": _experts,
     "qwen3moe": _experts,
+    "hunyuan-dense": _hunyuan,
     "phi3": _phi3,
     "granite": _granite,
     "minicpm": _minicpm,

@@ -30,6 +30,9 @@ CASES: dict[str, dict[str, Any]] = {
     "granite": {},
     "minicpm": {},
     "seed_oss": {},
+    "glm4": {},
+    "ernie4_5": {},
+    "hunyuan_dense": {},
 }
 CHANGED_WEIGHTS = ("qwen3_moe",)
 
