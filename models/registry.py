@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ from models.weights.declare import declared_params
 from models.weights.errors import ModelFileError
 from sharding.layout import MeshLayout
 
+_SUFFIX = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 _NO_FACTORS = RopeFactors()
 # Keys are the class names that config.json lists under "architectures".
 MODELS: dict[str, type[CausalLM]] = {
@@ -95,9 +98,14 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
 
 def _unsupported(architecture: str, known: Iterable[str]) -> str:
     shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
+    known = list(known)
+    # What all have in common says nothing: compared without it.
+    stems = {_SUFFIX.sub("", name).lower(): name for name in known}
+    near = difflib.get_close_matches(_SUFFIX.sub("", architecture[:100]).lower(), stems, 1, 0.7)
+    nearest = f", the nearest is {stems[near[0]]}" if near else ""
     return (
-        f"the architecture {shown} is not supported; there are {', '.join(known)} (docs/supported_models.md), and "
-        f"jaxengine.register_model adds one of your own"
+        f"the architecture {shown} is not supported{nearest}; jaxengine.register_model adds one of your own "
+        f"(CONTRIBUTING.md, A model family); there are {', '.join(known)} (docs/supported_models.md)"
     )
 
 

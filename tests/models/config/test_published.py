@@ -290,7 +290,9 @@ def test_olmo():
     config = read_hf(OLMO2)
     assert kinds(config) == "G" * 32 and config.attention[0].rope == Rope(128, 500000.0)
     unsaid = {name: value for name, value in OLMO2.items() if name != "rms_norm_eps"}
-    assert config.rms_norm_eps == 1e-6 and read_hf(unsaid).rms_norm_eps == 1e-5 and config.max_position_embeddings == 4096
+    assert (
+        config.rms_norm_eps == 1e-6 and read_hf(unsaid).rms_norm_eps == 1e-5 and config.max_position_embeddings == 4096
+    )
     new = read_hf(OLMO3)
     scaling = RopeScaling("yarn", 8.0, 8192, attention_factor=1.2079441541679836)
     assert kinds(new) == "LLLG" * 8 and new.attention[0].window == 4096
