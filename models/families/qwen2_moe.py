@@ -10,7 +10,7 @@ from flax import nnx
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields, ModelConfigError
-from models.config.hf import hf_fields, windows_by_kind
+from models.config.hf import hf_fields, layer_kinds, windows_by_kind
 from models.families.llama import LAYER
 from models.families.qwen3_moe import Qwen3MoeForCausalLM, dense_layers
 from models.layers.moe import ExpertNames, MixtureOfExperts
@@ -27,7 +27,7 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
         if fields.boolean("use_sliding_window", False):
             if not fields.has("layer_types"):  # versions of transformers differ in which layers have the window
                 raise ModelConfigError("layer_types must be given where use_sliding_window is true, got none")
-            windows = windows_by_kind(fields, fields.integer("sliding_window"))
+            windows = windows_by_kind(layer_kinds(fields), fields.integer("sliding_window"))
         experts = ExpertsConfig(
             num_experts=fields.integer("num_experts"),
             num_per_token=fields.integer("num_experts_per_tok"),
