@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,18 @@ from models.families.cohere2 import Cohere2ForCausalLM
 from models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from models.families.dots1 import Dots1ForCausalLM
+from models.families.ernie4_5 import Ernie4_5ForCausalLM
 from models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from models.families.glm import GlmForCausalLM
+from models.families.glm4 import Glm4ForCausalLM
 from models.families.glm4_moe import Glm4MoeForCausalLM
 from models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from models.families.gpt_oss import GptOssForCausalLM
 from models.families.granite import GraniteForCausalLM
+from models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
 from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.llama import LlamaForCausalLM
@@ -34,6 +40,7 @@ from models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGenera
 from models.families.minicpm import MiniCPMForCausalLM
 from models.families.minicpm3 import MiniCPM3ForCausalLM
 from models.families.minimax_m2 import MiniMaxM2ForCausalLM
+from models.families.ministral3 import Ministral3ForCausalLM, Mistral3ForConditionalGeneration
 from models.families.mistral import MistralForCausalLM
 from models.families.mixtral import MixtralForCausalLM
 from models.families.nemotron import NemotronForCausalLM
@@ -52,6 +59,7 @@ from models.weights.declare import declared_params
 from models.weights.errors import ModelFileError
 from sharding.layout import MeshLayout
 
+_SUFFIX = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 _NO_FACTORS = RopeFactors()
 # Keys are the class names that config.json lists under "architectures".
 MODELS: dict[str, type[CausalLM]] = {
@@ -91,6 +99,12 @@ MODELS: dict[str, type[CausalLM]] = {
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
     "MiniCPM3ForCausalLM": MiniCPM3ForCausalLM,
+    "GlmForCausalLM": GlmForCausalLM,
+    "Glm4ForCausalLM": Glm4ForCausalLM,
+    "Ernie4_5ForCausalLM": Ernie4_5ForCausalLM,
+    "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
+    "Ministral3ForCausalLM": Ministral3ForCausalLM,
+    "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
 }
 
 
@@ -109,9 +123,14 @@ def model_for_gguf(architecture: str) -> type[CausalLM]:
 
 def _unsupported(architecture: str, known: Iterable[str]) -> str:
     shown = repr(architecture if len(architecture) <= 100 else architecture[:97] + "...")
+    known = list(known)
+    # What all have in common says nothing: compared without it.
+    stems = {_SUFFIX.sub("", name).lower(): name for name in known}
+    near = difflib.get_close_matches(_SUFFIX.sub("", architecture[:100]).lower(), stems, 1, 0.7)
+    nearest = f", the nearest is {stems[near[0]]}" if near else ""
     return (
-        f"the architecture {shown} is not supported; there are {', '.join(known)} (docs/supported_models.md), and "
-        f"jaxengine.register_model adds one of your own"
+        f"the architecture {shown} is not supported{nearest}; jaxengine.register_model adds one of your own "
+        f"(CONTRIBUTING.md, A model family); there are {', '.join(known)} (docs/supported_models.md)"
     )
 
 

@@ -110,6 +110,11 @@ Weights: safetensors (one file or several; MXFP4 in gpt-oss), GGUF (F32, F16, BF
 Q4_K, Q5_K, Q6_K; quantised weights are dequantised at load), or what `jaxengine convert` wrote. Computation is in
 float32 or bfloat16; quantised computation, LoRA and images are not built yet.
 
+Of a hub repository the configuration, the tokenizer and the weights that `model.safetensors.index.json` lists are
+downloaded, once: no `consolidated.safetensors`, no `original/`, no pickles. A GGUF file in one is named as
+`org/name/FILE.gguf`, or by its quantisation as `org/name:Q4_K_M`. Its architecture may be called otherwise here: files
+of Mistral, InternLM 3 and Mixtral say `llama`.
+
 A family of your own: `jaxengine.register_model`, see [examples/custom_model.py](../examples/custom_model.py). One for
 everybody: [CONTRIBUTING.md](../CONTRIBUTING.md).
 """

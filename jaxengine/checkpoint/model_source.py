@@ -6,13 +6,12 @@ read from any of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
-from jaxengine.checkpoint.hub import download
+from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.fields import MAX_HEAD_DIM, ModelConfigError
@@ -28,7 +27,6 @@ from models.weights.safetensors import SafetensorsCheckpoint
 from models.weights.source import WeightSource
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-_OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # vLLM's: what of a generation_config.json a request takes.
 GENERATION_FIELDS = (
@@ -62,7 +60,7 @@ class ModelSource:
 
     def files_beside_weights(self) -> list[Path]:
         """Configuration, tokenizer and templates of a model folder. Raises ModelFileError for a link out of it."""
-        found = {file for pattern in _OTHER_FILES for file in self.path.glob(pattern)}
+        found = {file for pattern in OTHER_FILES for file in self.path.glob(pattern)}
         found -= {file for pattern in _WEIGHT_FILES for file in self.path.glob(pattern)}
         for file in found:
             inside(self.path, file.name)
@@ -110,7 +108,7 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
             raise ConfigError.because("tokenizer_revision", problem, advice)
         return path
     assert name is not None
-    return _from_hub(param, name, _OTHER_FILES, revision, config)
+    return from_hub(param, name, OTHER_FILES, revision, config)
 
 
 def _find(config: EngineConfig) -> Path:
@@ -122,15 +120,7 @@ def _find(config: EngineConfig) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # no file can have such a name, or nobody may look
         problem = f"model {config.model[:200]!r} cannot be looked up ({str(error)[:200]})"
         raise ConfigError.because("model", problem, "name a file or folder that can be read, or a hub id") from None
-    return _from_hub("model", config.model, (*_WEIGHT_FILES, *_OTHER_FILES), config.revision, config)
-
-
-def _from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
-    parts = name.split("/")
-    if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
-        what = "a folder with a tokenizer.json" if param == "tokenizer" else "a GGUF file, a Hugging Face folder"
-        raise ConfigError.because(param, f"there is no {param} at {name!r}", f"name {what}, or a hub id like org/name")
-    return download(param, name, patterns, revision=revision, cache_dir=config.download_dir, token=config.hf_token)
+    return download_model(config.model, config)
 
 
 def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:

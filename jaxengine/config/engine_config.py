@@ -41,7 +41,8 @@ class EngineConfig:
     """Engine options.
 
     Attributes:
-      model: a GGUF file, a Hugging Face folder, or a hub id to download; None for the embedded SmolLM2-135M-Instruct.
+      model: a GGUF file, a Hugging Face folder, or a hub id to download, of a GGUF file as org/name/FILE.gguf or
+        org/name:Q4_K_M; None for the embedded SmolLM2-135M-Instruct.
       tokenizer: a folder with a tokenizer.json or a hub id, when it is not the model's own.
       tokenizer_revision: the branch, tag or commit of the tokenizer on the hub.
       skip_tokenizer_init: token ids in and out, no text.
@@ -53,7 +54,8 @@ class EngineConfig:
         in bfloat16, which is as large and has float32's range.
       kv_cache_dtype: of the KV pages; "auto" follows dtype.
       seed: of everything random that has no seed of its own.
-      max_model_len: longest prompt and output together, in tokens.
+      max_model_len: longest prompt and output together, in tokens. Models with longrope (Phi-3 of 128k tokens,
+        Phi-4-mini) run with their short factors where it is at most their original context, else with the long ones.
       max_num_seqs: requests that run at once, in each of data_parallel_size.
       max_num_batched_tokens: tokens of one step, in each of data_parallel_size.
       block_size: tokens of one page (page_size).

@@ -89,11 +89,12 @@ def gguf_fields(
     eos = [i for name in ("eos", "eot", "eom") for i in general.token_ids(f"tokenizer.ggml.{name}_token_id")]
     scaling = _rope_scaling(fields, max_positions, gguf.rope_factors)
     rotary_dim = _rotary_dim(fields, head_dim, partial_rotary)
+    theta = fields.number("rope.freq_base", 10000.0)
     layer = LayerAttention(
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        rope=Rope(rotary_dim, fields.number("rope.freq_base", 10000.0), scaling, interleaved),
+        rope=Rope(rotary_dim, theta, scaling, interleaved),
         window=_sliding_window(fields, max_positions),
         **attention,
     )

@@ -7,6 +7,7 @@ gguf_dequant. Knows nothing of model classes.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -186,8 +187,10 @@ def _architecture(path: str, metadata: Mapping[str, Any]) -> str:
     key = "general.architecture"
     architecture = metadata.get(key)
     if not isinstance(architecture, str) or architecture not in LAYOUTS:
-        shown = repr(architecture)[:100]
-        raise ModelFileError(path, f"architecture {shown} is not supported; supported: {', '.join(LAYOUTS)}", key)
+        near = difflib.get_close_matches(str(architecture)[:100], LAYOUTS, 1, 0.7)
+        nearest = f", the nearest is {near[0]}" if near else ""
+        text = f"architecture {repr(architecture)[:100]} is not supported{nearest}; supported: {', '.join(LAYOUTS)}"
+        raise ModelFileError(path, text, key)
     parts = metadata.get("split.count", 1)
     if type(parts) is not int or parts > 1:
         text = "one part of a split model; join the parts with llama-gguf-split --merge"

@@ -90,5 +90,14 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "exaone4": GGUFLayout(_POST_NORMS),
     "starcoder2": GGUFLayout({"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "nemotron": GGUFLayout(norm_offset=1.0),
+    "glm4": GGUFLayout(
+        {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        }
+    ),
+    "ernie4_5": GGUFLayout(),
+    "hunyuan-dense": GGUFLayout({"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
     "seed_oss": GGUFLayout({"post_attention_norm": "post_attention_layernorm"}),
 }

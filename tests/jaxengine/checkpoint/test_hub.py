@@ -42,8 +42,8 @@ def test_token_revisions_and_folder_reach_the_hub(asked, tmp_path):
         download_dir=str(tmp_path / "cache"),
     )
     source = open_model(config)
-    model, tokenizer = asked
-    assert (model["name"], model["revision"]) == ("org/model", "r1")
+    model, weights, tokenizer = asked
+    assert [(call["name"], call["revision"]) for call in (model, weights)] == [("org/model", "r1")] * 2
     assert (tokenizer["name"], tokenizer["revision"]) == ("org/tokenizer", "r2")
     assert all((call["token"], call["cache_dir"]) == ("secret", str(tmp_path / "cache")) for call in asked)
     assert not [pattern for pattern in tokenizer["allow_patterns"] if "safetensors" in pattern]
@@ -52,10 +52,14 @@ def test_token_revisions_and_folder_reach_the_hub(asked, tmp_path):
 
 def test_a_revision_of_the_tokenizer_alone_is_the_models(asked, tmp_path):
     source = open_model(EngineConfig(model="org/model", tokenizer_revision="r2"))
-    assert [(call["name"], call["revision"]) for call in asked] == [("org/model", None), ("org/model", "r2")]
+    assert [(call["name"], call["revision"]) for call in asked] == [
+        ("org/model", None),
+        ("org/model", None),
+        ("org/model", "r2"),
+    ]
     assert source.tokenizer_path is not None
     assert open_model(EngineConfig(model="org/model", tokenizer_revision="r2", skip_tokenizer_init=True))
-    assert len(asked) == 3
+    assert len(asked) == 5
 
 
 @pytest.mark.parametrize("model", [None, str(TINY_CHECKPOINT)])

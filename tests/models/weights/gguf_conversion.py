@@ -29,6 +29,9 @@ ARCHITECTURES = {
     "Exaone4ForCausalLM": "exaone4",
     "Starcoder2ForCausalLM": "starcoder2",
     "NemotronForCausalLM": "nemotron",
+    "Glm4ForCausalLM": "glm4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
 }
 PERMUTED = ("llama", "granite", "minicpm", "smollm3")
 NORMS_PLUS_ONE = ("gemma2", "gemma3", "nemotron")
@@ -64,6 +67,8 @@ OWN_NAMES = {
     **dict.fromkeys(["olmo2", "exaone4"], POST_NORMS),
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -153,6 +158,12 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
     return experts
 
 
+def _hunyuan(config: Mapping[str, Any]) -> dict[str, Value]:
+    rope, size = config["rope_parameters"], config["head_dim"]
+    base = rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))
+    return {"rope.freq_base": (F32, base), "rope.scaling.type": (STRING, "none"), "rope.scaling.factor": (F32, 1.0)}
+
+
 def _phi3(config: Mapping[str, Any]) -> dict[str, Value]:
     longest, original = config["max_position_embeddings"], config.get("original_max_position_embeddings")
     own: dict[str, Value] = {"attention.sliding_window": (U32, config.get("sliding_window") or 0)}
@@ -217,6 +228,7 @@ _OWN_METADATA = {
     "exaone4": _exaone4,
     "llama": _experts,
     "qwen3moe": _experts,
+    "hunyuan-dense": _hunyuan,
     "phi3": _phi3,
     "granite": _granite,
     "minicpm": _minicpm,

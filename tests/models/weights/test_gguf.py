@@ -236,6 +236,10 @@ REFUSED = {
         gguf_bytes({"general.architecture": (STRING, "mamba")}, []),
         "supported: llama, qwen2, qwen3",
     ),
+    "misspelt architecture": (
+        gguf_bytes({"general.architecture": (STRING, "qwen_3")}, []),
+        "'qwen_3' is not supported, the nearest is qwen3; supported: llama",
+    ),
     "no head count": (gguf_bytes({"general.architecture": (STRING, "llama")}, []), "positive number, got None"),
     "head count 0": (metadata_with(**{"llama.attention.head_count": (U32, 0)}), "positive number, got 0"),
     "split": (metadata_with(**{"split.count": (U32, 3)}), "split model"),

@@ -47,6 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
     "exaone4_full": {},
     "starcoder2": {"sliding_window": None},
     "nemotron_tied": {"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.75}},
+    "glm4": {},
+    "ernie4_5": {},
+    "hunyuan_dense": {},
 }
 CHANGED_WEIGHTS = ("qwen3_moe",)
 

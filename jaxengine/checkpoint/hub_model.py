@@ -1,0 +1,78 @@
+"""Which files of a hub repository a model needs: configuration and tokenizer first, then the weights that these name.
+
+What holds the same weights a second time (`consolidated.safetensors`, `original/`, pickles) is not downloaded. A GGUF
+file of a repository is named as org/name/FILE.gguf, or by its quantisation as org/name:Q4_K_M.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from jaxengine.checkpoint.hub import download
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from models.config.hf import CONFIG_FILE
+from models.weights.files import read_object
+from models.weights.safetensors import INDEX_FILE, SINGLE_FILE
+
+OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
+# Parts of a pooling model that sentence-transformers keeps in folders of their own.
+_MODULES = "[0-9]_*/model.safetensors"
+_QUANTISED = re.compile(r"([^/:]+/[^/:]+):([A-Za-z0-9_]{1,32})")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def download_model(name: str, config: EngineConfig) -> Path:
+    """The folder of a hub model, or the GGUF file that is named in one.
+
+    Raises:
+      ConfigError: no name of a hub model, or the hub does not give it.
+      ModelFileError: the list of its weights cannot be used.
+    """
+    if quantised := _QUANTISED.fullmatch(name):
+        repository, quantisation = quantised.groups()
+        return _gguf(repository, f"*[-._]{quantisation}.gguf", name, config)
+    parts = name.split("/")
+    if len(parts) > 2 and name.endswith(".gguf") and all(parts) and ".." not in parts:
+        return _gguf("/".join(parts[:2]), glob.escape("/".join(parts[2:])), name, config)
+    folder = from_hub("model", name, OTHER_FILES, config.revision, config)
+    if not (folder / CONFIG_FILE).exists():
+        problem = f"model {name!r} has no {CONFIG_FILE} on the hub"
+        raise ConfigError.because("model", problem, f"name a GGUF file of it, as {name}/FILE.gguf or {name}:Q4_K_M")
+    if config.load_format == "dummy":
+        return folder
+    # All files of one commit, whatever happens to the branch meanwhile.
+    revision = folder.name if _COMMIT.fullmatch(folder.name) else config.revision
+    return from_hub("model", name, [*_weight_files(folder), _MODULES], revision, config)
+
+
+def from_hub(param: str, name: str, patterns: Sequence[str], revision: str | None, config: EngineConfig) -> Path:
+    """The folder with the files of a hub id that match. param: the option that names it. Raises ConfigError."""
+    parts = name.split("/")
+    if len(parts) != 2 or not all(parts) or name.startswith((".", "~")):
+        what = "a folder with a tokenizer.json" if param == "tokenizer" else "a GGUF file, a Hugging Face folder"
+        raise ConfigError.because(param, f"there is no {param} at {name!r}", f"name {what}, or a hub id like org/name")
+    return download(param, name, patterns, revision=revision, cache_dir=config.download_dir, token=config.hf_token)
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Patterns of the files with the weights: the one there is, or those that the index lists."""
+    index = read_object(folder, INDEX_FILE)
+    shards = (index or {}).get("weight_map")
+    if not isinstance(shards, dict):
+        return [SINGLE_FILE]
+    return sorted({glob.escape(file) for file in shards.values() if isinstance(file, str)})
+
+
+def _gguf(repository: str, pattern: str, name: str, config: EngineConfig) -> Path:
+    folder = from_hub("model", repository, [pattern], config.revision, config)
+    every = (path for path in folder.rglob("*.gguf") if path.is_file())
+    found = sorted(path for path in every if fnmatch(str(path.relative_to(folder)), pattern))
+    if len(found) != 1:
+        files = ", ".join(str(path.relative_to(folder)) for path in found[:8]) or "none"
+        problem = f"model {name!r} must be one GGUF file of {repository}, and these fit: {files}"
+        raise ConfigError.because("model", problem, f"name the file itself, as {repository}/FILE.gguf")
+    return found[0]

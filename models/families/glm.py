@@ -1,0 +1,36 @@
+"""GLM-4 as GlmForCausalLM (Team GLM 2024, arXiv:2406.12793): Llama with biases on q, k and v, rope over neighbours in a
+half of each head, and joined gate and up."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields, read_head_dim, read_rope
+from models.families.llama import LAYER, LlamaForCausalLM
+from models.layers.mlp import GatedMLP
+from models.weights.declare import parts_of
+
+HEAD_DIM = 128
+EOS = [151329, 151336, 151338]
+
+
+class GlmForCausalLM(LlamaForCausalLM):
+    """Llama with a bias before attention only, and joined gate and up."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields = fields.with_defaults(partial_rotary_factor=0.5, eos_token_id=EOS)
+        rope = read_rope(fields, read_head_dim(fields, HEAD_DIM), partial_rotary=True, interleaved=True)
+        bias = fields.boolean("attention_bias", True)
+        ropes = (rope,) * fields.integer("num_hidden_layers")
+        return hf_fields(fields, head_dim=HEAD_DIM, ropes=ropes, bias=bias)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        size, ffn, source = self.config.hidden_size, self.config.intermediate_size, f"{LAYER}.mlp"
+        return GatedMLP(size, ffn, source=source, gate_up=parts_of(f"{source}.gate_up_proj", ffn, ffn), build=build)

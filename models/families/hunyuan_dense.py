@@ -1,0 +1,75 @@
+"""Hunyuan dense (Tencent 2025: 0.5B, 1.8B, 4B and 7B): Llama with an RMS norm on each head of q and k after rope, whose
+base the configuration stretches by a fixed factor."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from models.build import Build
+from models.config.attention import LayerAttention
+from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
+from models.config.hf import hf_fields, read_head_dim
+from models.families.llama import LAYER, LlamaForCausalLM
+from models.layers.attention import Attention, StepInputs
+from models.layers.norm import RMSNorm
+
+
+class NormAfterRope(Attention):
+    """Attention whose RMS norms of each head of q and k, `query_layernorm` and `key_layernorm`, come after rope."""
+
+    def __init__(self, attention: LayerAttention, hidden_size: int, *, eps: float, source: str, build: Build):
+        super().__init__(attention, hidden_size, eps=eps, source=source, build=build)
+        self.query_norm = RMSNorm(attention.head_dim, eps, source=f"{source}.query_layernorm", build=build)
+        self.key_norm = RMSNorm(attention.head_dim, eps, source=f"{source}.key_layernorm", build=build)
+
+    def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        q, k = super().rotate(q, k, step)
+        with jax.named_scope("qk_norm"):
+            return self.query_norm(q), self.key_norm(k)
+
+
+class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
+    """Llama with NormAfterRope."""
+
+    gguf_architecture: ClassVar[str | None] = "hunyuan-dense"
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(use_qk_norm=True, use_cla=False, mlp_bias=False)
+        head_dim = fields.integer("attention_head_dim", None)
+        bias = fields.boolean("attention_bias", False)
+        return hf_fields(with_stretched_base(fields, head_dim), head_dim=head_dim, bias=bias, output_bias=bias)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf)
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.self_attn"
+        eps = config.rms_norm_eps
+        return NormAfterRope(config.attention[layer], config.hidden_size, eps=eps, source=source, build=build)
+
+
+def with_stretched_base(fields: ConfigFields, head_dim: int | None = None) -> ConfigFields:
+    """rope_type "dynamic" with `alpha` as plain rope: its base is rope_theta * alpha ** (H / (H - 2)) at any length.
+
+    head_dim: where the file does not say.
+    """
+    rope = ConfigFields(fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or {})
+    kind = rope.text("rope_type", None) or rope.text("type", "default")
+    if kind != "dynamic" or not rope.has("alpha"):
+        return fields
+    size = read_head_dim(fields, head_dim)
+    if size <= 2:
+        raise fields.fail("head_dim", "more than 2 with rope_type dynamic")
+    theta = rope.number("rope_theta", None) or fields.number("rope_theta", 10000.0)
+    try:
+        stretched = theta * rope.number("alpha") ** (size / (size - 2))
+    except OverflowError:
+        raise rope.fail("alpha", "a number that gives a finite base of rope") from None
+    plain = {"rope_type": "default", "rope_theta": stretched}
+    return ConfigFields({**fields.raw, "rope_parameters": plain, "rope_scaling": None})
