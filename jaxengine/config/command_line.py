@@ -28,7 +28,7 @@ def add_options(
 ) -> None:
     """Adds one flag for each field of the dataclass `cls` (for `names` only, in their order, when given).
 
-    short: second spellings of flags, by field.
+    short: second spellings of flags, by field. A field of texts whose metadata has "nargs" takes so many at once.
     """
     hints, texts = typing.get_type_hints(cls), field_texts(cls.__doc__ or "")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -40,7 +40,7 @@ def add_options(
             dest=destination(cls, name),
             default=argparse.SUPPRESS,
             help=_help(texts.get(name, ""), fields[name].default),
-            **_reader(hints[name]),
+            **_reader(hints[name], fields[name].metadata.get("nargs")),
         )
 
 
@@ -83,7 +83,7 @@ def _help(text: str, default: Any) -> str:
     return (text + (f" (default: {default})" if shown else "")).strip().replace("%", "%%")
 
 
-def _reader(hint: Any) -> dict[str, Any]:
+def _reader(hint: Any, nargs: str | None = None) -> dict[str, Any]:
     """The keyword arguments of add_argument that read a value of type `hint`; None is said by leaving the flag out."""
     kinds = [kind for kind in _members(hint) if kind is not type(None)]
     kind = kinds[0] if len(kinds) == 1 else Any
@@ -99,7 +99,8 @@ def _reader(hint: Any) -> dict[str, Any]:
     if origin is typing.Literal:
         return {"type": type(arguments[0]), "choices": arguments}
     if origin in (Sequence, list, tuple) and arguments[0] is str:
-        return {"action": "append", "metavar": "STR"}
+        several = {"action": "append"} if nargs is None else {"action": "extend", "nargs": nargs}
+        return {**several, "metavar": "STR"}
     if origin in (Sequence, list, tuple) and arguments[0] is int:
         return {"type": _int_list, "metavar": "INT,INT,..."}
     if origin in (Mapping, dict) and arguments[0] is int:

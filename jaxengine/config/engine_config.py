@@ -21,6 +21,7 @@ from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, plain, read_size, whole_number
 from scheduler.buckets import Buckets
 from scheduler.config import POLICIES, SchedulerConfig
+from scheduler.token_params import MAX_LOGPROBS
 from sharding.layout import GATHER, RAGGED, MeshLayout
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class EngineConfig:
         disable_additional_properties and lenient, which mean what they do in a request's structured_outputs.
       compile_cache_dir: where compiled steps are kept, JAXENGINE_CACHE_DIR if not given, else ~/.cache/jaxengine
         (XDG_CACHE_HOME is heeded); "" keeps none. A folder of root's is only read by other users.
-      max_logprobs: most logprobs a request may ask for.
+      max_logprobs: most logprobs of a token that a request may ask for, at most 1024; -1: the whole vocabulary, where
+        it is no larger.
       logprobs_mode: "raw_logprobs", "raw_logits", "processed_logprobs" or "processed_logits".
       generation_config: "auto" takes default sampling parameters from the model's generation_config.json, "vllm" none,
         the name of a folder those of its file.
@@ -174,7 +176,7 @@ class EngineConfig:
             ("kv_cache_memory_bytes", 1, 2**60),
             ("num_gpu_blocks_override", 1, 2**31 - 1),
             ("long_prefill_token_threshold", 0, 2**24),
-            ("max_logprobs", 0, 1024),
+            ("max_logprobs", -1, MAX_LOGPROBS),
             ("tensor_parallel_size", 1, 1024),
             ("data_parallel_size", 1, 1024),
             ("pipeline_parallel_size", 1, 1024),
@@ -271,9 +273,15 @@ class EngineConfig:
             block_size=self.block_size or platform.page_size,
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
-            max_logprobs=min(self.max_logprobs, model.vocab_size),
+            max_logprobs=self._max_logprobs(model.vocab_size),
         )
         return ResolvedConfig(**chosen)
+
+    def _max_logprobs(self, vocab_size: int) -> int:
+        if self.max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
+            problem = f"max_logprobs is -1, the whole vocabulary, which has {vocab_size} tokens"
+            raise ConfigError.because("max_logprobs", problem, f"give at most {MAX_LOGPROBS}")
+        return vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
         """The sizes of the mesh that one pipeline stage runs on."""

@@ -194,7 +194,7 @@ def _as_words(path: str, content: Mapping[str, Any], parser: argparse.ArgumentPa
         if isinstance(value, bool) and action.nargs in (0, "?"):
             off = flag_of(f"no-{key}")
             words += [flag] if value else [off] if off in parser._option_string_actions else []
-        elif isinstance(value, list) and isinstance(action, argparse._AppendAction):
+        elif isinstance(value, list) and isinstance(action, (argparse._AppendAction, argparse._ExtendAction)):
             words += [f"{flag}={item}" for item in value]
         elif isinstance(value, list) and action.nargs is not None:
             words += [flag, *map(str, value)]

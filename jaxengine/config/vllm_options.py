@@ -1,8 +1,9 @@
 """Options that vLLM has and this engine has not: which of them ask for nothing here, and which are not built.
 
-The names are those of vLLM 0.32's EngineArgs, with a few of earlier versions that programs still give. An option is in
-one table: `HARMLESS` cannot change an answer and says what stands in its place; `NOT_BUILT` is refused unless it is
-left at a value that asks for nothing; `ELSEWHERE` belongs to another command. Knows nothing of our own options.
+The names are those of vLLM 0.32's EngineArgs and of its server's FrontendArgs, with a few of earlier versions that
+programs still give. An option is in one table: `HARMLESS` cannot change an answer and says what stands in its place;
+`NOT_BUILT` is refused unless it is left at a value that asks for nothing; `ELSEWHERE` belongs to another command. Knows
+nothing of our own options.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _XLA = "XLA makes the exchanges between devices"
 _NO_CODE = "no code of a model is run, whatever its folder holds"
 _LOADER = "weights are mapped and go to their devices one by one"
 _COMPILED = "every step is compiled whole before anything is served"
+_LOGGED = "requests have a line each, /health, /ping, /metrics and /status.json only when they fail"
+_HEADERS = "jaxengine serve --max-header-bytes bounds all headers together"
 _EXECUTOR = "one process runs all devices of its host; nnodes is for more hosts"
 
 HARMLESS: dict[str, str] = {
@@ -45,7 +48,23 @@ HARMLESS: dict[str, str] = {
     "show_hidden_metrics_for_version": "no metric is hidden",
     "trust_remote_code": _NO_CODE,
     "use_tqdm_on_load": "disable_log_stats switches the progress bars off",
+    # Of the server.
+    "cohere_is_reasoning_model": "there are no endpoints of Cohere's",
+    "disable_access_log_for_endpoints": _LOGGED,
+    "disable_uvicorn_access_log": "jaxengine serve --disable-access-log leaves it out",
+    "enable_log_deltas": "outputs are not logged",
+    "enable_offline_docs": "the page at /docs loads nothing from elsewhere",
+    "enable_prompt_tokens_details": "usage always has prompt_tokens_details",
+    "enable_request_id_headers": "every answer has X-Request-Id",
+    "enable_server_load_tracking": "/load always tells",
+    "h11_max_header_count": _HEADERS,
+    "h11_max_incomplete_event_size": _HEADERS,
+    "log_error_stack": "faults of the server are always logged with their stacks",
+    "max_log_len": "prompts are not logged",
+    "ssl_cert_reqs": "with ssl_ca_certs clients must present a certificate",
+    "uvicorn_log_level": _LOGGED,
     # Of earlier versions.
+    "disable_frontend_multiprocessing": "the engine always has a process of its own",
     "disable_log_requests": "requests are not logged",
     "guided_decoding_backend": "grammars are llguidance's",
     "max_seq_len_to_capture": _COMPILED,
@@ -54,6 +73,7 @@ HARMLESS: dict[str, str] = {
 
 # Names of what belongs to another command, with its flag.
 ELSEWHERE: dict[str, str] = {
+    "grpc": "jaxengine serve --grpc-port",
     "max_num_queued_reqs": "jaxengine serve --max-num-queued-reqs",
     "max_num_queued_tokens": "jaxengine serve --max-num-queued-tokens",
     "node_rank": "jaxengine worker --node-rank",
@@ -75,6 +95,8 @@ _SWITCHES = """
     long_prefill_token_threshold_adaptive mm_encoder_only numa_bind ray_workers_use_nsight return_sampling_mask
     skip_mm_profiling sleep_mode_offload_cudagraph specialize_active_lora tokens_only use_fp64_gumbel use_replayssm
     dcp_q_replicate
+    allow_credentials disable_fastapi_docs enable_log_outputs enable_per_request_metrics enable_ssl_refresh
+    exclude_tools_when_tool_choice_none headless
 """
 _UNSET = """
     additional_config allowed_local_media_path allowed_media_domains attention_backend attention_config
@@ -93,18 +115,30 @@ _UNSET = """
     reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
     spec_method spec_model spec_tokens speculative_config video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
+    default_chat_template_kwargs fingerprint_value lora_modules prompt_adapters ssl_ciphers tool_parser_plugin
+    tool_server uds
 """
 # Name -> values that ask for nothing, beside None, False and what is empty.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "allowed_headers": (["*"],),
+    "allowed_methods": (["*"],),
+    "chat_template_content_format": ("auto",),
+    "cohere_format": ("cmd4",),
     "config_format": ("auto", "hf"),
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "dbo_decode_token_threshold": (32,),
     "dbo_prefill_token_threshold": (512,),
+    "data_parallel_supervisor_port": (9256,),
     "dcp_kv_cache_interleave_size": (1,),
     "decode_context_parallel_size": (1,),
+    "dp_supervisor_probe_failure_threshold": (3,),
+    "dp_supervisor_probe_interval_s": (5,),
+    "dp_supervisor_probe_timeout_s": (5,),
     "dp_sync_interval": (16,),
+    "enable_flash_late_interaction": (True,),
     "expert_placement_strategy": ("linear",),
+    "fingerprint_mode": ("full", "none"),
     "kv_cache_metrics_sample": (0.01,),
     "kv_offloading_backend": ("native",),
     "linear_backend": ("auto",),
@@ -116,6 +150,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "mamba_ssm_cache_dtype": ("auto",),
     "max_lora_rank": (16,),
     "max_loras": (1,),
+    "middleware": ([],),
     "mm_device_do_normalize": (True,),
     "mm_encoder_fp8_scale_save_margin": (1.5,),
     "mm_encoder_tp_mode": ("weights",),
@@ -164,6 +199,9 @@ _HARMLESS_SWITCHES = """
     aggregate_engine_logging allow_deprecated_quantization disable_cascade_attn disable_custom_all_reduce
     disable_log_requests disable_nccl_for_dp_synchronization fail_on_environ_validation jit_monitor_verbose
     language_model_only trust_remote_code use_tqdm_on_load use_v2_block_manager
+    cohere_is_reasoning_model disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
+    enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_server_load_tracking
+    log_error_stack
 """
 NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT))
 

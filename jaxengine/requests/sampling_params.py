@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxengine.requests.structured_outputs import StructuredOutputsParams, structured_outputs
 from scheduler.errors import RequestError, show_value
-from scheduler.token_params import TokenParams
+from scheduler.token_params import MAX_LOGPROBS, TokenParams
 
 _log = logging.getLogger(__name__)
 
@@ -363,7 +363,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(self, name)
             if asked == -1 and most < vocab_size:
-                allowed = f"at most max_logprobs ({most}); -1, the whole vocabulary, needs max_logprobs={vocab_size}"
+                allowed = f"at most max_logprobs ({most}); -1, the whole vocabulary of {vocab_size} tokens, "
+                served = vocab_size <= MAX_LOGPROBS
+                allowed += "needs an engine with max_logprobs=-1" if served else "is more than any engine here reports"
                 raise _refuse(name, asked, allowed)
             if asked is not None and asked > most:
                 raise _refuse(name, asked, f"at most max_logprobs ({most})")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxengine.config.command_line import add_options, given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.engine_flags import add_engine_options, add_model
+from jaxengine.config.engine_flags import add_engine_options, add_model, looks_like_model
 from jaxengine.server.options import ServerConfig
 
 _NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
@@ -17,7 +17,7 @@ _NEEDED = ("fastapi", "uvicorn", "zmq", "grpc")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_options(parser, "server options", ServerConfig)
+    add_options(parser, "server options", ServerConfig, short={"api_server_count": "-asc"})
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -33,7 +33,11 @@ def run(args: argparse.Namespace) -> int:
     from jaxengine.server.processes.supervisor import Supervisor
 
     server = ServerConfig(**given_options(args, ServerConfig))
-    engine = EngineConfig.from_options(**given_options(args, EngineConfig))
+    options = given_options(args, EngineConfig)
+    if "model" not in options and len(server.served_model_name) > 1 and looks_like_model(server.served_model_name[-1]):
+        problem = f"served_model_name has taken {server.served_model_name[-1]!r}, and no model is given"
+        raise ConfigError.because("served_model_name", problem, "give the model before that flag, or as --model")
+    engine = EngineConfig.from_options(**options)
     # Files that cannot be read are better known now than after the model was loaded.
     server.api_keys()
     server.admin_keys()

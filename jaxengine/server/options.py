@@ -76,7 +76,7 @@ class ServerConfig:
     port: int = 8000
     grpc_port: int | None = None
     api_server_count: int = 1
-    served_model_name: tuple[str, ...] = ()
+    served_model_name: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None
     enable_admin: bool = False
@@ -161,6 +161,10 @@ class ServerConfig:
             if getattr(self, name) and not getattr(self, other):
                 flag = "--" + other.replace("_", "-")
                 raise ConfigError.because(name, f"{name} needs {other}, which is not given", f"give {flag} too")
+        for origin in self.allowed_origins:
+            if origin.startswith("["):
+                problem = f"allowed_origins has {origin!r}, a list in one text"
+                raise ConfigError.because("allowed_origins", problem, "give --allowed-origins once for each origin")
         tool_format(self.tool_call_parser)
         reasoning_format(self.reasoning_parser)
 

@@ -92,7 +92,7 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
         _check(routes)
         app.include_router(routes)
         all_routes += routes.routes
-    document.install(app)
+    document.install(app, all_routes)
     return app
 
 

@@ -1,34 +1,20 @@
-"""/openapi.json as the server really answers: its errors in their shapes, streams beside whole answers.
+"""/openapi.json as the server really answers: whole, as events, and with errors, each in its shape.
 
 Knows the routes of an application, nothing of what they do.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+from starlette.routing import BaseRoute
 
-_TEXT = {"type": "string"}
-_OPENAI_ERROR = {
-    "type": "object",
-    "required": ["message", "type", "param", "code"],
-    "properties": {
-        "message": _TEXT,
-        "type": _TEXT,
-        "param": {"type": ["string", "null"]},
-        "code": {"type": "integer"},
-    },
-}
-_ANTHROPIC_ERROR = {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}}
-_SCHEMAS = {
-    "Error": {"type": "object", "required": ["error"], "properties": {"error": _OPENAI_ERROR}},
-    "MessagesError": {
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {"type": {"const": "error"}, "error": _ANTHROPIC_ERROR},
-    },
-}
+from jaxengine.server.http.answers import Error, MessagesError
+
 # Status -> what it means, for every route, and for those that read a body besides.
 _ALWAYS = {
     "401": "No valid key was presented.",
@@ -43,40 +29,57 @@ _WITH_BODY = {
     "415": "The body is not application/json.",
     "429": "Too many requests wait; Retry-After says when to come again.",
 }
+_REF = "#/components/schemas/{model}"
+_OF_EVENTS = "Server-sent events. The schema is of the JSON that the data of each is; OpenAI's streams end with [DONE]."
 
 
-def install(app: FastAPI) -> None:
-    """Has the application's document written by these rules."""
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Has the application's document written by these rules. routes: all of it."""
     plain = app.openapi
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _correct(plain())
+            _correct(plain(), [route for route in routes if isinstance(route, APIRoute)])
         return plain()
 
     app.openapi = document
 
 
-def _correct(document: dict[str, Any]) -> None:
+def _correct(document: dict[str, Any], routes: Sequence[APIRoute]) -> None:
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    schemas.update(_SCHEMAS)
+    kinds = [kind for route in routes for kind in _kinds(route) if kind is not None]
+    adapters: list[tuple[Any, Literal["validation"], TypeAdapter[Any]]] = [
+        (kind, "validation", TypeAdapter(kind)) for kind in dict.fromkeys((Error, MessagesError, *kinds))
+    ]
+    found, definitions = TypeAdapter.json_schemas(adapters, ref_template=_REF)
+    named: dict[Any, dict[str, Any]] = {kind: schema for (kind, _), schema in found.items()}
+    if clash := definitions["$defs"].keys() & schemas.keys():
+        raise TypeError(f"{sorted(clash)} are names of requests and of answers; give them others")
+    schemas.update(definitions["$defs"])
     for path, methods in document["paths"].items():
-        shape = "MessagesError" if path.startswith("/v1/messages") else "Error"
+        error = named[MessagesError if path.startswith("/v1/messages") else Error]
         for operation in methods.values():
-            _correct_operation(operation, schemas, shape)
+            _add_errors(operation, error)
+    for route in routes:
+        if not route.include_in_schema:
+            continue
+        whole, event = _kinds(route)
+        for method in route.methods or () if whole is not None else ():
+            answer = document["paths"][route.path_format][method.lower()]["responses"]["200"]
+            answer["content"] = {"application/json": {"schema": named[whole]}}
+            if event is not None:
+                answer["content"]["text/event-stream"] = {"schema": {**named[event], "description": _OF_EVENTS}}
 
 
-def _correct_operation(operation: dict[str, Any], schemas: dict[str, Any], shape: str) -> None:
+def _kinds(route: APIRoute) -> tuple[Any, Any]:
+    """What `answers` said of the route."""
+    return getattr(route.endpoint, "answers", (None, None))
+
+
+def _add_errors(operation: dict[str, Any], error: dict[str, Any]) -> None:
     answers = operation["responses"]
     refuses = answers.pop("422", None) is not None or "requestBody" in operation
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
     for status, meaning in {**_ALWAYS, **(_WITH_BODY if refuses else {})}.items():
-        answers.setdefault(status, {"description": meaning, "content": content})
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-    fields = schemas.get(body.get("$ref", "").rpartition("/")[2], {}).get("properties", {})
-    if "requestBody" in operation:
-        answers["200"]["content"] = {"application/json": {"schema": {"type": "object"}}}
-    if "stream" in fields:
-        answers["200"]["content"]["text/event-stream"] = {"schema": _TEXT}
+        answers.setdefault(status, {"description": meaning, "content": {"application/json": {"schema": error}}})

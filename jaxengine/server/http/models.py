@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.errors import ApiError
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
@@ -21,6 +22,21 @@ def check_model(name: str | None, served: tuple[str, ...]) -> str:
             404, f"the model {show_value(name)} does not exist; this server has {', '.join(served)}", param="model"
         )
     return name or served[0]
+
+
+class ModelCard(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[ModelCard]
 
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
@@ -40,10 +56,12 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         }
 
     @routes.get("/v1/models")
+    @answers(ModelList)
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [card(name) for name in names]}
 
     @routes.get("/v1/models/{model:path}")
+    @answers(ModelCard)
     async def get_model(model: str) -> dict[str, Any]:
         return card(check_model(model, names))
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.auth import require_admin
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.protocol import RequestModel, Texts
@@ -22,21 +23,31 @@ class AbortRequest(RequestModel):
     request_ids: Annotated[Texts, Field(max_length=1024)]
 
 
+class Version(Answer):
+    version: str
+
+
+class Load(Answer):
+    server_load: int
+
+
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["operations"])
 
-    @routes.get("/health")
-    @routes.get("/ping", operation_id="ping")
-    @routes.post("/ping", operation_id="post_ping")
+    @routes.get("/health", response_class=Response)
+    @routes.get("/ping", operation_id="ping", response_class=Response)
+    @routes.post("/ping", operation_id="post_ping", response_class=Response)
     async def health() -> Response:
         await engine.check_health()
         return Response()
 
     @routes.get("/version")
+    @answers(Version)
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
     @routes.get("/load")
+    @answers(Load)
     async def load(request: Request) -> dict[str, int]:
         """Requests for text that this API process is busy with."""
         return {"server_load": request.app.state.traffic.num_running}

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from pydantic import Field, model_validator
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, Messages
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
@@ -62,6 +63,19 @@ class DetokenizeRequest(RequestModel):
     tokens: TokenIds
 
 
+class TokenizeAnswer(Answer):
+    """token_strs: the vocabulary's own spelling, where it was asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class DetokenizeAnswer(Answer):
+    prompt: str
+
+
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["tokenize"], route_class=JsonRoute)
     inputs = engine.inputs
@@ -87,6 +101,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return prompt["prompt_token_ids"]
 
     @routes.post("/tokenize")
+    @answers(TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         check_model(body.model, names)
         if body.prompt is None:
@@ -97,6 +112,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return {"count": len(ids), "max_model_len": inputs.config.max_model_len, "tokens": ids, "token_strs": strings}
 
     @routes.post("/detokenize")
+    @answers(DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         check_model(body.model, names)
         tokenizer = inputs.require_tokenizer()

@@ -32,7 +32,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["operations"])
     labels = {"model_name": served_names(engine, config)[0], "engine": ENGINE}
 
-    @routes.get("/metrics", response_class=Response)
+    text = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @routes.get("/metrics", response_class=Response, responses={200: text})
     async def metrics() -> Response:
         snapshot = await engine.utility("metrics")
         registry = CollectorRegistry()

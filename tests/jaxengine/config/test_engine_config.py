@@ -86,6 +86,13 @@ def test_options_that_do_not_go_together_are_refused(options, param):
     assert error.value.param == param
 
 
+def test_no_cap_of_logprobs_is_the_vocabulary():
+    small = dataclasses.replace(MODEL, vocab_size=500)
+    assert EngineConfig(max_logprobs=-1).resolved(small, CPU).max_logprobs == 500
+    with pytest.raises(ConfigError, match="which has 1025 tokens; give at most 1024"):
+        EngineConfig(max_logprobs=-1).resolved(dataclasses.replace(MODEL, vocab_size=1025), CPU)
+
+
 def test_capture_sizes_become_buckets():
     config = EngineConfig(
         max_num_seqs=16,

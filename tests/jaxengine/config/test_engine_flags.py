@@ -171,3 +171,19 @@ def test_a_wrong_file_is_one_clear_error(tmp_path, text, said):
 
 def test_an_empty_file_says_nothing(tmp_path):
     assert parse(f"serve --config {write(tmp_path, '')}") == {}
+
+
+def test_a_model_may_have_several_names(tmp_path, capsys):
+    (tmp_path / "options.yaml").write_text("served-model-name: [a, b]")
+    for line in ("--served-model-name a b", "--served-model-name a --served-model-name=b", "--config options.yaml"):
+        line = line.replace("options.yaml", str(tmp_path / "options.yaml"))
+        assert parse(f"serve c/d {line}") == {"model": "c/d", "served_model_name": ["a", "b"]}, line
+    # A model behind the names would be one of them.
+    assert main(["serve", "--served-model-name", "a", "c/d"]) == 2
+    assert "served_model_name has taken 'c/d', and no model is given; give the model before" in capsys.readouterr().err
+
+
+def test_short_form_of_the_servers_processes_and_origins():
+    assert parse("serve a/b -asc 4") == {"model": "a/b", "api_server_count": 4}
+    with pytest.raises(ConfigError, match="once for each origin"):
+        ServerConfig(**parse("serve --allowed-origins '[\"*\"]'"))

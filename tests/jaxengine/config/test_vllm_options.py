@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from jaxengine.commands.cli import build_parser
+from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.engine_flags import with_config_file
 from jaxengine.config.vllm_options import ELSEWHERE, HARMLESS, NOT_BUILT
+from jaxengine.server.options import ServerConfig
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 # Recorded from the fields of vllm.engine.arg_utils.EngineArgs and AsyncEngineArgs.
-NAMES = json.loads((Path(__file__).parents[2] / "fixtures" / "vllm_engine_args.json").read_text())["names"]
+NAMES = json.loads((FIXTURES / "vllm_engine_args.json").read_text())["names"]
+# And from those of vllm.entrypoints.openai.cli_args.FrontendArgs, with what `vllm serve` has besides.
+SERVER_NAMES = json.loads((FIXTURES / "vllm_server_args.json").read_text())["names"]
 OF_ITS_PROCESSES = {"_api_process_count", "_api_process_rank"}
 
 
@@ -26,9 +33,30 @@ def test_no_name_of_vllm_is_unknown(name):
         assert error.param.partition(".")[0] in (name, "compilation_config")
 
 
+@pytest.mark.parametrize("name", SERVER_NAMES)
+def test_no_flag_of_vllms_server_is_unknown(name, tmp_path, monkeypatch):
+    """It is taken, or refused by its name."""
+    flag = "--" + name.replace("_", "-")
+    parser, value = build_parser(), {"chat_template": "x", "config": str(tmp_path / "options.yaml")}.get(name, "7")
+    (tmp_path / "options.yaml").write_text("port: 0")
+    for words in ([flag, value], [flag]):
+        try:
+            args = parser.parse_args(with_config_file(["serve", "model", *words], parser))
+        except SystemExit:  # a switch with a value, or an option without one
+            continue
+        try:
+            ServerConfig(**given_options(args, ServerConfig))
+            EngineConfig.from_options(**given_options(args, EngineConfig))
+        except ConfigError as error:
+            assert error.param == name and "there is no option" not in str(error)
+        return
+    raise AssertionError(f"{flag} is unknown")
+
+
 def test_each_name_is_in_one_table():
     assert not set(HARMLESS) & set(NOT_BUILT) and not set(ELSEWHERE) & {*HARMLESS, *NOT_BUILT}
-    assert not {*HARMLESS, *ELSEWHERE, *NOT_BUILT} & set(EngineConfig.__dataclass_fields__)
+    built = {*EngineConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__} - set(ELSEWHERE)
+    assert not {*HARMLESS, *NOT_BUILT} & built - {"served_model_name"}
 
 
 @pytest.mark.parametrize("name", sorted(NOT_BUILT))

@@ -312,6 +312,15 @@ def test_what_the_engine_can_do_passes(options, engine):
     SamplingParams(**options).verify_against(**(ENGINE | engine))
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "advice"),
+    [(100, "needs an engine with max_logprobs=-1"), (1025, "is more than any engine here reports")],
+)
+def test_the_advice_about_the_whole_vocabulary_can_be_followed(vocab_size, advice):
+    with pytest.raises(RequestError, match=f"of {vocab_size} tokens, {advice}"):
+        SamplingParams(logprobs=-1).verify_against(**(ENGINE | {"vocab_size": vocab_size}))
+
+
 def test_bad_words_are_limited_in_tokens():
     verify_bad_word_tokens([[1] * (MAX_BAD_WORDS_TOKENS - 1), [2]])
     with pytest.raises(RequestError, match="at most 1024 tokens") as caught:

@@ -55,6 +55,10 @@ class ServerProcess:
     def api_pids(self) -> list[int]:
         return self._children("api_process")
 
+    @property
+    def store_pids(self) -> list[int]:
+        return self._children("store_process")
+
     def errors(self) -> str:
         """What was written to standard error so far."""
         return Path(self._errors.name).read_text()

@@ -15,6 +15,8 @@ from fastapi import APIRouter, Request, Response
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
+from jaxengine.server.http.answers import Error, answers
+from jaxengine.server.http.chat.answers import ChatCompletion, ChatCompletionChunk
 from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.chat.protocol import ChatRequest, text_of
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
@@ -114,6 +116,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     names = served_names(engine, config)
 
     @routes.post("/v1/chat/completions", response_class=Response)
+    @answers(ChatCompletion, ChatCompletionChunk | Error)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         name = body.register("chatcmpl", request)

@@ -17,6 +17,8 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.http.answers import Error, answers
+from jaxengine.server.http.completions.answers import Completion, CompletionChunk
 from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.interleave import interleave
@@ -143,6 +145,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     names = served_names(engine, config)
 
     @routes.post("/v1/completions", response_class=Response)
+    @answers(Completion, CompletionChunk | Error)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         name = body.register("cmpl", request)

@@ -14,9 +14,11 @@ from fastapi import APIRouter, Request, Response
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput
+from jaxengine.server.http.answers import answers
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.errors import ApiError, messages_error_body
 from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.messages.answers import Message, MessageEvent, MessageTokens
 from jaxengine.server.http.messages.output import MessageWriter, Said, sse
 from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest, as_messages_error
 from jaxengine.server.http.models import check_model
@@ -119,6 +121,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     names = served_names(engine, config)
 
     @routes.post("/v1/messages", response_class=Response)
+    @answers(Message, MessageEvent)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         name = body.register("msg", request)
@@ -130,6 +133,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return await answer(request, message.whole())
 
     @routes.post("/v1/messages/count_tokens", response_class=Response)
+    @answers(MessageTokens)
     async def count_message_tokens(body: Conversation) -> Response:
         """How many tokens the conversation has; longer ones than fit are counted too."""
         check_model(body.model, names)

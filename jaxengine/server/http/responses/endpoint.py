@@ -22,11 +22,19 @@ from jaxengine.api.engine_client import EngineClient, EngineDeadError
 from jaxengine.parsers.events import message_of
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.http.answers import answers
 from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.errors import ApiError, as_api_error, error_body
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
+from jaxengine.server.http.responses.answers import (
+    DeletedResponse,
+    InputItems,
+    ResponseAnswer,
+    ResponseStreamEvent,
+    ResponseTokens,
+)
 from jaxengine.server.http.responses.input import named_items, read_input
 from jaxengine.server.http.responses.output import ResponseWriter, Said
 from jaxengine.server.http.responses.protocol import ENCRYPTED, ResponsesRequest, as_response_error
@@ -342,20 +350,24 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     responses = _Responses(engine, config)
 
     @routes.post("/v1/responses", response_class=Response)
+    @answers(ResponseAnswer, ResponseStreamEvent)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         return await responses.create(body, request)
 
     @routes.get("/v1/responses/{response_id}", response_class=Response)
+    @answers(ResponseAnswer)
     async def get_response(response_id: str, request: Request) -> Response:
         for name in request.query_params:
             raise RequestError(f"the query parameter {show_value(name)} is not supported", param=name)
         return _json(_there(await _store(request).get(response_id, _owner(request)), response_id))
 
     @routes.post("/v1/responses/input_tokens", response_class=Response)
+    @answers(ResponseTokens)
     async def count_response_tokens(body: ResponsesRequest, request: Request) -> Response:
         return await responses.count(body, request)
 
     @routes.get("/v1/responses/{response_id}/input_items", response_class=Response)
+    @answers(InputItems)
     async def get_input_items(
         response_id: str,
         request: Request,
@@ -367,6 +379,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return _input_items(stored, limit, after, order == "desc")
 
     @routes.post("/v1/responses/{response_id}/cancel", response_class=Response)
+    @answers(ResponseAnswer)
     async def cancel_response(response_id: str, request: Request) -> Response:
         owner, store = _owner(request), _store(request)
         if not _there(await store.get(response_id, owner), response_id).background:
@@ -374,6 +387,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         return _json(_there(await store.stop(response_id, owner), response_id))
 
     @routes.delete("/v1/responses/{response_id}", response_class=Response)
+    @answers(DeletedResponse)
     async def delete_response(response_id: str, request: Request) -> Response:
         _there(await _store(request).delete(response_id, _owner(request)), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})

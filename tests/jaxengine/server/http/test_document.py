@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
+import jsonschema
 import pytest
 
 from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
-from tests.jaxengine.server.asgi_client import http_client
+from tests.jaxengine.server.asgi_client import Recorder, http_client
+from tests.jaxengine.server.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +60,135 @@ async def test_methods_that_a_path_has_are_all_named(app):
         ):
             answer = await client.patch(path)
             assert (answer.status_code, answer.headers["allow"]) == (405, methods), path
+
+
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+CHAT = {"messages": MESSAGES, "max_tokens": 8}
+FULL_CHAT = {
+    **CHAT,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "n": 2,
+    "return_token_ids": True,
+    "return_prompt_text": True,
+    "tools": [{"type": "function", "function": TOOL}],
+}
+COMPLETION = {"prompt": "Hi", "max_tokens": 4}
+RESPONSE = {
+    "input": "Hi",
+    "top_logprobs": 2,
+    "tools": [{"type": "function", **TOOL}],
+    "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+}
+MESSAGE = {
+    "messages": MESSAGES,
+    "max_tokens": 8,
+    "tools": [{"name": TOOL["name"], "input_schema": TOOL["parameters"]}],
+}
+STREAM = {"stream": True}
+COUNTED = {**STREAM, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+# What a scripted engine with reasoning and calls is asked, and what one that computes is: path, body.
+SCRIPTED = [
+    ("/v1/chat/completions", FULL_CHAT),
+    ("/v1/chat/completions", {**FULL_CHAT, **COUNTED}),
+    ("/v1/responses", RESPONSE),
+    ("/v1/responses", {**RESPONSE, **STREAM}),
+    ("/v1/messages", MESSAGE),
+    ("/v1/messages", {**MESSAGE, **STREAM}),
+]
+COMPUTED = [
+    ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1}),
+    ("/v1/completions", {**COMPLETION, "echo": True, "logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}),
+    ("/v1/completions", {**COMPLETION, **COUNTED, "logprobs": 2, "return_token_ids": True}),
+    ("/v1/responses/input_tokens", {"input": "Hi"}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
+    ("/detokenize", {"tokens": [5, 6]}),
+]
+
+
+class Checked:
+    """A document whose objects have no other fields than those it names; notes which answers were held to it."""
+
+    def __init__(self, document):
+        self._document = json.loads(json.dumps(document))
+        _close(self._document["components"])
+        self.seen = set()
+
+    def check(self, method, path, kind, values):
+        answer = self._document["paths"][path][method]["responses"]["200"]["content"][kind]
+        rules = jsonschema.Draft202012Validator({**answer["schema"], "components": self._document["components"]})
+        for value in values:
+            if error := jsonschema.exceptions.best_match(rules.iter_errors(value)):
+                raise AssertionError(f"{path} {kind}: {error.json_path}: {error.message}")
+        self.seen.add((method, path, kind))
+
+
+def _close(schema):
+    if isinstance(schema, dict):
+        if schema.get("type") == "object" and "properties" in schema:
+            schema.setdefault("additionalProperties", False)
+        for part in schema.values():
+            _close(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            _close(part)
+
+
+def events_of(text):
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+async def test_answers_are_as_the_document_says(chat_engine):
+    switches = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True, "reasoning_parser": "qwen3"}
+    config = ServerConfig(served_model_name="tiny", **switches)
+    scripted = create_app(ScriptedEngine(chat_engine, f"<think>Hm</think>Hello {CALL}"), config)
+    computed = create_app(chat_engine, ServerConfig(served_model_name="tiny"))
+    failing = Recorder(chat_engine)
+    failing.fail_after = 1
+    failing_app = create_app(failing, ServerConfig(served_model_name="tiny"))
+    async with http_client(computed) as client:
+        document = (await client.get("/openapi.json")).json()
+    checked = Checked(document)
+    broken = [("/v1/completions", {**COMPLETION, **STREAM}), ("/v1/messages", {**MESSAGE, **STREAM, "tools": None})]
+    kinds = set()
+    for app, asked in ((scripted, SCRIPTED), (computed, COMPUTED), (failing_app, broken)):
+        async with http_client(app) as client:
+            for path, body in asked:
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 200, (path, answer.text)
+                kind = answer.headers["content-type"].partition(";")[0]
+                values = events_of(answer.text) if kind == "text/event-stream" else [answer.json()]
+                kinds |= {value.get("type") for value in values}
+                checked.check("post", path, kind, values)
+    assert {"error", "message_delta", "response.output_text.done", "response.function_call_arguments.done"} <= kinds
+    assert {"response.reasoning_text.delta", "response.completed", "content_block_start"} <= kinds
+    async with http_client(computed) as client:
+        stored = (await client.post("/v1/responses", json={"input": "Hi", "background": True})).json()
+        known = {"{response_id}": stored["id"], "{model}": "tiny", "{model:path}": "tiny"}
+        for method, path in (
+            ("post", "/v1/responses/{response_id}/cancel"),
+            ("get", "/v1/responses/{response_id}"),
+            ("get", "/v1/responses/{response_id}/input_items"),
+            ("delete", "/v1/responses/{response_id}"),
+            *(("get", path) for path in ("/v1/models", "/v1/models/{model}", "/version", "/load")),
+        ):
+            where = path
+            for name, value in known.items():
+                where = where.replace(name, value)
+            answer = await client.request(method, where)
+            assert answer.status_code == 200, (where, answer.text)
+            checked.check(method, path, "application/json", [answer.json()])
+    # What has a type was held to it; what has none is free in its form.
+    free = {"/status.json", "/trace", "/invocations", "/metrics"}
+    typed = {
+        (method, path, kind)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+        for kind in operation["responses"]["200"].get("content", ())
+        if path not in free
+    }
+    assert typed == checked.seen

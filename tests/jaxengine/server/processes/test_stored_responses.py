@@ -56,3 +56,11 @@ async def test_every_process_has_them(make_server):
             await asyncio.sleep(0.01)
         assert (found["status"], found["error"]["code"]) == ("failed", "server_error")
         assert (await two.get(name)).json() == made
+        # The store itself ends: it is started again, with nothing in it.
+        (store,) = server.store_pids
+        os.kill(store, signal.SIGKILL)
+        while (status := (await two.get(name)).status_code) != 404:
+            assert status in (200, 503)
+            await asyncio.sleep(0.01)
+        made = (await two.post(PATH, json=ASK)).json()
+        assert (await two.get(f"{PATH}/{made['id']}")).json() == made

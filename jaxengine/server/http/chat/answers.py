@@ -1,0 +1,94 @@
+"""The answers of /v1/chat/completions, as /openapi.json shows them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxengine.server.http.answers import ABSENT, Answer, PromptLogprobs, TokenLogprob, Usage
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+
+
+class ChoiceLogprobs(Answer):
+    content: list[TokenLogprob]
+
+
+class CalledFunction(Answer):
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Answer):
+    role: str
+    content: str | None
+    refusal: None
+    reasoning: str = ABSENT
+    reasoning_content: str = ABSENT
+    tool_calls: list[ToolCall] = ABSENT
+
+
+class ChatChoice(Answer):
+    index: int
+    message: ChatMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] = ABSENT
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    prompt_text: str = ABSENT
+
+
+class FunctionDelta(Answer):
+    name: str = ABSENT
+    arguments: str
+
+
+class ToolCallDelta(Answer):
+    index: int
+    id: str = ABSENT
+    type: Literal["function"] = ABSENT
+    function: FunctionDelta
+
+
+class ChatDelta(Answer):
+    role: str = ABSENT
+    content: str = ABSENT
+    reasoning: str = ABSENT
+    reasoning_content: str = ABSENT
+    tool_calls: list[ToolCallDelta] = ABSENT
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = ABSENT
+    token_ids: list[int] = ABSENT
+
+
+class ChatCompletionChunk(Answer):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage = ABSENT
+    prompt_token_ids: list[int] = ABSENT
+    prompt_text: str = ABSENT

@@ -1,0 +1,55 @@
+"""The answers of /v1/completions, as /openapi.json shows them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxengine.server.http.answers import ABSENT, Answer, PromptLogprobs, Usage
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class CompletionLogprobs(Answer):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChunkChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    token_ids: list[int] = ABSENT
+    prompt_token_ids: list[int] = ABSENT
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] = ABSENT
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+
+
+class Completion(Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage = ABSENT
