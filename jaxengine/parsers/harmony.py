@@ -147,7 +147,7 @@ class HarmonyReader:
 
     def _in_header(self, text: str, at: int) -> int:
         plain, read, word = self._message.read(text[at : at + self._room], 0)
-        self._header += [plain, word or ""]
+        self._header += [plain, word]
         self._room -= read
         if word == MESSAGE:
             self._close_header()

@@ -16,8 +16,8 @@ class Marker:
         self._pattern = re.compile("|".join(map(re.escape, words)))
         self._held = ""
 
-    def read(self, text: str, at: int) -> tuple[str, int, str | None]:
-        """Reads `text` from `at`: (what is certainly plain text, where to go on, the word if one is complete)."""
+    def read(self, text: str, at: int) -> tuple[str, int, str]:
+        """Reads `text` from `at`: (what is certainly plain text, where to go on, the word that is complete or "")."""
         plain = ""
         if self._held:
             seen = len(self._held)
@@ -30,7 +30,7 @@ class Marker:
                 return probe[:start], at + found.end() - seen, found.group()
             if start < seen and len(probe) == seen + len(text) - at:
                 self._held = probe[start:]
-                return probe[:start], len(text), None
+                return probe[:start], len(text), ""
             plain, self._held = self._held, ""
         found = self._pattern.search(text, at)
         if found is not None:
@@ -38,7 +38,7 @@ class Marker:
         start = max(at, len(text) - self._longest + 1)
         start += self._open_end(text[start:])
         self._held = text[start:]
-        return plain + text[at:start], len(text), None
+        return plain + text[at:start], len(text), ""
 
     def take(self) -> str:
         """What is held of a word that did not come to its end."""

@@ -95,8 +95,8 @@ class ThinkParser:
             self._inside, self._opening = self._inside or found, None
         if self._inside:
             reasoning, at, word = self._end.read(text, at)
-            self._inside = word is None
-            content = word if word in self._kept and word else ""
+            self._inside = not word
+            content = word if word in self._kept else ""
         if not self._inside:
             content += text[at:]
         return _events(reasoning, content)
@@ -165,7 +165,7 @@ class AnswerParser:
 
     def _inside(self, text: str) -> str:
         plain, at, word = self._end.read(text, 0)
-        if word is None:
+        if not word:
             return plain
         self._state = self._behind
         return plain + self._behind(text[at:])

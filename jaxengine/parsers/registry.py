@@ -167,7 +167,7 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         tool_hermes.HermesToolParser,
         "Hermes 2 and 3, Qwen2.5, Qwen3",
         tool_hermes.grammar,
-        template=("<tool_call>", '"name"', '"arguments"'),
+        template=("<tool_call>", '"arguments'),
     ),
     "llama3_json": _LLAMA3("Llama 3.1, 3.2", special_tokens=True, template=("Environment: ipython", '"parameters"')),
     "llama4_json": _LLAMA3("Llama 4, told to write JSON", special_tokens=True),
@@ -187,7 +187,7 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         tool_harmony.forced_grammar,
         special_tokens=True,
         stop_words=STOP_WORDS,
-        template=("<|channel|>", "to=functions."),
+        template=("<|channel|>", "<|message|>", "commentary"),
     ),
     "deepseek_v3": _section("DeepSeek V3, R1", tool_sections.DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
     "deepseek_v31": _section("DeepSeek V3.1", tool_sections.DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",)),
@@ -200,13 +200,21 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "glm45": _parameters("GLM-4.5, GLM-4.6", tool_parameters.GLM45, ("<arg_key>", "<arg_value>")),
     "glm47": _parameters("GLM-4.7", tool_parameters.GLM45, ()),
     "granite": _json_list(
-        "Granite 3", ("<|tool_call|>", "<tool_call>"), bare=True, special_tokens=True, template=("<|tool_call|>",)
+        "Granite 3",
+        ("<|tool_call|>", "<tool_call>"),
+        bare=True,
+        special_tokens=True,
+        template=("<|tool_call|>", "<|start_of_role|>"),
     ),
     "granite-20b-fc": _objects("Granite 20B functioncalling", "<function_call>", "", " "),
-    "phi4_mini_json": _json_list("Phi-4-mini", ("functools",), template=("<|tool|>",)),
-    "hunyuan_a13b": _json_list("Hunyuan-A13B", ("<tool_calls>",), "</tool_calls>", template=("<tool_calls>", "hy_")),
-    "jamba": _json_list("Jamba 1.5", ("<tool_calls>",), "</tool_calls>", template=("<tool_calls>",)),
-    "ernie45": _objects("ERNIE 4.5", "<tool_call>", "</tool_call>", "\n", template=("<tool_call>", "<response>")),
+    "phi4_mini_json": _json_list("Phi-4-mini", ("functools",), template=("<|tool|>", "<|/tool|>")),
+    "hunyuan_a13b": _json_list(
+        "Hunyuan-A13B", ("<tool_calls>",), "</tool_calls>", template=("<tool_calls>", "<answer>")
+    ),
+    "jamba": _json_list("Jamba 1.5", ("<tool_calls>",), "</tool_calls>", template=("<tool_calls>", "<|bom|>")),
+    "ernie45": _objects(
+        "ERNIE 4.5", "<tool_call>", "</tool_call>", "\n", template=("<tool_call>", "<response>", "</response>")
+    ),
     "longcat": _objects(
         "LongCat-Flash",
         "<longcat_tool_call>",
@@ -215,13 +223,19 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
         special_tokens=True,
         template=("<longcat_tool_call>",),
     ),
-    "llama4_pythonic": _pythonic("Llama 4", tool_pythonic.LLAMA4, special_tokens=True, template=("<|python_start|>",)),
+    "llama4_pythonic": _pythonic(
+        "Llama 4",
+        tool_pythonic.LLAMA4,
+        special_tokens=True,
+        template=("<|python_start|>", "<|python_end|>", "<|header_start|>"),
+    ),
     "olmo3": _pythonic("Olmo 3", tool_pythonic.OLMO3, brackets=False, template=("<function_calls>",)),
     "xlam": _LLAMA3("xLAM 2"),
 }
 
 _QWEN3 = ThinkFormat()
-_SEED = ThinkFormat(("<seed:think>",), ("</seed:think>",), special_tokens=True)
+# The second word is the prompt's, where thoughts are to be none.
+_SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
 _GRANITE = ThinkFormat(
     ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
 )
@@ -248,7 +262,7 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
         "Kimi K2",
         ("</think>", "<|tool_calls_section_begin|>"),
     ),
-    "minimax_m2": ReasoningRow(ThinkFormat(always=True), "MiniMax M2", ("</think>", "<minimax:tool_call>")),
+    "minimax_m2": ReasoningRow(ThinkFormat(always=True), "MiniMax M2", ("</think>", "<minimax:tool_call>", "<invoke")),
     "minimax_m2_append_think": ReasoningRow(
         ThinkFormat(always=True, shown=True), "MiniMax M2, whose thoughts stay in the content"
     ),

@@ -215,7 +215,7 @@ class ParameterToolParser:
             self._schema, self._num_parameters, self._in_section = self._functions.get(name), 0, True
             self._go_on(word)
         else:
-            self._out.content(self._held + written + (word or ""))
+            self._out.content(self._held + written + word)
             self._state = self._content
             self._content(self._call_name.take(), 0)
         return at + read

@@ -212,7 +212,7 @@ class SectionToolParser:
         self._turn_to(word)
         return at
 
-    def _turn_to(self, word: str | None) -> None:
+    def _turn_to(self, word: str) -> None:
         """Goes on behind a call by the word that ended it, which may be missing."""
         if word == self._words.begin:
             self._begin_call([word])

@@ -5,9 +5,11 @@ Formats are those of the models' published chat templates.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from tests.jaxengine.parsers import writers
+from tests.jaxengine.parsers.writers import Call
 
 TEXT, ANY = {"type": "string"}, {"type": "object"}
 FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -25,7 +27,6 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "tools.write-file": {"type": "object", "properties": {"path": TEXT, "text": TEXT, "mode": {"$ref": "#/$defs/M"}}}
     | {"$defs": {"M": {"enum": [7, None]}}},
 }
-Call = tuple[str, dict[str, Any]]
 
 PARIS: Call = ("weather", {"city": "Paris", "days": [1, 2.5], "rain": True, "n": -3, "x": {"y": [{"z": None}]}})
 ZURICH: Call = ("weather", {"city": 'Zü"rich\\ 東京 😀', "x": None})
@@ -76,126 +77,12 @@ def common(form: Format) -> list[Output]:
     return found
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _object(call: Call, key: str = "arguments") -> str:
-    return f'{{"name": {_json(call[0])}, "{key}": {_json(call[1])}}}'
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else _json(value)
-
-
-def _hermes(calls: list[Call]) -> str:
-    return "\n".join(f"<tool_call>\n{_object(call)}\n</tool_call>" for call in calls)
-
-
-def _listed(begin: str, end: str = "") -> Callable[[list[Call]], str]:
-    return lambda calls: f"{begin}[{', '.join(map(_object, calls))}]{end}"
-
-
-def _python(call: Call) -> str:
-    return f"{call[0]}({', '.join(f'{name}={value!r}' for name, value in call[1].items())})"
-
-
-def _harmony(calls: list[Call]) -> str:
-    said = [
-        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(arguments)}<|call|>"
-        for name, arguments in calls
-    ]
-    return "<|start|>assistant".join(said)
-
-
-def _deepseek_v3(calls: list[Call]) -> str:
-    said = [
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{_json(arguments)}\n```<｜tool▁call▁end｜>"
-        for name, arguments in calls
-    ]
-    return "<｜tool▁calls▁begin｜>" + "\n".join(said) + "<｜tool▁calls▁end｜>"
-
-
-def _deepseek_v31(calls: list[Call]) -> str:
-    said = [
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(arguments)}<｜tool▁call▁end｜>" for name, arguments in calls
-    ]
-    return "<｜tool▁calls▁begin｜>" + "".join(said) + "<｜tool▁calls▁end｜>"
-
-
-def _kimi(calls: list[Call]) -> str:
-    said = [
-        f"<|tool_call_begin|>functions.{name}:{at}<|tool_call_argument_begin|>{_json(arguments)}<|tool_call_end|>"
-        for at, (name, arguments) in enumerate(calls)
-    ]
-    return "<|tool_calls_section_begin|>" + "".join(said) + "<|tool_calls_section_end|>"
-
-
-def _qwen3_coder(calls: list[Call]) -> str:
-    said = []
-    for name, arguments in calls:
-        lines = [f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in arguments.items()]
-        said.append(f"<tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</tool_call>")
-    return "\n".join(said)
-
-
-def _seed_oss(calls: list[Call]) -> str:
-    said = []
-    for name, arguments in calls:
-        lines = [f"<parameter={key}>{_plain(value)}</parameter>\n" for key, value in arguments.items()]
-        said.append(f"<seed:tool_call>\n<function={name}>\n{''.join(lines)}</function>\n</seed:tool_call>")
-    return "".join(said)
-
-
-def _minimax(calls: list[Call]) -> str:
-    said = []
-    for name, arguments in calls:
-        lines = [f'<parameter name="{key}">{_plain(value)}</parameter>\n' for key, value in arguments.items()]
-        said.append(f'<invoke name="{name}">\n{"".join(lines)}</invoke>\n')
-    return "<minimax:tool_call>\n" + "".join(said) + "</minimax:tool_call>"
-
-
-def _dsml(calls: list[Call]) -> str:
-    said = []
-    for name, arguments in calls:
-        lines = []
-        for key, value in arguments.items():
-            is_string = "true" if isinstance(value, str) else "false"
-            lines.append(f'<｜DSML｜parameter name="{key}" string="{is_string}">{_plain(value)}</｜DSML｜parameter>\n')
-        said.append(f'<｜DSML｜invoke name="{name}">\n{"".join(lines)}</｜DSML｜invoke>\n')
-    return "<｜DSML｜function_calls>\n" + "".join(said) + "</｜DSML｜function_calls>"
-
-
-def _glm45(calls: list[Call]) -> str:
-    said = []
-    for name, arguments in calls:
-        lines = [
-            f"<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n" for key, value in arguments.items()
-        ]
-        said.append(f"<tool_call>{name}\n{''.join(lines)}</tool_call>")
-    return "\n".join(said)
-
-
-def _objects(begin: str, end: str) -> Callable[[list[Call]], str]:
-    return lambda calls: "\n".join(f"{begin}{_object(call)}{end}" for call in calls)
-
-
-def _glm47(calls: list[Call]) -> str:
-    return (
-        _glm45(calls)
-        .replace("</arg_key>\n", "</arg_key>")
-        .replace("</arg_value>\n", "</arg_value>")
-        .replace("<tool_call>now\n", "<tool_call>now")
-        .replace("<tool_call>weather\n", "<tool_call>weather")
-    )
-
-
 JSON_PIECES = ["{", "}", "[", "]", ",", '"name"', ":", '"f"', '"arguments"', "{}", '{"a": 1}', '"', "\\"]
 CALLED = '{"name": "now", "arguments": {}}'
 
 FORMATS: dict[str, Format] = {
     "hermes": Format(
-        _hermes,
+        writers.hermes,
         [
             Output(f"Wait.<tool_call>{CALLED}</tool_call>So.", [NOW], "Wait.So."),
             Output(f"<tool_call>{CALLED}", [NOW]),
@@ -204,12 +91,12 @@ FORMATS: dict[str, Format] = {
         ["<tool_call>", "</tool_call>", "<tool", "\n", *JSON_PIECES],
     ),
     "openai": Format(
-        _harmony,
+        writers.harmony,
         [
             Output("<|channel|>final<|message|>Hi.<|return|>", [], "Hi."),
             Output("<|channel|>final<|message|>Hi", [], "Hi"),
             Output(
-                "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + _harmony([PARIS]),
+                "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + writers.harmony([PARIS]),
                 [PARIS],
                 "I look.",
             ),
@@ -239,12 +126,12 @@ FORMATS: dict[str, Format] = {
         ],
     ),
     "deepseek_v3": Format(
-        _deepseek_v3,
+        writers.deepseek_v3,
         [
-            Output("I look.\n" + _deepseek_v3([PARIS]), [PARIS], "I look.\n"),
-            Output(_deepseek_v3([NOW]).replace("<｜tool▁calls▁begin｜>", ""), [NOW]),
-            Output(_deepseek_v3([NOW]).replace("<｜tool▁calls▁end｜>", ""), [NOW]),
-            Output(_deepseek_v3([NOW]).replace("```<｜tool▁call▁end｜>", ""), [NOW]),
+            Output("I look.\n" + writers.deepseek_v3([PARIS]), [PARIS], "I look.\n"),
+            Output(writers.deepseek_v3([NOW]).replace("<｜tool▁calls▁begin｜>", ""), [NOW]),
+            Output(writers.deepseek_v3([NOW]).replace("<｜tool▁calls▁end｜>", ""), [NOW]),
+            Output(writers.deepseek_v3([NOW]).replace("```<｜tool▁call▁end｜>", ""), [NOW]),
             Output("<｜tool▁calls▁begin｜>", [], "<｜tool▁calls▁begin｜>"),
             Output("<｜tool▁call▁begin｜>what<｜tool▁call▁end｜>", [], "<｜tool▁call▁begin｜>what<｜tool▁call▁end｜>"),
             Output("<｜tool▁calls▁end｜>", [], "<｜tool▁calls▁end｜>"),
@@ -265,9 +152,9 @@ FORMATS: dict[str, Format] = {
         ],
     ),
     "deepseek_v31": Format(
-        _deepseek_v31,
+        writers.deepseek_v31,
         [
-            Output("I look." + _deepseek_v31([PARIS]), [PARIS], "I look."),
+            Output("I look." + writers.deepseek_v31([PARIS]), [PARIS], "I look."),
             Output("<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>", [NOW]),
             Output("<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}", [NOW]),
             Output("<｜tool▁call▁begin｜>now<｜tool▁sep｜>[1]", [], "<｜tool▁call▁begin｜>now<｜tool▁sep｜>[1]"),
@@ -288,9 +175,9 @@ FORMATS: dict[str, Format] = {
         ],
     ),
     "deepseek_v32": Format(
-        _dsml,
+        writers.dsml,
         [
-            Output("I look.\n\n" + _dsml([PARIS]), [PARIS], "I look.\n\n"),
+            Output("I look.\n\n" + writers.dsml([PARIS]), [PARIS], "I look.\n\n"),
             Output('<｜DSML｜invoke name="now"></｜DSML｜invoke>', [NOW]),
             Output("<｜DSML｜function_calls>no", [], "<｜DSML｜function_calls>no"),
         ],
@@ -309,10 +196,10 @@ FORMATS: dict[str, Format] = {
         ],
     ),
     "kimi_k2": Format(
-        _kimi,
+        writers.kimi,
         [
-            Output("I look." + _kimi([PARIS]), [PARIS], "I look."),
-            Output(_kimi([NOW]).replace("_calls_section_begin", "_call_section_begin"), [NOW]),
+            Output("I look." + writers.kimi([PARIS]), [PARIS], "I look."),
+            Output(writers.kimi([NOW]).replace("_calls_section_begin", "_call_section_begin"), [NOW]),
             Output("<|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>", [NOW]),
             Output("<|tool_calls_section_begin|><|tool_calls_section_end|>", [], ...),  # pyright: ignore
             Output("<|tool_call_begin|>a b<|tool_call_argument_begin|>{}", [], ...),  # pyright: ignore
@@ -332,9 +219,9 @@ FORMATS: dict[str, Format] = {
         ],
     ),
     "qwen3_coder": Format(
-        _qwen3_coder,
+        writers.qwen3_coder,
         [
-            Output("I look.\n" + _qwen3_coder([PARIS]), [PARIS], "I look.\n"),
+            Output("I look.\n" + writers.qwen3_coder([PARIS]), [PARIS], "I look.\n"),
             Output("<function=now>\n</function>", [NOW]),
             Output("<function=now>\n</function>\n</tool_call>", [NOW]),
             Output("<tool_call>\n<function=now></function>", [NOW]),
@@ -367,18 +254,18 @@ FORMATS: dict[str, Format] = {
         ],
     ),
     "seed_oss": Format(
-        _seed_oss,
+        writers.seed_oss,
         [
-            Output("I look." + _seed_oss([PARIS]), [PARIS], "I look."),
+            Output("I look." + writers.seed_oss([PARIS]), [PARIS], "I look."),
             Output("<seed:tool_call><function=now></function></seed:tool_call>!", [NOW], "!"),
             Output("</seed:tool_call>", [], "</seed:tool_call>"),
         ],
         ["<seed:tool_call>", "</seed:tool_call>", "<function=f>", "<parameter=a>", "1", "</parameter>", "</function>"],
     ),
     "minimax_m2": Format(
-        _minimax,
+        writers.minimax,
         [
-            Output("I look." + _minimax([PARIS]), [PARIS], "I look."),
+            Output("I look." + writers.minimax([PARIS]), [PARIS], "I look."),
             Output('<invoke name="now"></invoke>', [NOW]),
             Output("<minimax:tool_call>\nno", [], "<minimax:tool_call>\nno"),
         ],
@@ -394,9 +281,9 @@ FORMATS: dict[str, Format] = {
         ],
     ),
     "glm45": Format(
-        _glm45,
+        writers.glm45,
         [
-            Output("I look.\n" + _glm45([PARIS]), [PARIS], "I look.\n"),
+            Output("I look.\n" + writers.glm45([PARIS]), [PARIS], "I look.\n"),
             Output("<tool_call>now</tool_call>", [NOW]),
             Output(
                 "<tool_call>weather<arg_key>n</arg_key><arg_value>5</arg_value></tool_call>", [("weather", {"n": 5})]
@@ -423,10 +310,10 @@ FORMATS: dict[str, Format] = {
         ],
     ),
     "glm47": Format(
-        _glm47, [], ["<tool_call>f", "<arg_key>a</arg_key>", "<arg_value>", "1", "</arg_value>", "</tool_call>"]
+        writers.glm47, [], ["<tool_call>f", "<arg_key>a</arg_key>", "<arg_value>", "1", "</arg_value>", "</tool_call>"]
     ),
     "granite": Format(
-        _listed("<|tool_call|>"),
+        writers.listed("<|tool_call|>"),
         [
             Output(f"<tool_call>[{CALLED}]", [NOW]),
             Output(f"[{CALLED}]", [NOW]),
@@ -436,12 +323,12 @@ FORMATS: dict[str, Format] = {
         ["<|tool_call|>", "<tool_call>", "<|", *JSON_PIECES],
     ),
     "granite-20b-fc": Format(
-        _objects("<function_call> ", ""),
+        writers.objects("<function_call> ", ""),
         [Output(f"Hm <function_call>{CALLED}<function_call>{CALLED} ok", [NOW, NOW], "Hm  ok")],
         ["<function_call>", "<function", *JSON_PIECES],
     ),
     "phi4_mini_json": Format(
-        _listed("functools"),
+        writers.listed("functools"),
         [
             Output("functools are nice", [], "functools are nice"),
             Output(f"functools [{CALLED}]!", [NOW], "!"),
@@ -449,7 +336,7 @@ FORMATS: dict[str, Format] = {
         ["functools", "func", *JSON_PIECES],
     ),
     "hunyuan_a13b": Format(
-        _listed("<tool_calls>", "</tool_calls>"),
+        writers.listed("<tool_calls>", "</tool_calls>"),
         [
             Output(f"Hm.<tool_calls>\n[{CALLED}]\n</tool_calls>\nOk", [NOW], "Hm.\nOk"),
             Output(f"<tool_calls>[{CALLED}]<tool_calls>[{CALLED}]", [NOW, NOW]),
@@ -457,15 +344,17 @@ FORMATS: dict[str, Format] = {
         ],
         ["<tool_calls>", "</tool_calls>", "<tool", "\n", *JSON_PIECES],
     ),
-    "jamba": Format(_listed("<tool_calls>", "</tool_calls>"), [], ["<tool_calls>", "</tool_calls>", *JSON_PIECES]),
-    "ernie45": Format(_hermes, [], ["<tool_call>", "</tool_call>", *JSON_PIECES]),
+    "jamba": Format(
+        writers.listed("<tool_calls>", "</tool_calls>"), [], ["<tool_calls>", "</tool_calls>", *JSON_PIECES]
+    ),
+    "ernie45": Format(writers.hermes, [], ["<tool_call>", "</tool_call>", *JSON_PIECES]),
     "longcat": Format(
-        _objects("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+        writers.objects("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
         [],
         ["<longcat_tool_call>", "</longcat_tool_call>", *JSON_PIECES],
     ),
     "llama4_pythonic": Format(
-        lambda calls: f"<|python_start|>[{', '.join(map(_python, calls))}]<|python_end|>",
+        lambda calls: f"<|python_start|>[{', '.join(map(writers.python, calls))}]<|python_end|>",
         [
             Output("[now()]", [NOW]),
             Output("Hm <|python_start|>[now()] ok<|python_end|>", [NOW], "Hm  ok"),
@@ -476,7 +365,7 @@ FORMATS: dict[str, Format] = {
         python=True,
     ),
     "olmo3": Format(
-        lambda calls: "<function_calls>" + "\n".join(map(_python, calls)) + "</function_calls>",
+        lambda calls: "<function_calls>" + "\n".join(map(writers.python, calls)) + "</function_calls>",
         [
             Output("Hm <function_calls>\nnow()\n</function_calls> ok", [NOW], "Hm  ok"),
             Output("<function_calls>now()", [NOW]),
@@ -487,7 +376,7 @@ FORMATS: dict[str, Format] = {
         python=True,
     ),
     "xlam": Format(
-        _listed(""),
+        writers.listed(""),
         [Output(f"<think>Hm.</think>[{CALLED}]", [NOW], "<think>Hm.</think>")],
         ["<think>", "```json\n", *JSON_PIECES],
     ),

@@ -12,7 +12,7 @@ from jaxengine.config.engine_config import ConfigError
 from jaxengine.parsers.events import message_of
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.reasoning_think import ThinkFormat
-from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_format, tool_format
+from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, by_template, reasoning_format, tool_format
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
 
 PROMPT = "user: hi\nassistant:"
@@ -51,6 +51,13 @@ def parse(name: str, pieces, prompt: str = PROMPT, tools=None):
             PROMPT + "<seed:think><seed:cot_budget_reflect>0</seed:cot_budget_reflect></seed:think>",
             "b",
             None,
+            "b",
+        ),
+        (
+            "seed_oss",
+            PROMPT + "<seed:think><seed:cot_budget_reflect>",
+            "none</seed:cot_budget_reflect></seed:think>b",
+            "none</seed:cot_budget_reflect>",
             "b",
         ),
         ("hunyuan_a13b", PROMPT, "<think>\na\n</think>\n<answer>\nb\nc\n</answer>", "\na\n", "b\nc"),
@@ -181,6 +188,17 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
         reasoning_format("qwen")
     assert tool_format(None) is None and reasoning_format(None) is None
     assert tool_format("auto") is None and reasoning_format("auto") is None
+
+
+@pytest.mark.parametrize("rows", [TOOL_PARSERS, REASONING_PARSERS], ids=["tools", "reasoning"])
+def test_a_template_tells_the_format(rows):
+    """By the row's own words, whatever other rows have; none where no row has all of its words in it."""
+    for name, row in rows.items():
+        if row.template:
+            chosen = by_template(rows, "\n".join(row.template))
+            assert chosen is not None and rows[chosen] is row, (name, chosen)
+            assert by_template(rows, row.template[0][:3]) is None
+    assert by_template(rows, "") is None
 
 
 def test_ids_are_new_and_of_the_models_form():
