@@ -173,7 +173,7 @@ def documents() -> dict[str, str]:
 
 def _parsers(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow]) -> Iterator[str]:
     for name, row in rows.items():
-        words = " ".join(f"`{_cell(word)}`" for word in row.template)
+        words = " ".join(f"`` {_cell(word)} ``" if "`" in word else f"`{_cell(word)}`" for word in row.template)
         yield f"| `{name}` | {row.models} | {words} |"
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from scheduler.errors import RequestError
 from scheduler.token_params import Grammar
 
 
@@ -44,13 +45,14 @@ class _Words:
 
 
 class ReasoningWatch:
-    """One output whose grammar waits for `reasoning_end`; with `reasoning_begin`, an output need not reason at all."""
+    """One output whose grammar waits for `reasoning_end`; with `reasoning_begin`, an output need not reason at all.
+
+    Only these tokens open reasoning, however else their text may be spelt.
+    """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
-        begin = grammar.reasoning_begin
         self._vocabulary = vocabulary
-        # Only the way a tokenizer writes the opening word is let through beside the grammar's own tokens.
-        self._begin = [] if begin is None else vocabulary.encode(begin, add_special_tokens=False)
+        self._begin = grammar.reasoning_begin
         self._num_begun = 0
         self._ends = [_Words(words) for words in grammar.reasoning_end]
 
@@ -86,7 +88,13 @@ class ReasoningWatch:
             return None
         # The last token may go on behind the words; white space there is nobody's.
         rest = max(found, key=len).decode(errors="replace").lstrip()
-        return self._vocabulary.encode(rest, add_special_tokens=False) if rest else ()
+        return self._encode(rest) if rest else ()
+
+    def _encode(self, text: str) -> Sequence[int]:
+        try:
+            return self._vocabulary.encode(text, add_special_tokens=False)
+        except RequestError:  # of a tokenizer that fails at the text of its own tokens
+            return ()
 
 
 def _allows(mask: np.ndarray, token_id: int) -> bool:

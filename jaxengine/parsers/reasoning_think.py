@@ -52,7 +52,8 @@ class ThinkFormat:
         inside = self._begins_inside(prompt, continued)
         if inside is False:
             return {}
-        return {"reasoning_end": (*self.ends, *self.calls), "reasoning_begin": None if inside else self.begins[0]}
+        # Calls that end the reasoning are free as well: no answer comes behind them.
+        return {"reasoning_end": self.ends, "reasoning_begin": None if inside else self.begins[0]}
 
     def _begins_inside(self, prompt: str, continued: str) -> bool | None:
         """Whether an output begins inside reasoning, by the words before it or else the model's custom.

@@ -144,15 +144,20 @@ class StructuredOutputsParams:
         chosen = {name for name in names if name != "disable_any_whitespace" or self.whitespace_pattern is None}
         return replace(self, **dict.fromkeys(chosen, True)) if chosen else self
 
-    def compiled_from(self) -> Grammar:
-        """What jaxengine.grammars makes its masks from."""
+    def compiled_from(self, reasoning_begin: Sequence[int] | None = None) -> Grammar:
+        """What jaxengine.grammars makes its masks from.
+
+        reasoning_begin: the tokens of the text of that name; None where there is none, empty for a text that the model
+        cannot write.
+        """
         text, kind, options = str(getattr(self, self.kind)), self.kind, {}
         if kind in ("json", "json_object"):
             kind, text, options = "json", self._fitted_json(), self._guidance()
         elif kind == "choice":
             text = json.dumps(self.choice)
-        waits = {"reasoning_end": self.reasoning_end or (), "reasoning_begin": self.reasoning_begin}
-        return Grammar(kind=kind, text=text, options=options, **waits)
+        end = () if reasoning_begin == () else tuple(map(tuple, self.reasoning_end or ()))
+        begin = tuple(reasoning_begin or ())
+        return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
         """The body of a rule of a grammar in Lark's notation that takes what `json` or `json_object` does."""

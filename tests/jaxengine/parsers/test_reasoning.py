@@ -153,11 +153,14 @@ def test_a_megabyte(name):
         ("deepseek_r1", PROMPT + "</think>", "", None, False),
         ("openai_gptoss", PROMPT, "", None, True),
         ("granite", PROMPT, "", "Here is my thought process:", True),
+        ("kimi_k2", PROMPT, "", "<think>", True),
     ],
 )
 def test_what_a_grammar_waits_for(name, prompt, continued, begin, ends):
     waits = REASONING_PARSERS[name].format.waits_for(prompt, continued)
     assert bool(waits) == ends and waits.get("reasoning_begin") == begin
+    if waits and name != "openai_gptoss":
+        assert waits["reasoning_end"] == REASONING_PARSERS[name].format.ends
     StructuredOutputsParams(regex="a", **waits)
 
 
