@@ -160,6 +160,8 @@ class ParameterToolParser:
             self._out.content(self._outside.take())
         elif self._state == self._section:
             self._out.content(self._held + self._next.held)
+        elif self._state == self._after_call:
+            self._out.content(self._next.held)
         elif self._state == self._in_call_name:
             self._out.content(self._held + "".join(self._word) + self._call_name.take())
         elif self._state == self._between:
@@ -230,8 +232,21 @@ class ParameterToolParser:
         elif word == self._words.call[2]:
             self._out.arguments("}")
             self._state = self._content
+            if self._words.section:
+                self._next, self._state = Opening(self._words.call[0], self._words.section[1]), self._after_call
         else:
             self._inside, self._state = self._new_inside(), self._between
+
+    def _after_call(self, text: str, at: int) -> int:
+        """White space in front of the next call, or of the section's end, is the format's."""
+        at, found = self._next.read(text, at)
+        if found is not None:
+            self._state = self._content
+        if found is False:
+            self._content(self._next.held, 0)
+        elif found:
+            self._content(self._next.held.lstrip(), 0)
+        return at
 
     def _between(self, text: str, at: int) -> int:
         """Where a parameter begins or the call ends."""

@@ -37,7 +37,7 @@ EMPTY: Call = ("weather", {"city": "", "days": [], "x": {}})
 
 
 class Output(NamedTuple):
-    """An output and what it holds. content: None for no text but white space around calls."""
+    """An output and what it holds. content: None for no text but white space around calls; ...: the text as it is."""
 
     text: str
     calls: list[Call]
@@ -47,13 +47,12 @@ class Output(NamedTuple):
 class Format(NamedTuple):
     """write: an output that calls these functions. odd: outputs of this format alone. pieces: what they are made of.
 
-    ends: characters that a cut-off output may lose without losing a whole argument.
+    python: names are as Python writes them.
     """
 
     write: Callable[[list[Call]], str]
     odd: list[Output]
     pieces: list[str]
-    # A name as Python writes it.
     python: bool = False
 
 
@@ -73,6 +72,11 @@ def common(form: Format) -> list[Output]:
         Output("Ça, 東京 😀", [], "Ça, 東京 😀"),
         Output("\n\n" + form.write([calls[2]]), [calls[2]]),
         Output(form.write([calls[0]]) + "\n", [calls[0]]),
+        Output(form.write(calls[::-1]), calls[::-1]),
+        Output("Wait: " + form.write([calls[2]]), [calls[2]], "Wait:"),
+        Output(form.write([calls[2]]) + "Done.", [calls[2]], "Done."),
+        Output("Wait: " + form.write(calls[:3]) + "Done.", calls[:3], "Wait: Done."),
+        Output(form.write([calls[2]])[:3], [], form.write([calls[2]])[:3]),
     ]
     return found
 
