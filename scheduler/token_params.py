@@ -25,11 +25,16 @@ class Grammar:
       kind: "json", "regex", "choice" or "grammar".
       text: a JSON schema, a regular expression, a JSON list of strings, or a context-free grammar.
       options: how llguidance is to read a JSON schema, in its own words.
+      reasoning_end: what the output is free in front of, any of these: words that come one behind the other. Empty: it
+        is never free.
+      reasoning_begin: tokens that the output begins with if it is to be free; empty: it is in any case.
     """
 
     kind: str
     text: str
     options: dict[str, str | bool] = field(default_factory=dict)
+    reasoning_end: tuple[tuple[str, ...], ...] = ()
+    reasoning_begin: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxengine.api.llm import LLM
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
 from jaxengine.config.command_line import field_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
+from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import _RULES, SamplingParams
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
@@ -119,6 +120,40 @@ A family of your own: `jaxengine.register_model`, see [examples/custom_model.py]
 everybody: [CONTRIBUTING.md](../CONTRIBUTING.md).
 """
 
+_PARSERS = """# Tool calls and reasoning
+<!-- Written by scripts/write_docs.py from the code; change that. -->
+
+Models write tool calls and thoughts in ways of their own. `jaxengine serve --enable-auto-tool-choice --tool-call-parser
+NAME` reads calls out of answers, `--reasoning-parser NAME` thoughts; names are vLLM's. Both are off by default: an
+answer is the text that the model wrote then. `auto` takes the name whose words, all of those below, are in the model's
+chat template, of several the one with most words; the log says which. Where no name's words are, the log says so in one
+line, and the parser stays off.
+
+Calls stream as they come. What only looks like a call is content, and nothing that a model writes is lost but the
+format's own words. Where arguments are plain text (XML), a parameter's schema says what they are: a string stays one,
+whatever it looks like. A call that is forced (`tool_choice` "required", or a function's name) keeps to a JSON schema
+whatever the format; gpt-oss writes it in its own.
+
+With a reasoning parser, structured output, forced calls among it, begins where the reasoning ends. Until then the model
+is free, and its tokens are those that it would take without any structure. A model that need not reason either opens
+its reasoning or keeps to the structure at once, and one whose prompt has ended the reasoning already, as templates do
+where thinking is switched off, keeps to it from its first token. An output that ends before its reasoning does has no
+content. Without a server `reasoning_end` and `reasoning_begin` of
+[structured_outputs](sampling_params.md#structured_outputs) say the same.
+
+## --tool-call-parser
+
+| name | models | words of the chat template, for `auto` |
+|---|---|---|
+{tools}
+
+## --reasoning-parser
+
+| name | models | words of the chat template, for `auto` |
+|---|---|---|
+{reasoning}
+"""
+
 
 def documents() -> dict[str, str]:
     """File name in docs/ -> its content."""
@@ -128,6 +163,9 @@ def documents() -> dict[str, str]:
             compilation=_table(CompilationConfig, flags=False),
             server=_table(ServerConfig),
         ),
+        "parsers.md": _PARSERS.format(
+            tools="\n".join(_parsers(TOOL_PARSERS)), reasoning="\n".join(_parsers(REASONING_PARSERS))
+        ),
         "sampling_params.md": _SAMPLING_PARAMS.format(
             fields="\n".join(_sampling_fields()),
             refused=", ".join(f"`{field.name}`" for field in _FIELDS if field.name not in _RULES),
@@ -136,6 +174,12 @@ def documents() -> dict[str, str]:
         ),
         "supported_models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
     }
+
+
+def _parsers(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow]) -> Iterator[str]:
+    for name, row in rows.items():
+        words = " ".join(f"`` {_cell(word)} ``" if "`" in word else f"`{_cell(word)}`" for word in row.template)
+        yield f"| `{name}` | {row.models} | {words} |"
 
 
 def _sampling_fields() -> Iterator[str]:

@@ -199,4 +199,4 @@ def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks 
     if inputs.tokenizer is None:
         return None
     text, vocab_size = inputs.tokenizer.backend.to_str(), inputs.model_config.vocab_size
-    return RequestMasks(text, vocab_size, runner.num_mask_words, inputs.eos_token_ids())
+    return RequestMasks(text, vocab_size, runner.num_mask_words, inputs.eos_token_ids(), inputs.tokenizer)

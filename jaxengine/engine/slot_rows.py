@@ -77,10 +77,10 @@ class SlotRows:
             return []
         return [request for request in self._sampling(step, MASK) if not self._masks.has(request)]
 
-    def allows_any(self, request: Request, mask: np.ndarray) -> bool:
+    def allows_any(self, request: Request, mask: np.ndarray | None) -> bool:
         """Whether mask and bias of the token that a request sampled last left anything to sample."""
         for owner, bias, forbidden in self._biases.values():
-            if owner is request:
+            if owner is request and mask is not None:
                 allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._runner.vocab_size]
                 return bool(np.isfinite(bias.row(forbidden)[allowed > 0]).any())
         return True

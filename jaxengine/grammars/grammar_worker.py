@@ -109,13 +109,13 @@ class GrammarWorker:
         else:
             self._open(key)
 
-    def advance(self, key: int, token_id: int) -> None:
-        """The sequence, whose mask has come, took a token; the next mask is due then."""
+    def advance(self, key: int, *token_ids: int) -> None:
+        """The sequence, whose mask has come, took tokens; the next mask is due then."""
         sequence = self._sequences[key]
-        sequence.tokens.append(token_id)
+        sequence.tokens += token_ids
         sequence.awaited = True
         if sequence.opened:
-            self._send_advance(key, [token_id])
+            self._send_advance(key, list(token_ids))
 
     def close(self, key: int) -> None:
         """Ends a sequence; nothing comes of it any more."""

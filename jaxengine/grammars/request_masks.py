@@ -2,8 +2,9 @@
 
 A request waits beside the line until its grammar is compiled; from then on each mask is computed elsewhere while the
 device runs the forward pass whose token it is for. A grammar that is new is tried first; those that take long to
-compile are served by a process of their own, so that no other waits for them. Decides what a grammar's end or failure
-means for its request. Knows nothing of devices.
+compile are served by a process of their own, so that no other waits for them. A grammar that waits for the end of its
+output's reasoning is compiled like any other, and its first mask kept until then. Decides what a grammar's end or
+failure means for its request. Knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
+from jaxengine.grammars.reasoning_watch import ReasoningWatch, Vocabulary
 from jaxengine.grammars.trials import GrammarTrials
 from jaxengine.workers.process import wait_for_any
 from scheduler.errors import RequestError
@@ -50,8 +52,15 @@ class RequestMasks:
       num_masks, seconds: masks that were computed apart from compilations, and the time that they took, summed.
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, num_words: int, eos_token_ids: Sequence[int]):
-        """As GrammarWorker."""
+    def __init__(
+        self,
+        tokenizer: str,
+        vocab_size: int,
+        num_words: int,
+        eos_token_ids: Sequence[int],
+        vocabulary: Vocabulary | None = None,
+    ):
+        """As GrammarWorker; vocabulary: by which reasoning is followed."""
         self.worker = GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids)
         self._slow = GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids)
         self._trials = GrammarTrials(self.worker.start)
@@ -61,13 +70,18 @@ class RequestMasks:
         self._requests: dict[int, Request] = {}
         self._workers: dict[Request, GrammarWorker] = {}
         self._num_tokens: dict[Request, int] = {}
-        self._masks: dict[Request, np.ndarray] = {}
+        self._masks: dict[Request, np.ndarray | None] = {}
+        self._vocabulary = vocabulary
+        self._watches: dict[Request, ReasoningWatch] = {}
+        # Of the grammars that wait, and those whose time has come since `take`.
+        self._first_masks: dict[Request, NextMask] = {}
+        self._begun: list[NextMask] = []
         self._numbers = itertools.count()
 
     @property
     def awaits(self) -> bool:
         """Whether something is due."""
-        return self.worker.awaits or self._slow.awaits or self._trials.awaits
+        return bool(self._begun) or self.worker.awaits or self._slow.awaits or self._trials.awaits
 
     def add(self, request: Request) -> None:
         """Has the grammar of a request compiled."""
@@ -75,29 +89,44 @@ class RequestMasks:
         assert grammar is not None
         key = next(self._numbers)
         self._keys[request], self._requests[key], self._num_tokens[request] = key, request, 0
+        if grammar.reasoning_end:
+            assert self._vocabulary is not None
+            self._watches[request] = ReasoningWatch(grammar, self._vocabulary)
         self.worker.launch()
         self._trials.add(key, request.client, grammar.kind, grammar.text, grammar.options)
 
     def advance(self, request: Request, token_id: int) -> None:
         """A masked request took a token, and has not ended."""
         self._num_tokens[request] += 1
+        taken: Sequence[int] | None = (token_id,)
+        if (watch := self._watches.get(request)) is not None:
+            taken = watch.read(token_id)
+            first = self._first_masks[request]
+            if taken is None:
+                self._masks[request] = watch.mask(first.words)
+                return
+            del self._watches[request], self._first_masks[request]
+            if not taken:
+                self._begun.append(first)
         del self._masks[request]
-        self._workers[request].advance(self._keys[request], token_id)
+        if taken:
+            self._workers[request].advance(self._keys[request], *taken)
 
     def drop(self, request: Request) -> None:
         """Forgets a request, masked or not."""
         key = self._keys.pop(request, None)
         if key is not None:
             del self._requests[key], self._num_tokens[request]
-            self._masks.pop(request, None)
+            for known in (self._masks, self._watches, self._first_masks):
+                known.pop(request, None)
             worker = self._workers.pop(request, None)
             if worker is None:
                 self._trials.drop(key)
             else:
                 worker.close(key)
 
-    def row(self, request: Request) -> np.ndarray:
-        """i32[num_words]: what the request may take now, where that is known."""
+    def row(self, request: Request) -> np.ndarray | None:
+        """i32[num_words]: what the request may take now, where that is known; None for every token."""
         return self._masks[request]
 
     def has(self, request: Request) -> bool:
@@ -115,7 +144,7 @@ class RequestMasks:
         """Waits until something may have become known; at most `seconds`."""
         workers = (self.worker, self._slow)
         processes = [worker.process for worker in workers if worker.process is not None] + self._trials.processes
-        if not self._trials.has_news and not any(worker.has_news for worker in workers):
+        if not (self._begun or self._trials.has_news) and not any(worker.has_news for worker in workers):
             wait_for_any(processes, seconds)
 
     def shutdown(self) -> None:
@@ -136,6 +165,13 @@ class RequestMasks:
             if each.seconds is not None:
                 self.num_masks += 1
                 self.seconds += each.seconds
+            watch = self._watches.get(request)
+            if watch is not None and watch.gives_way(each.words):
+                del self._watches[request]
+            elif watch is not None:
+                self._first_masks[request], self._masks[request] = each, watch.mask(each.words)
+                events.ready.append(request)
+                continue
             if each.words is not None:
                 self._masks[request] = each.words
                 events.ready.append(request)
@@ -159,6 +195,8 @@ class RequestMasks:
             assert grammar is not None
             self._workers[request] = worker = self.worker if seconds < _SLOW_SECONDS else self._slow
             worker.open(key, grammar.kind, grammar.text, grammar.options)
+        begun, self._begun = self._begun, []
+        yield from begun
         yield from self.worker.take()
         yield from self._slow.take()
 

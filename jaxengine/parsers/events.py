@@ -74,8 +74,9 @@ class Collector:
             text, self._gap = "".join(self._gap), None
         self._add(ContentDelta, 0, text)
 
-    def start(self, name: str) -> None:
-        self._pieces.append((ToolCallStart, self._num_calls, [next(self._ids), name]))
+    def start(self, name: str, own_id: str | None = None) -> None:
+        """own_id: the model's own id of the call, where its chat template has results refer to that."""
+        self._pieces.append((ToolCallStart, self._num_calls, [own_id or next(self._ids), name]))
         self._num_calls += 1
         self._gap = []
 

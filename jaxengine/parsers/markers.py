@@ -1,62 +1,79 @@
-"""Finding fixed words in a text that comes in pieces, each character looked at once."""
+"""Finding fixed words in a text that comes in pieces, in time linear in its length."""
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+
 
 class Marker:
-    """Finds one word anywhere in a text. The word's first character stands nowhere else in it.
+    """Finds the first of some words anywhere in a text. None of them begins another."""
 
-    So a match that fails holds no beginning of another one, and what it held is plain text.
-    """
+    def __init__(self, *words: str):
+        assert not any(later.startswith(word) for word, later in pairwise(sorted(words))), words
+        self._words = words
+        self._longest = max(map(len, words))
+        self._pattern = re.compile("|".join(map(re.escape, words)))
+        self._held = ""
 
-    def __init__(self, word: str):
-        assert len(word) > 1 and word[0] not in word[1:], word
-        self.word = word
-        self._matched = 0
-
-    def read(self, text: str, at: int) -> tuple[str, int, bool]:
-        """Reads `text` from `at`: (what is certainly plain text, where to go on, whether the word is complete)."""
-        plain = []
-        while at < len(text):
-            if not self._matched:
-                start = text.find(self.word[0], at)
-                if start < 0:
-                    plain.append(text[at:])
-                    return "".join(plain), len(text), False
-                plain.append(text[at:start])
-                self._matched, at = 1, start + 1
-            elif text[at] == self.word[self._matched]:
-                self._matched, at = self._matched + 1, at + 1
-                if self._matched == len(self.word):
-                    self._matched = 0
-                    return "".join(plain), at, True
-            else:
-                plain.append(self.take())
-        return "".join(plain), at, False
+    def read(self, text: str, at: int) -> tuple[str, int, str]:
+        """Reads `text` from `at`: (what is certainly plain text, where to go on, the word that is complete or "")."""
+        plain = ""
+        if self._held:
+            seen = len(self._held)
+            # Far enough for a word that begins in what is held.
+            probe = self._held + text[at : at + self._longest - 1]
+            found = self._pattern.search(probe)
+            start = self._open_end(probe) if found is None else found.start()
+            if found is not None and start < seen:
+                self._held = ""
+                return probe[:start], at + found.end() - seen, found.group()
+            if start < seen and len(probe) == seen + len(text) - at:
+                self._held = probe[start:]
+                return probe[:start], len(text), ""
+            plain, self._held = self._held, ""
+        found = self._pattern.search(text, at)
+        if found is not None:
+            return plain + text[at : found.start()], found.end(), found.group()
+        start = max(at, len(text) - self._longest + 1)
+        start += self._open_end(text[start:])
+        self._held = text[start:]
+        return plain + text[at:start], len(text), ""
 
     def take(self) -> str:
         """What is held of a word that did not come to its end."""
-        held, self._matched = self.word[: self._matched], 0
+        held, self._held = self._held, ""
         return held
+
+    def _open_end(self, text: str) -> int:
+        """Where the longest end of the text begins with which a word may begin."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if any(word.startswith(text[start:]) for word in self._words):
+                return start
+        return len(text)
 
 
 class Opening:
-    """Whether a text begins with a word, white space before it aside."""
+    """Whether a text begins with one of some words, white space before it aside. None of them begins another.
 
-    def __init__(self, word: str):
-        self._word = word
+    Attributes:
+      held: all that was read.
+    """
+
+    def __init__(self, *words: str):
+        self._words = words
+        self._word = ""
         self._space: list[str] = []
-        self._matched = 0
 
     def read(self, text: str, at: int) -> tuple[int, bool | None]:
         """(where to go on, whether it does), None while that is open."""
         while at < len(text):
             char = text[at]
-            if char == self._word[self._matched]:
-                self._matched += 1
-                if self._matched == len(self._word):
+            if any(word.startswith(self._word + char) for word in self._words):
+                self._word += char
+                if self._word in self._words:
                     return at + 1, True
-            elif not self._matched and char.isspace():
+            elif not self._word and char.isspace():
                 self._space.append(char)
             else:
                 return at, False
@@ -65,5 +82,4 @@ class Opening:
 
     @property
     def held(self) -> str:
-        """All that was read."""
-        return "".join(self._space) + self._word[: self._matched]
+        return "".join(self._space) + self._word

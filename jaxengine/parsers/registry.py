@@ -1,18 +1,33 @@
-"""The parsers by vLLM's names for them. A new one is a file and a row here."""
+"""The parsers by vLLM's names for them. A new one is a file and a row here, or a row where only words differ."""
 
 from __future__ import annotations
 
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 from jaxengine.config.engine_config import ConfigError
-from jaxengine.parsers import tool_hermes, tool_llama3, tool_mistral, tool_pythonic
-from jaxengine.parsers.call_grammar import CallGrammar
+from jaxengine.parsers import (
+    tool_harmony,
+    tool_hermes,
+    tool_json_list,
+    tool_llama3,
+    tool_mistral,
+    tool_parameters,
+    tool_pythonic,
+    tool_sections,
+)
+from jaxengine.parsers.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.events import OutputParser
-from jaxengine.parsers.reasoning_think import ThinkParser, begins_inside
+from jaxengine.parsers.harmony import STOP_WORDS
+from jaxengine.parsers.reasoning_harmony import HarmonyFormat
+from jaxengine.parsers.reasoning_think import ThinkFormat
+
+AUTO = "auto"
 
 
 def call_ids() -> Iterator[str]:
@@ -32,71 +47,247 @@ class ToolFormat:
     """How a model writes tool calls.
 
     Attributes:
-      grammar: rules for them, `calls` above the others; raises ValueError for functions that the format cannot call.
+      parser: a class, called with new ids; a typed one with the functions' schemas as well.
+      models: whose format it is, for people.
+      grammar: rules for calls, `calls` above the others; raises ValueError for functions that the format cannot call.
+        None: calls stand apart from the answer, which alone keeps to a grammar then.
+      forced_grammar: rules for whole outputs, `start` above them, where one is to call a function; None: it writes JSON
+        of ours then.
+      typed: values are plain text, and the schemas say what they are.
       special_tokens: it marks them with special tokens, which text must then show.
+      stop_words: tokens that end an output, whatever the model's configuration says.
+      template: words of chat templates by which "auto" knows it, all of them.
     """
 
-    parser: Callable[[Iterable[str]], OutputParser]
-    grammar: Callable[[CallGrammar], Iterator[str]]
+    parser: Callable[..., OutputParser]
+    models: str
+    grammar: Callable[[CallGrammar], Iterator[str]] | None
+    forced_grammar: Callable[[CallGrammar], Iterator[str]] | None = None
     ids: Callable[[], Iterator[str]] = call_ids
+    typed: bool = False
     special_tokens: bool = False
+    stop_words: tuple[str, ...] = ()
+    template: tuple[str, ...] = ()
 
-    def open(self) -> OutputParser:
-        """A parser for one output."""
-        return self.parser(self.ids())
+    def open(self, functions: Mapping[str, Schema]) -> OutputParser:
+        """A parser for one output. functions: schemas of arguments, by the functions' names."""
+        return self.parser(self.ids(), functions) if self.typed else self.parser(self.ids())
 
 
-@dataclass(frozen=True)
-class ReasoningFormat:
+class ReasoningFormat(Protocol):
     """How a model writes its reasoning.
 
     Attributes:
-      begin, end: the words around it.
-      always: an output begins with it, whether or not prompt or output hold the opening word.
+      special_tokens, stop_words: as ToolFormat.
+      holds_calls: what is in front of the answer may call tools.
     """
 
-    begin: str = "<think>"
-    end: str = "</think>"
-    always: bool = False
-    special_tokens: bool = False
+    @property
+    def special_tokens(self) -> bool: ...
+    @property
+    def stop_words(self) -> tuple[str, ...]: ...
+    @property
+    def holds_calls(self) -> bool: ...
 
     def open(self, prompt: str, continued: str = "") -> OutputParser:
         """A parser for one output that follows `prompt`; `continued`: the part of an answer that it goes on with."""
-        inside = begins_inside(prompt, continued, self.begin, self.end, self.always)
-        return ThinkParser(self.begin, self.end, inside)
+        ...
+
+    def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
+        """reasoning_end and reasoning_begin of structured_outputs for such an output; empty: none is to come."""
+        ...
 
 
-TOOL_PARSERS = {
-    "hermes": ToolFormat(tool_hermes.HermesToolParser, tool_hermes.grammar),
-    "llama3_json": ToolFormat(tool_llama3.Llama3ToolParser, tool_llama3.grammar, special_tokens=True),
-    "llama4_json": ToolFormat(tool_llama3.Llama3ToolParser, tool_llama3.grammar, special_tokens=True),
-    "mistral": ToolFormat(
-        tool_mistral.MistralToolParser, tool_mistral.grammar, ids=short_call_ids, special_tokens=True
+@dataclass(frozen=True)
+class ReasoningRow:
+    """A format, whose it is, for people, and the words of chat templates by which "auto" knows it, all of them."""
+
+    format: ReasoningFormat
+    models: str
+    template: tuple[str, ...] = ()
+
+
+def _json_list(models: str, begins: tuple[str, ...], end: str = "", bare: bool = False, **fields: Any) -> ToolFormat:
+    return ToolFormat(
+        partial(tool_json_list.JsonListToolParser, begins=begins, end=end, bare=bare),
+        models,
+        partial(tool_json_list.grammar, begins=begins, end=end),
+        **fields,
+    )
+
+
+def _section(models: str, words: tool_sections.SectionWords, template: tuple[str, ...]) -> ToolFormat:
+    return ToolFormat(
+        partial(tool_sections.SectionToolParser, words=words),
+        models,
+        partial(tool_sections.grammar, words=words),
+        special_tokens=True,
+        template=template,
+    )
+
+
+def _parameters(models: str, words: tool_parameters.ParameterWords, template: tuple[str, ...]) -> ToolFormat:
+    return ToolFormat(
+        partial(tool_parameters.ParameterToolParser, words=words),
+        models,
+        partial(tool_parameters.grammar, words=words),
+        typed=True,
+        special_tokens=True,
+        template=template,
+    )
+
+
+def _pythonic(models: str, words: tuple[str, str], brackets: bool = True, **fields: Any) -> ToolFormat:
+    return ToolFormat(
+        partial(tool_pythonic.PythonicToolParser, words=words, brackets=brackets),
+        models,
+        partial(tool_pythonic.grammar, words=words, brackets=brackets),
+        **fields,
+    )
+
+
+def _objects(models: str, begin: str, end: str, space: str, **fields: Any) -> ToolFormat:
+    return ToolFormat(
+        partial(tool_hermes.HermesToolParser, begin=begin, end=end),
+        models,
+        partial(tool_hermes.grammar, begin=begin, end=end, space=space),
+        **fields,
+    )
+
+
+_LLAMA3 = partial(ToolFormat, tool_llama3.Llama3ToolParser, grammar=tool_llama3.grammar)
+_QWEN3_CODER = _parameters(
+    "Qwen3-Coder, Qwen3.5, Nemotron 3",
+    tool_parameters.QWEN3_CODER,
+    ("<function=", "<parameter=", "<tool_call>", "</function>"),
+)
+
+TOOL_PARSERS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat(
+        tool_hermes.HermesToolParser,
+        "Hermes 2 and 3, Qwen2.5, Qwen3",
+        tool_hermes.grammar,
+        template=("<tool_call>", '"arguments'),
     ),
-    "pythonic": ToolFormat(tool_pythonic.PythonicToolParser, tool_pythonic.grammar),
+    "llama3_json": _LLAMA3("Llama 3.1, 3.2", special_tokens=True, template=("Environment: ipython", '"parameters"')),
+    "llama4_json": _LLAMA3("Llama 4, told to write JSON", special_tokens=True),
+    "mistral": ToolFormat(
+        tool_mistral.MistralToolParser,
+        "Mistral, Ministral, Magistral, Devstral",
+        tool_mistral.grammar,
+        ids=short_call_ids,
+        special_tokens=True,
+        template=("[TOOL_CALLS]",),
+    ),
+    "pythonic": ToolFormat(tool_pythonic.PythonicToolParser, "Llama 3.2, ToolACE", tool_pythonic.grammar),
+    "openai": ToolFormat(
+        tool_harmony.HarmonyToolParser,
+        "gpt-oss",
+        None,
+        tool_harmony.forced_grammar,
+        special_tokens=True,
+        stop_words=STOP_WORDS,
+        template=("<|channel|>", "<|message|>", "commentary"),
+    ),
+    "deepseek_v3": _section("DeepSeek V3, R1", tool_sections.DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json")),
+    "deepseek_v31": _section("DeepSeek V3.1", tool_sections.DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",)),
+    "deepseek_v32": _parameters("DeepSeek V3.2", tool_parameters.DEEPSEEK_V32, ("｜DSML｜",)),
+    "kimi_k2": _section("Kimi K2", tool_sections.KIMI_K2, ("<|tool_calls_section_begin|>",)),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
+    "seed_oss": _parameters("Seed-OSS", tool_parameters.SEED_OSS, ("<seed:tool_call>",)),
+    "minimax_m2": _parameters("MiniMax M2", tool_parameters.MINIMAX_M2, ("<minimax:tool_call>",)),
+    "glm45": _parameters("GLM-4.5, GLM-4.6", tool_parameters.GLM45, ("<arg_key>", "<arg_value>")),
+    "glm47": _parameters("GLM-4.7", tool_parameters.GLM45, ()),
+    "granite": _json_list(
+        "Granite 3",
+        ("<|tool_call|>", "<tool_call>"),
+        bare=True,
+        special_tokens=True,
+        template=("<|tool_call|>", "<|start_of_role|>"),
+    ),
+    "granite-20b-fc": _objects("Granite 20B functioncalling", "<function_call>", "", " "),
+    "phi4_mini_json": _json_list("Phi-4-mini", ("functools",), template=("<|tool|>", "<|/tool|>")),
+    "hunyuan_a13b": _json_list(
+        "Hunyuan-A13B", ("<tool_calls>",), "</tool_calls>", template=("<tool_calls>", "<answer>")
+    ),
+    "jamba": _json_list("Jamba 1.5", ("<tool_calls>",), "</tool_calls>", template=("<tool_calls>", "<|bom|>")),
+    "ernie45": _objects(
+        "ERNIE 4.5", "<tool_call>", "</tool_call>", "\n", template=("<tool_call>", "<response>", "</response>")
+    ),
+    "longcat": _objects(
+        "LongCat-Flash",
+        "<longcat_tool_call>",
+        "</longcat_tool_call>",
+        "\n",
+        special_tokens=True,
+        template=("<longcat_tool_call>",),
+    ),
+    "llama4_pythonic": _pythonic(
+        "Llama 4",
+        tool_pythonic.LLAMA4,
+        special_tokens=True,
+        template=("<|python_start|>", "<|python_end|>", "<|header_start|>"),
+    ),
+    "olmo3": _pythonic("Olmo 3", tool_pythonic.OLMO3, brackets=False, template=("<function_calls>",)),
+    "xlam": _LLAMA3("xLAM 2"),
 }
 
-REASONING_PARSERS = {
-    "deepseek_r1": ReasoningFormat(always=True),
-    "qwen3": ReasoningFormat(),
-    "glm45": ReasoningFormat(),
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]", special_tokens=True),
+_QWEN3 = ThinkFormat()
+# The second word is the prompt's, where thoughts are to be none.
+_SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
+_GRANITE = ThinkFormat(
+    ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
+)
+
+REASONING_PARSERS: dict[str, ReasoningRow] = {
+    "deepseek_r1": ReasoningRow(ThinkFormat(always=True), "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
+    "deepseek_v3": ReasoningRow(_QWEN3, "DeepSeek V3.1, V3.2", ("<｜Assistant｜>", "</think>", "thinking")),
+    "qwen3": ReasoningRow(_QWEN3, "Qwen3 and others that open <think> themselves or in the prompt", ("</think>",)),
+    "glm45": ReasoningRow(_QWEN3, "GLM-4.5, GLM-4.6", ("</think>", "<|assistant|>", "/nothink")),
+    "glm47": ReasoningRow(_QWEN3, "GLM-4.7"),
+    "mistral": ReasoningRow(
+        ThinkFormat(("[THINK]",), ("[/THINK]",), special_tokens=True), "Magistral, Ministral 3", ("[THINK]",)
+    ),
+    "openai_gptoss": ReasoningRow(HarmonyFormat(), "gpt-oss", ("<|channel|>", "analysis")),
+    "granite": ReasoningRow(_GRANITE, "Granite 3.2", ("Here is my thought process:",)),
+    "hunyuan_a13b": ReasoningRow(
+        ThinkFormat(answer=("<answer>", "</answer>")), "Hunyuan-A13B", ("<answer>", "</think>")
+    ),
+    "seed_oss": ReasoningRow(_SEED, "Seed-OSS", ("<seed:think>",)),
+    "ernie45": ReasoningRow(ThinkFormat(answer=("<response>", "</response>")), "ERNIE 4.5", ("<response>", "</think>")),
+    "olmo3": ReasoningRow(_QWEN3, "Olmo 3", ("</think>", "<function_calls>")),
+    "kimi_k2": ReasoningRow(
+        ThinkFormat(calls=("<|tool_calls_section_begin|>",), special_tokens=True),
+        "Kimi K2",
+        ("</think>", "<|tool_calls_section_begin|>"),
+    ),
+    "minimax_m2": ReasoningRow(ThinkFormat(always=True), "MiniMax M2", ("</think>", "<minimax:tool_call>", "<invoke")),
+    "minimax_m2_append_think": ReasoningRow(
+        ThinkFormat(always=True, shown=True), "MiniMax M2, whose thoughts stay in the content"
+    ),
 }
 
 
 def tool_format(name: str | None) -> ToolFormat | None:
-    """Of the tool parser called so. Raises ConfigError for a name that is not known."""
-    if name is None:
-        return None
-    if name not in TOOL_PARSERS:
-        raise ConfigError("tool_call_parser", name, ", ".join(TOOL_PARSERS))
-    return TOOL_PARSERS[name]
+    """Of the tool parser called so; None for None and for "auto". Raises ConfigError for a name that is not known."""
+    _check("tool_call_parser", name, TOOL_PARSERS)
+    return TOOL_PARSERS.get(name or AUTO)
 
 
 def reasoning_format(name: str | None) -> ReasoningFormat | None:
-    """Of the reasoning parser called so. Raises ConfigError for a name that is not known."""
-    if name is None:
-        return None
-    if name not in REASONING_PARSERS:
-        raise ConfigError("reasoning_parser", name, ", ".join(REASONING_PARSERS))
-    return REASONING_PARSERS[name]
+    """Of the reasoning parser called so, as `tool_format`."""
+    _check("reasoning_parser", name, REASONING_PARSERS)
+    row = REASONING_PARSERS.get(name or AUTO)
+    return None if row is None else row.format
+
+
+def _check(option: str, name: str | None, known: Mapping[str, object]) -> None:
+    if name not in (None, AUTO, *known):
+        raise ConfigError(option, name, ", ".join([AUTO, *known]))
+
+
+def by_template(rows: Mapping[str, ToolFormat] | Mapping[str, ReasoningRow], template: str) -> str | None:
+    """What "auto" stands for: the name whose words are all in a chat template, of several the one with most words."""
+    fitting = [name for name, row in rows.items() if row.template and all(word in template for word in row.template)]
+    return max(fitting, key=lambda name: len(rows[name].template), default=None)

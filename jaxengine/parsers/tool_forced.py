@@ -39,9 +39,12 @@ class RequiredToolParser:
 class NamedToolParser:
     def __init__(self, new_id: Iterable[str], name: str):
         self._out = Collector(new_id)
-        self._out.start(name)
+        self._name: str | None = name
 
     def feed(self, text: str) -> list[Event]:
+        if text and self._name is not None:  # an output that ends in the middle of a thought calls nothing
+            self._out.start(self._name)
+            self._name = None
         self._out.arguments(text)
         return self._out.take()
 

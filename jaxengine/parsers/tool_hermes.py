@@ -1,35 +1,40 @@
 """Tool calls of Hermes 2 Pro, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 
-The arguments may be called parameters, the closing word may be missing, and text may stand before, between and behind
-calls.
+Others have the same between other words. The arguments may be called parameters, the closing word may be missing, and
+text may stand before, between and behind calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from jaxengine.parsers.call_grammar import CallGrammar
+from jaxengine.parsers.call_grammar import CallGrammar, literal
 from jaxengine.parsers.events import Collector, Event
 from jaxengine.parsers.json_call import JsonCall, Progress
 from jaxengine.parsers.markers import Marker, Opening
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-def grammar(calls: CallGrammar) -> Iterator[str]:
-    """Rules; an answer that calls is a `calls`."""
+def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str = "\n") -> Iterator[str]:
+    """Rules; an answer that calls is a `calls`. space: what stands inside of the words."""
+    between = f"{literal(space)} " if space else ""
     yield "calls: " + calls.listed("call", "\n")
-    yield f'call: {calls.word(_BEGIN)} "\\n" ({calls.objects("arguments")}) "\\n" {calls.word(_END)}'
+    yield f"call: {calls.word(begin)} {between}({calls.objects('arguments')}) {between}{calls.word(end) if end else ''}"
     yield from calls.arguments()
 
 
 class HermesToolParser:
-    def __init__(self, new_id: Iterable[str]):
+    """begin, end: the words around a call; end "": none."""
+
+    def __init__(self, new_id: Iterable[str], begin: str = BEGIN, end: str = END):
         self._out = Collector(new_id)
-        self._begin, self._end = Marker(_BEGIN), Marker(_END)
+        self._words = begin, end
+        # Without a closing word, arguments that are no JSON go on until the next call.
+        self._begin, self._end = Marker(begin), Marker(end or begin)
         self._state = self._content
         self._opening = Opening("{")
-        self._closing = Opening(_END)
+        self._closing = Opening(end)
         self._call = self._new_call()
 
     def feed(self, text: str) -> list[Event]:
@@ -42,7 +47,7 @@ class HermesToolParser:
         if self._state == self._content:
             self._out.content(self._begin.take())
         elif self._state == self._before_object:
-            self._out.content(_BEGIN + self._opening.held)
+            self._out.content(self._words[0] + self._opening.held)
         elif self._state == self._object:
             self._reject()
         elif self._state == self._after_object:
@@ -55,9 +60,12 @@ class HermesToolParser:
         plain, at, found = self._begin.read(text, at)
         self._out.content(plain)
         if found:
-            self._opening, self._call = Opening("{"), self._new_call()
-            self._state = self._before_object
+            self._open()
         return at
+
+    def _open(self) -> None:
+        self._opening, self._call = Opening("{"), self._new_call()
+        self._state = self._before_object
 
     def _before_object(self, text: str, at: int) -> int:
         at, found = self._opening.read(text, at)
@@ -65,7 +73,7 @@ class HermesToolParser:
             self._call.read("{", 0)
             self._state = self._object
         elif found is False:
-            self._out.content(_BEGIN + self._opening.held)
+            self._out.content(self._words[0] + self._opening.held)
             self._state = self._content
         return at
 
@@ -77,15 +85,17 @@ class HermesToolParser:
         elif progress is Progress.BROKEN:
             self._state = self._broken
         elif progress is not Progress.MORE:
-            self._closing = Opening(_END)
-            self._state = self._after_object
+            self._closing = Opening(self._words[1])
+            self._state = self._after_object if self._words[1] else self._content
         return at
 
     def _broken(self, text: str, at: int) -> int:
         """The arguments are no JSON any more: they go on until the closing word."""
         plain, at, found = self._end.read(text, at)
         self._out.arguments(plain)
-        if found:
+        if found == self._words[0]:
+            self._open()
+        elif found:
             self._state = self._content
         return at
 
@@ -99,7 +109,7 @@ class HermesToolParser:
 
     def _reject(self) -> None:
         if self._call.held:
-            self._out.content(_BEGIN + self._opening.held[:-1] + self._call.held)
+            self._out.content(self._words[0] + self._opening.held[:-1] + self._call.held)
 
     def _new_call(self) -> JsonCall:
         return JsonCall(self._out, ("arguments", "parameters"), bare=True)

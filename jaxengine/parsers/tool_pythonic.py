@@ -1,6 +1,7 @@
 """Tool calls as a Python list, [get_weather(city="Paris"), now()], as Llama 3.2, Llama 4 and ToolACE write them.
 
-The list is the answer's beginning. A call goes out when it is closed. Nothing is evaluated.
+The list is the answer's beginning; Llama 4 may write it between words, and Olmo 3 writes calls between words, each on a
+line of its own, without brackets. A call goes out when it is closed. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from enum import Enum, auto
 
 from jaxengine.parsers.call_grammar import CallGrammar, Schema, definitions, literal
 from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.markers import Marker
 from jaxengine.parsers.python_scan import PythonScanner, Reading
 
 
 class _State(Enum):
+    SEEK = auto()  # the word in front of calls, where there is one
     LIST = auto()
     CALL = auto()  # a call, or the end of the list behind a comma
     NAME = auto()
@@ -25,10 +28,15 @@ class _State(Enum):
     VALUE = auto()
     AFTER_VALUE = auto()
     AFTER_CALL = auto()
+    END_WORD = auto()
     CONTENT = auto()
 
 
-def grammar(calls: CallGrammar) -> Iterator[str]:
+LLAMA4 = "<|python_start|>", "<|python_end|>"
+OLMO3 = "<function_calls>", "</function_calls>"
+
+
+def grammar(calls: CallGrammar, words: tuple[str, str] = ("", ""), brackets: bool = True) -> Iterator[str]:
     """Rules; an answer that calls is a `calls`. Arguments come in their schema's order, values are written as JSON.
 
     Raises ValueError for a name that Python has no way to write.
@@ -36,7 +44,9 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
     for name in calls.functions:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ValueError(f"the function {name!r} cannot be called in Python's notation")
-    yield f'calls: "[" {calls.listed("call", ", ")} "]"'
+    begin, end = (calls.word(word) if word else "" for word in words)
+    inside = f'"[" {calls.listed("call", ", ")} "]"' if brackets else calls.listed("call", "\n")
+    yield f"calls: {begin} {inside} {end}"
     names = (f"{literal(name + '(')} first_{at}_0 {literal(')')}" for at, name in enumerate(calls.functions))
     yield f"call: {' | '.join(names)}"
     for at, schema in enumerate(calls.functions.values()):
@@ -59,29 +69,57 @@ def _keywords(calls: CallGrammar, at: int, schema: Schema) -> Iterator[str]:
 
 
 class PythonicToolParser:
-    def __init__(self, new_id: Iterable[str]):
+    """words: in front of calls and behind them; brackets: calls are a list, which may begin an output without words."""
+
+    def __init__(self, new_id: Iterable[str], words: tuple[str, str] = ("", ""), brackets: bool = True):
         self._out = Collector(new_id)
-        self._state = _State.LIST
+        self._end = words[1]
+        self._num_of_end = 0
+        self._brackets = brackets
+        self._outside = Marker(*words) if words[0] else None
+        self._elsewhere = _State.CONTENT if self._outside is None else _State.SEEK
+        self._state = _State.LIST if brackets else _State.SEEK
         self._held: list[str] = []
         self._word: list[str] = []
         self._name = ""
+        self._has_called = False
         self._json: list[str] = []
         self._value = PythonScanner()
 
     def feed(self, text: str) -> list[Event]:
-        for at, char in enumerate(text):
+        at = 0
+        while at < len(text):
             if self._state is _State.CONTENT:
                 self._out.content(text[at:])
                 break
-            self._held.append(char)
-            if not self._read(char):
-                self._release()
+            if self._state is _State.SEEK:
+                at = self._seek(text, at)
+            else:
+                self._held.append(text[at])
+                at += 1
+                if not self._read(text[at - 1]):
+                    self._held.pop()  # it may begin the word in front of other calls
+                    self._release()
+                    at -= 1
         return self._out.take()
 
     def finish(self) -> list[Event]:
         if self._state is not _State.AFTER_CALL:
             self._release()
+        if self._outside is not None:
+            self._out.content(self._outside.take())
         return self._out.finish()
+
+    def _seek(self, text: str, at: int) -> int:
+        assert self._outside is not None
+        plain, at, word = self._outside.read(text, at)
+        self._out.content(plain)
+        if word and word != self._end:
+            self._held, self._has_called = [word], False
+            self._state = _State.LIST if self._brackets else _State.CALL
+        elif word and not self._has_called:
+            self._out.content(word)
+        return at
 
     def _read(self, char: str) -> bool:
         """Takes the next character; False when this is no list of calls."""
@@ -90,6 +128,8 @@ class PythonicToolParser:
                 return self._read_word(char)
             case _State.VALUE:
                 return self._read_value(char)
+            case _State.END_WORD:
+                return self._read_end(char)
             case _ if char.isspace():
                 return True
             case _State.LIST:
@@ -112,13 +152,27 @@ class PythonicToolParser:
             case _State.AFTER_CALL if char == ",":
                 self._state = _State.CALL
                 return True
-            case _State.CALL | _State.AFTER_CALL:
+            case _State.AFTER_CALL if not self._brackets:
+                if char.isidentifier():
+                    self._word, self._state = [char], _State.NAME
+                    return True
+                self._num_of_end, self._state = 0, _State.END_WORD
+                return self._read_end(char)
+            case _State.CALL | _State.AFTER_CALL if self._brackets:
                 # Behind the last call; "[]" alone calls nothing.
-                self._state = _State.CONTENT
-                closed = char == "]" and bool(self._name)
-                self._held = [] if closed else self._held
-                return closed
+                return char == "]" and self._has_called and self._close()
         return False
+
+    def _read_end(self, char: str) -> bool:
+        if char != self._end[self._num_of_end]:
+            return False
+        self._num_of_end += 1
+        return self._num_of_end < len(self._end) or self._close()
+
+    def _close(self) -> bool:
+        """All that was held belongs to the calls."""
+        self._held, self._state = [], self._elsewhere
+        return True
 
     def _read_word(self, char: str) -> bool:
         if char.isidentifier() or char.isdigit() or (char == "." and self._state is _State.NAME):
@@ -151,8 +205,8 @@ class PythonicToolParser:
     def _end_call(self) -> None:
         self._out.start(self._name)
         self._out.arguments("".join(self._json) + "}")
-        self._held, self._state = [], _State.AFTER_CALL
+        self._held, self._state, self._has_called = [], _State.AFTER_CALL, True
 
     def _release(self) -> None:
         self._out.content("".join(self._held))
-        self._held, self._state = [], _State.CONTENT
+        self._held, self._state = [], self._elsewhere

@@ -17,6 +17,7 @@ from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
+from jaxengine.requests.structured_outputs import StructuredOutputsParams
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.model_config import ModelConfig
 from scheduler.errors import RequestError, show_value
@@ -116,7 +117,7 @@ class InputProcessor:
             self.tokenizer is not None,
             len(token_ids),
         )
-        bad_words = self._tokenize_bad_words(params)
+        bad_words, reasoning_begin = self._tokenize_bad_words(params), self._tokenize_reasoning_begin(params)
         self._num_requests += 1
         index = self._num_requests
         request_id = request_id if request_id is not None else str(index)
@@ -126,6 +127,7 @@ class InputProcessor:
                 token_ids,
                 params if params.n == 1 else params.child(number),
                 bad_words=bad_words,
+                reasoning_begin=reasoning_begin,
                 fallback_seed=self._draw_seed(index, number),
                 priority=options.priority,
                 client=options.client or "",
@@ -206,6 +208,7 @@ class InputProcessor:
         params: SamplingParams,
         *,
         bad_words: list[list[int]],
+        reasoning_begin: tuple[int, ...] | None,
         fallback_seed: int,
         **fields: Any,
     ) -> Request:
@@ -214,7 +217,7 @@ class InputProcessor:
         return Request(
             request_id=request_id,
             prompt_token_ids=np.array(token_ids, np.int32),
-            params=params.token_params(bad_words, self.config.structured_outputs_config.chosen),
+            params=params.token_params(bad_words, self.config.structured_outputs_config.chosen, reasoning_begin),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             eos_token_ids=eos,
             stop_token_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
@@ -256,6 +259,15 @@ class InputProcessor:
                 sequences.append(spaced)
         verify_bad_word_tokens(sequences)
         return sequences
+
+    def _tokenize_reasoning_begin(self, params: SamplingParams) -> tuple[int, ...] | None:
+        """As StructuredOutputsParams.compiled_from."""
+        structured = params.structured_outputs
+        if not isinstance(structured, StructuredOutputsParams) or structured.reasoning_begin is None:
+            return None
+        assert self.tokenizer is not None
+        ids = self.tokenizer.encode(structured.reasoning_begin, add_special_tokens=False)
+        return tuple(ids) if max(ids, default=0) < self.model_config.vocab_size else ()
 
 
 def follows_every_step(params: SamplingParams) -> bool:

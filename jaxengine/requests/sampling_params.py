@@ -304,20 +304,26 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
-    def token_params(self, bad_words: Iterable[Iterable[int]] = (), json_switches: Iterable[str] = ()) -> TokenParams:
+    def token_params(
+        self,
+        bad_words: Iterable[Iterable[int]] = (),
+        json_switches: Iterable[str] = (),
+        reasoning_begin: Sequence[int] | None = None,
+    ) -> TokenParams:
         """What the engine must know of these.
 
         bad_words: the token ids of the field of that name. json_switches: as StructuredOutputsParams.switched_on.
+        reasoning_begin: as StructuredOutputsParams.compiled_from.
         """
-        structured = self.structured_outputs
-        assert structured is None or isinstance(structured, StructuredOutputsParams)
+        shape = self.structured_outputs
+        assert shape is None or isinstance(shape, StructuredOutputsParams)
         allowed = self.allowed_token_ids
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logit_bias=self.logit_bias or {},
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=tuple(map(tuple, bad_words)),
-            grammar=None if structured is None else structured.switched_on(json_switches).compiled_from(),
+            grammar=None if shape is None else shape.switched_on(json_switches).compiled_from(reasoning_begin),
         )
 
     def clone(self) -> SamplingParams:

@@ -20,6 +20,7 @@ MAX_NESTING = 64
 MAX_REGEX_BYTES = 10 << 10
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_BYTES = 1 << 10
+MAX_WORDS, MAX_WORD_BYTES = 4, 256
 # Between the parts of JSON, where a request does not say: a blank or two, or a line break with an indentation. Were all
 # allowed that JSON allows, a weak model might write blank lines until it is cut, and never come to the next brace.
 WHITE_SPACE = r"[ \t]{0,2}|\r?\n[ \t]{0,40}"
@@ -68,6 +69,10 @@ class StructuredOutputsParams:
         oneOf is read as anyOf; otherwise the request is refused with the keyword's name.
       whitespace_pattern: a regex for the white space between the parts of JSON; None for up to two blanks, or a line
         break with an indentation of up to 40.
+      reasoning_end: text that ends the reasoning, or a list of such, each of them a text or a list of texts that come
+        one after the other. What is in front is free, the constraint is on what comes behind. None: it is on all.
+      reasoning_begin: text that opens the reasoning, where an output need not reason; None: every output begins with
+        reasoning. Only with reasoning_end.
       structural_tag: not supported.
 
     Raises:
@@ -83,6 +88,8 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     lenient: bool = False
+    reasoning_end: str | Sequence[str | Sequence[str]] | None = None
+    reasoning_begin: str | None = None
     structural_tag: str | None = None
 
     def __post_init__(self) -> None:
@@ -115,6 +122,12 @@ class StructuredOutputsParams:
         for name in _JSON_OPTIONS:
             if getattr(self, name) and given[0] not in ("json", "json_object"):
                 raise _refuse(name, getattr(self, name), "left out unless json or json_object is given")
+        if self.reasoning_end is not None:
+            self._normalize("reasoning_end", _ends("reasoning_end", self.reasoning_end))
+        if self.reasoning_begin is not None:
+            _text("reasoning_begin", self.reasoning_begin, MAX_WORD_BYTES)
+            if self.reasoning_end is None:
+                raise _refuse("reasoning_begin", self.reasoning_begin, "None without reasoning_end")
 
     def _normalize(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # only from __post_init__, before anybody has seen the object
@@ -131,13 +144,20 @@ class StructuredOutputsParams:
         chosen = {name for name in names if name != "disable_any_whitespace" or self.whitespace_pattern is None}
         return replace(self, **dict.fromkeys(chosen, True)) if chosen else self
 
-    def compiled_from(self) -> Grammar:
-        """What jaxengine.grammars makes its masks from."""
-        if self.kind in ("json", "json_object"):
-            return Grammar(kind="json", text=self._fitted_json(), options=self._guidance())
-        if self.kind == "choice":
-            return Grammar(kind="choice", text=json.dumps(self.choice))
-        return Grammar(kind=self.kind, text=str(getattr(self, self.kind)))
+    def compiled_from(self, reasoning_begin: Sequence[int] | None = None) -> Grammar:
+        """What jaxengine.grammars makes its masks from.
+
+        reasoning_begin: the tokens of the text of that name; None where there is none, empty for a text that the model
+        cannot write.
+        """
+        text, kind, options = str(getattr(self, self.kind)), self.kind, {}
+        if kind in ("json", "json_object"):
+            kind, text, options = "json", self._fitted_json(), self._guidance()
+        elif kind == "choice":
+            text = json.dumps(self.choice)
+        end = () if reasoning_begin == () else tuple(map(tuple, self.reasoning_end or ()))
+        begin = tuple(reasoning_begin or ())
+        return Grammar(kind=kind, text=text, options=options, reasoning_end=end, reasoning_begin=begin)
 
     def in_lark(self) -> str:
         """The body of a rule of a grammar in Lark's notation that takes what `json` or `json_object` does."""
@@ -177,6 +197,18 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
             value=unknown,
         )
     return StructuredOutputsParams(**value)
+
+
+def _ends(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
+    ends = _few(name, (value,) if isinstance(value, str) else value)
+    words = [_few(name, (end,) if isinstance(end, str) else end) for end in ends]
+    return tuple(tuple(_text(name, word, MAX_WORD_BYTES) for word in end) for end in words)
+
+
+def _few(name: str, value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_WORDS:
+        raise _refuse(name, value, f"a string, or a list of 1 to {MAX_WORDS} of strings or lists of strings")
+    return value
 
 
 def _choices(value: Any) -> tuple[str, ...]:

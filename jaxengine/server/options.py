@@ -59,8 +59,9 @@ class ServerConfig:
       chat_template_kwargs_allowed: whether requests may set variables of the chat template.
       trust_request_chat_template: whether requests may bring a chat template of their own.
       enable_auto_tool_choice: let the model choose whether to call a tool; needs tool_call_parser.
-      tool_call_parser: how the model writes tool calls.
-      reasoning_parser: how the model writes its reasoning.
+      tool_call_parser: how the model writes tool calls, a name of docs/parsers.md; auto: by its chat template. None: no
+        call is read.
+      reasoning_parser: how the model writes its reasoning, likewise. None: it stays in the content.
       response_role: the role of answers.
       enable_tokenizer_info_endpoint: serve /tokenizer_info, which tells special tokens and the chat template.
       return_tokens_as_token_ids: tokens of logprobs are called token_id:N where a request does not say.

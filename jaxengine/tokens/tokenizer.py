@@ -7,6 +7,7 @@ and no code of a model folder is run. Knows nothing of requests, streaming or st
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 BYTE_OF_CHAR = _byte_of_char()
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -189,6 +191,17 @@ class Tokenizer:
                 known = token.encode()
             self._token_bytes[token_id] = known
         return known
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """What the id adds in the middle of a text; of a vocabulary that is not byte-level, by SentencePiece's
+        spelling: U+2581 is a space, <0x0A> a byte.
+        """
+        if self.is_byte_level:
+            return self.token_bytes(token_id)
+        token = self.backend.id_to_token(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
 
     @cached_property
     def hf(self) -> PreTrainedTokenizerFast:

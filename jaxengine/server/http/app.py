@@ -20,6 +20,7 @@ from jaxengine.server.http import document, errors, invocations, models, operati
 from jaxengine.server.http.arrival import LimitsMiddleware
 from jaxengine.server.http.auth import AuthMiddleware
 from jaxengine.server.http.chat import endpoint as chat
+from jaxengine.server.http.chat.auto_parsers import without_auto
 from jaxengine.server.http.completions import endpoint as completions
 from jaxengine.server.http.errors import ApiError, as_api_error, error_response
 from jaxengine.server.http.limits import JsonRoute
@@ -61,6 +62,7 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
     Raises ConfigError for key files that cannot be used.
     """
     traffic = TrafficState()
+    config = without_auto(config, engine.inputs)
     names_clients = engine.inputs.config.scheduling_policy == "fair"
     middleware = [
         Middleware(TrafficMiddleware, traffic, config.root_path.rstrip("/")),

@@ -78,6 +78,104 @@ CASES = {
         '[get_weather(city="Paris", rain=true), get()]',
         ("[get_weather(rain", "[other(", '[get_weather(city="Paris")'),
     ),
+    "granite": (
+        "granite",
+        ("<|tool_call|>",),
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "get", "arguments": {{}}}}]',
+        ('<|tool_call|>[{"name": "then', "<|tool_call|>no"),
+    ),
+    "granite-20b-fc": (
+        "granite-20b-fc",
+        (),
+        f'<function_call> {{"name": "get_weather", "arguments": {PARIS}}} \n'
+        '<function_call> {"name": "get", "arguments": {}} ',
+        ("<function_call> no",),
+    ),
+    "hunyuan": (
+        "hunyuan_a13b",
+        (),
+        f'<tool_calls>[{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "get", "arguments": {{}}}}]'
+        "</tool_calls>",
+        ("<tool_calls>no",),
+    ),
+    "deepseek v3": (
+        "deepseek_v3",
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        f"{PARIS}\n```<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n{{}}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get", "<｜tool▁calls▁end｜>"),
+    ),
+    "deepseek v31": (
+        "deepseek_v31",
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>get<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>",),
+    ),
+    "kimi": (
+        "kimi_k2",
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+        + ("<|tool_calls_section_end|>",),
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{PARIS}<|tool_call_end|><|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        ("<|tool_calls_section_begin|><|tool_call_begin|>get", "<|tool_calls_section_begin|>no"),
+    ),
+    "qwen3 coder": (
+        "qwen3_coder",
+        ("<tool_call>", "</tool_call>"),
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=rain>\ntrue\n"
+        "</parameter>\n</function>\n<function=get>\n</function>\n</tool_call>",
+        ("<tool_call>\n<function=other>", "<tool_call>\n<function=get_weather>\n<parameter=rain>"),
+    ),
+    "glm": (
+        "glm45",
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>rain</arg_key>"
+        "<arg_value>true</arg_value></tool_call><tool_call>get</tool_call>",
+        ("<tool_call>other", "<tool_call>get_weather<arg_key>rain"),
+    ),
+    "minimax": (
+        "minimax_m2",
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+        '<minimax:tool_call>\n<invoke name="get_weather"><parameter name="city">Paris</parameter>'
+        '<parameter name="rain">true</parameter></invoke><invoke name="get"></invoke>\n</minimax:tool_call>',
+        ('<minimax:tool_call>\n<invoke name="other',),
+    ),
+    "deepseek v32": (
+        "deepseek_v32",
+        (),
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city" string="true">'
+        'Paris</｜DSML｜parameter><｜DSML｜parameter name="rain" string="false">true</｜DSML｜parameter>'
+        "</｜DSML｜invoke>"
+        '<｜DSML｜invoke name="get"></｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        ('<｜DSML｜function_calls>\n<｜DSML｜invoke name="other',),
+    ),
+    "llama4": (
+        "llama4_pythonic",
+        ("<|python_start|>", "<|python_end|>"),
+        '<|python_start|>[get_weather(city="Paris", rain=true), get()]<|python_end|>',
+        ("<|python_start|>[other(",),
+    ),
+    "olmo3": (
+        "olmo3",
+        (),
+        '<function_calls>get_weather(city="Paris", rain=true)\nget()</function_calls>',
+        ("<function_calls>other(",),
+    ),
 }
 
 
@@ -90,25 +188,33 @@ def vocabulary():
     @cache
     def build(words):
         backend = tokenizers.Tokenizer.from_str(smollm.backend.to_str())
-        backend.add_tokens([tokenizers.AddedToken(word, special=word.startswith("[")) for word in words])
+        backend.add_tokens([tokenizers.AddedToken(word, special=word.startswith(("[", "<|", "<｜"))) for word in words])
         return backend, llguidance.LLTokenizer(backend.to_str(), eos_token=smollm.eos_token_id)
 
     return build
 
 
-def grammar_and_tokens(vocabulary, kind, words, many=True):
-    backend, tokens = vocabulary(words)
-    calls = CallGrammar(
-        FUNCTIONS,
+def call_grammar(backend, words, functions=FUNCTIONS, many=True):
+    return CallGrammar(
+        functions,
         many,
         lambda word: backend.token_to_id(word) if word in words else None,
         lambda schema: StructuredOutputsParams(json=schema, whitespace_pattern=SPACE).in_lark(),
     )
-    answer = StructuredOutputsParams(json=ANSWER, whitespace_pattern=SPACE).in_lark()
-    rules = ["start: answer | calls", f"answer: {answer}", *TOOL_PARSERS[kind].grammar(calls)]
+
+
+def matcher_of(tokens, rules):
     matcher = llguidance.LLMatcher(tokens, "\n".join(rules), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    return backend, matcher
+    return matcher
+
+
+def grammar_and_tokens(vocabulary, kind, words, many=True):
+    backend, tokens = vocabulary(words)
+    calls = call_grammar(backend, words, many=many)
+    answer = StructuredOutputsParams(json=ANSWER, whitespace_pattern=SPACE).in_lark()
+    rules = ["start: answer | calls", f"answer: {answer}", *TOOL_PARSERS[kind].grammar(calls)]
+    return backend, matcher_of(tokens, rules)
 
 
 def taken(backend, matcher, text) -> tuple[bool, bool]:
@@ -127,7 +233,7 @@ def test_a_grammar_takes_what_its_parser_reads(vocabulary, case):
     kind, words, text, wrong = CASES[case]
     backend, matcher = grammar_and_tokens(vocabulary, kind, words)
     assert taken(backend, matcher, text) == (True, True)
-    parser = TOOL_PARSERS[kind].open()
+    parser = TOOL_PARSERS[kind].open(FUNCTIONS)
     parsed = message_of([*parser.feed(text), *parser.finish()])
     assert parsed.content is None
     assert [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls] == TWICE
@@ -148,3 +254,40 @@ def test_what_python_cannot_write_is_named():
     for functions in ({"get-weather": NOW}, {"f": {"properties": {"a-b": {}}}}):
         with pytest.raises(ValueError, match="-"):
             list(TOOL_PARSERS["pythonic"].grammar(CallGrammar(functions, True, lambda _: None, lambda _: "/a/")))
+
+
+def test_a_string_of_text_keeps_to_the_values_of_its_schema(vocabulary):
+    backend, tokens = vocabulary(())
+    functions = {"f": {"properties": {"a": {"enum": ["on", "off"]}, "b": {"type": ["integer", "null"]}}}}
+    matcher = matcher_of(
+        tokens, ["start: calls", *TOOL_PARSERS["seed_oss"].grammar(call_grammar(backend, (), functions))]
+    )
+    begin, end = "<seed:tool_call>\n<function=f>", "</function>\n</seed:tool_call>"
+    for inside, allowed in (
+        ("<parameter=a>on</parameter>", True),
+        ("<parameter=a>off</parameter><parameter=b>null</parameter>", True),
+        ("", True),
+        ("<parameter=a>o</parameter>", False),
+        ("<parameter=b>one</parameter>", False),
+        ("<parameter=b>1</parameter><parameter=a>on</parameter>", False),
+    ):
+        assert taken(backend, matcher, begin + inside + end) == (allowed, allowed), inside
+
+
+def test_a_forced_call_of_harmony(vocabulary):
+    """A thought and the call; nothing else, and no other function."""
+    words = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+    backend, tokens = vocabulary(words)
+    row = TOOL_PARSERS["openai"]
+    matcher = matcher_of(tokens, row.forced_grammar(call_grammar(backend, words)))
+    call = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>"
+    thought = "<|channel|>analysis<|message|>Hm, { ü\n<|end|><|start|>assistant"
+    for text in (call, thought + call):
+        assert taken(backend, matcher, text) == (True, True)
+        parser = row.open({})
+        (parsed,) = message_of([*parser.feed(text), *parser.finish()]).tool_calls
+        assert (parsed.name, json.loads(parsed.arguments)) == TWICE[0]
+    for text in (thought + thought, "Hi", "<|channel|>final", call.replace("get_weather", "other"), call + call):
+        assert taken(backend, matcher, text) == (False, False)
+    with pytest.raises(ValueError, match=r"no token <\|call\|>"):
+        list(row.forced_grammar(call_grammar(backend, words[:-1])))

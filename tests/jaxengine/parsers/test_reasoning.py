@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from jaxengine.config.engine_config import ConfigError
 from jaxengine.parsers.events import message_of
 from jaxengine.parsers.message import MessageParser
-from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, reasoning_format, tool_format
+from jaxengine.parsers.reasoning_think import ThinkFormat
+from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, by_template, reasoning_format, tool_format
+from jaxengine.requests.structured_outputs import StructuredOutputsParams
 
 PROMPT = "user: hi\nassistant:"
 
 
 def parse(name: str, pieces, prompt: str = PROMPT, tools=None):
-    parser = MessageParser(REASONING_PARSERS[name].open(prompt), tools)
+    parser = MessageParser(REASONING_PARSERS[name].format.open(prompt), tools)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return message_of([*events, *parser.finish()])
 
@@ -38,6 +40,57 @@ def parse(name: str, pieces, prompt: str = PROMPT, tools=None):
         ("deepseek_r1", PROMPT, "a</thin", "a</thin", None),
         ("deepseek_r1", PROMPT + "<think>\n\n</think>\n\n", "b", None, "b"),
         ("mistral", PROMPT, "[THINK]a[/THINK]b", "a", "b"),
+        ("deepseek_v3", PROMPT + "<think>", "a</think>b", "a", "b"),
+        ("deepseek_v3", PROMPT + "</think>", "b", None, "b"),
+        ("granite", PROMPT, "Here is my thought process: a Here is my response: b", " a ", " b"),
+        ("granite", PROMPT, "Here's my thought process: a Here's my response: b", " a ", " b"),
+        ("granite", PROMPT, "Here is my cat", None, "Here is my cat"),
+        ("seed_oss", PROMPT, "<seed:think>a</seed:think>b", "a", "b"),
+        (
+            "seed_oss",
+            PROMPT + "<seed:think><seed:cot_budget_reflect>0</seed:cot_budget_reflect></seed:think>",
+            "b",
+            None,
+            "b",
+        ),
+        (
+            "seed_oss",
+            PROMPT + "<seed:think><seed:cot_budget_reflect>",
+            "none</seed:cot_budget_reflect></seed:think>b",
+            "none</seed:cot_budget_reflect>",
+            "b",
+        ),
+        ("hunyuan_a13b", PROMPT, "<think>\na\n</think>\n<answer>\nb\nc\n</answer>", "\na\n", "b\nc"),
+        ("hunyuan_a13b", PROMPT, "<think>\n\n</think>\n<answer>b</answer>\n<tool_calls>", "\n\n", "b\n<tool_calls>"),
+        ("hunyuan_a13b", PROMPT, "<think>a</think>b</answer>", "a", "b</answer>"),
+        ("hunyuan_a13b", PROMPT, "<think>a</think><answer>b\n</ans", "a", "b\n</ans"),
+        ("ernie45", PROMPT + "<think>\n", "a\n</think>\n\n\n<response>\nb\n</response>\n", "a\n", "b"),
+        ("ernie45", PROMPT + "<think>\n", "a</think>\n\n<tool_call>", "a", "\n\n<tool_call>"),
+        ("ernie45", PROMPT, "<resp", None, "<resp"),
+        ("olmo3", PROMPT + "<think>", "a</think>b", "a", "b"),
+        ("kimi_k2", PROMPT, "<think>a</think>b", "a", "b"),
+        ("kimi_k2", PROMPT, "<think>a<|tool_calls_section_begin|>b", "a", "<|tool_calls_section_begin|>b"),
+        ("minimax_m2", PROMPT + "<think>\n", "a</think>b", "a", "b"),
+        ("minimax_m2_append_think", PROMPT + "<think>\n", "a</think>b", None, "<think>a</think>b"),
+        (
+            "openai_gptoss",
+            PROMPT,
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+            "a",
+            "b",
+        ),
+        ("openai_gptoss", PROMPT, "<|channel|>final <|constrain|>json<|message|>{}<|return|>", None, "{}"),
+        ("openai_gptoss", PROMPT, "<|channel|>analysis<|message|>cut", "cut", None),
+        ("openai_gptoss", PROMPT, "<|channel|>analysis to=browser.search code<|message|>a<|call|>", "a", None),
+        (
+            "openai_gptoss",
+            PROMPT,
+            "<|channel|>commentary<|message|>b<|end|><|start|>assistant<|channel|>final<|message|>c",
+            None,
+            "b\nc",
+        ),
+        ("openai_gptoss", PROMPT, "plain < text", None, "plain < text"),
+        ("openai_gptoss", PROMPT, "<|channel|>final", None, "<|channel|>final"),
     ],
 )
 def test_the_split(name, prompt, text, reasoning, content):
@@ -46,19 +99,81 @@ def test_the_split(name, prompt, text, reasoning, content):
     assert parse(name, text, prompt) == message
 
 
+HARMONY = ["<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "analysis", "final", " to=functions.f", "<|"]
+
+
 @pytest.mark.parametrize("name", REASONING_PARSERS)
-@settings(max_examples=100, deadline=None, database=None)
-@given(pieces=st.lists(st.sampled_from(["<think>", "</think>", "[THINK]", "[/THINK]", "<", "[", "</th", " ", "x"])))
-def test_cuts_do_not_matter_and_nothing_is_lost(name, pieces):
+@settings(max_examples=60, deadline=None, database=None)
+@given(data=st.data())
+def test_cuts_do_not_matter_and_nothing_is_lost(name, data):
+    row = REASONING_PARSERS[name].format
+    thinks = isinstance(row, ThinkFormat)
+    words = [*row.begins, *row.ends, *row.calls, *(row.answer or ())] if thinks else HARMONY
+    pieces = data.draw(st.lists(st.sampled_from([*words, *[word[:4] for word in words], "<", "[", "\n", " ", "x"])))
     text = "".join(pieces)
     whole = parse(name, [text])
     assert parse(name, text) == parse(name, pieces) == whole
+    if not thinks or row.answer or row.shown:
+        return
     kept = (whole.reasoning or "") + (whole.content or "")
-    row = REASONING_PARSERS[name]
-    words = [("", ""), (row.begin, ""), ("", row.end), (row.begin, row.end)]
     # White space before the opening word goes with it.
-    allowed = [text.replace(begin, "", 1).replace(end, "", 1).replace(" ", "") for begin, end in words]
-    assert kept.replace(" ", "") in allowed
+    taken = itertools.product(("", *row.begins), ("", *row.ends))
+    assert _bare(kept) in [_bare(text.replace(begin, "", 1).replace(end, "", 1)) for begin, end in taken]
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+def test_a_megabyte(name):
+    row = REASONING_PARSERS[name].format
+    begin, end = (
+        (row.begins[0], row.ends[0])
+        if isinstance(row, ThinkFormat)
+        else (HARMONY[1] + "analysis<|message|>", "<|end|>")
+    )
+    text = begin + "x < é\n" * 200_000 + end + "y < \n" * 10_000
+    pieces = [text[at : at + 1000] for at in range(0, len(text), 1000)]
+    message = parse(name, pieces)
+    kept = (message.reasoning or "") + (message.content or "")
+    assert _bare(kept).count("x<é") == 200_000 and _bare(kept).count("y<") == 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "continued", "begin", "ends"),
+    [
+        ("qwen3", PROMPT, "", "<think>", True),
+        ("qwen3", PROMPT + "<think>\n", "", None, True),
+        ("qwen3", PROMPT + "<think>\n\n</think>\n\n", "", None, False),
+        ("qwen3", PROMPT, "<think>a", None, True),
+        ("qwen3", PROMPT, "<think>a</think>b", None, False),
+        ("qwen3", PROMPT, "The answer", None, False),
+        ("deepseek_r1", PROMPT, "", None, True),
+        ("deepseek_r1", PROMPT + "</think>", "", None, False),
+        ("openai_gptoss", PROMPT, "", None, True),
+        ("granite", PROMPT, "", "Here is my thought process:", True),
+        ("kimi_k2", PROMPT, "", "<think>", True),
+    ],
+)
+def test_what_a_grammar_waits_for(name, prompt, continued, begin, ends):
+    waits = REASONING_PARSERS[name].format.waits_for(prompt, continued)
+    assert bool(waits) == ends and waits.get("reasoning_begin") == begin
+    if waits and name != "openai_gptoss":
+        assert waits["reasoning_end"] == REASONING_PARSERS[name].format.ends
+    StructuredOutputsParams(regex="a", **waits)
+
+
+def test_harmony_through_both_parsers():
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    for pieces in ([text], text):
+        ids = map(str, itertools.count())
+        message = parse("openai_gptoss", pieces, tools=TOOL_PARSERS["openai"].parser(ids))
+        assert (message.reasoning, message.content) == ("Hm.", "I look.")
+        assert [(each.name, each.arguments) for each in message.tool_calls] == [("f", '{"a": 1}')]
 
 
 def test_calls_inside_reasoning_are_thoughts():
@@ -72,9 +187,21 @@ def test_calls_inside_reasoning_are_thoughts():
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="hermes, llama3_json"):
         tool_format("herms")
-    with pytest.raises(ConfigError, match="deepseek_r1, qwen3"):
+    with pytest.raises(ConfigError, match="auto, deepseek_r1, deepseek_v3"):
         reasoning_format("qwen")
     assert tool_format(None) is None and reasoning_format(None) is None
+    assert tool_format("auto") is None and reasoning_format("auto") is None
+
+
+@pytest.mark.parametrize("rows", [TOOL_PARSERS, REASONING_PARSERS], ids=["tools", "reasoning"])
+def test_a_template_tells_the_format(rows):
+    """By the row's own words, whatever other rows have; none where no row has all of its words in it."""
+    for name, row in rows.items():
+        if row.template:
+            chosen = by_template(rows, "\n".join(row.template))
+            assert chosen is not None and rows[chosen] is row, (name, chosen)
+            assert by_template(rows, row.template[0][:3]) is None
+    assert by_template(rows, "") is None
 
 
 def test_ids_are_new_and_of_the_models_form():

@@ -203,6 +203,8 @@ def test_a_named_function_gets_the_whole_output():
     parser = NamedToolParser(ids(), "f")
     message = message_of([*parser.feed('{"a"'), *parser.feed(": 1}"), *parser.finish()])
     assert calls(message) == [("f", {"a": 1})] and message.content is None
+    parser = NamedToolParser(ids(), "f")
+    assert message_of([*parser.feed(""), *parser.finish()]).tool_calls == []
 
 
 @pytest.mark.parametrize("name", PIECES)

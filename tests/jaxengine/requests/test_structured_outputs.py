@@ -61,6 +61,8 @@ WRONG = {
     "disable_additional_properties": [None, "no"],
     "lenient": [None, "yes"],
     "whitespace_pattern": ["", 3, "x" * 2000],
+    "reasoning_end": ["", [], 3, [""], [["a"], []], [["a", 3]], ["a"] * 5, [["a"] * 5], "x" * 300, "\ud800"],
+    "reasoning_begin": ["<think>", "", 3, "x" * 300],
 }
 
 
@@ -106,6 +108,15 @@ def test_an_option_that_would_do_nothing_is_refused(chosen):
     with pytest.raises(RequestError) as caught:
         StructuredOutputsParams(**chosen)
     assert caught.value.param == "structured_outputs"
+
+
+def test_the_words_around_reasoning():
+    for given, kept in (("a", (("a",),)), (["a", "b"], (("a",), ("b",))), ([["a", "b"], "c"], (("a", "b"), ("c",)))):
+        params = StructuredOutputsParams(regex="x", reasoning_end=given, reasoning_begin="y")
+        grammar = params.compiled_from((7, 8))
+        assert (grammar.reasoning_end, grammar.reasoning_begin) == (kept, (7, 8))
+        assert params.compiled_from(()).reasoning_end == ()  # the model cannot open it
+        assert StructuredOutputsParams(**dataclasses.asdict(params)) == params
 
 
 def test_values_are_normalised_and_kept_by_copies():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxengine.api.engine_client import EngineClient
@@ -18,6 +18,7 @@ from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_fo
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.requests.structured_outputs import StructuredOutputsParams
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
@@ -74,14 +75,12 @@ class ChatRun:
         self.body = body
         tokenizer = server.engine.inputs.require_tokenizer()
         switches = server.engine.inputs.config.structured_outputs_config.chosen
-        self._tools = tool_use(body, server.config.enable_auto_tool_choice, server.tool_format, tokenizer, switches)
+        self._reasoning, auto = server.reasoning_format, server.config.enable_auto_tool_choice
+        self._tools = tool_use(body, auto, server.tool_format, self._reasoning, tokenizer, switches)
         try:
             self.params = self._sampling_params()
         except RequestError as error:
             raise self._as_asked(error) from None
-        # What keeps to a schema from its first token on has no room for thoughts.
-        structured = self.params.structured_outputs is not None
-        self._reasoning = None if structured else server.reasoning_format
         if self._shows_special_tokens and body.skip_special_tokens is None:
             self.params = self.params.clone_with(skip_special_tokens=False)
         self.prompt: dict[str, Any] = {}
@@ -104,6 +103,12 @@ class ChatRun:
     async def prepare(self) -> None:
         """Renders the conversation. Raises RequestError."""
         self.prompt = await self._server.renderer.prompt(self.body)
+        structure = self.params.structured_outputs
+        if self._reasoning is None or self._tools.is_whole or not isinstance(structure, StructuredOutputsParams):
+            return
+        if structure.reasoning_end is None:
+            waits = self._reasoning.waits_for(self.prompt["prompt"], self._continued)
+            self.params = self.params.clone_with(structured_outputs=replace(structure, **waits))
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
         """What the engine says, with what it means. Raises as EngineClient.stream."""
@@ -137,9 +142,13 @@ class ChatRun:
     def _open_parser(self) -> MessageParser:
         reasoning = None
         if self._reasoning is not None:
-            continued = text_of(self.body.messages[-1].get("content")) if self.body.continues else ""
-            reasoning = self._reasoning.open(self.prompt["prompt"], continued)
+            reasoning = self._reasoning.open(self.prompt["prompt"], self._continued)
         return MessageParser(reasoning, None if self._tools.open is None else self._tools.open())
+
+    @property
+    def _continued(self) -> str:
+        """The part of an answer that the model goes on with."""
+        return text_of(self.body.messages[-1].get("content")) if self.body.continues else ""
 
     def _is_wanted(self, event: Event) -> bool:
         if isinstance(event, ReasoningDelta):
@@ -164,6 +173,16 @@ class ChatRun:
     def _shows_special_tokens(self) -> bool:
         return self._tools.special_tokens or (self._reasoning is not None and self._reasoning.special_tokens)
 
+    @property
+    def _stop_token_ids(self) -> list[int]:
+        """Of the words with which the model's format ends an output, as far as they are tokens."""
+        if self.body.ignore_eos:
+            return []
+        words = {*self._tools.stop_words, *(() if self._reasoning is None else self._reasoning.stop_words)}
+        tokenizer = self._server.engine.inputs.require_tokenizer()
+        found = [tokenizer.backend.token_to_id(word) for word in sorted(words)]
+        return [token_id for token_id in found if token_id is not None]
+
     def _sampling_params(self) -> SamplingParams:
         """Raises RequestError."""
         body, inputs = self.body, self._server.engine.inputs
@@ -183,4 +202,6 @@ class ChatRun:
             changes["prompt_logprobs"] = asked
         if self._tools.structure is not None:
             changes["structured_outputs"] = self._tools.structure
+        if stops := self._stop_token_ids:
+            changes["stop_token_ids"] = [*(body.stop_token_ids or ()), *stops]
         return body.sampling_params(inputs, self._server.config, **changes)

@@ -1,18 +1,19 @@
 """What a request's tools and tool_choice mean: a schema for the output, and who reads the calls out of it.
 
 Where the model chooses, it writes calls in its own way and the server's parser reads them, by a grammar where answers
-have a form to keep to; a call that is forced keeps to a JSON schema of ours. Knows nothing of the wire.
+have a form to keep to; a call that is forced keeps to a JSON schema of ours, or to the model's own form where nothing
+else can be a call. Knows nothing of the wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxengine.parsers.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.events import OutputParser
-from jaxengine.parsers.registry import ToolFormat, call_ids
+from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
 from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
 from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool, renamed
@@ -34,30 +35,38 @@ class ToolUse:
       structure: what the output is made to keep to, as structured_outputs has it, or None.
       asked_by: the field that asks for the structure.
       special_tokens: calls are marked with special tokens, which text must show.
+      stop_words: tokens that end an output.
+      is_whole: the structure is that of all the output, reasoning included.
     """
 
     open: Callable[[], OutputParser] | None = None
     structure: dict[str, Any] | None = None
     asked_by: str = "tools"
     special_tokens: bool = False
+    stop_words: tuple[str, ...] = ()
+    is_whole: bool = False
 
 
 def tool_use(
     body: ChatRequest,
     auto: bool,
     tool_format: ToolFormat | None,
+    reasoning_format: ReasoningFormat | None,
     tokenizer: Tokenizer,
     switches: Sequence[str] = (),
 ) -> ToolUse:
     """What a request's tools mean for its answer.
 
-    auto: the server lets models choose. tool_format: how its model writes calls. switches: what is on for every schema.
+    auto: the server lets models choose. tool_format, reasoning_format: how its model writes calls and thoughts.
+    switches: what is on for every schema.
 
     Raises RequestError.
     """
     choice, functions = body.choice, [tool.function for tool in body.tools or ()]
     if choice == "none":
         return ToolUse()
+    if choice != "auto" and tool_format is not None and tool_format.forced_grammar is not None:
+        return _forced_in_own_way(body, tool_format, tokenizer, switches)
     if choice == "required":
         at_most = 1 if body.parallel_tool_calls is False else None
         return ToolUse(lambda: RequiredToolParser(call_ids()), _forced(body, _calls_schema(functions, at_most)))
@@ -70,15 +79,44 @@ def tool_use(
             "tool_choice 'auto' needs a server with --enable-auto-tool-choice and --tool-call-parser",
             param="tool_choice",
         )
+    read = ToolUse(
+        lambda: tool_format.open({each.name: _arguments_schema(each) for each in functions}),
+        special_tokens=tool_format.special_tokens,
+        stop_words=tool_format.stop_words,
+    )
     answer = None if body.response_format is None else body.response_format.structured_outputs()
     if answer is None:
-        return ToolUse(tool_format.open, None, special_tokens=tool_format.special_tokens)
+        return read
+    if tool_format.grammar is None:
+        if reasoning_format is None or not reasoning_format.holds_calls:
+            text = "response_format with tools needs a server with the --reasoning-parser of this model's format"
+            raise RequestError(text, param="response_format")
+        return replace(read, structure=answer, asked_by="response_format")
     try:
         answer_rule = StructuredOutputsParams(**answer).switched_on(switches).in_lark()
     except RequestError as error:
         raise renamed(error, "response_format") from None
-    rules = ("start: answer | calls", f"answer: {answer_rule}", *_calls_rules(body, tool_format, tokenizer, switches))
-    return ToolUse(tool_format.open, {"grammar": "\n".join(rules)}, "response_format", tool_format.special_tokens)
+    calls_rules = _rules(tool_format.grammar, body, functions, tokenizer, switches)
+    rules = ("start: answer | calls", f"answer: {answer_rule}", *calls_rules)
+    return replace(read, structure={"grammar": "\n".join(rules)}, asked_by="response_format")
+
+
+def _forced_in_own_way(
+    body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenizer, switches: Sequence[str]
+) -> ToolUse:
+    """Raises RequestError."""
+    functions = [tool.function for tool in body.tools or ()]
+    if isinstance(body.choice, NamedTool):
+        functions = [each for each in functions if each.name == body.choice.function.name]
+    assert tool_format.forced_grammar is not None
+    rules = _rules(tool_format.forced_grammar, body, functions, tokenizer, switches)
+    return ToolUse(
+        lambda: tool_format.open({}),
+        {"grammar": "\n".join(rules)},
+        special_tokens=tool_format.special_tokens,
+        stop_words=tool_format.stop_words,
+        is_whole=True,
+    )
 
 
 def _forced(body: ChatRequest, schema: Schema, white_space: str | None = " ?") -> dict[str, Any]:
@@ -86,10 +124,14 @@ def _forced(body: ChatRequest, schema: Schema, white_space: str | None = " ?") -
     return {"json": schema, "whitespace_pattern": white_space, "lenient": not strict}
 
 
-def _calls_rules(
-    body: ChatRequest, tool_format: ToolFormat, tokenizer: Tokenizer, switches: Sequence[str]
+def _rules(
+    grammar: Callable[[CallGrammar], Iterator[str]],
+    body: ChatRequest,
+    functions: Sequence[Function],
+    tokenizer: Tokenizer,
+    switches: Sequence[str],
 ) -> list[str]:
-    """Of `calls`: nothing but calls, in the model's own way. Raises RequestError."""
+    """Of a format's grammar: calls in the model's own way. Raises RequestError."""
 
     def token_id(word: str) -> int | None:
         found = tokenizer.backend.token_to_id(word)
@@ -97,17 +139,17 @@ def _calls_rules(
 
     try:
         calls = CallGrammar(
-            functions={tool.function.name: _arguments_schema(tool.function) for tool in body.tools or ()},
+            functions={each.name: _arguments_schema(each) for each in functions},
             many=body.parallel_tool_calls is not False,
             token_id=token_id,
             # With the white space of answers, or the lexer would decide between the two by the first blank.
             json=lambda schema: StructuredOutputsParams(**_forced(body, schema, None)).switched_on(switches).in_lark(),
         )
-        return list(tool_format.grammar(calls))
+        return list(grammar(calls))
     except RequestError as error:
         raise renamed(error, "tools") from None
     except ValueError as error:
-        raise RequestError(f"tools cannot be called beside response_format: {error}", param="tools") from None
+        raise RequestError(f"tools cannot be called by a grammar: {error}", param="tools") from None
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:

@@ -60,6 +60,30 @@ async def test_responses_parse_into_a_model(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_schema_holds_behind_the_reasoning(chat_engine, app, stream, ends):
+    """ends: before the tokens do."""
+    config = ServerConfig(served_model_name="tiny", reasoning_parser="deepseek_r1")
+    client, tokenizer = openai_client(create_app(chat_engine, config)), chat_engine.inputs.tokenizer
+    likely = {str(number): 11 for number in tokenizer.encode("</think>", add_special_tokens=False)} if ends else {}
+    ask = {**ASK, "messages": HI, "response_format": {"type": "json_schema", "json_schema": ANSWER_SCHEMA}}
+    ask |= {"logit_bias": {**ASK["logit_bias"], **likely}, "max_tokens": 150 if ends else 9, "seed": 3}
+    if stream:
+        parts = [chunk.choices[0] async for chunk in await client.chat.completions.create(**ask, stream=True)]
+        content = "".join(part.delta.content or "" for part in parts)
+        reasoning = "".join(getattr(part.delta, "reasoning", None) or "" for part in parts)
+        reason = parts[-1].finish_reason
+    else:
+        (choice,) = (await client.chat.completions.create(**ask)).choices
+        content, reasoning, reason = choice.message.content, choice.message.reasoning, choice.finish_reason
+    assert reasoning and "{" not in reasoning[:1]
+    if ends:
+        assert reason == "stop" and set(json.loads(content)) == {"sure"}
+    else:
+        assert (reason, content or "") == ("length", "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_required_call_is_made(client, stream):
     for seed in range(3):
         ask = {**ASK, "messages": HI, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
@@ -160,6 +184,7 @@ async def test_a_json_object_and_a_choice(client):
     assert {choice.message.content for choice in chosen.choices} <= {"yes", "no"}
 
 
+ANSWER_SCHEMA = {"name": "a", "schema": ANSWER}
 BAD = {"type": "object", "properties": {"a": {"$ref": "#/$defs/nowhere"}}, "required": ["a"]}
 
 

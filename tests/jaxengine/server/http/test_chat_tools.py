@@ -150,12 +150,13 @@ async def test_answers_of_one_request_are_read_apart(scripted):
 
 
 async def test_calls_that_are_required(scripted):
-    client, engine = scripted(FORCED, reasoning_parser="deepseek_r1")
+    client, engine = scripted(f"Hm.</think>{FORCED}", reasoning_parser="deepseek_r1")
     (choice,) = (await client.chat.completions.create(**ASK, tool_choice="required")).choices
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
     assert found == [("weather", {"city": "Zürich"}), ("now", {})]
     schema = schema_asked_for(engine)
+    assert choice.message.reasoning == "Hm."
     assert schema["minItems"] == 1 and len(schema["items"]["anyOf"]) == 2 and "maxItems" not in schema
     _, _, calls, _, _ = await collected(
         await client.chat.completions.create(**ASK, tool_choice="required", stream=True)
@@ -236,6 +237,37 @@ async def test_reasoning_that_a_message_has_begun(scripted):
         model="tiny", messages=messages, extra_body={"continue_final_message": True}
     )
     assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == ("more.", "Yes.")
+
+
+ANSWER = {"type": "json_schema", "json_schema": {"schema": {"enum": [7]}, "name": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("parser", "messages", "fields", "begin", "end"),
+    [
+        ("qwen3", HI, {"response_format": ANSWER}, "<think>", (("</think>",),)),
+        ("deepseek_r1", HI, {"response_format": {"type": "json_object"}}, None, (("</think>",),)),
+        ("deepseek_r1", HI, {"structured_outputs": {"regex": "a"}}, None, (("</think>",),)),
+        ("deepseek_r1", HI, {"tools": [NOW], "tool_choice": "required"}, None, (("</think>",),)),
+        ("openai_gptoss", HI, {"response_format": ANSWER}, None, (("<|channel|>final", "<|message|>"),)),
+        ("qwen3", HI, {"structured_outputs": {"regex": "a", "reasoning_end": "x"}}, None, (("x",),)),
+        (
+            "qwen3",
+            [*HI, {"role": "assistant", "content": "<think>a"}],
+            {"response_format": ANSWER},
+            None,
+            (("</think>",),),
+        ),
+        ("qwen3", [*HI, {"role": "assistant", "content": "a"}], {"response_format": ANSWER}, None, None),
+        (None, HI, {"response_format": ANSWER}, None, None),
+    ],
+)
+async def test_a_grammar_waits_for_the_end_of_reasoning(scripted, parser, messages, fields, begin, end):
+    client, engine = scripted("a</think>7", reasoning_parser=parser)
+    extra = {"continue_final_message": messages[-1]["role"] == "assistant", **fields}
+    await client.chat.completions.create(model="tiny", messages=messages, extra_body=extra)
+    structure = engine.calls[-1][1].structured_outputs
+    assert (structure.reasoning_begin, structure.reasoning_end) == (begin, end)
 
 
 @pytest.mark.parametrize(

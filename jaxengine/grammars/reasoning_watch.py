@@ -1,0 +1,101 @@
+"""Where an output's reasoning ends and its grammar begins, token by token.
+
+Words are looked for in the bytes that tokens stand for, so that it does not matter how they are split, and a word that
+is one added token is found like any other. Knows nothing of masks' making or of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from scheduler.errors import RequestError
+from scheduler.token_params import Grammar
+
+
+class Vocabulary(Protocol):
+    """What is asked of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def text_bytes(self, token_id: int) -> bytes: ...
+
+
+class _Words:
+    """Finds words that come one behind the other, anything between them."""
+
+    def __init__(self, words: Sequence[str]):
+        self._words = [word.encode() for word in reversed(words)]
+        self._tail = b""
+
+    def read(self, data: bytes) -> bytes | None:
+        """Takes more of the text; what is behind the last word once that is there."""
+        text = self._tail + data
+        while self._words:
+            word = self._words[-1]
+            before, found, behind = text.partition(word)
+            if not found:
+                self._tail = before[-(len(word) - 1) :] if len(word) > 1 else b""
+                return None
+            text = behind
+            self._words.pop()
+        return text
+
+
+class ReasoningWatch:
+    """One output whose grammar waits for `reasoning_end`; with `reasoning_begin`, an output need not reason at all.
+
+    Only these tokens open reasoning, however else their text may be spelt.
+    """
+
+    def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._begin = grammar.reasoning_begin
+        self._num_begun = 0
+        self._ends = [_Words(words) for words in grammar.reasoning_end]
+
+    def gives_way(self, first: np.ndarray | None) -> bool:
+        """Whether the grammar begins at once: it may itself begin as the opening word does, or can hold nothing.
+
+        first: its first mask. A word that is one token always opens the reasoning.
+        """
+        if not self._begin or (first is not None and len(self._begin) == 1):
+            return False
+        return first is None or _allows(first, self._begin[0])
+
+    def mask(self, first: np.ndarray | None) -> np.ndarray | None:
+        """What may be taken now, i32[num_words]; None for every token. first: as in `gives_way`."""
+        if self._num_begun == len(self._begin):
+            return None
+        assert first is not None
+        words = np.zeros_like(first) if self._num_begun else first.copy()
+        token_id = self._begin[self._num_begun]
+        words.view(np.uint8)[token_id // 8] |= np.uint8(1 << token_id % 8)
+        return words
+
+    def read(self, token_id: int) -> Sequence[int] | None:
+        """Takes the next token: None while the reasoning goes on, else the tokens that the grammar begins with."""
+        if self._num_begun < len(self._begin):
+            if token_id != self._begin[self._num_begun]:
+                return (token_id,)
+            self._num_begun += 1
+            return None
+        data = self._vocabulary.text_bytes(token_id)
+        found = [behind for end in self._ends if (behind := end.read(data)) is not None]
+        if not found:
+            return None
+        # The last token may go on behind the words; white space there is nobody's.
+        rest = max(found, key=len).decode(errors="replace").lstrip()
+        return self._encode(rest) if rest else ()
+
+    def _encode(self, text: str) -> Sequence[int]:
+        try:
+            return self._vocabulary.encode(text, add_special_tokens=False)
+        except RequestError:  # of a tokenizer that fails at the text of its own tokens
+            return ()
+
+
+def _allows(mask: np.ndarray, token_id: int) -> bool:
+    return bool(mask.view(np.uint8)[token_id // 8] >> token_id % 8 & 1)

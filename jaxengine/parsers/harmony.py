@@ -1,0 +1,178 @@
+"""OpenAI's harmony format, which gpt-oss writes: messages with a channel and maybe a recipient.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+    <|message|>{...}<|call|>
+
+See https://cookbook.openai.com/articles/openai-harmony. Owns where messages begin and end; what becomes of them is for
+tool_harmony and reasoning_harmony to say.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jaxengine.parsers.markers import Marker, Opening
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+# They end an answer. A model whose configuration does not say so would go on with what it imagines to be the result.
+STOP_WORDS = (CALL, RETURN)
+_MAX_HEADER = 512
+_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_FUNCTIONS = "functions."
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A message begins. text: as it was written, <|message|> included."""
+
+    text: str
+
+    @property
+    def channel(self) -> str:
+        found = _CHANNEL_NAME.search(self.text)
+        return "" if found is None else found.group(1)
+
+    @property
+    def function(self) -> str | None:
+        """The function that the message calls."""
+        found = _RECIPIENT.search(self.text)
+        if found is None or not found.group(1).startswith(_FUNCTIONS):
+            return None
+        name = found.group(1).removeprefix(_FUNCTIONS)
+        return name if name and name.isprintable() else None
+
+    @property
+    def is_said(self) -> bool:
+        """It is meant for the user."""
+        return self.channel != "analysis" and _RECIPIENT.search(self.text) is None
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """More of the message that has begun."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The message has ended, with this word; none where another one begins or the output ends."""
+
+    word: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Text of no message."""
+
+    text: str
+
+
+Part = Header | Body | End | Outside
+
+
+class HarmonyReader:
+    """Reads one output in pieces of any size; neighbours of one kind are not joined."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._opening = self._new_opening()
+        self._begin = Marker(START, CHANNEL)
+        self._message = Marker(MESSAGE, END, CALL, RETURN)
+        self._end = Marker(END, CALL, RETURN, START, CHANNEL)
+        self._header: list[str] = []
+        self._room = 0
+        self._state = self._first
+
+    def feed(self, text: str) -> list[Part]:
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        if self._state == self._first:
+            self._outside(self._opening.held)
+        elif self._state == self._between:
+            self._outside(self._begin.take())
+        elif self._state == self._in_header:
+            self._outside("".join(self._header) + self._message.take())
+        else:
+            self._body(self._end.take())
+            self._parts.append(End())
+        return self._take()
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    @staticmethod
+    def _new_opening() -> Opening:
+        # What a message without <|start|>assistant, which the prompt has, may begin with.
+        return Opening(START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
+
+    def _first(self, text: str, at: int) -> int:
+        """Where a message may begin."""
+        at, found = self._opening.read(text, at)
+        if found is None:
+            return at
+        held, self._opening = self._opening.held, self._new_opening()
+        if found:
+            self._open(held)
+        else:
+            self._state = self._between
+            # What it held may have begun a message otherwise.
+            self._between(held, 0)
+        return at
+
+    def _between(self, text: str, at: int) -> int:
+        plain, at, word = self._begin.read(text, at)
+        self._outside(plain)
+        if word:
+            self._open(word)
+        return at
+
+    def _open(self, word: str) -> None:
+        """A header begins with this word."""
+        self._header, self._room, self._state = [word], _MAX_HEADER, self._in_header
+        if word.endswith(MESSAGE):
+            self._close_header()
+
+    def _close_header(self) -> None:
+        self._parts.append(Header("".join(self._header)))
+        self._state = self._in_body
+
+    def _in_header(self, text: str, at: int) -> int:
+        plain, read, word = self._message.read(text[at : at + self._room], 0)
+        self._header += [plain, word]
+        self._room -= read
+        if word == MESSAGE:
+            self._close_header()
+        elif word or not self._room:
+            self._outside("".join(self._header))
+            self._state = self._first if word else self._between
+            if not word:  # what it held may begin another one
+                self._between(self._message.take(), 0)
+        return at + read
+
+    def _in_body(self, text: str, at: int) -> int:
+        plain, at, word = self._end.read(text, at)
+        self._body(plain)
+        if word in (START, CHANNEL):
+            self._parts.append(End())
+            self._open(word)
+        elif word:
+            self._parts.append(End(word))
+            self._state = self._first
+        return at
+
+    def _body(self, text: str) -> None:
+        if text:
+            self._parts.append(Body(text))
+
+    def _outside(self, text: str) -> None:
+        if text:
+            self._parts.append(Outside(text))

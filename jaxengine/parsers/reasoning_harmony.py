@@ -1,0 +1,69 @@
+"""Reasoning of gpt-oss: messages of the channel analysis. Those to the user are content, without what is around them.
+
+A message that calls a function is content as it was written, for the tool parser to read. Two messages of one kind have
+a line break between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxengine.parsers.events import ContentDelta, Event, OutputParser, ReasoningDelta
+from jaxengine.parsers.harmony import CHANNEL, MESSAGE, STOP_WORDS, Body, End, HarmonyReader, Header, Part
+
+
+class HarmonyFormat:
+    """A registry.ReasoningFormat."""
+
+    special_tokens = True
+    # Calls come in messages of their own, in front of the one whose text may have to keep to something.
+    holds_calls = True
+    stop_words = STOP_WORDS
+
+    def open(self, prompt: str, continued: str = "") -> OutputParser:
+        """As registry.ReasoningFormat."""
+        return HarmonyReasoningParser()
+
+    def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
+        """As registry.ReasoningFormat. Between the two words may stand what the message keeps to."""
+        return {} if continued else {"reasoning_end": ((f"{CHANNEL}final", MESSAGE),)}
+
+
+class HarmonyReasoningParser:
+    def __init__(self) -> None:
+        self._reader = HarmonyReader()
+        self._header: Header | None = None
+        self._said: set[type] = set()
+
+    def feed(self, text: str) -> list[Event]:
+        return self._events(self._reader.feed(text))
+
+    def finish(self) -> list[Event]:
+        return self._events(self._reader.finish())
+
+    def _events(self, parts: list[Part]) -> list[Event]:
+        events = [event for part in parts if (event := self._event(part)).text]
+        joined: list[Event] = []
+        for event in events:
+            if joined and type(joined[-1]) is type(event):
+                joined[-1] = type(event)(joined[-1].text + event.text)  # pyright: ignore[reportAttributeAccessIssue]
+            else:
+                joined.append(event)
+        return joined
+
+    def _event(self, part: Part) -> ContentDelta | ReasoningDelta:
+        if isinstance(part, Header):
+            self._header = part
+            if part.function is not None:
+                return ContentDelta(part.text)
+            kind = ContentDelta if part.is_said else ReasoningDelta
+            again = kind in self._said
+            self._said.add(kind)
+            return kind("\n" if again else "")
+        header = self._header
+        if isinstance(part, End):
+            self._header = None
+            return ContentDelta(part.word if header is not None and header.function is not None else "")
+        if isinstance(part, Body) and header is not None and header.function is None and not header.is_said:
+            return ReasoningDelta(part.text)
+        return ContentDelta(part.text)

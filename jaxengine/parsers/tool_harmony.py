@@ -1,0 +1,92 @@
+"""Tool calls of gpt-oss: messages to functions.NAME, with arguments as JSON, in OpenAI's harmony format.
+
+Messages to the user are content, without what is around them. The model's other messages, thoughts and calls of tools
+that it brings itself, are content as they were written; with a reasoning parser in front they do not get here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from jaxengine.parsers.call_grammar import CallGrammar, literal
+from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.harmony import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    START,
+    Body,
+    HarmonyReader,
+    Header,
+    Outside,
+    Part,
+)
+
+
+def forced_grammar(calls: CallGrammar) -> Iterator[str]:
+    """Rules of outputs that call one function, `start` above the others; a thought may stand in front.
+
+    Raises ValueError for a vocabulary without harmony's tokens.
+    """
+    tokens = {word: calls.token_id(word) for word in (CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START)}
+    if None in tokens.values():
+        missing = next(word for word, token_id in tokens.items() if token_id is None)
+        raise ValueError(f"the model's vocabulary has no token {missing}, and its calls need it")
+    call, channel, constrain, end, message, start = map(calls.word, tokens)
+    yield f'start: (thought {start} "assistant")? call'
+    yield f'thought: {channel} "analysis" {message} /(?s:.*)/ {end}'
+    said = f'{constrain} "json" {message}'
+    named = (f"{literal(f'{name} ')} {said} arguments_{at}" for at, name in enumerate(calls.functions))
+    yield f'call: {channel} "commentary to=functions." ({" | ".join(named)}) {call}'
+    yield from calls.arguments()
+
+
+class HarmonyToolParser:
+    def __init__(self, new_id: Iterable[str]):
+        self._out = Collector(new_id)
+        self._reader = HarmonyReader()
+        self._header: Header | None = None
+        self._is_blank = True
+
+    def feed(self, text: str) -> list[Event]:
+        self._read(self._reader.feed(text))
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        self._read(self._reader.finish())
+        return self._out.finish()
+
+    def _read(self, parts: list[Part]) -> None:
+        for part in parts:
+            if isinstance(part, Header):
+                self._begin(part)
+            elif isinstance(part, Outside):
+                self._out.content(part.text)
+            elif isinstance(part, Body):
+                self._add(part.text)
+            else:
+                self._end(part.word)
+
+    def _begin(self, header: Header) -> None:
+        self._header, self._is_blank = header, True
+        if header.function is not None:
+            self._out.start(header.function)
+        elif not header.is_said:
+            self._out.content(header.text)
+
+    def _add(self, text: str) -> None:
+        assert self._header is not None
+        if self._header.function is None:
+            self._out.content(text)
+        else:
+            self._is_blank &= text.isspace()
+            self._out.arguments(text)
+
+    def _end(self, word: str) -> None:
+        assert self._header is not None
+        if self._header.function is not None:
+            self._out.arguments("{}" if self._is_blank else "")
+        elif not self._header.is_said:
+            self._out.content(word)

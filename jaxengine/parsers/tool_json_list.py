@@ -1,0 +1,117 @@
+"""Tool calls as one JSON list behind a word: <tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>.
+
+What words: see the rows of the registry. Text may stand before and behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from jaxengine.parsers.call_grammar import CallGrammar
+from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.json_call import Progress
+from jaxengine.parsers.json_call_list import JsonCallList
+from jaxengine.parsers.markers import Marker, Opening
+
+_KEYS = ("arguments", "parameters")
+
+
+def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "") -> Iterator[str]:
+    """Rules; an answer that calls is a `calls`."""
+    closing = calls.word(end) if end else ""
+    yield f'calls: {calls.word(begins[0])} "[" {calls.listed("call", ", ")} "]" {closing}'
+    yield f"call: {calls.objects('arguments')}"
+    yield from calls.arguments()
+
+
+class JsonListToolParser:
+    """begins: words in front of the list; end: the word behind it, "" where there is none.
+
+    bare: an output may begin with the list itself.
+    """
+
+    def __init__(self, new_id: Iterable[str], begins: tuple[str, ...], end: str = "", bare: bool = False):
+        self._out = Collector(new_id)
+        self._begin = Marker(*begins)
+        self._end = end
+        self._before = ""
+        self._opening = Opening("[")
+        self._calls = JsonCallList(self._out, _KEYS)
+        self._closing = Opening(end)
+        self._broken_end = Marker(end or begins[0])
+        self._state = self._before_list if bare else self._content
+
+    def feed(self, text: str) -> list[Event]:
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        if self._state == self._content:
+            self._out.content(self._begin.take())
+        elif self._state == self._before_list:
+            self._out.content(self._before + self._opening.held)
+        elif self._state == self._list:
+            self._release()
+        elif self._state == self._after_list:
+            self._out.content(self._closing.held)
+        else:
+            self._out.arguments(self._broken_end.take())
+        return self._out.finish()
+
+    def _content(self, text: str, at: int) -> int:
+        plain, at, word = self._begin.read(text, at)
+        self._out.content(plain)
+        if word:
+            self._open(word)
+        return at
+
+    def _open(self, word: str) -> None:
+        self._before, self._opening, self._state = word, Opening("["), self._before_list
+
+    def _before_list(self, text: str, at: int) -> int:
+        at, found = self._opening.read(text, at)
+        if found:
+            self._before += self._opening.held[:-1]
+            self._calls = JsonCallList(self._out, _KEYS)
+            self._calls.read("[", 0)
+            self._state = self._list
+        elif found is False:
+            self._out.content(self._before + self._opening.held)
+            self._state = self._content
+        return at
+
+    def _list(self, text: str, at: int) -> int:
+        at, progress = self._calls.read(text, at)
+        if progress is Progress.BROKEN:
+            self._state = self._broken
+        elif progress is Progress.REJECTED:
+            self._state = self._content
+            self._release()
+        elif progress is Progress.DONE:
+            self._closing = Opening(self._end)
+            self._state = self._after_list if self._end else self._content
+        return at
+
+    def _after_list(self, text: str, at: int) -> int:
+        at, found = self._closing.read(text, at)
+        if found is not None:
+            self._state = self._content
+        if found is False:
+            self._content(self._closing.held, 0)
+        return at
+
+    def _broken(self, text: str, at: int) -> int:
+        """The arguments are no JSON any more: they go on until the next word."""
+        plain, at, word = self._broken_end.read(text, at)
+        self._out.arguments(plain)
+        if word == self._end and word:
+            self._state = self._content
+        elif word:
+            self._open(word)
+        return at
+
+    def _release(self) -> None:
+        if self._calls.held:
+            self._out.content(self._before + self._calls.held)

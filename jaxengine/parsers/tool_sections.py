@@ -1,0 +1,230 @@
+"""Tool calls in a section of their own, each a name and then its arguments as JSON: DeepSeek V3 and V3.1, Kimi K2.
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
+    <|tool_calls_section_end|>
+
+The section's own words may be missing, and text may stand in front and behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from jaxengine.parsers.call_grammar import CallGrammar, literal
+from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.json_scan import JsonScanner
+from jaxengine.parsers.markers import Marker, Opening
+
+_MAX_HEAD = 512
+
+
+@dataclass(frozen=True)
+class SectionWords:
+    """The words of a format.
+
+    Attributes:
+      section: around all calls. others: other ways to begin the section.
+      begin, middle, end: in front of a call's head, between that and the arguments, behind them.
+      head: what is between begin and middle; its group `name` is the function's, `id` the call's, where it has one.
+      fence: what may stand in front of end.
+      kind, rest: of the head, what a model writes in front of the name, as words, and behind it, in Lark's notation.
+    """
+
+    section: tuple[str, str]
+    begin: str
+    middle: str
+    end: str
+    head: re.Pattern[str]
+    others: tuple[str, ...] = ()
+    fence: str = ""
+    kind: tuple[str, ...] = ()
+    rest: str = ""
+
+
+DEEPSEEK_V3 = SectionWords(
+    section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    begin="<｜tool▁call▁begin｜>",
+    middle="```json",
+    end="<｜tool▁call▁end｜>",
+    head=re.compile(r"\s*function<｜tool▁sep｜>\s*(?P<name>\S+)\s*"),
+    fence="```",
+    kind=("function", "<｜tool▁sep｜>"),
+    rest='"\\n"',
+)
+DEEPSEEK_V31 = SectionWords(
+    section=DEEPSEEK_V3.section,
+    begin=DEEPSEEK_V3.begin,
+    middle="<｜tool▁sep｜>",
+    end=DEEPSEEK_V3.end,
+    head=re.compile(r"\s*(?P<name>\S+)\s*"),
+)
+KIMI_K2 = SectionWords(
+    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    others=("<|tool_call_section_begin|>",),
+    begin="<|tool_call_begin|>",
+    middle="<|tool_call_argument_begin|>",
+    end="<|tool_call_end|>",
+    head=re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?)\s*"),
+    kind=("functions.",),
+    rest='":" /[0-9]{1,3}/',
+)
+
+
+def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
+    """Rules; an answer that calls is a `calls`."""
+    opening, closing = map(calls.word, words.section)
+    yield f"calls: {opening} {'call+' if calls.many else 'call'} {closing}"
+    kind = [calls.word(word) for word in words.kind]
+    inside = ('"\\n"', literal("\n" + words.fence)) if words.fence else ()
+    named = []
+    for at, name in enumerate(calls.functions):
+        arguments = f"arguments_{at}".join(f" {each} " for each in inside) if inside else f"arguments_{at}"
+        named.append(" ".join([*kind, literal(name), words.rest, calls.word(words.middle), arguments]))
+    yield f"call: {calls.word(words.begin)} ({' | '.join(named)}) {calls.word(words.end)}"
+    yield from calls.arguments()
+
+
+class SectionToolParser:
+    def __init__(self, new_id: Iterable[str], words: SectionWords):
+        self._out = Collector(new_id)
+        self._words = words
+        self._outside = Marker(words.begin, *words.section, *words.others)
+        self._next = Opening(words.begin)
+        self._middle = Marker(words.middle, words.end)
+        self._opening = Opening("{", words.end)
+        self._scanner = JsonScanner()
+        self._end = Marker(words.end, words.begin, words.section[1])
+        # As it was written, from the section's word or the call's on, as long as it may turn out to be no call.
+        self._held: list[str] = []
+        self._head: list[str] = []
+        self._room = 0
+        self._in_section = False
+        self._state = self._content
+
+    def feed(self, text: str) -> list[Event]:
+        at = 0
+        while at < len(text):
+            at = self._state(text, at)
+        return self._out.take()
+
+    def finish(self) -> list[Event]:
+        if self._state == self._content:
+            self._out.content(self._outside.take())
+        elif self._state == self._section:
+            self._reject(self._next.held)
+        elif self._state == self._in_head:
+            self._reject("".join(self._head) + self._middle.take())
+        elif self._state == self._before_object:
+            self._reject("".join(self._head) + self._opening.held)
+        elif self._state == self._broken:
+            self._out.arguments(self._end.take())
+        elif self._state == self._behind:
+            self._end_call(self._end.take())
+        return self._out.finish()
+
+    def _content(self, text: str, at: int) -> int:
+        plain, at, word = self._outside.read(text, at)
+        self._out.content(plain)
+        if word == self._words.begin:
+            self._begin_call([word])
+        elif word == self._words.section[1] and self._in_section:
+            self._in_section = False
+        elif word == self._words.section[1]:
+            self._out.content(word)
+        elif word:
+            self._held, self._next, self._state = [word], Opening(self._words.begin), self._section
+        return at
+
+    def _section(self, text: str, at: int) -> int:
+        """Behind the word that begins a section."""
+        at, found = self._next.read(text, at)
+        if found:
+            self._begin_call([*self._held, self._next.held])
+        elif found is False:
+            held = self._next.held
+            self._reject("")
+            self._content(held, 0)
+        return at
+
+    def _begin_call(self, held: list[str]) -> None:
+        self._held, self._head, self._room, self._state = held, [], _MAX_HEAD, self._in_head
+
+    def _in_head(self, text: str, at: int) -> int:
+        plain, read, word = self._middle.read(text[at : at + self._room], 0)
+        self._head.append(plain)
+        self._room -= read
+        if word == self._words.middle and self._words.head.fullmatch("".join(self._head)):
+            self._head.append(word)
+            self._opening, self._state = Opening("{", self._words.end), self._before_object
+        elif word or not self._room:
+            self._reject("".join(self._head) + (word or self._middle.take()))
+        return at + read
+
+    def _before_object(self, text: str, at: int) -> int:
+        at, found = self._opening.read(text, at)
+        if found is False:
+            self._reject("".join(self._head) + self._opening.held)
+        if not found:
+            return at
+        head = self._words.head.fullmatch("".join(self._head[:-1]))
+        assert head is not None
+        own_id = head.groupdict().get("id") or ""
+        self._out.start(head["name"], own_id if ":" in own_id else None)
+        self._in_section = True
+        if self._opening.held.endswith("{"):
+            self._scanner, self._state = JsonScanner(), self._arguments
+            self._arguments("{", 0)
+        else:  # nothing between the words
+            self._out.arguments("{}")
+            self._state = self._content
+        return at
+
+    def _arguments(self, text: str, at: int) -> int:
+        begin = at
+        while at < len(text) and not self._scanner.done:
+            if (end := self._scanner.skip(text, at)) > at:
+                at = end
+            elif not self._scanner.read(text[at]):
+                self._state = self._broken
+                break
+            else:
+                at += 1
+        self._out.arguments(text[begin:at])
+        if self._scanner.done:
+            self._held, self._state = [], self._behind
+        return at
+
+    def _broken(self, text: str, at: int) -> int:
+        """The arguments are no JSON any more: they go on until the word behind them."""
+        plain, at, word = self._end.read(text, at)
+        self._out.arguments(plain)
+        self._turn_to(word)
+        return at
+
+    def _behind(self, text: str, at: int) -> int:
+        """Between the arguments and the word behind them."""
+        plain, at, word = self._end.read(text, at)
+        self._held.append(plain)
+        if word:
+            self._end_call("")
+        self._turn_to(word)
+        return at
+
+    def _turn_to(self, word: str) -> None:
+        """Goes on behind a call by the word that ended it, which may be missing."""
+        if word == self._words.begin:
+            self._begin_call([word])
+        elif word:
+            self._in_section &= word == self._words.end
+            self._state = self._content
+
+    def _end_call(self, rest: str) -> None:
+        between = "".join(self._held) + rest
+        if between.strip() not in ("", self._words.fence):
+            self._out.content(between)
+
+    def _reject(self, text: str) -> None:
+        self._out.content("".join(self._held) + text)
+        self._state = self._content

@@ -1,0 +1,97 @@
+"""Arguments that models write as plain text, into JSON by the schema of their parameter. Knows no format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxengine.parsers.call_grammar import Schema, definitions
+from jaxengine.parsers.python_scan import PythonScanner, Reading
+
+_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+_COMBINING = ("anyOf", "oneOf", "allOf")
+# Of one parameter, that are looked at: schemas refer to each other, and to themselves.
+_MAX_SCHEMAS = 256
+
+
+def types_of(function: Schema | None, name: str) -> frozenset[str]:
+    """The JSON types that a parameter of a function may have; "string" alone where nothing is said.
+
+    function: the schema of its arguments, None where it is not known.
+    """
+    function = function or {}
+    properties = function.get("properties")
+    defined = definitions(function)
+    waiting: list[Any] = [properties.get(name)] if isinstance(properties, Mapping) else []
+    found: set[str] = set()
+    for _ in range(_MAX_SCHEMAS):
+        if not waiting:
+            break
+        schema = waiting.pop()
+        if isinstance(schema, Mapping):
+            found |= _own_types(schema)
+            waiting += [each for word in _COMBINING for each in _list(schema.get(word))]
+            waiting.append(_referred(schema.get("$ref"), defined))
+    return frozenset(found) or frozenset(("string",))
+
+
+def _own_types(schema: Schema) -> set[str]:
+    kind = schema.get("type")
+    found = {each for each in (*_list(kind), kind) if isinstance(each, str)}
+    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    return found or {_TYPES.get(type(value), "null") for value in values}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _referred(reference: Any, defined: Schema) -> Any:
+    """What "#/$defs/name" is; None for other references."""
+    parts = reference.split("/") if isinstance(reference, str) else []
+    if len(parts) != 3 or parts[0] != "#":
+        return None
+    named = defined.get(parts[1])
+    return named.get(parts[2]) if isinstance(named, Mapping) else None
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """The text as JSON of one of the types, as it was written where it is JSON already; else as a string.
+
+    Python's way to write a value is understood too.
+    """
+    if types != {"string"}:
+        for written in (text.strip(), _from_python(text.strip())):
+            if written and _is_of(written, types):
+                return written
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_of(text: str, types: frozenset[str]) -> bool:
+    try:
+        # Which number it is does not matter here, and may be too long for Python's liking.
+        value = json.loads(text, parse_int=lambda _: 0, parse_float=_number, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return False
+    kind = _TYPES.get(type(value), "null")
+    return kind in types - {"string"} or (kind == "integer" and "number" in types)
+
+
+def _number(text: str) -> int | float:
+    """1.0 is an integer to JSON schema."""
+    return 0 if float(text).is_integer() else 0.5
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _from_python(text: str) -> str:
+    scanner = PythonScanner()
+    for at, char in enumerate(text):
+        reading = scanner.read(char)
+        if reading is not Reading.MORE:
+            return "".join(scanner.json) if reading is Reading.DONE and at == len(text) - 1 else ""
+    # A name or a number ends with what is behind it.
+    return "".join(scanner.json) if scanner.read(" ") is Reading.BEFORE else ""

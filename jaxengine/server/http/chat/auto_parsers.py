@@ -1,0 +1,37 @@
+"""Parsers that an operator leaves to the model's chat template: which ones they are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.parsers.registry import AUTO, REASONING_PARSERS, TOOL_PARSERS, by_template
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.server.options import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def without_auto(config: ServerConfig, inputs: InputProcessor) -> ServerConfig:
+    """The options with the names that "auto" stands for, which the log tells; None where no rule knows the template."""
+    changes: dict[str, Any] = {}
+    for option, rows in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        if getattr(config, option) == AUTO:
+            changes[option] = name = by_template(rows, _template(inputs))
+            flag = "--" + option.replace("_", "-")
+            if name is None:
+                logger.warning("%s auto: the chat template is none that is known, so it is off; name one", flag)
+            else:
+                logger.info("%s auto: %s, by the chat template", flag, name)
+    if "tool_call_parser" in changes and changes["tool_call_parser"] is None:
+        changes["enable_auto_tool_choice"] = False
+    return replace(config, **changes)
+
+
+def _template(inputs: InputProcessor) -> str:
+    template = inputs.config.chat_template
+    if template is None and inputs.tokenizer is not None:
+        template = inputs.tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, Mapping) else template or ""

@@ -1,0 +1,110 @@
+"""Every format of tool calls: recorded outputs, cut anywhere and broken off anywhere, and outputs that are hostile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+
+import pytest
+
+from jaxengine.parsers.events import ParsedMessage, message_of
+from jaxengine.parsers.registry import TOOL_PARSERS
+from tests.jaxengine.parsers.outputs import FORMATS, FUNCTIONS, common
+
+# 10,000 over all formats.
+NUM_CUTS = 10_000 // len(FORMATS) + 1
+
+
+def parse(name: str, pieces) -> ParsedMessage:
+    parser = TOOL_PARSERS[name].open(FUNCTIONS)
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    message = message_of([*events, *parser.finish()])
+    for at, call in enumerate(message.tool_calls):
+        call.id = str(at) if call.id.startswith(("chatcmpl-tool-",)) else call.id
+    return message
+
+
+def cut(text: str, places) -> list[str]:
+    return [text[begin:end] for begin, end in itertools.pairwise([0, *sorted(places), len(text)])]
+
+
+def outputs(name: str):
+    return [*common(FORMATS[name]), *FORMATS[name].odd]
+
+
+def test_every_parser_has_outputs():
+    older = {"llama3_json", "llama4_json", "mistral", "pythonic"}  # test_tool_parsers has theirs
+    assert FORMATS.keys() == TOOL_PARSERS.keys() - older
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_recorded_outputs(name):
+    for text, calls, content in outputs(name):
+        message = parse(name, [text])
+        found = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+        assert found == calls, text
+        kept = message.content or ""
+        assert kept.strip() == (text if content is ... else content or "").strip(), text
+        # Types as well: True is 1 to Python.
+        assert json.dumps([each[1] for each in found]) == json.dumps([each[1] for each in calls])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_cuts_do_not_matter(name):
+    """At every place of every recorded output, and at random ones of outputs that nobody would write."""
+    draw = random.Random(name)
+    texts = [text for text, _, _ in outputs(name)]
+    for text in texts:
+        assert parse(name, text) == parse(name, [text]), text
+    for _ in range(NUM_CUTS):
+        text = draw.choice(texts)
+        if draw.random() < 0.5:
+            text = "".join(draw.choices([*FORMATS[name].pieces, " ", "x", "é"], k=draw.randint(1, 20)))
+        if draw.random() < 0.3:
+            text = text[: draw.randint(0, len(text))]
+        places = [draw.randint(0, len(text)) for _ in range(draw.randint(1, 6))]
+        whole = parse(name, [text])
+        assert parse(name, cut(text, places)) == whole, (text, places)
+        if not whole.tool_calls and name != "openai":
+            assert (whole.content or "") == text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_broken_off_has_the_calls_before(name):
+    """Calls that were complete stay as they are, the last one's arguments are the beginning of what they would be."""
+    text = FORMATS[name].write([("now", {}), ("weather", {"city": "Zü\nrich", "n": 12})])
+    whole = parse(name, [text])
+    for end in range(len(text)):
+        message = parse(name, [text[:end]])
+        for part, full in zip(message.tool_calls, whole.tool_calls, strict=False):
+            assert part.name == full.name
+            # A call that lacks nothing but its end is closed; half a word of the format is text.
+            said = re.sub(r"(\\n|\n)?<[^<]*$", "", part.arguments).removesuffix("}")
+            assert full.arguments.startswith(said), text[:end]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_megabyte(name):
+    """Of an argument, of a text, and of whatever the format is made of; anything quadratic takes minutes."""
+    big = ("weather", {"city": "x < y\n é" * 125_000})
+    message = parse(name, cut(FORMATS[name].write([big]), range(0, 1_000_000, 1000)))
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [big]
+    for piece in FORMATS[name].pieces:
+        parse(name, [piece * (30_000 // len(piece))])
+    opening = FORMATS[name].write([("now", {})])
+    for end in range(1, len(opening), 9):
+        parse(name, [opening[:end], "<" * 5_000])
+
+
+def test_a_string_goes_out_as_it_comes():
+    parser = TOOL_PARSERS["qwen3_coder"].open(FUNCTIONS)
+    parser.feed("<tool_call>\n<function=weather>\n<parameter=city>\nPar")
+    (event,) = parser.feed("is\n")
+    assert event.text == "is"
+
+
+def test_the_models_own_ids():
+    text = FORMATS["kimi_k2"].write([("now", {}), ("weather", {})])
+    assert [call.id for call in parse("kimi_k2", [text]).tool_calls] == ["functions.now:0", "functions.weather:1"]
