@@ -25,6 +25,7 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "experts": ("data", "attn", "model"),
         "embed": (),
         "latent": (),
+        "labels": (),
     }
 )
 

@@ -20,6 +20,7 @@ from models.config.fields import (
     ModelConfigError,
     check_size,
 )
+from models.config.pooler import Pooler
 
 _MAXIMA = {
     "vocab_size": MAX_VOCAB,
@@ -37,8 +38,8 @@ class ModelConfig:
     that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is what
     embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
     what logits are. `rms_norm_eps` is that of all norms, of whatever kind. A checkpoint may have
-    `num_nextn_predict_layers` layers behind the last that predict further tokens; they are not read. Token ids are None
-    or empty where the checkpoint names none.
+    `num_nextn_predict_layers` layers behind the last that predict further tokens; they are not read. `pooler` is None
+    for a model that generates. Token ids are None or empty where the checkpoint names none.
     """
 
     architecture: str
@@ -58,6 +59,7 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    pooler: Pooler | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
@@ -81,7 +83,9 @@ class ModelConfig:
                 "attention must hold one entry per layer, at least one, with the same num_kv_heads, head_dim and "
                 f"v_head_dim (all layers share a pool), got {heads}"
             )
-        for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+        classifier = None if self.pooler is None else self.pooler.classifier
+        labels = () if classifier is None else classifier.token_ids
+        for token_id in (*self.eos_token_ids, *labels, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise ModelConfigError(f"token ids must lie in [0, vocab_size = {self.vocab_size}), got {token_id}")
 

@@ -52,3 +52,13 @@ class RenamedSource:
 
     def close(self) -> None:
         self._source.close()
+
+
+# A pooling model that was saved without its head, as *Model, has names without the beginning of all others.
+_WITHOUT_HEAD = CheckpointNames(prefixes=(("lm_head.", "lm_head."), ("score.", "score."), ("", "model.")))
+
+
+def with_prefix(source: WeightSource) -> WeightSource:
+    """The checkpoint by names that begin with "model.", whether its own do or not."""
+    has_prefix = any(name.startswith("model.") for name in source.names())
+    return source if has_prefix else RenamedSource(source, _WITHOUT_HEAD)

@@ -19,6 +19,7 @@ from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
+from jaxengine.server.beam_search import beam_search
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
@@ -79,6 +80,7 @@ class ChatRun:
         self._tools = tool_use(body, auto, server.tool_format, self._reasoning, tokenizer, switches)
         try:
             self.params = self._sampling_params()
+            self._beams = body.beam_params(server.engine.inputs, self.params.max_tokens)
         except RequestError as error:
             raise self._as_asked(error) from None
         if self._shows_special_tokens and body.skip_special_tokens is None:
@@ -112,7 +114,11 @@ class ChatRun:
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
         """What the engine says, with what it means. Raises as EngineClient.stream."""
-        outputs = self._server.engine.stream(self.prompt, self.params, self._name, self._options)
+        engine = self._server.engine
+        if self._beams is not None:
+            outputs = beam_search(engine, self.prompt, self._beams, self._name, self._options)
+        else:
+            outputs = engine.stream(self.prompt, self.params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             try:
                 async for output in outputs:
