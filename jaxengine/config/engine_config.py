@@ -33,9 +33,21 @@ logger = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-_KINDS = {"int": "a whole number", "bool": "True or False", "float": "a number", "str": "text"}
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"),
+    "bool": (bool, "True or False"),
+    "float": ((int, float), "a number"),
+    "str": (str, "text"),
+}
 # Options that also take "4k" or "4G".
 SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
+# Options that are more than a value.
+_READERS = {
+    "compilation_config": CompilationConfig.read,
+    "structured_outputs_config": StructuredOutputsConfig.read,
+    "pooler_config": PoolerConfig.read,
+    "hf_overrides": read_hf_overrides,
+}
 
 
 @dataclass(frozen=True)
@@ -189,9 +201,7 @@ class EngineConfig:
             ("num_gpu_blocks_override", 1, 2**31 - 1),
             ("long_prefill_token_threshold", 0, 2**24),
             ("max_logprobs", -1, MAX_LOGPROBS),
-            ("tensor_parallel_size", 1, 1024),
-            ("data_parallel_size", 1, 1024),
-            ("pipeline_parallel_size", 1, 1024),
+            *((f"{kind}_parallel_size", 1, 1024) for kind in ("tensor", "data", "pipeline")),
             ("nnodes", 1, 1024),
             ("master_port", 1, 65535),
             ("cluster_timeout", 1, 86400),
@@ -241,7 +251,10 @@ class EngineConfig:
         Raises:
           ConfigError: values that do not go together, or that the model cannot do.
         """
-        longest = model.max_position_embeddings
+        longest, vocab_size = model.max_position_embeddings, model.vocab_size
+        if self.max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
+            problem = f"max_logprobs is -1, the whole vocabulary, which has {vocab_size} tokens"
+            raise ConfigError.because("max_logprobs", problem, f"give at most {MAX_LOGPROBS}")
         if self.max_model_len is not None and self.max_model_len > longest:
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
         max_model_len = self.max_model_len or longest
@@ -285,16 +298,10 @@ class EngineConfig:
             block_size=self.block_size or platform.page_size,
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
-            max_logprobs=self._max_logprobs(model.vocab_size),
+            max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),
             runner="generate" if model.pooler is None else "pooling",
         )
         return ResolvedConfig(**chosen)
-
-    def _max_logprobs(self, vocab_size: int) -> int:
-        if self.max_logprobs == -1 and vocab_size > MAX_LOGPROBS:
-            problem = f"max_logprobs is -1, the whole vocabulary, which has {vocab_size} tokens"
-            raise ConfigError.because("max_logprobs", problem, f"give at most {MAX_LOGPROBS}")
-        return vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
         """The sizes of the mesh that one pipeline stage runs on."""
@@ -312,14 +319,8 @@ class EngineConfig:
         name, value = field.name, plain(getattr(self, field.name))
         if value is None:
             return field.default
-        if name == "compilation_config":
-            return CompilationConfig.read(value)
-        if name == "structured_outputs_config":
-            return StructuredOutputsConfig.read(value)
-        if name == "pooler_config":
-            return PoolerConfig.read(value)
-        if name == "hf_overrides":
-            return read_hf_overrides(value)
+        if name in _READERS:
+            return _READERS[name](value)
         if name in ("dtype", "kv_cache_dtype"):
             value = dtype_name(value)
             if value == "float16":
@@ -337,14 +338,9 @@ class EngineConfig:
         if value is None and "None" in annotation:
             return
         kind = annotation.removesuffix(" | None")
-        right = {
-            "int": type(value) is int,
-            "bool": type(value) is bool,
-            "float": type(value) in (int, float),
-            "str": isinstance(value, str),
-        }.get(kind, True)
-        if not right:
-            raise ConfigError(name, value, _KINDS[kind] + (" or None" if "None" in annotation else ""))
+        types, said = _KINDS.get(kind, (object, ""))
+        if not isinstance(value, types) or (isinstance(value, bool) and kind in ("int", "float")):
+            raise ConfigError(name, value, said + (" or None" if "None" in annotation else ""))
 
 
 # vLLM's name for the dataclass of all options.

@@ -312,8 +312,7 @@ class SamplingParams:
     ) -> TokenParams:
         """What the engine must know of these.
 
-        bad_words: the token ids of the field of that name. json_switches: as StructuredOutputsParams.switched_on.
-        reasoning_begin: as StructuredOutputsParams.compiled_from.
+        bad_words: the token ids of that field. json_switches, reasoning_begin: as StructuredOutputsParams has them.
         """
         shape = self.structured_outputs
         assert shape is None or isinstance(shape, StructuredOutputsParams)
@@ -369,10 +368,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(self, name)
             if asked == -1 and most < vocab_size:
-                allowed = f"at most max_logprobs ({most}); -1, the whole vocabulary of {vocab_size} tokens, "
-                served = vocab_size <= MAX_LOGPROBS
-                allowed += "needs an engine with max_logprobs=-1" if served else "is more than any engine here reports"
-                raise _refuse(name, asked, allowed)
+                way = "needs max_logprobs=-1" if vocab_size <= MAX_LOGPROBS else "is more than any engine here reports"
+                whole = f"-1, the whole vocabulary of {vocab_size} tokens, {way}"
+                raise _refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
             if asked is not None and asked > most:
                 raise _refuse(name, asked, f"at most max_logprobs ({most})")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
