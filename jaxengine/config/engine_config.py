@@ -209,8 +209,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(name, value, f"{least} to {most}")
-        share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
+        if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
             raise ConfigError("all2all_backend", self.all2all_backend, f"{GATHER} without enable_expert_parallel")
@@ -218,11 +217,10 @@ class EngineConfig:
             raise ConfigError.because("hf_token", "hf_token is no text", "give the token, True, False or None")
         if self.override_generation_config is not None and not isinstance(self.override_generation_config, Mapping):
             raise ConfigError("override_generation_config", self.override_generation_config, "a dict, or None")
-        layers = self.pipeline_layers
-        if layers is not None:
+        if (layers := self.pipeline_layers) is not None:
+            size = self.pipeline_parallel_size
             listed = isinstance(layers, (list, tuple)) and all(type(count) is int and count > 0 for count in layers)
-            if not listed or len(layers) != self.pipeline_parallel_size:
-                size = self.pipeline_parallel_size
+            if not listed or len(layers) != size:
                 raise ConfigError("pipeline_layers", layers, f"{size} integers of at least 1, one for each stage")
             object.__setattr__(self, "pipeline_layers", tuple(layers))
 

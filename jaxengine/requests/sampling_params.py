@@ -314,9 +314,8 @@ class SamplingParams:
 
         bad_words: the token ids of that field. json_switches, reasoning_begin: as StructuredOutputsParams has them.
         """
-        shape = self.structured_outputs
+        shape, allowed = self.structured_outputs, self.allowed_token_ids
         assert shape is None or isinstance(shape, StructuredOutputsParams)
-        allowed = self.allowed_token_ids
         return TokenParams(
             **{name: getattr(self, name) for name in _TOKEN_FIELDS},
             logit_bias=self.logit_bias or {},
@@ -368,7 +367,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(self, name)
             if asked == -1 and most < vocab_size:
-                way = "needs max_logprobs=-1" if vocab_size <= MAX_LOGPROBS else "is more than any engine here reports"
+                served = vocab_size <= MAX_LOGPROBS
+                way = "needs an engine with max_logprobs=-1" if served else "is more than any engine here reports"
                 whole = f"-1, the whole vocabulary of {vocab_size} tokens, {way}"
                 raise _refuse(name, asked, f"at most max_logprobs ({most}); {whole}")
             if asked is not None and asked > most:
