@@ -175,7 +175,7 @@ BAD = {
         {"rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": None}},
         "original_max_position_embeddings is missing",
     ),
-    "rope factors swapped": ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.0}}, "high_freq_factor must be"),
+    "rope factors swapped": ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.5}}, "high_freq_factor must be"),
     "rope per layer type": ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one mapping for all layers"),
     "eos outside": ({"eos_token_id": 256}, "token ids must lie in"),
     "eos bool": ({"eos_token_id": [True]}, "eos_token_id must be a token id"),
