@@ -64,6 +64,8 @@ GEMMA2 = DENSE | {
     "attn_logit_softcapping": 5.0,
     "final_logit_softcapping": 6.0,
 }
+# Norms over all heads of q and of k, which devices share.
+OLMO2 = DENSE | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_key_value_heads": 2}
 MODELS = {
     "dense": DENSE,
     "tied": DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -72,6 +74,7 @@ MODELS = {
     "moe": MOE,
     "phi3": PHI3,
     "gemma2": GEMMA2,
+    "olmo2": OLMO2,
 }
 RAGGED = {"all2all_backend": "ragged_all_to_all"}
 # model, engine options; `first` is the first of the eight devices to take from
@@ -103,6 +106,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2},
     ),
+    "olmo2 tp2": ("olmo2", {"tensor_parallel_size": 2}),
+    "olmo2 tp4, replicated": ("olmo2", {"tensor_parallel_size": 4, "replicate_kv_heads": True}),
     "moe tp2": ("moe", {"tensor_parallel_size": 2}),
     "moe tp2 dp2": ("moe", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     "moe tp2 dp2 ep": (
