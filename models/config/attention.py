@@ -41,7 +41,7 @@ class LayerAttention:
       scale: that products of queries and keys are multiplied with; None for head_dim ** -0.5.
       window: keys a token sees counting itself, None for all of them.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
-      qk_norm: an RMS norm over each head of q and k before rope; other norms are handed to the layer by its family.
+      qk_norm: an RMS norm over each head of q and k before rope, unless the family hands other norms to Attention.
       bias: of the projections to q, k and v.
       output_bias: of the projection after attention.
       temperature: by which queries are multiplied according to their positions; None for not at all.
