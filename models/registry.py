@@ -18,6 +18,7 @@ from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
 from models.config.pooler import Pooler
 from models.families.apertus import ApertusForCausalLM
+from models.families.cohere import CohereForCausalLM
 from models.families.cohere2 import Cohere2ForCausalLM
 from models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from models.families.deepseek_v3 import DeepseekV3ForCausalLM
@@ -25,6 +26,7 @@ from models.families.dots1 import Dots1ForCausalLM
 from models.families.ernie4_5 import Ernie4_5ForCausalLM
 from models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
+from models.families.gemma import GemmaForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from models.families.glm import GlmForCausalLM
@@ -71,6 +73,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "MixtralForCausalLM": MixtralForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
+    "GemmaForCausalLM": GemmaForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
@@ -82,6 +85,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo3ForCausalLM,
     "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
+    "CohereForCausalLM": CohereForCausalLM,
     "Cohere2ForCausalLM": Cohere2ForCausalLM,
     "Exaone4ForCausalLM": Exaone4ForCausalLM,
     "Starcoder2ForCausalLM": Starcoder2ForCausalLM,

@@ -13,9 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flax import nnx
+
 from jaxengine.check.hlo import Instruction, Module, arrays_of, bytes_of
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.experts import ExpertsConfig
+from models.layers.norm import HeadsRMSNorm
 from scheduler.buckets import Bucket
 from sharding.layout import MeshLayout
 
@@ -179,7 +182,8 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
     config, mesh = model.config, model.mesh
     dense = () if config.experts is None else config.experts.dense_layers
     layers = tuple(
-        layer_exchanges(mesh, experts=None if layer in dense else config.experts) for layer in model.stage.layers
+        layer_exchanges(mesh, experts=None if number in dense else config.experts, head_norms=head_norms(layer))
+        for number, layer in zip(model.stage.layers, model.layers, strict=True)
     )
     rows = max(bucket.num_seqs, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
     logits = rows * mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
@@ -190,15 +194,20 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
     return Expected(layers, max(most, logits), most * itemsize)
 
 
-def layer_exchanges(mesh: MeshLayout, *, experts: ExpertsConfig | None) -> dict[str, int]:
+def head_norms(layer: nnx.Module) -> int:
+    """Norms of a layer that are over all heads at once."""
+    return sum(isinstance(node, HeadsRMSNorm) for _, node in nnx.iter_graph(layer))
+
+
+def layer_exchanges(mesh: MeshLayout, *, experts: ExpertsConfig | None, head_norms: int = 0) -> dict[str, int]:
     """Of one layer by kind: attention adds up its output over the heads' devices, the feed-forward part gathers the
     tokens of all ranks that share its weights, adds up over all devices that do and leaves each rank its tokens. With
     experts the routing, weights and ids, is gathered too. Where devices send rows to experts they gather how many rows,
     and the devices of a rank gather what became of each one's share of the tokens. A shared MLP beside whole experts
-    exchanges what a dense one does, and beside slices of experts nothing.
+    exchanges what a dense one does, and beside slices of experts nothing. A norm over all heads adds up squares.
     """
     found: Counter[str] = Counter()
-    found["all-reduce"] = int(mesh.model > 1)
+    found["all-reduce"] = (1 + head_norms) * (mesh.model > 1)
     if experts is None:
         found += _of_mlp(mesh, "ffn", gathered=1)
     elif mesh.sends_rows:

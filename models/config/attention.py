@@ -69,7 +69,7 @@ class LayerAttention:
       window: keys a token sees counting itself, None for all of them.
       chunk: a token sees the keys from the last multiple of this on, None for all of them: a window that restarts.
       soft_cap: products become soft_cap * tanh(product / soft_cap) before the softmax, None for no cap.
-      qk_norm: an RMS norm over each head of q and k before rope; other norms are handed to the layer by its family.
+      qk_norm: an RMS norm over each head of q and k before rope, unless the family hands other norms to Attention.
       sinks: a learned logit for each head that takes its share of the softmax and gives nothing (Xiao et al. 2023,
         arXiv:2309.17453).
       bias: of the projections to q, k and v.

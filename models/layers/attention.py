@@ -105,8 +105,7 @@ class Attention(nnx.Module):
 
     Args:
       qkv: the checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`.
-      qk_norms: norms of q and of k before rope, [T, heads, H] to the same, where LayerAttention.qk_norm is not what a
-        family has.
+      qk_norms: norms of q and of k before rope, [T, heads, H] to the same; None for what LayerAttention.qk_norm says.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Attention(nnx.Module):
         )
         out = (Source(f"{source}.o_proj", hidden_size),)
         self.out = Linear(q_size, out, axes=("heads", "embed"), bias=attention.output_bias, build=build)
-        if attention.qk_norm:
+        if attention.qk_norm and qk_norms is None:
             qk_norms = [RMSNorm(head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
         self.q_norm, self.k_norm = qk_norms or (None, None)
         # float32, as the kernels add it to products of that dtype.

@@ -82,6 +82,7 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "phi3": GGUFLayout({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "granite": GGUFLayout(permuted=True),
     "minicpm": GGUFLayout(permuted=True),
+    "gemma": GGUFLayout(norm_offset=1.0),
     "gemma2": GGUFLayout(_GEMMA, norm_offset=1.0),
     "gemma3": GGUFLayout(_GEMMA, norm_offset=1.0),
     "olmo2": GGUFLayout(_POST_NORMS),

@@ -103,6 +103,8 @@ LATENT = DENSE | {
     "n_group": 4,
     "topk_group": 2,
 }
+# Norms over all heads of q and of k, which devices share.
+OLMO2 = DENSE | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_key_value_heads": 2}
 MODELS = {
     "dense": DENSE,
     "tied": DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -114,6 +116,7 @@ MODELS = {
     "phi3": PHI3,
     "gemma2": GEMMA2,
     "latent": LATENT,
+    "olmo2": OLMO2,
 }
 RAGGED = {"all2all_backend": "ragged_all_to_all"}
 # model, engine options; `first` is the first of the eight devices to take from
@@ -154,6 +157,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "latent",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
     ),
+    "olmo2 tp2": ("olmo2", {"tensor_parallel_size": 2}),
+    "olmo2 tp4, replicated": ("olmo2", {"tensor_parallel_size": 4, "replicate_kv_heads": True}),
     "moe tp2": ("moe", {"tensor_parallel_size": 2}),
     "moe tp2 dp2": ("moe", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
     "moe tp2 dp2 ep": (

@@ -23,7 +23,7 @@ import pytest
 from jaxengine.check.exchanges import by_place, counts, exchanges, wrong
 
 ROOT = Path(__file__).parents[2]
-DENSE, EXPERTS = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
+DENSE, EXPERTS, HEAD_NORMS = "LlamaForCausalLM", "Qwen3MoeForCausalLM", "Olmo2ForCausalLM"
 TENSOR, DATA, EXPERT = "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel"
 RAGGED = {"all2all_backend": "ragged_all_to_all"}
 TWO_SUMS = {"all-reduce": 2}
@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "tp 2": (DENSE, {TENSOR: 2}, TWO_SUMS),
     "tp 4": (DENSE, {TENSOR: 4}, TWO_SUMS | {"all-gather": 1, "reduce-scatter": 1}),
     "tp 4, replicated": (DENSE, {TENSOR: 4, "replicate_kv_heads": True}, TWO_SUMS),
+    "norms over heads, tp 4, replicated": (HEAD_NORMS, {TENSOR: 4, "replicate_kv_heads": True}, {"all-reduce": 4}),
     "dp 2": (DENSE, {DATA: 2}, {}),
     "tp 2, dp 2": (DENSE, {TENSOR: 2, DATA: 2}, TWO_SUMS),
     "experts, tp 2, dp 2": (EXPERTS, {TENSOR: 2, DATA: 2}, TWO_SUMS),

@@ -76,7 +76,8 @@ def test_what_layers_with_experts_exchange():
     assert layer_exchanges(MeshLayout(model=4, **ragged), experts=experts) == sent
     assert layer_exchanges(MeshLayout(data=4, **ragged), experts=experts) == {"all-gather": 1, "ragged-all-to-all": 2}
     assert layer_exchanges(MeshLayout(model=4, **ragged), experts=None) == {"all-reduce": 2}
-    assert layer_exchanges(MeshLayout(**ragged), experts=experts) == {}
+    assert layer_exchanges(MeshLayout(**ragged), experts=experts, head_norms=2) == {}
+    assert layer_exchanges(MeshLayout(model=4), experts=None, head_norms=2) == {"all-reduce": 4}
     shared = replace(experts, shared_intermediate_size=16)
     assert layer_exchanges(MeshLayout(model=4, **ragged), experts=shared) == sent | {"all-reduce": 2}
     assert layer_exchanges(MeshLayout(model=4), experts=shared) == {"all-reduce": 2}

@@ -10,239 +10,22 @@ from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope, RopeScaling
 from models.registry import read_hf
-
-LINEAR = {"factor": 8.0, "rope_type": "linear"}
-# google/gemma-3-12b-it, which leaves to transformers what a Gemma 3 has anyway.
-GEMMA3_VISION = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "eos_token_id": [1, 106],
-    "mm_tokens_per_image": 256,
-    "text_config": {
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "model_type": "gemma3_text",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 8,
-        "rope_scaling": LINEAR,
-        "sliding_window": 1024,
-    },
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
-}
-# google/gemma-3-1b-it
-GEMMA3 = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "attn_logit_softcapping": None,
-    "bos_token_id": 2,
-    "eos_token_id": [1, 106],
-    "final_logit_softcapping": None,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 1,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_local_base_freq": 10000,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "vocab_size": 262144,
-}
-# allenai/OLMo-2-1124-7B
-OLMO2 = {
-    "architectures": ["Olmo2ForCausalLM"],
-    "attention_bias": False,
-    "eos_token_id": 100257,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 500000,
-    "tie_word_embeddings": False,
-    "vocab_size": 100352,
-}
-YARN = {
-    "attention_factor": 1.2079441541679836,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "yarn",
-}
-# allenai/Olmo-3-7B-Instruct
-OLMO3 = {
-    **OLMO2,
-    "architectures": ["Olmo3ForCausalLM"],
-    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
-    "max_position_embeddings": 65536,
-    "rope_scaling": YARN,
-    "sliding_window": 4096,
-    "vocab_size": 100278,
-}
-# HuggingFaceTB/SmolLM3-3B
-SMOLLM3 = {
-    "architectures": ["SmolLM3ForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128012,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "layer_types": ["full_attention"] * 36,
-    "max_position_embeddings": 65536,
-    "max_window_layers": 28,
-    "mlp_bias": False,
-    "no_rope_layer_interval": 4,
-    "no_rope_layers": [1, 1, 1, 0] * 9,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 5000000.0,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "vocab_size": 128256,
-}
-# CohereLabs/c4ai-command-r7b-12-2024
-COHERE2 = {
-    "architectures": ["Cohere2ForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 5,
-    "eos_token_id": 255001,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "layer_norm_eps": 1e-05,
-    "layer_switch": 4,
-    "logit_scale": 0.25,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "order_of_interleaved_layers": "local_attn_first",
-    "position_embedding_type": "rope_gptj",
-    "rope_scaling": None,
-    "rope_theta": 50000,
-    "rotary_pct": 1.0,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-    "use_embedding_sharing": True,
-    "use_gated_activation": True,
-    "use_parallel_block": True,
-    "use_parallel_embedding": True,
-    "vocab_size": 256000,
-}
-# LGAI-EXAONE/EXAONE-4.0-32B, and what the 1.2B has otherwise
-EXAONE4 = {
-    "architectures": ["Exaone4ForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 361,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 27392,
-    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 40,
-    "num_hidden_layers": 64,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 16.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 1000000,
-    "sliding_window": 4096,
-    "sliding_window_pattern": "LLLG",
-    "tie_word_embeddings": False,
-    "vocab_size": 102400,
-}
-EXAONE4_SMALL = {**EXAONE4, "sliding_window": None, "sliding_window_pattern": None, "tie_word_embeddings": True}
-EXAONE4_SMALL |= {"num_hidden_layers": 30, "layer_types": ["full_attention"] * 30, "hidden_size": 2048}
-# bigcode/starcoder2-3b
-STARCODER2 = {
-    "architectures": ["Starcoder2ForCausalLM"],
-    "attention_dropout": 0.1,
-    "bos_token_id": 0,
-    "embedding_dropout": 0.1,
-    "eos_token_id": 0,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_size": 3072,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 16384,
-    "mlp_type": "default",
-    "norm_epsilon": 1e-05,
-    "norm_type": "layer_norm",
-    "num_attention_heads": 24,
-    "num_hidden_layers": 30,
-    "num_key_value_heads": 2,
-    "rope_theta": 999999.4420358813,
-    "sliding_window": 4096,
-    "use_bias": True,
-    "vocab_size": 49152,
-}
-# nvidia/Nemotron-Mini-4B-Instruct
-NEMOTRON = {
-    "architectures": ["NemotronForCausalLM"],
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-    "head_dim": 128,
-    "hidden_act": "relu2",
-    "hidden_size": 3072,
-    "intermediate_size": 9216,
-    "max_position_embeddings": 4096,
-    "norm_eps": 1e-05,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "partial_rotary_factor": 0.5,
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
-    "vocab_size": 256000,
-}
-# swiss-ai/Apertus-8B-Instruct-2509
-APERTUS = {
-    "architectures": ["ApertusForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 68,
-    "hidden_act": "xielu",
-    "hidden_size": 4096,
-    "intermediate_size": 21504,
-    "max_position_embeddings": 65536,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "post_norm": False,
-    "qk_norm": True,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 12000000,
-    "tie_word_embeddings": False,
-    "vocab_size": 131072,
-}
+from tests.models.config.published import (
+    APERTUS,
+    COHERE,
+    COHERE2,
+    EXAONE4,
+    EXAONE4_SMALL,
+    GEMMA,
+    GEMMA3,
+    GEMMA3_VISION,
+    NEMOTRON,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    STARCODER2,
+    YARN,
+)
 
 
 def kinds(config: ModelConfig) -> str:
@@ -321,6 +104,14 @@ def test_cohere2():
     assert {layer.rope for layer in read_hf({**COHERE2, "sliding_window": None}).attention} == {None}
 
 
+def test_the_first_gemma_and_cohere():
+    gemma, cohere = read_hf(GEMMA), read_hf(COHERE)
+    assert gemma.attention[0].rope == Rope(256, 10000.0) and gemma.tie_word_embeddings
+    assert read_hf({**GEMMA, "hidden_act": "gelu_pytorch_tanh"}) == gemma
+    assert {layer.rope for layer in cohere.attention} == {Rope(128, 75e6, interleaved=True)}
+    assert cohere.attention[0].qk_norm and cohere.logit_scale == pytest.approx(0.8333333)
+
+
 def test_exaone4():
     rope = Rope(128, 1e6, RopeScaling("llama3", 16.0, 8192))
     config, small = read_hf(EXAONE4), read_hf(EXAONE4_SMALL)
@@ -375,6 +166,7 @@ def changed(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (changed(COHERE2, use_parallel_block=False), "use_parallel_block must be true or absent, got False"),
         (changed(COHERE2, use_qk_norm=True), "use_qk_norm must be false or absent, got True"),
         (changed(COHERE2, position_embedding_type="rope"), 'position_embedding_type must be "rope_gptj" or absent'),
+        (changed(GEMMA, hidden_activation="gelu"), 'hidden_activation must be "gelu_pytorch_tanh" or absent'),
         (changed(EXAONE4, layer_types=None), "sliding_window_pattern must be an integer"),
         (changed(STARCODER2, norm_type="rms_norm"), 'norm_type must be "layer_norm" or absent'),
         (changed(NEMOTRON, hidden_act="silu"), "hidden_act must be 'relu2', got 'silu'"),

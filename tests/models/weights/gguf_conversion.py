@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "MiniCPMForCausalLM": "minicpm",
     "SeedOssForCausalLM": "seed_oss",
+    "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Olmo2ForCausalLM": "olmo2",
@@ -34,7 +35,7 @@ ARCHITECTURES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
 }
 PERMUTED = ("llama", "granite", "minicpm", "smollm3")
-NORMS_PLUS_ONE = ("gemma2", "gemma3", "nemotron")
+NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "granite": {},
     "minicpm": {},
     "seed_oss": {},
+    "gemma_untied": {},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {
         "query_pre_attn_scalar": 12,

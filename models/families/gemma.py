@@ -1,0 +1,39 @@
+"""Gemma (Gemma Team 2024, arXiv:2403.08295): Llama with a scaled embedding, a tanh GELU, and norms stored as their
+difference to one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields
+from models.config.hf import Activation, hf_fields
+from models.families.gemma2 import Gemma2ForCausalLM
+from models.families.llama import LAYER, LlamaLayer
+from models.layers.mlp import GatedMLP, gelu_tanh
+
+
+class GemmaForCausalLM(Gemma2ForCausalLM):
+    """Gemma 2 with Llama's layer, and without windows and caps."""
+
+    gguf_architecture: ClassVar[str | None] = "gemma"
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        fields.require(use_bidirectional_attention=False, hidden_activation="gelu_pytorch_tanh")
+        bias = fields.boolean("attention_bias", False)
+        # Files of the first release say "gelu", and mean its tanh form.
+        activation = Activation("hidden_act", ("gelu_pytorch_tanh", "gelu"))
+        return hf_fields(fields, head_dim=256, activation=activation, tied=True, bias=bias, output_bias=bias)
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf)
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        size, ffn = self.config.hidden_size, self.config.intermediate_size
+        mlp = GatedMLP(size, ffn, source=f"{LAYER}.mlp", activation=gelu_tanh, build=build)
+        return LlamaLayer(self.config, self.make_attention(layer, build), mlp, build, norm_class=self.norm_class)
