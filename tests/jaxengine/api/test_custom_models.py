@@ -39,7 +39,7 @@ def renamed(**members: Any) -> type:
         (
             "OwnForCausalLM",
             dict,
-            "model_class is 'dict'; allowed: a CausalLM; it lacks __call__, cache_groups, checkpoint_names, gguf_architec",
+            "model_class is 'dict'; allowed: a CausalLM; it lacks __call__, cache_groups, checkpoint_names, ",
         ),
         ("Another", OwnForCausalLM, "architecture is 'Another'; allowed: the name of its class, 'OwnForCausalLM'$"),
         (
