@@ -113,8 +113,8 @@ float32 or bfloat16; quantised computation, LoRA and images are not built yet.
 
 Of a hub repository the configuration, the tokenizer and the weights that `model.safetensors.index.json` lists are
 downloaded, once: no `consolidated.safetensors`, no `original/`, no pickles. A GGUF file in one is named as
-`org/name/FILE.gguf`, or by its quantisation as `org/name:Q4_K_M`. Its architecture may be called otherwise here: files
-of Mistral, InternLM 3 and Mixtral say `llama`.
+`org/name/FILE.gguf`, or by its quantisation as `org/name:Q4_K_M`. Files of Mistral, InternLM 3 and Mixtral call
+their architecture `llama`.
 
 A family of your own: `jaxengine.register_model`, see [examples/custom_model.py](../examples/custom_model.py). One for
 everybody: [CONTRIBUTING.md](../CONTRIBUTING.md).

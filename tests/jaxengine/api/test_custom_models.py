@@ -39,7 +39,7 @@ def renamed(**members: Any) -> type:
         (
             "OwnForCausalLM",
             dict,
-            "model_class is 'dict'; allowed: a CausalLM; it lacks __call__, cache_groups, gguf_architecture, ",
+            "model_class is 'dict'; allowed: a CausalLM; it lacks __call__, cache_groups, checkpoint_names, ",
         ),
         ("Another", OwnForCausalLM, "architecture is 'Another'; allowed: the name of its class, 'OwnForCausalLM'$"),
         (
@@ -78,7 +78,7 @@ def test_a_registered_class_serves_its_checkpoints_and_leaves_no_program_behind(
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"]}))
     options = {**tiny_options, "model": str(folder), "compile_cache_dir": str(tmp_path / "programs")}
     options["compilation_config"] = {"cudagraph_capture_sizes": [8], "prefill_sizes": [32]}
-    with pytest.raises(ValueError, match="'OwnForCausalLM' is not supported; there are .*register_model"):
+    with pytest.raises(ValueError, match="'OwnForCausalLM' is not supported; .*register_model.*; there are "):
         LLM(**options)
     register_model("OwnForCausalLM", OwnForCausalLM)
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True)
