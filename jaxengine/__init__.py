@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from jaxengine.api.engine_client import EngineDeadError
     from jaxengine.api.llm import LLM
     from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineArgs, EngineConfig
+    from jaxengine.requests.beam_search import BeamSearchParams
     from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxengine.requests.pooling_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from jaxengine.requests.pooling_params import PoolingParams
     from jaxengine.requests.prepared import TextPrompt, TokensPrompt
     from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
     from jaxengine.requests.structured_outputs import StructuredOutputsParams
@@ -26,9 +35,12 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
+    "ClassificationRequestOutput",
     "CompilationConfig",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
@@ -36,10 +48,14 @@ __all__ = [
     "ModelConfigError",
     "ModelFileError",
     "OverloadedError",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -49,9 +65,12 @@ __all__ = [
 _HOMES = {
     "LLM": "jaxengine.api.llm",
     "AsyncLLM": "jaxengine.api.async_llm",
+    "BeamSearchParams": "jaxengine.requests.beam_search",
+    "ClassificationRequestOutput": "jaxengine.requests.pooling_outputs",
     "CompilationConfig": "jaxengine.config.engine_config",
     "CompletionOutput": "jaxengine.requests.outputs",
     "ConfigError": "jaxengine.config.engine_config",
+    "EmbeddingRequestOutput": "jaxengine.requests.pooling_outputs",
     "EngineArgs": "jaxengine.config.engine_config",
     "EngineConfig": "jaxengine.config.engine_config",
     "EngineDeadError": "jaxengine.api.engine_client",
@@ -59,10 +78,14 @@ _HOMES = {
     "ModelConfigError": "models.config.fields",
     "ModelFileError": "models.weights.errors",
     "OverloadedError": "scheduler.errors",
+    "PoolingOutput": "jaxengine.requests.pooling_outputs",
+    "PoolingParams": "jaxengine.requests.pooling_params",
+    "PoolingRequestOutput": "jaxengine.requests.pooling_outputs",
     "RequestError": "scheduler.errors",
     "RequestOutput": "jaxengine.requests.outputs",
     "RequestOutputKind": "jaxengine.requests.sampling_params",
     "SamplingParams": "jaxengine.requests.sampling_params",
+    "ScoringRequestOutput": "jaxengine.requests.pooling_outputs",
     "StructuredOutputsParams": "jaxengine.requests.structured_outputs",
     "TextPrompt": "jaxengine.requests.prepared",
     "TokensPrompt": "jaxengine.requests.prepared",

@@ -66,6 +66,10 @@ class CausalLM(Protocol):
         """[R, D] -> f32[R, V / n] where n devices share the rows; whole on one device. Of the last stage only."""
         ...
 
+    def pool(self, pooled: jax.Array) -> jax.Array:
+        """What a pooling model tells of prompts, f32[R, N]: their pooled states f32[R, D], or the scores of labels."""
+        ...
+
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 

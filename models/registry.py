@@ -14,6 +14,7 @@ from models.config.fields import ConfigFields, ModelConfigError
 from models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
 from models.config.model_config import ModelConfig
+from models.config.pooler import Pooler
 from models.families.apertus import ApertusForCausalLM
 from models.families.cohere2 import Cohere2ForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
@@ -69,10 +70,25 @@ MODELS: dict[str, type[CausalLM]] = {
 }
 
 
+# What the classes of a family's pooling models are called, and what these do. Their layers are those of *ForCausalLM.
+POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed"}
+
+
+def family_of(architecture: str) -> tuple[str, str | None]:
+    """The class of MODELS that has an architecture's layers, and what it is a pooling model for: "classify", "embed",
+    or None. A name that no row explains is returned as it is."""
+    for suffix, task in POOLING_SUFFIXES.items():
+        name = f"{architecture.removesuffix(suffix)}ForCausalLM"
+        if architecture.endswith(suffix) and architecture not in MODELS and name in MODELS:
+            return name, task
+    return architecture, None
+
+
 def model_for_hf(architecture: str) -> type[CausalLM]:
-    if architecture not in MODELS:
+    family, _ = family_of(architecture)
+    if family not in MODELS:
         raise ModelConfigError(_unsupported(architecture, MODELS))
-    return MODELS[architecture]
+    return MODELS[family]
 
 
 def model_for_gguf(architecture: str) -> type[CausalLM]:
@@ -90,18 +106,23 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
     )
 
 
-def read_hf(raw: Mapping[str, Any]) -> ModelConfig:
+def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig:
     """The ModelConfig of a Hugging Face config.json. Raises ModelConfigError."""
     fields = ConfigFields(raw)
     model = model_for_hf(hf_architecture(fields))
-    return ModelConfig(architecture=model.__name__, **model.read_hf(fields))
+    if pooler is not None and not fields.boolean("is_causal", True):
+        raise fields.fail("is_causal", "true or absent: tokens see only those before them")
+    return ModelConfig(architecture=model.__name__, pooler=pooler, **model.read_hf(fields))
 
 
-def read_folder(folder: Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face folder. Raises ModelFileError, which names the file and the field."""
-    raw = read_config_json(folder)
+def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:
+    """The ModelConfig of a Hugging Face folder. Raises ModelFileError, which names the file and the field.
+
+    raw: what stands for the content of its config.json, None for that.
+    """
+    raw = read_config_json(folder) if raw is None else raw
     try:
-        return read_hf(raw)
+        return read_hf(raw, pooler)
     except ModelConfigError as error:
         raise ModelFileError(folder / CONFIG_FILE, str(error)) from error
 
@@ -111,6 +132,7 @@ def read_gguf(
     *,
     tie_word_embeddings: bool = True,
     rope_factors: RopeFactors = _NO_FACTORS,
+    pooler: Pooler | None = None,
 ) -> ModelConfig:
     """The ModelConfig of GGUF metadata. Raises ModelConfigError.
 
@@ -119,7 +141,7 @@ def read_gguf(
     """
     model = model_for_gguf(gguf_family(metadata))
     gguf = GGUFConfig(metadata, tie_word_embeddings, rope_factors)
-    return ModelConfig(architecture=model.__name__, **model.read_gguf(gguf))
+    return ModelConfig(architecture=model.__name__, pooler=pooler, **model.read_gguf(gguf))
 
 
 def build_model(config: ModelConfig, build: Build) -> CausalLM:

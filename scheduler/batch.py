@@ -111,6 +111,7 @@ class TokenRows(NamedTuple):
       scored: i64[m], the indexes of those whose logprobs were asked for; scores are theirs, None until they are known
         and without any.
       rank, rows: the rank, and i64[n], its rows in the step; of no meaning once the scores are known.
+      vectors: f32[n, N] where the requests are pooled, else None.
     """
 
     tags: np.ndarray
@@ -119,6 +120,7 @@ class TokenRows(NamedTuple):
     scores: TokenScores | None = None
     rank: int = 0
     rows: np.ndarray = _NONE
+    vectors: np.ndarray | None = None
 
 
 @dataclass(slots=True)

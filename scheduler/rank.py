@@ -331,7 +331,7 @@ class Rank:
         if not self.config.enable_prefix_caching:
             return self.pages.lookup(())
         hashes = request.extend_page_hashes(known, self.config.page_size)
-        if request.params.prompt_logprobs is not None:
+        if request.params.prompt_logprobs is not None or request.params.reads_prompt:
             return self.pages.lookup(())
         return self.pages.lookup(hashes[: (len(known) - 1) // self.config.page_size])
 

@@ -12,6 +12,8 @@ from scheduler.token_params import TokenParams
 
 # Why a request ended whose row could not be sampled: its stop_reason.
 NOT_FINITE = "logits are not finite"
+# What stands for a token where a request is pooled: the row that ends its prompt gives it, and it ends the request.
+POOLED = 0
 
 
 class RequestStatus(enum.Enum):
@@ -48,7 +50,8 @@ class Request:
       request_id: unique among the requests alive in an engine.
       prompt_token_ids: i32[num_prompt_tokens].
       params: how to sample.
-      max_tokens: new tokens at most, already capped by max_model_len.
+      max_tokens: new tokens at most, already capped by max_model_len; 0 for a request that is pooled, whose prompt may
+        have max_model_len tokens. Its stop token is POOLED.
       stop_token_ids: ids that end the request, `eos_token_ids` among them.
       eos_token_ids: the model's end-of-sequence ids, empty when the request ignores them.
       seed: 64-bit seed of the request's random stream.

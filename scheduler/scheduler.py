@@ -133,10 +133,10 @@ class Scheduler:
                 value=request.client,
             )
         length = request.num_prompt_tokens
-        if not 1 <= length < config.max_model_len:
+        longest = config.max_model_len - min(1, request.max_tokens)
+        if not 1 <= length <= longest:
             raise RequestError(
-                f"the prompt has {length} tokens; allowed are 1 to {config.max_model_len - 1}, "
-                f"one less than max_model_len",
+                f"the prompt has {length} tokens; allowed are 1 to {longest}, max_model_len less one to generate",
                 param="prompt",
                 value=length,
             )

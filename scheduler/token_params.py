@@ -40,6 +40,7 @@ class TokenParams:
       logit_bias: what is added to the logits of tokens, by id.
       bad_words: token sequences that the request must not complete.
       grammar: what its output must keep to.
+      reads_prompt: every token of the prompt is to be computed, none taken from the prefix cache: pooling reads it.
     """
 
     temperature: float = 1.0
@@ -56,6 +57,7 @@ class TokenParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    reads_prompt: bool = False
 
     @cached_property
     def features(self) -> int:

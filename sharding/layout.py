@@ -24,6 +24,7 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sampled_vocab": ("model",),
         "experts": ("data", "attn", "model"),
         "embed": (),
+        "labels": (),
     }
 )
 

@@ -139,3 +139,31 @@ def smollm(executables_dir):
         compile_cache_dir=executables_dir,
         disable_log_stats=True,
     )
+
+
+@pytest.fixture(scope="session")
+def pooling_folder(tmp_path_factory):
+    """Folders of tests/fixtures/pooling_models.py by name, made once each."""
+    from tests.fixtures.pooling_models import make_model
+
+    parent = tmp_path_factory.mktemp("pooling")
+    return functools.cache(lambda name: str(make_model(parent / name, name)))
+
+
+@pytest.fixture(scope="session")
+def pooling_options(executables_dir) -> dict:
+    """Of engines of these models: a step of one shape, a pool of few requests."""
+    few = {"skip_tokenizer_init": False, "num_gpu_blocks_override": 60, "compilation_config": {"prefill_sizes": [32]}}
+    return {**TINY_OPTIONS, **few, "compile_cache_dir": executables_dir}
+
+
+@pytest.fixture(scope="session")
+def make_pooling_llm(pooling_folder, pooling_options):
+    """Engines of these models by name and options, made once each."""
+    from jaxengine import LLM
+
+    @functools.cache
+    def make(name, *changes):
+        return LLM(pooling_folder(name), **{**pooling_options, **dict(changes)})
+
+    return make

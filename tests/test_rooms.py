@@ -126,10 +126,13 @@ ROOMS = {
         "scheduler jaxengine.tokens jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.http jaxengine.server.http.chat"
     ),
+    "jaxengine.server.http.pooling": (
+        "scheduler jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
+    ),
     "jaxengine.server.http:app": (
         "scheduler jaxengine:base jaxengine.api jaxengine.server jaxengine.server.observe jaxengine.server.stored "
         "jaxengine.server.http jaxengine.server.http.chat jaxengine.server.http.completions "
-        "jaxengine.server.http.responses jaxengine.server.http.messages"
+        "jaxengine.server.http.responses jaxengine.server.http.messages jaxengine.server.http.pooling"
     ),
     "jaxengine.server.processes": (
         "models.config models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.cluster "

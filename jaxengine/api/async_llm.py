@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import copy
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from jaxengine.api.core import EngineCore
+from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.output_stream import OutputStream
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from scheduler.errors import RequestError
@@ -37,7 +40,7 @@ class _Reader:
         self._loop = loop
         self._stream = stream
 
-    def put(self, item: RequestOutput | BaseException) -> None:
+    def put(self, item: AnyOutput | BaseException) -> None:
         try:
             self._loop.call_soon_threadsafe(self._stream.put, item)
         except RuntimeError:  # the reader's event loop is gone, and the reader with it
@@ -105,7 +108,21 @@ class AsyncLLM:
         params = sampling_params.clone() if isinstance(sampling_params, SamplingParams) else sampling_params
         return self.stream(prompt, params, request_id, RequestOptions(priority, timeout, client))
 
-    async def stream(
+    def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        client: str | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """Yields the one output of a request to a pooling model; otherwise as `generate`."""
+        params = copy.copy(pooling_params)
+        return self.pool(prompt, params, request_id, RequestOptions(priority, timeout, client))
+
+    def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -114,6 +131,27 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """As `EngineClient.stream`: what `generate` does, for callers that pass options on."""
         params = self.core.inputs.default_sampling_params() if sampling_params is None else sampling_params
+        return self._outputs(prompt, params, request_id, options)
+
+    def pool(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """As `EngineClient.pool`: what `encode` does, for callers that pass options on."""
+        params = PoolingParams() if pooling_params is None else pooling_params
+        return self._outputs(prompt, params, request_id, options)
+
+    async def _outputs(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        request_id: str | None,
+        options: RequestOptions | None,
+    ) -> AsyncIterator[Any]:
+        """Outputs of the kind that the parameters ask for."""
         if request_id is None:
             self._num_requests += 1
             request_id = f"async-{self._num_requests}"
@@ -191,7 +229,12 @@ class AsyncLLM:
         self._wake.set()
 
     def _start(
-        self, reader: _Reader, prompt: Prompt, params: SamplingParams, request_id: str, options: RequestOptions
+        self,
+        reader: _Reader,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        request_id: str,
+        options: RequestOptions,
     ) -> None:
         if self._dead is not None:
             reader.put(self._dead)
@@ -243,7 +286,7 @@ class AsyncLLM:
         finally:
             self._end(error)
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, output: AnyOutput) -> None:
         reader = self._readers.get(output.request_id)
         if reader is not None:
             reader.put(output)

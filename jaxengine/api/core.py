@@ -22,9 +22,9 @@ from jaxengine.engine.metrics import Metrics
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.status import engine_status
 from jaxengine.grammars.request_masks import RequestMasks
-from jaxengine.requests.inputs import InputProcessor, input_processor
-from jaxengine.requests.output_processor import OutputProcessor
+from jaxengine.requests.inputs import InputProcessor, input_processor, make_processor
 from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.requests.prepared import PreparedRequest
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.open import load_runner, open_resolved
@@ -33,6 +33,8 @@ from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
+
+AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 class EngineCore:
@@ -71,7 +73,7 @@ class EngineCore:
         self.engine = Engine(self.runner, _request_masks(self.inputs, self.runner))
         self._refused: list[tuple[str, RequestError]] = []
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
-        self._processor = OutputProcessor(self.inputs.tokenizer)
+        self._processor = make_processor(self.inputs)
 
     def shutdown(self, reason: str | None = None) -> None:
         """Ends the engine and its other processes, if it has any; with a reason, as a failure."""
@@ -129,14 +131,14 @@ class EngineCore:
             raise
         self.engine.request_stats.n.observe(len(added))
 
-    def abort(self, request_id: str) -> list[RequestOutput]:
+    def abort(self, request_id: str) -> list[AnyOutput]:
         """Ends a request and frees its pages; returns its last output, or nothing when there is no such request."""
         running = self._processor.running(request_id)
         for request in running:
             self.engine.finish(request, FinishReason.ABORT)
         return self._process(EngineOutput(finished=running))
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[AnyOutput]:
         """Runs one step; returns the outputs it brought. `take_refused` tells of requests that end without one."""
         return self._process(self.advance())
 
@@ -176,7 +178,7 @@ class EngineCore:
         """The last `seconds` of the engine's timeline, for `jaxengine/server/observe/chrome_trace.py`."""
         return self.engine.timeline.last(seconds, list(self.engine.scheduler.requests))
 
-    def _process(self, result: EngineOutput) -> list[RequestOutput]:
+    def _process(self, result: EngineOutput) -> list[AnyOutput]:
         for request, error in result.refused:
             request_id, siblings = self._processor.forget(request)
             for sibling in siblings:
@@ -186,7 +188,7 @@ class EngineCore:
         outputs = self._processor.process(result, time.monotonic(), self._stop)
         for request in result.finished:
             self.engine.count_end(request)
-        return outputs
+        return [*outputs]
 
     def _stop(self, request: Request, text: str, num_tokens: int) -> None:
         """A stop string was found."""
@@ -195,8 +197,8 @@ class EngineCore:
 
 
 def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks | None:
-    """None without a tokenizer."""
-    if inputs.tokenizer is None:
+    """None without a tokenizer, and where nothing is generated."""
+    if inputs.tokenizer is None or runner.pools:
         return None
     text, vocab_size = inputs.tokenizer.backend.to_str(), inputs.model_config.vocab_size
     return RequestMasks(text, vocab_size, runner.num_mask_words, inputs.eos_token_ids())

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import SamplingParams
 
@@ -53,6 +55,16 @@ class EngineClient(Protocol):
           RequestError: the request cannot be served; no other is disturbed. OverloadedError: not now.
           EngineDeadError: the engine has failed.
         """
+        ...
+
+    def pool(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """As `stream`, of a pooling model: yields one output."""
         ...
 
     async def abort(self, request_id: str) -> None:

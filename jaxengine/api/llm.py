@@ -13,12 +13,23 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxengine.api import scoring
 from jaxengine.api.core import EngineCore
+from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.turns import Turns
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metrics import Histogram, Metric
+from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import Prompt, is_token_ids
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from scheduler.errors import RequestError
@@ -33,23 +44,8 @@ ProgressFactory = Callable[..., Any]
 class _Call:
     """What has come for one call of `generate`: outputs by request, and the first error of a request."""
 
-    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
     error: RequestError | None = None
-
-
-def count_tokens(outputs: Iterable[RequestOutput], before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Tokens of the prompts and of the answers, on top of those counted before."""
-    prompt, generated = before
-    for output in outputs:
-        prompt += len(output.prompt_token_ids)
-        generated += sum(len(completion.token_ids) for completion in output.outputs)
-    return prompt, generated
-
-
-def speed_text(num_prompt_tokens: int, num_generated_tokens: int, seconds: float) -> str:
-    """Tokens a second as vLLM's progress bar words them."""
-    rates = num_prompt_tokens / max(seconds, 1e-6), num_generated_tokens / max(seconds, 1e-6)
-    return f"est. speed input: {rates[0]:.2f} toks/s, output: {rates[1]:.2f} toks/s"
 
 
 class LLM:
@@ -122,14 +118,7 @@ class LLM:
             cannot be compiled; all requests of this call are aborted then.
           EngineDeadError: the engine has failed or was shut down.
         """
-        batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
-        if not isinstance(batch, (Sequence, np.ndarray)):
-            raise RequestError(
-                "prompts must be a string, a list of token ids, a dict, or a list of them, got "
-                f"{type(prompts).__name__}",
-                param="prompts",
-                value=prompts,
-            )
+        batch = _as_batch(prompts)
         params = self._params_for(len(batch), sampling_params)
         priorities: list[Any] = [priority or 0] * len(batch)
         if isinstance(priority, Sequence):
@@ -145,23 +134,126 @@ class LLM:
             raise RequestError(
                 f"client has {len(clients)} values for {len(batch)} prompts", param="client", value=client
             )
-        started: dict[str, _Call] = {}
-        call = _Call()
-        try:
-            with self._turns:
-                self.core.check()
-                prepared = [
-                    self.core.inputs.prepare(prompt, each, options=RequestOptions(priority=rank, client=who))
-                    for prompt, each, rank, who in zip(batch, params, priorities, clients, strict=True)
-                ]
-                for request in prepared:
-                    self.core.add(request)
-                    started[request.request_id] = self._calls[request.request_id] = call
-            self._run(call, len(started), use_tqdm)
-        except BaseException:
-            self._abort(started)
-            raise
-        return [call.outputs[request_id] for request_id in started]
+        options = [RequestOptions(priority=rank, client=who) for rank, who in zip(priorities, clients, strict=True)]
+        return self._answer(batch, params, options, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | ProgressFactory = False
+    ) -> list[BeamSearchOutput]:
+        """Continues each prompt by the sequences of tokens that a beam search finds, the best first.
+
+        Every token is a call of `generate` for all beams of all prompts. Raises as `generate`.
+        """
+        inputs = self.core.inputs
+        params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
+        one = params.token_params()
+        with self._turns:
+            prompt_ids = [
+                inputs.prepare(prompt, one).requests[0].prompt_token_ids.tolist() for prompt in _as_batch(prompts)
+            ]
+        longest, eos = inputs.config.max_model_len, inputs.eos_token_ids()
+        searches = [BeamSearch(token_ids, params, eos, longest) for token_ids in prompt_ids]
+        while grown := [(search, each) for search in searches for each in search.prompts]:
+            answers = iter(self.generate([token_ids for _, token_ids in grown], one, use_tqdm=use_tqdm))
+            for search in searches:
+                if search.prompts:
+                    search.advance([candidates(next(answers)) for _ in search.prompts])
+        return [search.result(inputs.tokenizer) for search in searches]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a pooling model tells of each prompt, `outputs.data` f32[N], in the order of the prompts.
+
+        Args:
+          prompts: as for `generate`.
+          pooling_params: one for all or one each.
+          truncate_prompt_tokens, pooling_task: the former's truncate_prompt_tokens and task, where it has none.
+
+        Raises as `generate`; RequestError too where a request has no answer, because its state is not finite.
+        """
+        batch = _as_batch(prompts)
+        params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, pooling_task)
+        outputs = self._answer(batch, params, [RequestOptions()] * len(batch), use_tqdm)
+        for output in outputs:
+            output.check()
+        return outputs
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding of each prompt, `outputs.embedding`. As `encode`, of a model for it."""
+        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        outputs = self.encode(prompts, pooling_params, pooling_task="embed", **options)
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Probabilities of each label for each prompt, `outputs.probs`. As `encode`, of a model for it."""
+        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """A reward model's scores of each whole prompt, as they are unless use_activation says otherwise."""
+        batch = _as_batch(prompts)
+        params = scoring.params_for(len(batch), pooling_params, truncate_prompt_tokens, "classify")
+        for each in params:
+            each.use_activation = bool(each.use_activation)
+        return self.encode(prompts, params, use_tqdm=use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressFactory = True,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together, `outputs.score`: one with one, one with each of many, or pair by pair.
+
+        A classifier of one label (a cross-encoder, a reranker) reads both texts, one behind the other or as
+        `chat_template` writes the messages of the roles "query" and "document". Of an embedder it is the cosine.
+        """
+        inputs = self.core.inputs
+        pairs = scoring.pairs_of(data_1, data_2)
+        options: Any = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        if inputs.require_pooling().task == "embed":
+            scoring.refuse_template(chat_template)
+            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+            found = dict(zip(texts, self.encode(texts, pooling_params, **options), strict=True))
+            return [ScoringRequestOutput.of_pair(found[one], found[other]) for one, other in pairs]
+        with self._turns:
+            prompts = [scoring.pair_prompt(inputs, *pair, chat_template) for pair in pairs]
+        return [ScoringRequestOutput.from_base(each) for each in self.encode(prompts, pooling_params, **options)]
 
     def chat(
         self,
@@ -225,6 +317,32 @@ class LLM:
         final = RequestOutputKind.FINAL_ONLY
         return [each.clone_with(output_kind=final) if isinstance(each, SamplingParams) else each for each in params]
 
+    def _answer(
+        self,
+        batch: Sequence[Prompt],
+        params: Sequence[SamplingParams] | Sequence[PoolingParams],
+        options: Sequence[RequestOptions],
+        use_tqdm: bool | ProgressFactory,
+    ) -> list[Any]:
+        """The outputs of requests, in their order; none is left running when it raises."""
+        started: dict[str, _Call] = {}
+        call = _Call()
+        try:
+            with self._turns:
+                self.core.check()
+                prepared = [
+                    self.core.inputs.prepare(prompt, each, options=own)
+                    for prompt, each, own in zip(batch, params, options, strict=True)
+                ]
+                for request in prepared:
+                    self.core.add(request)
+                    started[request.request_id] = self._calls[request.request_id] = call
+            self._run(call, len(started), use_tqdm)
+        except BaseException:
+            self._abort(started)
+            raise
+        return [call.outputs[request_id] for request_id in started]
+
     def _run(self, call: _Call, num_requests: int, use_tqdm: bool | ProgressFactory) -> None:
         """Steps, in turns with other threads, until all outputs of a call have come."""
         make = use_tqdm if callable(use_tqdm) else tqdm
@@ -257,3 +375,15 @@ class LLM:
             for request_id in request_ids:
                 if self._calls.pop(request_id, None) is not None and self.core.dead is None:
                     self.core.abort(request_id)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Any:
+    """One prompt or a list of them as a list."""
+    batch: Any = [prompts] if isinstance(prompts, (str, Mapping)) or is_token_ids(prompts) else prompts
+    if not isinstance(batch, (Sequence, np.ndarray)):
+        raise RequestError(
+            f"prompts must be a string, a list of token ids, a dict, or a list of them, got {type(prompts).__name__}",
+            param="prompts",
+            value=prompts,
+        )
+    return batch

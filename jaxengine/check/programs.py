@@ -33,7 +33,7 @@ from jaxengine.check.roofline import (
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
 from jaxengine.runner.devices import build_split, choose_stages
-from jaxengine.runner.heads import HEADS
+from jaxengine.runner.heads import heads_of
 from jaxengine.runner.step_programs import StepPrograms
 from models.cache import block_profile, num_places
 from models.causal_lm import CausalLM
@@ -174,7 +174,7 @@ class StagePrograms:
         if not self.model.stage.is_last:
             return []
         grid, found = self._steps.packer.buckets, {}
-        for name, head in HEADS.items():
+        for name, head in heads_of(self.model.config).items():
             sizes = (head.size_of(grid, bucket) for bucket in self.buckets(short))
             found |= {(name, size): None for size in sorted(size for size in sizes if size is not None)}
         return list(found)

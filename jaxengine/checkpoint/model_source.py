@@ -13,10 +13,13 @@ from typing import Any
 
 from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_model_path
 from jaxengine.checkpoint.hub import download
+from jaxengine.checkpoint.pooling import pooling_of_gguf, read_pooling
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.pooling_model import PoolingModel
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.fields import MAX_HEAD_DIM, ModelConfigError
 from models.config.gguf import RopeFactors
+from models.config.hf import CONFIG_FILE, read_config_json
 from models.config.model_config import ModelConfig
 from models.registry import read_folder, read_gguf
 from models.weights.errors import ModelFileError
@@ -24,12 +27,13 @@ from models.weights.files import inside, read_object
 from models.weights.gguf import GGUFFile
 from models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from models.weights.orbax import LAYOUT_FILE
+from models.weights.prefixed import with_prefix
 from models.weights.safetensors import SafetensorsCheckpoint
 from models.weights.source import WeightSource
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _OTHER_FILES = ("*.json", "*.jinja", "tokenizer.model")
-CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 # vLLM's: what of a generation_config.json a request takes.
 GENERATION_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -47,6 +51,7 @@ class ModelSource:
       weights: None for load_format="dummy", the folder itself where weights lie as devices hold them (`convert`).
       generation_defaults: sampling parameters that the model's authors suggest, or its user.
       tokenizer_path: a folder with the tokenizer to use instead of the model's own, None for that.
+      pooling: how answers of a pooling model are made; None for one that generates.
     """
 
     path: Path
@@ -54,6 +59,7 @@ class ModelSource:
     weights: WeightSource | Path | None
     generation_defaults: dict[str, Any]
     tokenizer_path: Path | None = None
+    pooling: PoolingModel | None = None
 
     def close(self) -> None:
         """Closes the weights' files."""
@@ -141,12 +147,15 @@ def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:
         raise ConfigError.because("model", problem, f"name the folder, {str(path.parent)!r}")
     file = GGUFFile(path)
     tied = HEAD not in file.names()
+    pooling = pooling_of_gguf(file.metadata, config)
+    pooler = None if pooling is None else pooling.pooler
     try:
-        model = read_gguf(file.metadata, tie_word_embeddings=tied, rope_factors=_rope_factors(file))
+        factors = _rope_factors(file)
+        model = read_gguf(file.metadata, tie_word_embeddings=tied, rope_factors=factors, pooler=pooler)
     except ModelConfigError as error:
         raise ModelFileError(path, str(error)) from error
     weights = None if config.load_format == "dummy" else file
-    return ModelSource(path, model, weights, _generation_defaults(None, config))
+    return ModelSource(path, model, weights, _generation_defaults(None, config), pooling=pooling)
 
 
 def _rope_factors(file: GGUFFile) -> RopeFactors:
@@ -166,11 +175,37 @@ def _open_folder(path: Path, config: EngineConfig) -> ModelSource:
     allowed = ("auto", "orbax" if converted else "safetensors", "dummy")
     if config.load_format not in allowed:
         raise ConfigError("load_format", config.load_format, f"{', '.join(allowed)} for {path}")
-    if not (path / CONFIG).exists():
+    if not (path / CONFIG_FILE).exists():
         raise ModelFileError(path, f"has no config.json; {_what_to_name(path)}")
-    model = read_folder(path)
+    raw, pooling = _read_config(path, config)
+    if pooling is None:
+        model = read_folder(path, raw)
+    else:
+        if converted:
+            raise ConfigError("runner", config.runner, f"generate for a converted folder, {path}")
+        model = read_folder(path, raw, pooling.pooler)
+        if pooling.sentence is not None and pooling.sentence.max_seq_length is not None:
+            longest = min(model.max_position_embeddings, pooling.sentence.max_seq_length)
+            model = replace(model, max_position_embeddings=longest)
     weights = None if config.load_format == "dummy" else path if converted else SafetensorsCheckpoint(path)
-    return ModelSource(path, model, weights, _generation_defaults(path, config))
+    if pooling is not None and isinstance(weights, SafetensorsCheckpoint):
+        weights = with_prefix(weights)
+    return ModelSource(path, model, weights, _generation_defaults(path, config), pooling=pooling)
+
+
+def _read_config(path: Path, config: EngineConfig) -> tuple[dict[str, Any], PoolingModel | None]:
+    """A folder's config.json with hf_overrides, and how the model pools, if it does."""
+    raw = {**read_config_json(path), **(config.hf_overrides or {})}
+
+    def token_id(token: str) -> int | None:
+        if config.skip_tokenizer_init:
+            raise ConfigError("skip_tokenizer_init", True, "False: classifier_from_token names tokens by their text")
+        return Tokenizer.from_hf_folder(_find_tokenizer(config) or path).backend.token_to_id(token)
+
+    try:
+        return raw, read_pooling(path, raw, config, token_id)
+    except ModelConfigError as error:
+        raise ModelFileError(path / CONFIG_FILE, str(error)) from error
 
 
 def _what_to_name(path: Path) -> str:
@@ -178,10 +213,10 @@ def _what_to_name(path: Path) -> str:
     files = sorted(file.name for file in path.glob("*.gguf"))
     if files:
         return f"name the GGUF file itself, {str(path / files[0])!r}"
-    inside = sorted(file.parent.name for file in path.glob(f"*/{CONFIG}"))
+    inside = sorted(file.parent.name for file in path.glob(f"*/{CONFIG_FILE}"))
     if inside:
         return f"name the model inside, {str(path / inside[0])!r}"
-    return f"name a folder with {CONFIG}, tokenizer.json and *.safetensors, or a GGUF file"
+    return f"name a folder with {CONFIG_FILE}, tokenizer.json and *.safetensors, or a GGUF file"
 
 
 def _generation_defaults(path: Path | None, config: EngineConfig) -> dict[str, Any]:

@@ -41,6 +41,7 @@ OPERATIONS: Mapping[str, Mapping[str, type]] = {
     "forward": {"num_tokens": int, "num_seqs": int},
     "sample": {},
     "score": {},
+    "pool": {},
     "change": {"name": str},
     "expert load": {},
     # Any time.

@@ -23,7 +23,7 @@ from jaxengine.cluster.channel import Channel, ClusterError, Message, close_conn
 from jaxengine.cluster.host0 import BLAME_SECONDS, LOG_SECONDS, free_listener, join_jax, pump, versions
 from jaxengine.config.command_line import given_options
 from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.runner.heads import SAMPLE, SCORE
+from jaxengine.runner.heads import POOL, SAMPLE, SCORE
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import Peers
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
 def serve(host0: Host0, runner: ModelRunner) -> Any:
     """Executes what host 0 executes until it ends; the last step's output."""
     buckets, pending = set(runner.buckets), None
-    heads = {SAMPLE: runner.sample, SCORE: runner.score}
+    heads = {SAMPLE: runner.sample, SCORE: runner.score, POOL: runner.pool}
     while (message := host0.next()).op != "end":
         if message.op == "forward":
             bucket = Bucket(**message.fields)

@@ -216,7 +216,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
-    from jaxengine.api.llm import count_tokens, speed_text
+    from jaxengine.api.progress import count_tokens, speed_text
 
     prompt, generated = count_tokens(outputs)
     return (

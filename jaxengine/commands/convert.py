@@ -27,6 +27,9 @@ def convert(config: EngineConfig, folder: Path) -> None:
         )
     config, devices = choose_devices(config, None, None)
     source = open_model(config)
+    if source.pooling is not None:
+        problem = f"model {config.model!r} is a pooling model, and only models that generate are converted"
+        raise ConfigError.because("runner", problem, "run it from its own folder")
     if source.weights is None or not source.path.is_dir():
         problem = f"model {config.model or 'the embedded one'!r} has no safetensors to convert"
         raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with safetensors")

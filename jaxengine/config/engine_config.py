@@ -17,6 +17,7 @@ from jaxengine.config import vllm_options
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.platforms import Platform
+from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, plain, read_size, whole_number
 from scheduler.buckets import Buckets
@@ -98,6 +99,11 @@ class EngineConfig:
         the name of a folder those of its file.
       override_generation_config: default sampling parameters that go before those, such as {"temperature": 0.5}.
       chat_template: a Jinja template to use instead of the model's.
+      runner: "generate" text, or answer with embeddings, labels and scores, "pooling"; "auto" is as the checkpoint is.
+      convert: what a pooling model is made of a checkpoint: "embed", "classify", "none" where it is one, or "auto".
+      pooler_config: how it pools, over what the checkpoint says: a dict of task, pooling_type, use_activation and
+        dimensions.
+      hf_overrides: fields to put over those of config.json: architectures, and what says how a model pools.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """
 
@@ -146,6 +152,10 @@ class EngineConfig:
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] | None = None
     chat_template: str | None = None
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: PoolerConfig | None = None
+    hf_overrides: Mapping[str, Any] | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self):
@@ -158,6 +168,8 @@ class EngineConfig:
             ("scheduling_policy", POLICIES),
             ("logprobs_mode", LOGPROBS_MODES),
             ("all2all_backend", (GATHER, RAGGED)),
+            ("runner", ("auto", "generate", "pooling")),
+            ("convert", ("auto", "none", *POOLING_TASKS)),
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(name, getattr(self, name), ", ".join(choices))
@@ -204,7 +216,7 @@ class EngineConfig:
     def from_options(cls, **options: Any) -> EngineConfig:
         """A config from keyword options; one that is unknown or not built yet is refused with its name."""
         known = {field.name for field in dataclasses.fields(cls)}
-        chosen = {}
+        options, chosen = settle_names(options), {}
         for name, value in options.items():
             if name in known:
                 chosen[name] = value
@@ -270,6 +282,7 @@ class EngineConfig:
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
+            runner="generate" if model.pooler is None else "pooling",
         )
         return ResolvedConfig(**chosen)
 
@@ -293,6 +306,10 @@ class EngineConfig:
             return CompilationConfig.read(value)
         if name == "structured_outputs_config":
             return StructuredOutputsConfig.read(value)
+        if name == "pooler_config":
+            return PoolerConfig.read(value)
+        if name == "hf_overrides":
+            return read_hf_overrides(value)
         if name in ("dtype", "kv_cache_dtype"):
             value = dtype_name(value)
             if value == "float16":
@@ -349,7 +366,9 @@ class ResolvedConfig(EngineConfig):
         chosen = self.compilation_config
         decode, prefill = chosen.cudagraph_capture_sizes, chosen.prefill_sizes
         if decode is None:
-            decode = [size for size in platform.decode_sizes if size < self.max_num_seqs]
+            # A prompt of one token is all that steps without prompts have to do where nothing is generated.
+            sizes = platform.decode_sizes if self.runner == "generate" else ()
+            decode = [size for size in sizes if size < self.max_num_seqs]
         if prefill is None:
             prefill = [size for size in platform.prefill_sizes if size < self.max_num_batched_tokens]
         try:

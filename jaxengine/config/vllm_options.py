@@ -62,6 +62,9 @@ ELSEWHERE: dict[str, str] = {
     "shutdown_timeout": "jaxengine serve --shutdown-timeout",
 }
 
+# Earlier names of options here, which EngineConfig.from_options reads.
+EARLIER = frozenset(("override_pooler_config", "task"))
+
 _SWITCHES = """
     calculate_kv_scales cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
     data_parallel_multi_port_external_lb disable_chunked_mm_input disable_sliding_window enable_batch_sharded_sampling
@@ -82,14 +85,14 @@ _UNSET = """
     cpu_offload_params custom_histogram_buckets data_parallel_address data_parallel_rank data_parallel_rpc_port
     data_parallel_size_local data_parallel_start_rank dcp_comm_backend default_mm_loras device_ids diffusion_config
     distributed_timeout_seconds ec_manager_config ec_transfer_config elastic_ep_max_dp_size engram_config eplb_config
-    fault_tolerance_config gdn_prefill_backend hf_config_path hf_overrides io_processor_plugin ir_op_priority
+    fault_tolerance_config gdn_prefill_backend hf_config_path io_processor_plugin ir_op_priority
     kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype_skip_layers kv_events_config kv_offloading_size
     kv_transfer_config limit_mm_per_prompt log_config_file log_level logging_config logits_processors
     lora_target_modules mamba_block_size mamba_config mamba_ssu_algorithm max_cpu_loras max_cudagraph_capture_size
     max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens media_io_kwargs mm_encoder_attn_backend
     mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_processor_kwargs
     model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
-    override_pooler_config pooler_config prefix_match_unit profiler_config quantization quantization_config
+    prefix_match_unit profiler_config quantization quantization_config
     reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
     spec_method spec_model spec_tokens speculative_config video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
@@ -97,7 +100,6 @@ _UNSET = """
 # Name -> values that ask for nothing, beside None, False and what is empty.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "config_format": ("auto", "hf"),
-    "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "dbo_decode_token_threshold": (32,),
     "dbo_prefill_token_threshold": (512,),
@@ -139,13 +141,11 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "prefix_cache_retention_interval": (0,),
     "renderer_num_workers": (1,),
     "replayssm_buffer_len": (16,),
-    "runner": ("auto", "generate"),
     "scheduler_reserve_full_isl": (True,),
     "sparse_indexer_topk_backend": ("auto",),
     "stream_interval": (1,),
     "swa_bounded_replay": (True,),
     "swap_space": (0, 4),
-    "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf"),
     "ubatch_size": (0,),
     "video_pruning_method": ("evs",),
@@ -165,7 +165,7 @@ _HARMLESS_SWITCHES = """
     disable_log_requests disable_nccl_for_dp_synchronization fail_on_environ_validation jit_monitor_verbose
     language_model_only trust_remote_code use_tqdm_on_load use_v2_block_manager
 """
-NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT))
+NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *EARLIER))
 
 
 def is_switch(name: str) -> bool:

@@ -87,7 +87,7 @@ class Engine:
             return
         self.untold.remove(request)
         assert request.finish_reason is not None
-        num_known = len(request.output_token_ids)
+        num_known = min(len(request.output_token_ids), request.max_tokens)
         num_output = num_known if num_output is None else num_output
         self.stats.count_untold(num_known - num_output)
         self.request_stats.observe_end(request, reason or request.finish_reason, num_output)
@@ -166,8 +166,11 @@ class Engine:
         return done
 
     def _sample(self, newest: InFlight, output: EngineOutput) -> None:
-        """Dispatches the sampler of the step in flight last, once it is known what may be chosen."""
+        """Dispatches the sampler of the step in flight last, once it is known what may be chosen; or what pools."""
         step = newest.step
+        if self.runner.pools:
+            self.runner.pool(newest.pending)
+            return
         while self._rows.is_behind(step):
             self._collect(self._in_flight.popleft(), output)
         if step.features & MASK:
@@ -197,7 +200,7 @@ class Engine:
         self._idle_since = arrived
         self.stats.wait_seconds += arrived - start
         result = self.scheduler.update(done.step, token_ids, arrived)
-        output.emitted += done.with_scores(result.emitted)
+        output.emitted += done.with_results(result.emitted)
         if self.masks is not None:
             for request, token_id in result.followed:
                 if request.params.grammar is not None:
@@ -205,7 +208,8 @@ class Engine:
         output.prompt_scores += done.prompt_scores()
         output.first_tokens += result.first_tokens
         output.finished += result.finished
-        self.stats.count_generated(result.num_new_tokens)
+        if not self.runner.pools:
+            self.stats.count_generated(result.num_new_tokens)
         for intervals in result.intervals:
             self.request_stats.observe_intervals(intervals)
         for request in result.first_tokens:

@@ -44,8 +44,11 @@ class InFlight:
     record: StepRecord
     prompts: list[ScoredPrompt]
 
-    def with_scores(self, emitted: list[TokenRows]) -> list[TokenRows]:
-        """The step's tokens with the logprobs that were asked for."""
+    def with_results(self, emitted: list[TokenRows]) -> list[TokenRows]:
+        """The step's tokens with the logprobs that were asked for, or with what pooling made."""
+        if emitted and self.pending.pools:
+            vectors = self.pending.vectors()
+            return [rows._replace(vectors=vectors[rows.rank, rows.rows]) for rows in emitted]
         if not any(len(rows.scored) for rows in emitted):
             return emitted
         scores = self.pending.logprobs()

@@ -14,13 +14,19 @@ import numpy as np
 
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.config.pooling_model import PoolingModel
 from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.output_processor import OutputProcessor
+from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.requests.pooling_processor import PoolingProcessor
 from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.model_config import ModelConfig
 from scheduler.errors import RequestError, show_value
-from scheduler.request import Request
+from scheduler.request import POOLED, Request
+
+Processor = OutputProcessor | PoolingProcessor
 
 
 class InputProcessor:
@@ -29,6 +35,7 @@ class InputProcessor:
     Attributes:
       config, model_config, tokenizer: of the engine; tokenizer None with skip_tokenizer_init.
       generation_defaults: sampling parameters that the model suggests.
+      pooling: how a pooling model answers; None where the model generates.
     """
 
     def __init__(
@@ -39,12 +46,14 @@ class InputProcessor:
         generation_defaults: Mapping[str, Any],
         *,
         origin: int = 0,
+        pooling: PoolingModel | None = None,
     ):
         """origin: which of the processes that prepare requests for the engine this is, so that their seeds differ."""
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.generation_defaults = generation_defaults
+        self.pooling = pooling
         self._origin = origin
         self._num_requests = 0
 
@@ -84,7 +93,7 @@ class InputProcessor:
     def prepare(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         request_id: str | None = None,
         options: RequestOptions | None = None,
@@ -94,6 +103,9 @@ class InputProcessor:
         Raises:
           RequestError: naming the field, its value and what is allowed.
         """
+        if isinstance(params, PoolingParams):
+            return self._prepare_pooling(prompt, params, request_id, options or RequestOptions())
+        self.refuse_generation()
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params"
@@ -117,9 +129,9 @@ class InputProcessor:
             len(token_ids),
         )
         bad_words = self._tokenize_bad_words(params)
-        self._num_requests += 1
-        index = self._num_requests
+        index = self._count_request()
         request_id = request_id if request_id is not None else str(index)
+        fields = _option_fields(options)
         requests = [
             self._make_request(
                 request_id if params.n == 1 else f"{number}_{request_id}",
@@ -127,18 +139,63 @@ class InputProcessor:
                 params if params.n == 1 else params.child(number),
                 bad_words=bad_words,
                 fallback_seed=self._draw_seed(index, number),
-                priority=options.priority,
-                client=options.client or "",
-                arrival_time=options.arrival,
-                deadline=float("inf") if options.timeout is None else options.arrival + options.timeout,
                 cache_salt=salt,
+                **fields,
             )
             for number in range(params.n)
         ]
         return PreparedRequest(request_id, text, params, requests)
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """(text, token ids, cache salt)"""
+    def refuse_generation(self) -> None:
+        """Raises RequestError for a model that pools."""
+        if self.pooling is not None:
+            problem = f"this model pools (task {self.pooling.task!r}) and generates no text; see docs/pooling_models.md"
+            raise RequestError(problem, param="model")
+
+    def require_pooling(self) -> PoolingModel:
+        """How the model answers; RequestError for one that generates."""
+        if self.pooling is None:
+            problem = "this model generates text; start it with runner='pooling' for embeddings, labels and scores"
+            raise RequestError(problem, param="model")
+        return self.pooling
+
+    def _prepare_pooling(
+        self, prompt: Prompt, params: PoolingParams, request_id: str | None, options: RequestOptions
+    ) -> PreparedRequest:
+        """As `prepare`, of a request to a pooling model."""
+        model, longest = self.require_pooling(), self.config.max_model_len
+        recipe = params.recipe(model)
+        if recipe.dimensions is not None and recipe.dimensions > self.model_config.hidden_size:
+            most = self.model_config.hidden_size
+            text = f"dimensions is {recipe.dimensions}; allowed are 1 to {most}"
+            raise RequestError(text, param="dimensions", value=recipe.dimensions)
+        options.verify_against(self.config.scheduling_policy)
+        text, token_ids, salt = self._read_prompt(prompt, params.prefix(model))
+        token_ids = params.cut(token_ids, longest)
+        if not 1 <= len(token_ids) <= longest:
+            problem = f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest} (max_model_len)"
+            raise RequestError(problem, param="prompt", value=len(token_ids))
+        index = self._count_request()
+        request = Request(
+            request_id=str(index) if request_id is None else request_id,
+            prompt_token_ids=np.array(token_ids, np.int32),
+            params=params.token_params(model),
+            max_tokens=0,
+            stop_token_ids=(POOLED,),
+            eos_token_ids=(POOLED,),
+            cache_salt=salt,
+            per_step=True,
+            **_option_fields(options),
+        )
+        return PreparedRequest(request.request_id, text, recipe, [request])
+
+    def _count_request(self) -> int:
+        """The number of a request, from 1."""
+        self._num_requests += 1
+        return self._num_requests
+
+    def _read_prompt(self, prompt: Prompt, prefix: str = "") -> tuple[str | None, list[int], str | None]:
+        """(text, token ids, cache salt); prefix: what is put before a text."""
         salt = None
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
@@ -175,7 +232,7 @@ class InputProcessor:
             raise RequestError(
                 "prompt is text, but skip_tokenizer_init is set; give prompt_token_ids", param="prompt", value=prompt
             )
-        return prompt, self.tokenizer.encode(prompt), salt
+        return prompt, self.tokenizer.encode(prefix + prompt), salt
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
         vocab_size = self.model_config.vocab_size
@@ -258,6 +315,21 @@ class InputProcessor:
         return sequences
 
 
+def _option_fields(options: RequestOptions) -> dict[str, Any]:
+    """What a scheduler's request has of them."""
+    return {
+        "priority": options.priority,
+        "client": options.client or "",
+        "arrival_time": options.arrival,
+        "deadline": float("inf") if options.timeout is None else options.arrival + options.timeout,
+    }
+
+
+def make_processor(inputs: InputProcessor) -> Processor:
+    """What makes the outputs of the requests that `inputs` prepares."""
+    return OutputProcessor(inputs.tokenizer) if inputs.pooling is None else PoolingProcessor()
+
+
 def follows_every_step(params: SamplingParams) -> bool:
     """Whether somebody needs each token of such a request when it comes."""
     streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
@@ -277,4 +349,6 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
             "set override_generation_config, or generation_config='vllm'",
         ) from error
     tokenizer = source.load_tokenizer(config)
-    return InputProcessor(config, source.config, tokenizer, source.generation_defaults, origin=origin)
+    return InputProcessor(
+        config, source.config, tokenizer, source.generation_defaults, origin=origin, pooling=source.pooling
+    )

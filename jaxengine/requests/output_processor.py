@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxengine.requests.prepared import PreparedRequest
 
 # Numbers for requests: half of an int64 has room for one, beside an API process's number.
-_TAGS = 1 << 31
+TAGS = 1 << 31
 
 
 @dataclass(eq=False)
@@ -127,6 +127,7 @@ class OutputProcessor:
     def add(self, prepared: PreparedRequest) -> None:
         """Starts to follow the n requests that make up `prepared`. They have their tags from here on."""
         request_id, params, requests = prepared.request_id, prepared.params, prepared.requests
+        assert isinstance(params, SamplingParams)
         prompt_ids, metrics = requests[0].prompt_token_ids.tolist(), RequestMetrics(requests[0].arrival_time)
         group = _Group(request_id, prepared.prompt, prompt_ids, params, metrics, num_running=len(requests))
         if params.prompt_logprobs is not None:
@@ -134,7 +135,7 @@ class OutputProcessor:
         for index, request in enumerate(requests):
             sequence = _Sequence(group, index, request, self._detokenizer(params, prompt_ids))
             group.sequences.append(sequence)
-            self._last_tag = (self._last_tag + 1) % _TAGS
+            self._last_tag = (self._last_tag + 1) % TAGS
             request.tag = self._last_tag
             self._sequences[request.tag] = sequence
         self._groups[request_id] = group

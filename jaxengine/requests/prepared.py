@@ -8,6 +8,7 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
+from jaxengine.requests.pooling_params import PoolingRecipe
 from jaxengine.requests.sampling_params import SamplingParams
 from scheduler.request import Request
 
@@ -39,9 +40,9 @@ def is_token_ids(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A checked request that changed nothing yet."""
+    """A checked request that changed nothing yet. params: how its answer is made; a recipe where it is pooled."""
 
     request_id: str
     prompt: str | None
-    params: SamplingParams
+    params: SamplingParams | PoolingRecipe
     requests: list[Request]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ from jaxengine.runner.step import SampledRows, TokenState
 from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from jaxengine.sampling.sampler import SampleOutput, flags_of, sample
 from jaxengine.sampling.state import SamplingState, count_tokens, write_slots
+from models.config.model_config import ModelConfig
 from scheduler.buckets import Bucket, Buckets
+from scheduler.request import POOLED
 from sharding.collectives import num_shards, stack_ranks
 
 
@@ -50,6 +52,7 @@ class Head:
       changes: those arguments, fields of DeviceState, that it gives back changed; they are donated.
       output: the NamedTuple that the host reads: of all ranks, [ranks, ...].
       size_of: the size of the one that serves a bucket, which the arguments from Forwarded have; None where none does.
+      pools: it is for models that pool, and no other is.
     """
 
     make: Callable[[HeadSpec], Callable]
@@ -57,6 +60,7 @@ class Head:
     changes: tuple[str, ...]
     output: Any
     size_of: Callable[[Buckets, Bucket], int | None]
+    pools: bool = False
 
     def sizes(self, buckets: Buckets) -> list[int]:
         """All sizes, ascending."""
@@ -108,6 +112,32 @@ def make_score(spec: HeadSpec) -> Callable:
     return score_prompts
 
 
+class PoolOutput(NamedTuple):
+    """What is told of the prompts that end in a step; of other rows it means nothing.
+
+    Attributes:
+      token_ids: i32[ranks, S], POOLED, or -1 for a row that is not finite.
+      vectors: f32[ranks, S, N].
+    """
+
+    token_ids: jax.Array
+    vectors: jax.Array
+
+
+def make_pool(spec: HeadSpec) -> Callable:
+    """What a pooling model tells of each prompt: (params, pooled states f32[S, D]) -> (PoolOutput,)."""
+
+    def pool_prompts(params: list[jax.Array], hidden: jax.Array):
+        model = nnx.merge(spec.graph, jax.tree.unflatten(spec.params_tree, params))
+        with jax.named_scope("pool"):
+            vectors = model.pool(hidden)
+        with jax.named_scope("results"):
+            token_ids = jnp.where(jnp.all(jnp.isfinite(vectors), axis=1), jnp.int32(POOLED), jnp.int32(-1))
+            return (PoolOutput(stack_ranks(token_ids), stack_ranks(vectors)),)
+
+    return pool_prompts
+
+
 def _stack_scores(scores: TokenLogprobs, wanted: jax.Array) -> TokenLogprobs:
     """`stack_ranks`, without an exchange where nobody asked."""
     ranks = num_shards("batch")
@@ -128,7 +158,7 @@ def _remember(tokens: TokenState, rows: SampledRows, token_ids: jax.Array, any_p
     return TokenState(last_token, counted)
 
 
-SAMPLE, SCORE = "sample", "score"
+SAMPLE, SCORE, POOL = "sample", "score", "pool"
 
 HEADS = {
     SAMPLE: Head(
@@ -145,4 +175,17 @@ HEADS = {
         output=TokenLogprobs,
         size_of=lambda buckets, bucket: bucket.num_tokens if bucket in buckets.scored else None,
     ),
+    POOL: Head(
+        make_pool,
+        arguments=("params", "hidden"),
+        changes=(),
+        output=PoolOutput,
+        size_of=lambda buckets, bucket: buckets.sample_size(bucket),
+        pools=True,
+    ),
 }
+
+
+def heads_of(config: ModelConfig) -> dict[str, Head]:
+    """The heads of a model."""
+    return {name: head for name, head in HEADS.items() if head.pools == (config.pooler is not None)}

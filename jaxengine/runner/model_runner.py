@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.runner.compile_watch import CompileWatch
-from jaxengine.runner.heads import HEADS, SAMPLE, SCORE
+from jaxengine.runner.heads import HEADS, POOL, SAMPLE, SCORE, PoolOutput
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_free_memory
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.stage_runner import StageRunner
@@ -44,7 +44,8 @@ Progress = Callable[[int, int, str], None]
 class PendingStep:
     """A step whose forward pass has been dispatched, its results possibly still being computed.
 
-    It has tokens once its sampler has been dispatched too. All results have a leading axis of ranks.
+    It has tokens once its sampler, or what pools in its place, has been dispatched too. All results have a leading axis
+    of ranks.
 
     Attributes:
       forwarded: what the forward pass left; None once the sampler has taken it.
@@ -54,9 +55,14 @@ class PendingStep:
         """fetch: waits for a result."""
         self.bucket = bucket
         self.forwarded: Forwarded | None = forwarded
-        self.sampled: SampleOutput | None = None
+        self.sampled: SampleOutput | PoolOutput | None = None
         self.scored: TokenLogprobs | None = None
         self._fetch = fetch
+
+    @property
+    def pools(self) -> bool:
+        """Whether its rows are pooled."""
+        return isinstance(self.sampled, PoolOutput)
 
     @property
     def is_sampled(self) -> bool:
@@ -75,7 +81,13 @@ class PendingStep:
 
     def logprobs(self) -> SampleOutput:
         """The sampled rows' logprobs as numpy arrays."""
+        assert isinstance(self.sampled, SampleOutput)
         return jax.tree.map(self._fetch, self.sampled)
+
+    def vectors(self) -> np.ndarray:
+        """f32[ranks, rows, N], what a pooling model tells of the prompts that end in this step; waits for it."""
+        assert isinstance(self.sampled, PoolOutput)
+        return self._fetch(self.sampled.vectors)
 
     def prompt_logprobs(self) -> TokenLogprobs:
         """The prompt tokens' logprobs as numpy arrays."""
@@ -89,6 +101,7 @@ class ModelRunner:
     Attributes:
       plan: what the memory of a device is used for; of the stage with the least room.
       compiles: what XLA compiled while the engine was serving.
+      pools: whether the model pools, so that steps end with `pool`, not with `sample`.
     """
 
     def __init__(
@@ -106,6 +119,7 @@ class ModelRunner:
         self.vocab_size = stages[0].programs.model.config.vocab_size
         self.num_ranks = stages[0].programs.model.mesh.num_ranks
         self.windows = stages[0].programs.windows
+        self.pools = stages[0].programs.model.config.pooler is not None
         self._stages = stages
         self._last = stages[-1]
         self._peers = peers
@@ -171,6 +185,11 @@ class ModelRunner:
         Before the next forward pass: that takes its tokens.
         """
         pending.sampled = self._run_head(SAMPLE, pending)
+        pending.forwarded = None
+
+    def pool(self, pending: PendingStep) -> None:
+        """Dispatches what a pooling model tells of the prompts of a step, in the place of `sample`."""
+        pending.sampled = self._run_head(POOL, pending)
         pending.forwarded = None
 
     def score(self, pending: PendingStep) -> None:

@@ -46,7 +46,7 @@ class StateSizes(NamedTuple):
     Attributes:
       vocab_size: tokens that the sampler knows, over all devices.
       stored_mask_words: of a slot's mask, likewise.
-      samples: whether the stage is the last one.
+      samples: whether the stage is the last one, of a model that generates.
     """
 
     vocab_size: int

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxengine.runner.pooling import pool_rows
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import SamplingState, write_slots
 from models.forward_batch import HEADER, ForwardBatch, StepLayout
@@ -33,11 +34,13 @@ class SlotState(NamedTuple):
       num_computed: i32[R], tokens whose KV is written.
       expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
         models with experts.
+      pooled: f32[R, D], what pooling keeps of prompts between steps (jaxengine.runner.pooling), where it keeps any.
     """
 
     page_table: jax.Array
     num_computed: jax.Array
     expert_load: jax.Array | None
+    pooled: jax.Array | None = None
 
 
 class TokenState(NamedTuple):
@@ -86,13 +89,13 @@ class Forwarded(NamedTuple):
     """What a forward pass through the last stage leaves to the heads.
 
     Attributes:
-      rows, logits: of the rows that may sample, f32[S, V / n].
+      rows, logits: of the rows that may sample, f32[S, V / n]; the latter None where the model pools.
       hidden: [T, D] after the final norm, and targets: i32[T], the prompt token after each, -1 where there is none;
-        None in shapes that score no prompts.
+        None in shapes that score no prompts. Where the model pools, the rows' pooled states, f32[S, D], alone.
     """
 
     rows: SampledRows
-    logits: jax.Array
+    logits: jax.Array | None
     hidden: jax.Array | None
     targets: jax.Array | None
 
@@ -128,15 +131,18 @@ def init_state(
     vocab_size: int | None,
     experts: tuple[int, int] | None = None,
     num_groups: int = 1,
+    pooled: int | None = None,
 ) -> DeviceState:
     """State of slots that nobody has used yet.
 
-    vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer.
+    vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer; pooled: size of
+    what pooling keeps of a slot.
     """
     slots = SlotState(
         page_table=jnp.zeros((num_groups * max_num_seqs, max_pages), jnp.int32),
         num_computed=jnp.zeros(max_num_seqs, jnp.int32),
         expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
+        pooled=None if pooled is None else jnp.zeros((max_num_seqs, pooled), jnp.float32),
     )
     if vocab_size is None:
         return DeviceState(slots, None, None)
@@ -226,15 +232,20 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
             state = state._replace(expert_load=state.expert_load + load.astype(jnp.uint32))
         if not model.stage.is_last:
             return kv, state, states
-        more = spec.num_logits - spec.layout.num_seqs
-        with jax.named_scope("logits"):
-            logits = model.logits(states[jnp.pad(batch.logits_indices, (0, more))])
+        more, pooler = spec.num_logits - spec.layout.num_seqs, model.config.pooler
         sampled = SampledRows(
             slot=jnp.pad(rows.slot, (0, more), constant_values=state.num_computed.shape[0]),
             position=jnp.pad(batch.ragged[0].kv_lens, (0, more)),
             is_sampled=jnp.pad(rows.sample > 0, (0, more)),
             features=header["features"][None],
         )
+        if pooler is not None:
+            with jax.named_scope("pool"):
+                kept, pooled = pool_rows(pooler.pooling_type, state.pooled, states, batch, rows.slot, rows.start)
+            pooled = jnp.pad(pooled, ((0, more), (0, 0)))
+            return kv, state._replace(pooled=kept), Forwarded(sampled, None, pooled, None)
+        with jax.named_scope("logits"):
+            logits = model.logits(states[jnp.pad(batch.logits_indices, (0, more))])
         if not spec.scores:
             return kv, state, Forwarded(sampled, logits, None, None)
         return kv, state, Forwarded(sampled, logits, states, _targets(batch, rows))

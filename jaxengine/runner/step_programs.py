@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
-from jaxengine.runner.heads import HEADS, HeadSpec
+from jaxengine.runner.heads import HEADS, HeadSpec, heads_of
 from jaxengine.runner.state_changes import STATE_CHANGES, StateChange, StateSizes
 from jaxengine.runner.step import (
     DeviceState,
@@ -136,7 +136,7 @@ class StepPrograms:
         output: Any = hidden
         if stage.is_last:
             output = self._forwarded(bucket.num_tokens, num_logits)
-            if not scores:
+            if self._samples and not scores:
                 output = output._replace(hidden=None, targets=None)
         return self._program(str(bucket), function, arguments, (kv, state.slots, output), donate=(1, 2))
 
@@ -144,7 +144,8 @@ class StepPrograms:
         """The name and size of every head of this stage."""
         if not self.model.stage.is_last:
             return []
-        return [(name, size) for name, head in HEADS.items() for size in head.sizes(self.packer.buckets)]
+        heads = heads_of(self.model.config)
+        return [(name, size) for name, head in heads.items() for size in head.sizes(self.packer.buckets)]
 
     def head(self, name: str, size: int, params: Sequence[Any]) -> Program:
         """A head of `HEADS` of a size: (arguments as the head names them) -> (what it changes, its output)."""
@@ -166,7 +167,7 @@ class StepPrograms:
 
     def state_changes(self) -> dict[str, Program]:
         """The programs that change the state between steps, by name: (state, their arguments) -> state."""
-        sizes = StateSizes(self.vocab_size, self.stored_mask_words, self.model.stage.is_last)
+        sizes = StateSizes(self.vocab_size, self.stored_mask_words, self._samples)
         changes = {name: change for name, change in STATE_CHANGES.items() if change.is_of(sizes)}
         return {name: self._state_change(name, change, sizes) for name, change in changes.items()}
 
@@ -181,6 +182,18 @@ class StepPrograms:
         """results: shapes of which only the shardings matter."""
         function = self._on_devices(function, _partition(arguments), _partition(results))
         return Program(name, function, arguments, results, donate)
+
+    @property
+    def _samples(self) -> bool:
+        """Whether tokens are chosen here."""
+        return self.model.stage.is_last and self.model.config.pooler is None
+
+    @property
+    def _kept_size(self) -> int | None:
+        """Numbers that pooling keeps of each slot here."""
+        pooler = self.model.config.pooler
+        keeps = self.model.stage.is_last and pooler is not None and pooler.reads_all
+        return self.model.config.hidden_size if keeps else None
 
     def _num_logits(self, bucket: Bucket) -> int:
         return self.packer.buckets.sample_size(bucket)
@@ -199,6 +212,9 @@ class StepPrograms:
             is_sampled=self._shape((ranks * num_logits,), np.bool_, _RANKS),
             features=self._shape((ranks,), np.int32, _RANKS),
         )
+        if not self._samples:
+            pooled = self._shape((ranks * num_logits, self.model.config.hidden_size), np.float32, _RANKS)
+            return Forwarded(rows, None, pooled, None)
         logits = self._shape((ranks * num_logits, self.vocab_size), np.float32, _RANKS_VOCAB)
         targets = self._shape((ranks * num_tokens,), np.int32, _RANKS)
         return Forwarded(rows, logits, self._hidden(num_tokens), targets)
@@ -216,15 +232,18 @@ class StepPrograms:
         """PartitionSpecs in the places of arrays."""
         ranks: Any = _RANKS
         vocab: Any = _RANKS_VOCAB
-        slots = SlotState(ranks, ranks, None if self._experts is None else ranks)
-        if not self.model.stage.is_last:
+        slots = SlotState(
+            ranks, ranks, None if self._experts is None else ranks, None if self._kept_size is None else ranks
+        )
+        if not self._samples:
             return DeviceState(slots, None, None)
         sampling = SamplingState(RowParams(*[ranks] * len(NEUTRAL)), logit_bias=vocab, token_mask=vocab)
         return DeviceState(slots, TokenState(last_token=ranks, token_counts=vocab), sampling)
 
     def _own_state(self) -> DeviceState:
-        vocab_size = self.own_vocab_size if self.model.stage.is_last else None
-        return init_state(self._num_slots, self.num_columns, vocab_size, self._experts, len(self.groups))
+        vocab_size = self.own_vocab_size if self._samples else None
+        sizes = self._num_slots, self.num_columns, vocab_size
+        return init_state(*sizes, self._experts, len(self.groups), self._kept_size)
 
     def _state_shapes(self) -> DeviceState:
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -17,28 +17,30 @@ _LONG_TEXT = 10_000  # characters; a few milliseconds of work
 FORMS = "a string, a list of strings, a list of token ids or a list of lists of token ids"
 
 
-def read_prompts(prompt: Any, max_prompts: int, vocab_size: int, longest: int | None) -> list[str | list[int]]:
-    """The prompts of a request's `prompt`. longest: token ids that one may have; None where it is cut.
+def read_prompts(
+    prompt: Any, max_prompts: int, vocab_size: int, longest: int | None, *, param: str = "prompt"
+) -> list[str | list[int]]:
+    """The prompts of a request's field `param`. longest: token ids that one may have; None where it is cut.
 
     Raises RequestError.
     """
     prompts = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not 1 <= len(prompts) <= max_prompts:
-        raise RequestError(f"prompt holds {len(prompts)} prompts; allowed are 1 to {max_prompts}", param="prompt")
+        raise RequestError(f"{param} holds {len(prompts)} prompts; allowed are 1 to {max_prompts}", param=param)
     for each in prompts:
         # Before its entries are looked at.
         if longest is not None and isinstance(each, list) and len(each) > longest:
             raise RequestError(
-                f"prompt has {len(each)} tokens; allowed are 1 to {longest} (max_model_len - 1)", param="prompt"
+                f"{param} has {len(each)} tokens; allowed are 1 to {longest}, by max_model_len", param=param
             )
     texts = all(isinstance(each, str) for each in prompts)
     if not texts and not all(isinstance(each, list) and _is_ids(each) for each in prompts):
-        raise RequestError(f"prompt must be {FORMS}, got {show_value(prompt)}", param="prompt")
+        raise RequestError(f"{param} must be {FORMS}, got {show_value(prompt)}", param=param)
     for each in prompts:
         if not each:
-            raise RequestError("prompt is empty; at least one token is needed", param="prompt")
+            raise RequestError(f"{param} is empty; at least one token is needed", param=param)
         if not isinstance(each, str):
-            check_token_ids("prompt", each, vocab_size)
+            check_token_ids(param, each, vocab_size)
     return prompts
 
 

@@ -20,6 +20,7 @@ from models.config.fields import (
     ModelConfigError,
     check_size,
 )
+from models.config.pooler import Pooler
 
 _MAXIMA = {
     "vocab_size": MAX_VOCAB,
@@ -36,8 +37,8 @@ class ModelConfig:
     `attention` has one entry per layer. `experts` is None for a dense model; where it is not, `intermediate_size` is
     that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is what
     embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
-    what logits are. `rms_norm_eps` is that of all norms, of whatever kind. Token ids are None or empty where the
-    checkpoint names none.
+    what logits are. `rms_norm_eps` is that of all norms, of whatever kind. `pooler` is None for a model that generates.
+    Token ids are None or empty where the checkpoint names none.
     """
 
     architecture: str
@@ -56,6 +57,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    pooler: Pooler | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
@@ -78,7 +80,9 @@ class ModelConfig:
                 "attention must hold one entry per layer, at least one, with the same num_kv_heads and head_dim (all "
                 f"layers share a pool), got {heads}"
             )
-        for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+        classifier = None if self.pooler is None else self.pooler.classifier
+        labels = () if classifier is None else classifier.token_ids
+        for token_id in (*self.eos_token_ids, *labels, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise ModelConfigError(f"token ids must lie in [0, vocab_size = {self.vocab_size}), got {token_id}")
 

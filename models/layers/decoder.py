@@ -22,6 +22,7 @@ from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
 from models.forward_batch import ForwardBatch
 from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads, query_temperature
+from models.layers.classify import LabelScores
 from models.layers.embedding import Embedding, own_logits, vocab_source
 from models.layers.linear import Linear
 from models.layers.moe import ExpertLoad
@@ -60,12 +61,17 @@ class Decoder(nnx.Module):
         self.config = config
         self.build = build = replace(build, stage=build.stage or Stage(0, config.num_layers))
         stage, size, tied = self.stage, config.hidden_size, config.tie_word_embeddings
-        if stage.is_first or (stage.is_last and tied):
+        pooler = config.pooler
+        classifier = None if pooler is None else pooler.classifier
+        scores = pooler is None or (classifier is not None and bool(classifier.token_ids))
+        if stage.is_first or (stage.is_last and tied and scores):
             self.embed = Embedding(config.vocab_size, size, source="model.embed_tokens", build=build)
         self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
         if stage.is_last:
             self.norm = self.make_norm(build)
-        if stage.is_last and not tied:
+        if stage.is_last and classifier is not None:
+            self.labels = LabelScores(config, classifier, build)
+        if stage.is_last and pooler is None and not tied:
             head = vocab_source("lm_head", config.vocab_size, self.mesh)
             self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
 
@@ -123,6 +129,14 @@ class Decoder(nnx.Module):
         """[R, D] -> f32[R, V / n] where n devices share the rows; whole on one device."""
         with jax.named_scope("logits"):
             return own_logits(self.token_logits(hidden), self.config.vocab_size)
+
+    def pool(self, pooled: jax.Array) -> jax.Array:
+        """What a pooling model tells of prompts, f32[R, N]: their pooled states f32[R, D], or the scores of labels."""
+        assert self.config.pooler is not None
+        if self.config.pooler.classifier is None:
+            return pooled
+        with jax.named_scope("labels"):
+            return self.labels(pooled, self.embed if self.config.tie_word_embeddings else None)
 
     def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.

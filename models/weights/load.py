@@ -172,6 +172,8 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
     for name in sorted(present - needed.keys()):
         if name in (ROPE_FACTORS, ROPE_LONG, ROPE_SHORT):
             rope_factors.append(name)
+        elif name == HEAD and model.config.pooler is not None:
+            continue  # a generative checkpoint that pools
         elif name == HEAD and EMBEDDING in needed:
             if source.shape(HEAD) != source.shape(EMBEDDING):
                 text = f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"

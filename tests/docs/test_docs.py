@@ -17,13 +17,17 @@ import jaxengine
 from jaxengine.commands.cli import build_parser
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.config.engine_flags import with_hyphens
+from jaxengine.config.pooler_config import HF_OVERRIDES, PoolerConfig
 from jaxengine.config.vllm_options import NAMES as OPTIONS_OF_VLLM
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
+from jaxengine.server.http.pooling.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxengine.server.options import ServerConfig
 from scripts import write_docs
 
@@ -43,7 +47,9 @@ OTHER_OPTIONS = {
     *("--budget-s", "--platform", "--tiny", "--out"),
 }
 # Words of vLLM that coming_from_vllm.md explains and that are not ours.
-OF_VLLM = {"from_engine_args", "register_model", "check_health", "model_class"}
+OF_VLLM = {"from_engine_args", "register_model", "check_health", "model_class", "token_embed", "token_classify"}
+# Fields of config.json and their values.
+OF_CONFIGS = {*HF_OVERRIDES, "is_causal", "multi_label_classification"}
 
 
 def text_of(name: str) -> str:
@@ -173,12 +179,23 @@ def found(dotted: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["coming_from_vllm.md", "quickstart_gpu.md", "quickstart_tpu.md", "troubleshooting.md", "README.md"]
+    "name",
+    [
+        "coming_from_vllm.md",
+        "pooling_models.md",
+        "quickstart_gpu.md",
+        "quickstart_tpu.md",
+        "troubleshooting.md",
+        "README.md",
+    ],
 )
 def test_words_of_options_and_requests_exist(name):
     classes = (EngineConfig, ServerConfig, CompilationConfig, SamplingParams, RequestOptions, StructuredOutputsParams)
-    known = {field.name for cls in classes for field in dataclasses.fields(cls)} | OPTIONS_OF_VLLM | OF_VLLM
-    for model in (CompletionRequest, ChatRequest):
+    classes += PoolingParams, PoolerConfig, BeamSearchParams
+    known = (
+        {field.name for cls in classes for field in dataclasses.fields(cls)} | OPTIONS_OF_VLLM | OF_VLLM | OF_CONFIGS
+    )
+    for model in (CompletionRequest, ChatRequest, EmbeddingRequest, ScoreRequest, RerankRequest):
         known |= set(model.known_fields())
     known |= {
         *TOOL_PARSERS,

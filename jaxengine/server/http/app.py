@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -24,6 +24,7 @@ from jaxengine.server.http.completions import endpoint as completions
 from jaxengine.server.http.errors import ApiError, as_api_error, error_response
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.messages import endpoint as messages
+from jaxengine.server.http.pooling import embeddings, scores
 from jaxengine.server.http.responses import endpoint as responses
 from jaxengine.server.keys import Keys
 from jaxengine.server.names import REQUEST_ID
@@ -36,12 +37,18 @@ from jaxengine.version import __version__
 
 logger = logging.getLogger(__name__)
 
-# Each gives the routes of one part; a new part is a new line.
-ROUTERS: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
+# Each gives the routes of one part; a new part is a new line. Those of GENERATING are for models that generate, of
+# POOLING for those that pool.
+GENERATING: tuple[Callable[[EngineClient, ServerConfig], APIRouter], ...] = (
     chat.router,
     completions.router,
     responses.router,
     messages.router,
+)
+POOLING = (embeddings.router, scores.router)
+ROUTERS = (
+    *GENERATING,
+    *POOLING,
     invocations.router,
     models.router,
     tokenize.router,
@@ -90,7 +97,8 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
     for router in ROUTERS:
         routes = router(engine, config)
         _check(routes)
-        app.include_router(routes)
+        refuse = engine.inputs.refuse_generation if router in GENERATING else engine.inputs.require_pooling
+        app.include_router(routes, dependencies=[Depends(refuse)] if router in (*GENERATING, *POOLING) else [])
         all_routes += routes.routes
     document.install(app)
     return app

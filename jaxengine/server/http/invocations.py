@@ -1,4 +1,4 @@
-"""POST /invocations, as SageMaker calls a model: a chat completion or a completion, by the fields of the body.
+"""POST /invocations, as SageMaker calls a model: a chat completion, a completion or pooling, by fields of the body.
 
 Knows which path answers which body, and nothing else of either.
 """
@@ -15,6 +15,8 @@ from scheduler.errors import RequestError
 
 # A field that only one path has -> the path.
 _PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
+_SCORES = {"query": "/rerank", "text_1": "/score", "queries": "/score", "data_1": "/score"}
+_POOLING_PATHS = {"embed": {"input": "/v1/embeddings", **_SCORES}, "classify": {"input": "/classify", **_SCORES}}
 
 
 class _PassedOn(Response):
@@ -39,14 +41,16 @@ class _PassedOn(Response):
 
 def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["invocations"])
+    pooling = engine.inputs.pooling
+    paths = _PATHS if pooling is None else _POOLING_PATHS[pooling.task]
 
     @routes.post("/invocations", response_class=Response)
     async def invoke(request: Request) -> Response:
         body = await request.body()
         value = read_json(body)
-        fields = [name for name in _PATHS if isinstance(value, dict) and name in value]
+        fields = [name for name in paths if isinstance(value, dict) and name in value]
         if len(fields) != 1:
-            raise RequestError(f"the body must have one of {', '.join(_PATHS)}, got {fields or 'none'}")
-        return _PassedOn(request, _PATHS[fields[0]], body)
+            raise RequestError(f"the body must have one of {', '.join(paths)}, got {fields or 'none'}")
+        return _PassedOn(request, paths[fields[0]], body)
 
     return routes

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import PositionLogprobs
@@ -77,6 +78,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
 }
 
+# What text requests take of these: fields of a beam search.
+_BEAM_FIELDS = frozenset(("use_beam_search", "length_penalty"))
+TEXT_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _BEAM_FIELDS}
+
 # Fields of OpenAI that cannot change what is answered: hints for billing, caches, speed or length. They are taken, and
 # the answer's X-Ignored-Fields names them.
 HINTS = frozenset(
@@ -95,6 +100,11 @@ HINTS = frozenset(
 logger = logging.getLogger(__name__)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+# A beam search samples nothing, and is over before anything of it can be told.
+_NOT_WITH_BEAMS = sorted(
+    {*_SAMPLING_FIELDS, "stream", "echo", "top_logprobs", "response_format", "tools"}
+    - {"n", "max_tokens", "temperature", "ignore_eos", "include_stop_str_in_output"}
+)
 
 
 class RequestModel(BaseModel):
@@ -180,8 +190,8 @@ class ResponseFormat(RequestModel):
         return {"json": self.json_schema.schema_, **lenient}
 
 
-class GenerationRequest(RequestModel):
-    """Fields of every request that has text generated; None stands for the default of the model or of vLLM.
+class NamedRequest(RequestModel):
+    """Fields of every request that the engine answers.
 
     Attributes:
       user: the caller's own name for who asks; it goes to the log and to traces. It is no client of the fair policy:
@@ -190,24 +200,7 @@ class GenerationRequest(RequestModel):
       request_id: what the request is called, in the answer and to `abort`.
     """
 
-    ignored = HINTS
-
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Texts | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    logit_bias: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    stream: bool | None = None
     priority: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -215,12 +208,16 @@ class GenerationRequest(RequestModel):
     user: str | None = None
 
     @model_validator(mode="after")
-    def _check_request_id(self) -> Self:
+    def _check_name(self) -> Self:
         if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
             raise RequestError(
                 f"request_id is {show_value(self.request_id)}; allowed are 1 to 128 letters, digits, '-' and '_'",
                 param="request_id",
             )
+        if self.timeout is not None and self.timeout <= 0:
+            raise RequestError(f"timeout is {self.timeout}; allowed are numbers above 0", param="timeout")
+        if self.cache_salt == "":
+            raise RequestError("cache_salt is empty; allowed are 1 to 1024 characters", param="cache_salt")
         return self
 
     def options(self, request: Request, config: ServerConfig) -> RequestOptions:
@@ -236,17 +233,42 @@ class GenerationRequest(RequestModel):
         return name
 
 
+class GenerationRequest(NamedRequest):
+    """Fields of every request that has text generated; None stands for the default of the model or of vLLM."""
+
+    ignored = HINTS
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
 class TextRequest(GenerationRequest):
     """What completions and chat completions have in common.
 
     Attributes:
       truncate_prompt_tokens: how many tokens of the prompt are kept, from its end ("right": its beginning) as
         truncation_side says; -1: as many as leave room for max_tokens.
+      use_beam_search: the n best sequences that a beam search finds, with length_penalty.
     """
 
-    refused = REFUSED
+    refused = TEXT_REFUSED
 
     n: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     stop_token_ids: TokenIds | None = None
     min_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
@@ -273,11 +295,36 @@ class TextRequest(GenerationRequest):
             raise RequestError(
                 f"truncate_prompt_tokens is {keep}; allowed are -1 and integers from 1", param="truncate_prompt_tokens"
             )
-        if self.timeout is not None and self.timeout <= 0:
-            raise RequestError(f"timeout is {self.timeout}; allowed are numbers above 0", param="timeout")
-        if self.cache_salt == "":
-            raise RequestError("cache_salt is empty; allowed are 1 to 1024 characters", param="cache_salt")
+        self._check_beams()
         return self
+
+    def _check_beams(self) -> None:
+        if not self.use_beam_search:
+            if self.length_penalty not in (None, 1.0):
+                raise RequestError("length_penalty is only allowed with use_beam_search=true", param="length_penalty")
+            return
+        neutral = SamplingParams()
+        for name in _NOT_WITH_BEAMS:
+            value = getattr(self, name, None)
+            if value is not None and value is not False and value != getattr(neutral, name, None):
+                raise RequestError(f"{name} is not allowed with use_beam_search=true", param=name)
+
+    def beam_params(
+        self, inputs: InputProcessor, max_tokens: int | None, width: int | None = None
+    ) -> BeamSearchParams | None:
+        """What a beam search is asked for, None without one; width: where it is not n. Raises RequestError."""
+        if not self.use_beam_search:
+            return None
+        params = BeamSearchParams(
+            beam_width=width or self.n or 1,
+            max_tokens=inputs.config.max_model_len if max_tokens is None else max_tokens,
+            ignore_eos=bool(self.ignore_eos),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+        )
+        params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
+        return params
 
     def sampling_params(self, inputs: InputProcessor, config: ServerConfig, **changes: Any) -> SamplingParams:
         """The fields as SamplingParams, over what the model suggests and under `changes`. Raises RequestError."""

@@ -15,6 +15,7 @@ import numpy as np
 from jaxengine.engine.output import EngineOutput, PromptScores
 from jaxengine.requests.prepared import PreparedRequest
 from scheduler.batch import TokenRows, TokenScores
+from scheduler.errors import OverloadedError, RequestError
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.token_params import TokenParams
 
@@ -153,6 +154,13 @@ class Scores(msgspec.Struct, array_like=True):
     top_logprobs: bytes
 
 
+class Vectors(msgspec.Struct, array_like=True):
+    """f32[n, size] as bytes."""
+
+    size: int
+    values: bytes
+
+
 class PromptPart(msgspec.Struct, array_like=True):
     """PromptScores."""
 
@@ -169,6 +177,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
       received: the number of the last Submit that was read.
       handles, token_ids: i32[n], a token of each of these requests.
       tokens_scored: i32[m], the indexes of those with scores.
+      vectors: of pooled requests, in the order of handles.
     """
 
     number: int
@@ -184,6 +193,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     unservable: list[Refused] = []
     refused: list[Reply] = []
     replies: list[Reply] = []
+    vectors: Vectors | None = None
 
 
 _NO_LOAD = Load()
@@ -233,6 +243,15 @@ def owner_of(request: Request) -> tuple[int, int]:
     return divmod(request.tag, 1 << 32)
 
 
+def error_of(failure: Failure) -> Exception:
+    """What the caller of a Submit or a Call gets."""
+    if failure.kind == "overloaded":
+        return OverloadedError(failure.message, retry_after=failure.retry_after)
+    if failure.kind == "request":
+        return RequestError(failure.message, param=failure.param)
+    return RuntimeError(failure.message)
+
+
 def updates_of(output: EngineOutput, clients: Sequence[int]) -> dict[int, Update]:
     """What each API process is to learn of a step, by its number; number, received and load are left to the sender.
 
@@ -279,15 +298,20 @@ def output_of(update: Update, follow: Callable[[int], Request]) -> EngineOutput:
     if update.handles:
         handles, token_ids = np.frombuffer(update.handles, np.int32), np.frombuffer(update.token_ids, np.int32)
         scores = None if update.scores is None else _read(update.scores)
-        output.emitted.append(TokenRows(handles, token_ids, np.frombuffer(update.tokens_scored, np.int32), scores))
+        tokens = TokenRows(handles, token_ids, np.frombuffer(update.tokens_scored, np.int32), scores)
+        if update.vectors is not None:
+            values = np.frombuffer(update.vectors.values, np.float32)
+            tokens = tokens._replace(vectors=values.reshape(len(handles), update.vectors.size))
+        output.emitted.append(tokens)
     return output
 
 
 def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict[int, Update]:
     """Vectorised: it runs in every step, over all requests that stream."""
-    tags, token_ids, scored, scores, *_ = emitted[0] if len(emitted) == 1 else _joined(emitted)
+    rows = emitted[0] if len(emitted) == 1 else _joined(emitted)
+    tags, token_ids, scored, scores, vectors = rows.tags, rows.token_ids, rows.scored, rows.scores, rows.vectors
     if len(clients) == 1:
-        return {clients[0]: _token_update(tags, token_ids, scored, scores)}
+        return {clients[0]: _token_update(tags, token_ids, scored, scores, vectors)}
     updates, owners = {}, tags >> 32
     for client in clients:
         own = owners == client
@@ -296,14 +320,23 @@ def _token_updates(emitted: Sequence[TokenRows], clients: Sequence[int]) -> dict
             # Where a row of all stands among the client's own.
             places = np.cumsum(own)[scored[chosen]] - 1
             parts = None if scores is None else TokenScores(*(array[chosen] for array in scores))
-            updates[client] = _token_update(tags[own], token_ids[own], places, parts)
+            own_vectors = None if vectors is None else vectors[own]
+            updates[client] = _token_update(tags[own], token_ids[own], places, parts, own_vectors)
     return updates
 
 
-def _token_update(tags: np.ndarray, token_ids: np.ndarray, scored: np.ndarray, scores: TokenScores | None) -> Update:
+def _token_update(
+    tags: np.ndarray,
+    token_ids: np.ndarray,
+    scored: np.ndarray,
+    scores: TokenScores | None,
+    vectors: np.ndarray | None,
+) -> Update:
     update = Update(0, 0, _NO_LOAD, tags.astype(np.int32).tobytes(), token_ids.tobytes())
     if scores is not None:
         update.tokens_scored, update.scores = _bytes(scored, np.int32), _scores(scores)
+    if vectors is not None:
+        update.vectors = Vectors(vectors.shape[1], _bytes(vectors, np.float32))
     return update
 
 
@@ -315,7 +348,8 @@ def _joined(emitted: Sequence[TokenRows]) -> TokenRows:
     scored = np.concatenate([each.scored + start for each, start in zip(emitted, starts, strict=True)])
     parts = [each.scores for each in emitted if each.scores is not None]
     scores = TokenScores(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))) if parts else None
-    return TokenRows(tags, token_ids, scored, scores)
+    found = [each.vectors for each in emitted if each.vectors is not None]
+    return TokenRows(tags, token_ids, scored, scores, vectors=np.concatenate(found) if found else None)
 
 
 def _ended(request: Request, handle: int) -> Ended:

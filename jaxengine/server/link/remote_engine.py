@@ -23,15 +23,17 @@ from jaxengine.api.output_stream import OutputStream
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.engine.output import EngineOutput
-from jaxengine.requests.inputs import InputProcessor, input_processor
+from jaxengine.requests.inputs import InputProcessor, Processor, input_processor, make_processor
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import PreparedRequest, Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.link import messages
 from jaxengine.server.link.engine_link import EngineLink
-from jaxengine.server.link.messages import Call, Failure, Finish, FromEngine, Load, Reply, Told, Update, Welcome
+from jaxengine.server.link.messages import Call, Finish, FromEngine, Load, Reply, Told, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import OverloadedError, RequestError
@@ -85,7 +87,7 @@ class RemoteEngine:
         self._num_readers = 0
         self._nobody_reads = asyncio.Event()
         self._nobody_reads.set()
-        self._processor = OutputProcessor(None)
+        self._processor: Processor = OutputProcessor(None)
         self._link = EngineLink(address, index, self._receive, self._lose)
 
     @classmethod
@@ -94,7 +96,7 @@ class RemoteEngine:
         engine = cls(address, config, index)
         welcome = await engine._welcomed
         engine.inputs = await asyncio.to_thread(_open_inputs, welcome, index)
-        engine._processor = OutputProcessor(engine.inputs.tokenizer)
+        engine._processor = make_processor(engine.inputs)
         return engine
 
     @property
@@ -107,7 +109,7 @@ class RemoteEngine:
         """Whether new requests are refused because the server is about to end."""
         return self._draining
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -115,15 +117,35 @@ class RemoteEngine:
         options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As EngineClient has it; without a timeout, the server's request_timeout holds."""
+        return self._outputs(prompt, sampling_params, request_id, options)
+
+    def pool(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """As `stream`."""
+        return self._outputs(prompt, pooling_params or PoolingParams(), request_id, options)
+
+    async def _outputs(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | None,
+        request_id: str | None,
+        options: RequestOptions | None,
+    ) -> AsyncIterator[Any]:
         self._check()
-        params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
+        params = self.inputs.default_sampling_params() if params is None else params
         if request_id is None:
             self._num_named += 1
             request_id = f"api-{self._index}-{self._num_named}"
         options = options or RequestOptions()
         if options.timeout is None:
             options = replace(options, timeout=self._config.request_timeout)
-        prompt = await self._tokenized(prompt)
+        if not isinstance(params, PoolingParams):  # which may put something before a text
+            prompt = await self._tokenized(prompt)
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
         self._check()
         stream = self._submit(prepared)
@@ -224,7 +246,8 @@ class RemoteEngine:
         self._num_submitted += 1
         self._pending.append(_Pending(self._num_submitted, request_id, len(requests), num_tokens))
         self._replicas.update((request.tag, request) for request in requests)
-        aggregate = prepared.params.output_kind is RequestOutputKind.DELTA
+        params = prepared.params
+        aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         stream = self._streams[request_id] = OutputStream(aggregate)
         self._link.send_encoded(message)
         return stream
@@ -285,7 +308,7 @@ class RemoteEngine:
         while self._pending and self._pending[0].number <= update.received:
             pending = self._pending.popleft()
             if (failure := refused.get(pending.number)) is not None:
-                self._refuse(pending.request_id, _error(failure))
+                self._refuse(pending.request_id, messages.error_of(failure))
         output = messages.output_of(update, lambda handle: self._replicas.get(handle, _NOBODY))
         for result in self._processor.process(output, time.monotonic(), self._stop):
             stream = self._streams.get(result.request_id)
@@ -300,7 +323,7 @@ class RemoteEngine:
             self._drop(request)
         for each in update.unservable:
             if (request := self._replicas.get(each.handle)) is not None:
-                self._end_unservable(request, _error(each.failure))
+                self._end_unservable(request, messages.error_of(each.failure))
         if self._stopped:
             self._link.send(Finish(list(self._stopped), "stop", list(self._stopped.values())))
             self._stopped = {}
@@ -350,7 +373,7 @@ class RemoteEngine:
         if reply.failure is None:
             future.set_result(reply.result)
         else:
-            future.set_exception(_error(reply.failure))
+            future.set_exception(messages.error_of(reply.failure))
 
     def _lose(self) -> None:
         self._end(EngineDeadError("the engine has failed; it is being started again"))
@@ -375,11 +398,3 @@ def _open_inputs(welcome: Welcome, index: int) -> InputProcessor:
     source = open_model(replace(config, model=welcome.model, load_format="dummy"))
     source.close()
     return input_processor(source, config, origin=index)
-
-
-def _error(failure: Failure) -> Exception:
-    if failure.kind == "overloaded":
-        return OverloadedError(failure.message, retry_after=failure.retry_after)
-    if failure.kind == "request":
-        return RequestError(failure.message, param=failure.param)
-    return RuntimeError(failure.message)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxengine.server.http.protocol import REFUSED, RequestModel, TextRequest, TextsByName, at_most
+from jaxengine.server.http.protocol import TEXT_REFUSED, RequestModel, TextRequest, TextsByName, at_most
 from scheduler.errors import RequestError
 
 MAX_MESSAGES = 10_000
@@ -85,7 +85,7 @@ class ChatRequest(TextRequest):
     """
 
     refused = {
-        **REFUSED,
+        **TEXT_REFUSED,
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),

@@ -18,6 +18,7 @@ from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_fo
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.beam_search import beam_search
 from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import ChatRequest, renamed, text_of
 from jaxengine.server.http.chat.tool_choice import tool_use
@@ -77,6 +78,7 @@ class ChatRun:
         self._tools = tool_use(body, server.config.enable_auto_tool_choice, server.tool_format, tokenizer, switches)
         try:
             self.params = self._sampling_params()
+            self._beams = body.beam_params(server.engine.inputs, self.params.max_tokens)
         except RequestError as error:
             raise self._as_asked(error) from None
         # What keeps to a schema from its first token on has no room for thoughts.
@@ -107,7 +109,11 @@ class ChatRun:
 
     async def pieces(self) -> AsyncGenerator[tuple[RequestOutput, list[Piece]], None]:
         """What the engine says, with what it means. Raises as EngineClient.stream."""
-        outputs = self._server.engine.stream(self.prompt, self.params, self._name, self._options)
+        engine = self._server.engine
+        if self._beams is not None:
+            outputs = beam_search(engine, self.prompt, self._beams, self._name, self._options)
+        else:
+            outputs = engine.stream(self.prompt, self.params, self._name, self._options)
         async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
             try:
                 async for output in outputs:

@@ -17,6 +17,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.server.beam_search import beam_search
 from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.interleave import interleave
@@ -48,6 +49,7 @@ class _Completion:
         self._config = config
         self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
         self.params = self._sampling_params()
+        self._beams = body.beam_params(engine.inputs, body.max_tokens, body.best_of)
         self._prompts: list[dict[str, Any]] = []
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0
@@ -120,6 +122,9 @@ class _Completion:
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
         request_id = self.id if len(self._prompts) == 1 else f"{self.id}-{index}"
+        if self._beams is not None:
+            prompt, n = self._prompts[index], self.body.n or 1
+            return beam_search(self._engine, prompt, self._beams, request_id, self._options, n)
         return self._engine.stream(self._prompts[index], self.params, request_id, self._options)
 
     def _places(self) -> int:

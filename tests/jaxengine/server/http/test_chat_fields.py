@@ -83,6 +83,7 @@ CHAT = {
     "chat_template": "{{ messages[0].content }}",
     "chat_template_kwargs": {"mood": "!"},
     "return_prompt_text": True,
+    "use_beam_search": (True, {"max_tokens": 3}),
 }
 FUNCTIONS = [{"type": "function", "name": "f"}]
 RESPONSES = {
@@ -104,8 +105,8 @@ RESPONSES = {
     "reasoning": {"effort": "low"},
     "chat_template_kwargs": {"mood": "!"},
 }
-# Shown by tests of their own: they need a tokenizer, or a response, that is not here.
-ELSEWHERE = {"add_special_tokens", "previous_response_id"}
+# Shown by tests of their own: they need a tokenizer, a response or beams that are not here.
+ELSEWHERE = {"add_special_tokens", "previous_response_id", "length_penalty"}
 
 
 @pytest.fixture(scope="module")

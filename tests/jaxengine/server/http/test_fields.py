@@ -97,6 +97,8 @@ CASES: dict[str, Case] = {
     "best_of": Case(2, lambda before, after: after.answer.error["param"] == "best_of"),
     "cache_salt": Case("pepper", lambda before, after: after.prompt["cache_salt"] == "pepper"),
     "echo": Case(True, lambda before, after: after.choice["text"] == TEXT + before.choice["text"]),
+    # Only with use_beam_search; what it does, the tests of beam searches show.
+    "length_penalty": Case(2.0, lambda before, after: after.answer.error["param"] == "length_penalty"),
     "logprobs": Case(
         2, lambda before, after: before.choice["logprobs"] is None and len(after.choice["logprobs"]["tokens"]) == 3
     ),
@@ -162,6 +164,11 @@ CASES: dict[str, Case] = {
             and before.prompt["prompt_token_ids"] != after.prompt["prompt_token_ids"]
         ),
         {"truncate_prompt_tokens": 2},
+    ),
+    "use_beam_search": Case(
+        True,
+        lambda before, after: len(before.calls) == 1 and len(after.calls) > 1 and after.params.logprobs == 4,
+        {"seed": None, "n": 2},
     ),
     "user": Case("some one", lambda before, after: "'some one'" in after.log and "'some one'" not in before.log),
 }

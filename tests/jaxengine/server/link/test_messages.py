@@ -63,3 +63,24 @@ def test_the_only_process_gets_all():
     updates = messages.updates_of(EngineOutput(emitted=[_emitted(rows[:2], []), _emitted(rows[2:], [0])]), [4])
     assert list(updates) == [4]
     assert _seen(updates[4]) == [(2, 20, None), (9, 21, None), (5, 22, pytest.approx(-0.22))]
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids="ranks={}".format)
+def test_vectors_reach_their_process(parts):
+    """What pooling made, of one rank and of several."""
+    rows = [(1, 7, 0), (2, 7, 0), (1, _LAST, -1), (2, 1, 0)]
+    vectors = np.arange(12, dtype=np.float32).reshape(4, 3)
+    bounds = np.linspace(0, len(rows), parts + 1).astype(int).tolist()
+    emitted = [
+        _emitted(rows[first:last], [])._replace(vectors=vectors[first:last])
+        for first, last in zip(bounds, bounds[1:], strict=False)
+    ]
+    for clients in ([1, 2], [1]):
+        own_rows = [index for index, (owner, *_) in enumerate(rows) if owner == 1 or len(clients) == 1]
+        update = messages.updates_of(EngineOutput(emitted=emitted), clients)[1]
+        read = messages.decode_from_engine(messages.encode(update))
+        assert isinstance(read, Update)
+        (found,) = messages.output_of(read, lambda handle: pytest.fail("vectors need no request")).emitted
+        assert found.vectors is not None
+        np.testing.assert_array_equal(found.vectors, vectors[own_rows])
+        assert found.token_ids.tolist() == [rows[index][2] for index in own_rows]

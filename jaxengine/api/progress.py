@@ -1,0 +1,24 @@
+"""What a progress bar over requests tells beside their number. Knows no bar and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxengine.api.core import AnyOutput
+from jaxengine.requests.outputs import RequestOutput
+
+
+def count_tokens(outputs: Iterable[AnyOutput], before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Tokens of the prompts and of the answers, on top of those counted before."""
+    prompt, generated = before
+    for output in outputs:
+        prompt += len(output.prompt_token_ids)
+        if isinstance(output, RequestOutput):
+            generated += sum(len(completion.token_ids) for completion in output.outputs)
+    return prompt, generated
+
+
+def speed_text(num_prompt_tokens: int, num_generated_tokens: int, seconds: float) -> str:
+    """Tokens a second as vLLM's progress bar words them."""
+    rates = num_prompt_tokens / max(seconds, 1e-6), num_generated_tokens / max(seconds, 1e-6)
+    return f"est. speed input: {rates[0]:.2f} toks/s, output: {rates[1]:.2f} toks/s"

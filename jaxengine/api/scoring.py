@@ -1,0 +1,76 @@
+"""How requests to a pooling model are put together: their parameters, and prompts of two texts that are compared.
+
+Shared by `LLM` and the server. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.pooling_params import PoolingParams
+from scheduler.errors import RequestError
+
+
+def params_for(
+    count: int,
+    params: PoolingParams | Sequence[PoolingParams] | None,
+    truncate_prompt_tokens: int | None = None,
+    task: str | None = None,
+) -> list[PoolingParams]:
+    """One each, copies, with these fields where they have none. Raises RequestError."""
+    each: Any = [params or PoolingParams()] * count if params is None or isinstance(params, PoolingParams) else params
+    if not isinstance(each, Sequence) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
+        raise RequestError(
+            f"pooling_params must be one PoolingParams or one for each of the {count} prompts",
+            param="pooling_params",
+            value=params,
+        )
+    keep = truncate_prompt_tokens
+    return [
+        replace(
+            one,
+            task=one.task if one.task is not None else task,
+            truncate_prompt_tokens=one.truncate_prompt_tokens if one.truncate_prompt_tokens is not None else keep,
+        )
+        for one in each
+    ]
+
+
+def pairs_of(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Texts that are to be compared: one with one, one with each of many, or pair by pair. Raises RequestError."""
+    first: Any = [data_1] if isinstance(data_1, str) else data_1
+    second: Any = [data_2] if isinstance(data_2, str) else data_2
+    for name, texts in (("data_1", first), ("data_2", second)):
+        if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) and text for text in texts):
+            raise RequestError(f"{name} must be a text or a list of texts, none of them empty", param=name)
+    if len(first) not in (1, len(second)):
+        text = f"data_1 has {len(first)} texts and data_2 {len(second)}; allowed are as many of both, or one in data_1"
+        raise RequestError(text, param="data_1")
+    return list(zip([*first] * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def pair_prompt(inputs: InputProcessor, query: str, document: str, chat_template: str | None = None) -> str:
+    """What a cross-encoder reads of two texts. Raises RequestError for a model that does not score pairs."""
+    model = inputs.require_pooling()
+    classifier = model.pooler.classifier
+    if classifier is None or classifier.num_labels != 1:
+        num_labels = 0 if classifier is None else classifier.num_labels
+        raise RequestError(
+            f"the model has {num_labels} labels; a model that scores pairs of texts has 1", param="model"
+        )
+    template = chat_template or inputs.config.chat_template
+    if template is None:
+        return query + document
+    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    return inputs.require_tokenizer().apply_chat_template(
+        messages, add_generation_prompt=False, continue_final_message=False, chat_template=template
+    )
+
+
+def refuse_template(chat_template: str | None) -> None:
+    """Raises RequestError where an embedder, which reads texts one by one, is given a template for pairs."""
+    if chat_template is not None:
+        raise RequestError("chat_template is for models that read both texts at once", param="chat_template")

@@ -1,0 +1,186 @@
+"""Whether a model generates or pools, and how it pools: by the engine's options, its config.json and its other files.
+
+Owns the reading of what sentence-transformers and transformers write for embedders, classifiers and rerankers. Knows
+nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxengine.checkpoint.sentence_transformers import read_sentence_model
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.pooler_config import PoolerConfig
+from jaxengine.config.pooling_model import (
+    CLASSIFY,
+    EMBED,
+    IDENTITY,
+    NORMALIZE,
+    SIGMOID,
+    SOFTMAX,
+    PoolingModel,
+    check_dimensions,
+)
+from models.config.fields import MAX_HIDDEN, ConfigFields
+from models.config.hf import hf_architecture
+from models.config.pooler import CLS, LAST, MAX_LABELS, MEAN, Classifier, Pooler
+from models.registry import family_of
+
+_ACTIVATIONS = {"regression": IDENTITY, "multi_label_classification": SIGMOID, "single_label_classification": None}
+_MODULES = {"Sigmoid": SIGMOID, "Identity": IDENTITY, "Softmax": SOFTMAX}
+# general.pooling_type of llama.cpp's GGUF files.
+_GGUF_TYPES = {1: MEAN, 2: CLS, 3: LAST}
+_GGUF_RANK = 4
+TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
+
+TokenId = Callable[[str], int | None]
+
+
+def read_pooling(folder: Path, raw: Mapping[str, Any], config: EngineConfig, token_id: TokenId) -> PoolingModel | None:
+    """How the model in a Hugging Face folder pools; None where it generates.
+
+    Args:
+      raw: its config.json, with hf_overrides.
+      token_id: the id of a token of its vocabulary, None for what is none.
+
+    Raises ConfigError, ModelConfigError or ModelFileError.
+    """
+    fields = ConfigFields(raw)
+    architecture = hf_architecture(fields)
+    own_task = family_of(architecture)[1]
+    sentence = read_sentence_model(folder)
+    if not _pools(config, architecture, own_task, sentence is not None):
+        return None
+    task = _task(config, architecture, own_task, fields.has("classifier_from_token"))
+    chosen = config.pooler_config or PoolerConfig()
+    if task == CLASSIFY:
+        pooler = Pooler(chosen.pooling_type or LAST, _read_classifier(fields, token_id))
+        assert pooler.classifier is not None
+        model = PoolingModel(
+            pooler, task, _read_activation(fields, pooler.classifier.num_labels), labels=_labels(fields)
+        )
+    else:
+        pooler = Pooler(chosen.pooling_type or (LAST if sentence is None else sentence.pooling_type))
+        normalize = sentence is None or sentence.normalize
+        model = PoolingModel(pooler, task, NORMALIZE, normalize, matryoshka=_read_matryoshka(fields), sentence=sentence)
+    return _with_choices(model, chosen)
+
+
+def pooling_of_gguf(metadata: Mapping[str, Any], config: EngineConfig) -> PoolingModel | None:
+    """The same of a GGUF file, which says a pooling type where it holds an embedder."""
+    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    found = _GGUF_TYPES.get(int(kind)) if kind is not None else None
+    if not _pools(config, "a GGUF file", None, found is not None):
+        return None
+    if kind is not None and int(kind) == _GGUF_RANK:
+        raise ConfigError("runner", config.runner, "generate: rerankers are not read from GGUF files")
+    task = _task(config, "a GGUF file", None, False)
+    chosen = config.pooler_config or PoolerConfig()
+    return _with_choices(PoolingModel(Pooler(chosen.pooling_type or found or LAST), task, NORMALIZE), chosen)
+
+
+def _pools(config: EngineConfig, name: str, own_task: str | None, says_so: bool) -> bool:
+    converts = config.convert in (EMBED, CLASSIFY)
+    if config.runner == "generate":
+        if own_task is not None:
+            raise ConfigError("runner", config.runner, f"pooling or auto: {name} has no output head")
+        if converts:
+            raise ConfigError("convert", config.convert, "auto or none with runner='generate'")
+    pools = config.runner == "pooling" or (config.runner == "auto" and (own_task is not None or says_so or converts))
+    if not pools and config.pooler_config is not None:
+        raise ConfigError.because("pooler_config", "pooler_config is for pooling models", "set runner='pooling'")
+    others = [name for name in config.hf_overrides or {} if name != "architectures"]
+    if not pools and others:
+        raise ConfigError.because("hf_overrides", f"{others[0]} is for pooling models", "set runner='pooling'")
+    return pools
+
+
+def _task(config: EngineConfig, name: str, own_task: str | None, has_tokens: bool) -> str:
+    """EMBED or CLASSIFY. Raises ConfigError for what the checkpoint cannot be."""
+    task = {"auto": own_task or (CLASSIFY if has_tokens else EMBED), "none": own_task}.get(
+        config.convert, config.convert
+    )
+    if task is None:
+        raise ConfigError("convert", config.convert, f"auto, embed or classify: {name} generates")
+    if own_task == CLASSIFY and task != CLASSIFY:
+        raise ConfigError("convert", config.convert, f"auto or classify for {name}")
+    if task == CLASSIFY and own_task != CLASSIFY and not has_tokens:
+        problem = f"{name} has no scores of labels, which convert={config.convert!r} needs"
+        raise ConfigError.because(
+            "convert", problem, "name the tokens that stand for them: hf_overrides, classifier_from_token"
+        )
+    chosen = None if config.pooler_config is None else config.pooler_config.task
+    if chosen not in (None, task):
+        raise ConfigError("pooler_config.task", chosen, f"{task} for {name} with convert={config.convert!r}")
+    return task
+
+
+def _with_choices(model: PoolingModel, chosen: PoolerConfig) -> PoolingModel:
+    """What the user says of it over what the checkpoint says."""
+    use_activation = model.use_activation if chosen.use_activation is None else chosen.use_activation
+    if chosen.dimensions is not None:
+        check_dimensions(
+            model, chosen.dimensions, lambda text: ConfigError("pooler_config.dimensions", chosen.dimensions, text)
+        )
+    return replace(model, use_activation=use_activation, dimensions=chosen.dimensions)
+
+
+def _read_classifier(fields: ConfigFields, token_id: TokenId) -> Classifier:
+    tokens = fields.value("classifier_from_token", None)
+    if tokens is None:
+        labels = fields.mapping("id2label")
+        return Classifier(fields.integer("num_labels", 2 if labels is None else len(labels)))
+    if not isinstance(tokens, list) or not 1 <= len(tokens) <= MAX_LABELS:
+        raise fields.fail("classifier_from_token", "a list of tokens")
+    ids = tuple(each if type(each) is int else token_id(each) if isinstance(each, str) else None for each in tokens)
+    known = tuple(each for each in ids if each is not None)
+    if len(known) != len(ids):
+        raise fields.fail(
+            "classifier_from_token", f"a list of tokens of the vocabulary; {tokens[ids.index(None)]!r} is none"
+        )
+    original = fields.boolean("is_original_qwen3_reranker", False)
+    method = fields.text("method", TWO_WAY if original else None)
+    if method not in (TWO_WAY, PLAIN):
+        raise fields.fail("method", f"{TWO_WAY} or {PLAIN}")
+    if method == TWO_WAY and len(ids) != 2:
+        raise fields.fail("classifier_from_token", f"a list of two tokens with {TWO_WAY}, the one for no first")
+    return Classifier(1 if method == TWO_WAY else len(ids), known, difference=method == TWO_WAY)
+
+
+def _read_activation(fields: ConfigFields, num_labels: int) -> str:
+    """Of scores: what the model was trained with, else vLLM's choice: sigmoid of one, softmax of several."""
+    problem = fields.text("problem_type", None)
+    if problem is not None and problem not in _ACTIVATIONS:
+        raise fields.fail("problem_type", ", ".join(_ACTIVATIONS))
+    # A cross-encoder of sentence-transformers names a class of torch.
+    nested = ConfigFields(fields.mapping("sentence_transformers") or {})
+    for place, name in ((nested, "activation_fn"), (fields, "sbert_ce_default_activation_function")):
+        if (module := place.text(name, None)) is not None:
+            kind = _MODULES.get(module.rpartition(".")[2])
+            if kind is None or not module.startswith("torch.nn.modules."):
+                raise place.fail(name, f"torch.nn.modules.activation's {', '.join(_MODULES)}")
+            return kind
+    own = None if problem is None else _ACTIVATIONS[problem]
+    return own or (SIGMOID if num_labels < 2 else SOFTMAX)
+
+
+def _labels(fields: ConfigFields) -> dict[int, str]:
+    """id2label; JSON has its numbers as text."""
+    names = fields.mapping("id2label") or {}
+    if len(names) > MAX_LABELS or not all(
+        str(key).isdecimal() and isinstance(name, str) for key, name in names.items()
+    ):
+        raise fields.fail("id2label", f"at most {MAX_LABELS} names by number")
+    return {int(key): name for key, name in names.items()}
+
+
+def _read_matryoshka(fields: ConfigFields) -> tuple[int, ...] | None:
+    sizes = fields.value("matryoshka_dimensions", None)
+    if sizes is None:
+        return () if fields.boolean("is_matryoshka", False) else None
+    if not isinstance(sizes, (list, tuple)) or not all(type(size) is int and 1 <= size <= MAX_HIDDEN for size in sizes):
+        raise fields.fail("matryoshka_dimensions", f"a list of sizes from 1 to {MAX_HIDDEN}")
+    return tuple(sizes)

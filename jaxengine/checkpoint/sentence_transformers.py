@@ -1,0 +1,108 @@
+"""What a checkpoint of sentence-transformers says beside its model: pooling, normalisation, prompts, longest input.
+
+Owns the reading of modules.json and of the folders that it names. Only data is read: a module whose class is none of
+those known here is refused by its name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config.pooling_model import SentenceModel
+from models.config.pooler import CLS, LAST, MEAN
+from models.weights.errors import ModelFileError
+from models.weights.files import MAX_JSON_BYTES, parse_object, read_object, read_text
+
+MODULES, PROMPTS, TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+_MAX_PROMPTS, _MAX_PROMPT_CHARS = 1000, 10_000
+_MODES = {"lasttoken": LAST, "mean": MEAN, "cls": CLS}
+# One boolean for each, in the files of sentence-transformers before 5.
+_EARLIER_MODES = {
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+
+
+def read_sentence_model(folder: Path) -> SentenceModel | None:
+    """What the files in a model's folder say; None where there are none. Raises ModelFileError."""
+    modules = _read_modules(folder)
+    if modules is None:
+        return None
+    pooling = normalize = None
+    for kind, path in modules:
+        if kind == "Pooling":
+            pooling = _read_pooling(folder, path)
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            text = f"the module {kind!r} is not supported; supported are Transformer, Pooling and Normalize"
+            raise ModelFileError(folder / MODULES, text)
+    if pooling is None:
+        raise ModelFileError(folder / MODULES, "has no module Pooling")
+    prompts, default = _read_prompts(folder)
+    pooling_type, include_prompt = pooling
+    if not include_prompt and any(prompts.values()):
+        raise ModelFileError(
+            folder / MODULES, "include_prompt is false, which is not supported for a model with prompts"
+        )
+    return SentenceModel(pooling_type, bool(normalize), prompts, default, _read_longest(folder))
+
+
+def _read_modules(folder: Path) -> list[tuple[str, str]] | None:
+    """(class name, path) of each module, in order."""
+    source = read_text(folder, MODULES, MAX_JSON_BYTES)
+    if source is None:
+        return None
+    listed = parse_object(folder / MODULES, f'{{"modules": {source}}}')["modules"]
+    if not isinstance(listed, list) or not 1 <= len(listed) <= 100:
+        raise ModelFileError(folder / MODULES, "must hold a list of modules")
+    found = []
+    for module in listed:
+        kind, path = (module.get("type"), module.get("path", "")) if isinstance(module, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(path, str):
+            raise ModelFileError(folder / MODULES, "each module must have a type and a path")
+        found.append((kind.rpartition(".")[2][:100], path))
+    return found
+
+
+def _read_pooling(folder: Path, path: str) -> tuple[str, bool]:
+    """(pooling type, whether the tokens of prompts count)"""
+    name = f"{path}/config.json" if path else "config.json"
+    raw = read_object(folder, name)
+    if raw is None:
+        raise ModelFileError(folder / name, "cannot be read: there is no such file")
+    mode = raw.get("pooling_mode")
+    modes = [mode] if isinstance(mode, str) else mode
+    if modes is None:
+        modes = [each for field, each in _EARLIER_MODES.items() if raw.get(field) is True] or ["mean"]
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
+        text = f"pooling_mode must be one of {', '.join(_MODES)}, got {str(modes)[:100]}"
+        raise ModelFileError(folder / name, text)
+    return _MODES[modes[0]], raw.get("include_prompt", True) is not False
+
+
+def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    raw: dict[str, Any] = read_object(folder, PROMPTS) or {}
+    prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name")
+    texts = isinstance(prompts, dict) and len(prompts) <= _MAX_PROMPTS
+    if not texts or not all(isinstance(text, str) and len(text) <= _MAX_PROMPT_CHARS for text in prompts.values()):
+        allowed = f"at most {_MAX_PROMPTS} texts of at most {_MAX_PROMPT_CHARS} characters, by name"
+        raise ModelFileError(folder / PROMPTS, f"prompts must be {allowed}")
+    if default is not None and default not in prompts:
+        raise ModelFileError(folder / PROMPTS, f"default_prompt_name must be one of {', '.join(prompts)}")
+    return prompts, default
+
+
+def _read_longest(folder: Path) -> int | None:
+    raw: dict[str, Any] = read_object(folder, TRANSFORMER) or {}
+    longest = raw.get("max_seq_length")
+    if raw.get("do_lower_case"):
+        raise ModelFileError(folder / TRANSFORMER, "do_lower_case is true, which is not supported")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise ModelFileError(folder / TRANSFORMER, "max_seq_length must be an integer >= 1 or null")
+    return longest

@@ -1,0 +1,139 @@
+"""How a pooling model answers where a request does not say, and where its checkpoint does not: vLLM's pooler_config.
+
+Also what hf_overrides may change of a checkpoint's config.json. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.values import plain
+from models.config.pooler import POOLING_TYPES
+
+POOLING_TASKS = ("embed", "classify")
+# vLLM's other fields and earlier names, and the values that ask for nothing; the rest is an earlier name of one here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tok_pooling_type": (),
+    "enable_chunked_processing": (False,),
+    "max_embed_len": (),
+    "logit_mean": (),
+    "logit_sigma": (),
+    "logit_bias": (),
+    "logit_scale": (),
+    "step_tag_id": (),
+    "returned_token_ids": (),
+}
+_EARLIER = {
+    "seq_pooling_type": "pooling_type",
+    "normalize": "use_activation",
+    "softmax": "use_activation",
+    "activation": "use_activation",
+}
+# Fields of a config.json that say how a model pools, all that can be said in place of the checkpoint.
+HF_OVERRIDES = (
+    "architectures",
+    "num_labels",
+    "id2label",
+    "problem_type",
+    "classifier_from_token",
+    "method",
+    "is_original_qwen3_reranker",
+    "is_matryoshka",
+    "matryoshka_dimensions",
+)
+
+
+@dataclass(frozen=True)
+class PoolerConfig:
+    """Says over what the checkpoint says; None leaves it to that.
+
+    Attributes:
+      task: "embed" or "classify".
+      pooling_type: "LAST", "MEAN" or "CLS".
+      use_activation: normalise embeddings, or make probabilities of scores.
+      dimensions: of embeddings, the first so many; needs a Matryoshka model.
+    """
+
+    task: str | None = None
+    pooling_type: str | None = None
+    use_activation: bool | None = None
+    dimensions: int | None = None
+
+    def __post_init__(self):
+        for name, allowed in (("task", POOLING_TASKS), ("pooling_type", POOLING_TYPES)):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ConfigError(f"pooler_config.{name}", value, ", ".join(allowed))
+        if self.use_activation is not None and not isinstance(self.use_activation, bool):
+            raise ConfigError("pooler_config.use_activation", self.use_activation, "True or False")
+        if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
+            raise ConfigError("pooler_config.dimensions", self.dimensions, "a whole number of at least 1")
+
+    @classmethod
+    def read(cls, value: Any) -> PoolerConfig | None:
+        """From a dict of vLLM's fields, or None. Raises ConfigError."""
+        if value is None or isinstance(value, cls):
+            return value
+        name = "pooler_config"
+        if not isinstance(value, Mapping):
+            raise ConfigError(name, value, "a dict of its fields")
+        known, chosen = [field.name for field in fields(cls)], {}
+        for key, each in value.items():
+            key, each = _EARLIER.get(str(key), str(key)), plain(each)
+            if key in known:
+                if each is not None and chosen.setdefault(key, each) != each:
+                    problem = f"{name} says {key} twice, as {chosen[key]!r} and as {each!r}"
+                    raise ConfigError.because(name, problem, "give it once")
+            elif key not in _NEUTRAL:
+                raise ConfigError.because(name, f"{name} has no {key!r}", f"it has {', '.join(known)}")
+            elif each is not None and each not in _NEUTRAL[key]:
+                neutral = " or ".join(map(repr, (None, *_NEUTRAL[key])))
+                problem = f"{name}.{key} is {each!r}, which is not supported yet"
+                raise ConfigError.because(name, problem, f"leave it at {neutral}")
+        return cls(**chosen)
+
+
+def read_hf_overrides(value: Any) -> Mapping[str, Any] | None:
+    """A dict of fields of HF_OVERRIDES, or None. Raises ConfigError."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError("hf_overrides", value, "a dict of fields of config.json")
+    other = next((name for name in value if name not in HF_OVERRIDES), None)
+    if other is not None:
+        problem = f"hf_overrides has {other!r}, which is not supported yet"
+        raise ConfigError.because("hf_overrides", problem, f"it may have {', '.join(HF_OVERRIDES)}")
+    return value
+
+
+def settle_names(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with pooler_config, runner and convert for what vLLM called override_pooler_config and task before.
+
+    Raises ConfigError.
+    """
+    settled = {name: value for name, value in options.items() if name not in ("override_pooler_config", "task")}
+    earlier = {"pooler_config": options.get("override_pooler_config"), **_read_task(options.get("task"))}
+    for name, value in earlier.items():
+        if value is not None and settled.setdefault(name, value) != value:
+            raise ConfigError.because(name, f"{name} is given twice", "leave out its earlier name")
+    return settled
+
+
+def _read_task(task: Any) -> dict[str, str]:
+    by_task: dict[str, dict[str, str]] = {
+        "auto": {},
+        "generate": {"runner": "generate"},
+        "embed": {"runner": "pooling", "convert": "embed"},
+        "embedding": {"runner": "pooling", "convert": "embed"},
+        "classify": {"runner": "pooling", "convert": "classify"},
+        "score": {"runner": "pooling"},
+        "reward": {"runner": "pooling"},
+    }
+    if task is None:
+        return {}
+    if task not in by_task:
+        raise ConfigError("task", task, ", ".join(by_task))
+    return by_task[task]

@@ -1,0 +1,180 @@
+"""Beam search over requests for one token with logprobs: vLLM's BeamSearchParams and its outputs.
+
+Owns which beams go on. Whoever runs it asks an engine for one token after each of `prompts`, again and again; the
+prefix cache holds what the beams share. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxengine.requests.outputs import PositionLogprobs, RequestOutput
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.tokens.tokenizer import Tokenizer
+from scheduler.errors import RequestError, show_value
+
+_MAX_PENALTY = 100.0
+
+
+@dataclass(kw_only=True)
+class BeamSearchParams:
+    """Parameters of a beam search; checked before it begins.
+
+    Attributes:
+      beam_width: beams that go on after each token, and sequences of an answer.
+      max_tokens: of an output.
+      ignore_eos: go on behind an end-of-sequence token.
+      temperature: logits are divided by it. All but 0 and 1, which leave them as they are, need
+        logprobs_mode="processed_logprobs".
+      length_penalty: a sequence's score is its log-probability divided by its length to this power; tokens of the
+        prompt count, an end-of-sequence token does not.
+      include_stop_str_in_output: leave the text of an end-of-sequence token in it.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def verify(self, max_logprobs: int, logprobs_mode: str) -> None:
+        """Raises RequestError for what is not allowed, or not in such an engine."""
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise _refuse(name, value, "a whole number of at least 1")
+        if 2 * self.beam_width > max_logprobs:
+            raise _refuse("beam_width", self.beam_width, f"1 to {max_logprobs // 2}, half of max_logprobs")
+        for name, most in (("temperature", 2.0), ("length_penalty", _MAX_PENALTY)):
+            value = getattr(self, name)
+            least = -most if name == "length_penalty" else 0.0
+            if type(value) not in (int, float) or not least <= value <= most:
+                raise _refuse(name, value, f"a number from {least} to {most}")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "True or False")
+        if self.temperature not in (0, 1) and logprobs_mode != "processed_logprobs":
+            raise _refuse("temperature", self.temperature, f"0 or 1 with logprobs_mode={logprobs_mode!r}")
+        if logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
+            problem = f"a beam search adds up log-probabilities, and logprobs_mode is {logprobs_mode!r}"
+            raise RequestError(problem, param="use_beam_search")
+
+    def token_params(self) -> SamplingParams:
+        """Of a request for the best tokens that may follow a beam."""
+        # A temperature of 0 would leave processed logprobs of the best token alone.
+        temperature = float(self.temperature) or 1.0
+        return SamplingParams(
+            max_tokens=1,
+            temperature=temperature,
+            seed=0,
+            logprobs=2 * self.beam_width,
+            ignore_eos=True,
+            detokenize=False,
+        )
+
+
+@dataclass
+class BeamSearchSequence:
+    """One beam.
+
+    Attributes:
+      tokens: of the prompt and the output.
+      logprobs: of the output, as CompletionOutput.logprobs.
+      cum_logprob: their sum.
+      text: of prompt and output, None without a tokenizer or while it grows.
+      finish_reason: "stop" at an end-of-sequence token, else "length".
+    """
+
+    tokens: list[int]
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """sequences: at most beam_width, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def candidates(output: RequestOutput) -> PositionLogprobs:
+    """What may follow a beam, by the output of its request. Raises RequestError where there was none."""
+    (completion,) = output.outputs
+    if not completion.logprobs:
+        why = f"{completion.finish_reason} ({completion.stop_reason})"
+        raise RequestError(f"the beam search cannot go on: {why}", param="use_beam_search")
+    return completion.logprobs[0]
+
+
+class BeamSearch:
+    """The beams of one prompt: `advance` with what may follow each of `prompts`, until there are none."""
+
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+    ):
+        self._params = params
+        self._eos = frozenset(eos_token_ids)
+        self._num_prompt = len(prompt_token_ids)
+        self._num_left = min(params.max_tokens, max_model_len - self._num_prompt)
+        self._beams = [BeamSearchSequence(list(prompt_token_ids))]
+        self._completed: list[BeamSearchSequence] = []
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The token ids that are to be continued; none once the search is over."""
+        return [beam.tokens for beam in self._beams] if self._num_left > 0 else []
+
+    def advance(self, found: Sequence[PositionLogprobs]) -> None:
+        """Takes in the logprobs of the next token of each of `prompts`."""
+        grown = []
+        for beam, position in zip(self._beams, found, strict=True):
+            best = sorted(position.items(), key=lambda entry: (entry[1].rank or 0, entry[0]))
+            for token_id, entry in best[: 2 * self._params.beam_width]:
+                new = BeamSearchSequence(
+                    [*beam.tokens, token_id], [*beam.logprobs, position], beam.cum_logprob + entry.logprob
+                )
+                if token_id in self._eos and not self._params.ignore_eos:
+                    new.finish_reason = "stop"
+                    self._completed.append(new)
+                else:
+                    grown.append(new)
+        # Equal scores go by the order in which they were found.
+        self._beams = sorted(grown, key=self._score, reverse=True)[: self._params.beam_width]
+        self._completed = sorted(self._completed, key=self._score, reverse=True)[: self._params.beam_width]
+        self._num_left = self._num_left - 1 if self._beams else 0
+
+    def result(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+        """The best sequences, those that ended and those that ran out of tokens."""
+        for beam in self._beams:
+            beam.finish_reason = "length"
+        best = sorted([*self._completed, *self._beams], key=self._score, reverse=True)[: self._params.beam_width]
+        if tokenizer is not None:
+            for beam in best:
+                beam.text = tokenizer.decode(self._shown(beam, 0))
+        return BeamSearchOutput(best)
+
+    def output_token_ids(self, beam: BeamSearchSequence) -> list[int]:
+        """What a beam has beyond the prompt, without the end-of-sequence token unless that is to be shown."""
+        return self._shown(beam, self._num_prompt)
+
+    def _shown(self, beam: BeamSearchSequence, first: int) -> list[int]:
+        ended = beam.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        return beam.tokens[first : len(beam.tokens) - ended]
+
+    def _score(self, beam: BeamSearchSequence) -> float:
+        ended = beam.tokens[-1] in self._eos
+        return beam.cum_logprob / float(len(beam.tokens) - ended) ** self._params.length_penalty
+
+
+def _refuse(name: str, value: Any, allowed: str) -> RequestError:
+    return RequestError(f"{name} is {show_value(value)}; allowed: {allowed}", param=name, value=value)

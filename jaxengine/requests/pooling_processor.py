@@ -1,0 +1,103 @@
+"""From a pooled vector to what a caller sees; the OutputProcessor of an engine whose model pools.
+
+A request has one output, when it ends. Knows nothing of scheduling or devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxengine.engine.output import EngineOutput
+from jaxengine.requests.output_processor import TAGS
+from jaxengine.requests.pooling_outputs import STOP, PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling_params import PoolingRecipe
+from scheduler.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from jaxengine.requests.prepared import PreparedRequest
+
+
+@dataclass(eq=False)
+class _Followed:
+    """A request that runs, and its vector once it has come."""
+
+    request: Request
+    request_id: str
+    prompt_token_ids: list[int]
+    recipe: PoolingRecipe
+    vector: np.ndarray | None = None
+
+    def output(self) -> PoolingRequestOutput[PoolingOutput]:
+        request = self.request
+        assert request.finish_reason is not None
+        # One that was aborted between its vector and its end has none either.
+        vector = self.vector if request.finish_reason is FinishReason.STOP else None
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            outputs=PoolingOutput(np.empty(0, np.float32) if vector is None else self.recipe.finish(vector)),
+            prompt_token_ids=self.prompt_token_ids,
+            num_cached_tokens=max(0, request.num_cached_tokens),
+            finish_reason=STOP if vector is not None else request.finish_reason.value,
+            stop_reason=None if vector is not None else request.stop_reason,
+        )
+
+
+class PoolingProcessor:
+    """Follows the requests in an engine, by tags that it gives them. Methods are those of OutputProcessor."""
+
+    def __init__(self):
+        self.spans: deque[tuple[float, float, int]] = deque(maxlen=4096)
+        self._by_id: dict[str, _Followed] = {}
+        self._by_tag: dict[int, _Followed] = {}
+        self._last_tag = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Starts to follow a request, which has its tag from here on."""
+        (request,), recipe = prepared.requests, prepared.params
+        assert isinstance(recipe, PoolingRecipe)
+        self._last_tag = request.tag = (self._last_tag + 1) % TAGS
+        followed = _Followed(request, prepared.request_id, request.prompt_token_ids.tolist(), recipe)
+        self._by_id[prepared.request_id] = self._by_tag[request.tag] = followed
+
+    def running(self, request_id: str) -> list[Request]:
+        """The request, if it has not ended."""
+        followed = self._by_id.get(request_id)
+        return [] if followed is None else [followed.request]
+
+    def forget(self, request: Request) -> tuple[str | None, list[Request]]:
+        """Drops a request without an output. Returns its id, None when it is not there, and the request."""
+        followed = self._by_tag.pop(request.tag, None)
+        if followed is None:
+            return None, []
+        del self._by_id[followed.request_id]
+        return followed.request_id, [followed.request]
+
+    def process(
+        self, step: EngineOutput, now: float, stop: Callable[[Request, str, int], None]
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Takes in what a step brought; returns the answers of requests that ended."""
+        for emitted in step.emitted:
+            assert emitted.vectors is not None
+            for tag, token_id, vector in zip(emitted.tags.tolist(), emitted.token_ids, emitted.vectors, strict=True):
+                if token_id >= 0 and (followed := self._by_tag.get(tag)) is not None:
+                    followed.vector = vector
+        outputs = []
+        for request in step.finished:
+            if (followed := self._by_tag.get(request.tag)) is not None:
+                self.forget(request)
+                outputs.append(followed.output())
+        if outputs:
+            self.spans.append((now, time.monotonic(), len(outputs)))
+        return outputs

@@ -1,0 +1,87 @@
+"""A beam search as one request of a server: many requests for one token each, and one output at the end.
+
+Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.beam_search import BeamSearch, BeamSearchParams, candidates
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.outputs import CompletionOutput, RequestOutput
+
+
+async def beam_search(
+    engine: EngineClient,
+    prompt: dict[str, Any],
+    params: BeamSearchParams,
+    request_id: str,
+    options: RequestOptions,
+    n: int | None = None,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yields one output, with a completion for each sequence, the best first.
+
+    Args:
+      prompt: with prompt_token_ids.
+      n: how many of the best sequences to tell of, None for all.
+
+    A search that `options.timeout` does not suffice for ends with what it has, and finish_reason "abort".
+
+    Raises as EngineClient.stream.
+    """
+    inputs, one = engine.inputs, params.token_params()
+    token_ids, salt = prompt["prompt_token_ids"], prompt.get("cache_salt")
+    inputs.prepare(prompt, one, options=options)
+    search = BeamSearch(token_ids, params, inputs.eos_token_ids(), inputs.config.max_model_len)
+    num_cached: int | None = None
+    places = asyncio.Semaphore(max(1, inputs.config.max_num_seqs))
+
+    async def follow(number: int, index: int, beam: list[int]) -> RequestOutput:
+        own = {"prompt_token_ids": beam, "cache_salt": salt}
+        async with places:
+            return await _last(engine.stream(own, one, f"{request_id}-{number}-{index}", options))
+
+    number, aborted = 0, False
+    while prompts := search.prompts:
+        tasks = [asyncio.create_task(follow(number, index, beam)) for index, beam in enumerate(prompts)]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        num_cached = outputs[0].num_cached_tokens if num_cached is None else num_cached
+        if any(output.outputs[0].finish_reason == "abort" for output in outputs):
+            aborted = True
+            break
+        search.advance([candidates(output) for output in outputs])
+        number += 1
+    completions = []
+    for index, beam in enumerate(search.result(None).sequences[:n]):
+        own_ids = search.output_token_ids(beam)
+        text = "" if inputs.tokenizer is None else inputs.tokenizer.decode(own_ids)
+        reason = "abort" if aborted and beam.finish_reason != "stop" else beam.finish_reason
+        completions.append(
+            CompletionOutput(
+                index,
+                text,
+                own_ids,
+                cumulative_logprob=beam.cum_logprob,
+                finish_reason=reason,
+                stop_reason="timeout" if reason == "abort" else None,
+            )
+        )
+    yield RequestOutput(request_id, prompt.get("prompt"), token_ids, completions, True, num_cached_tokens=num_cached)
+
+
+async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
+        async for output in outputs:
+            if output.finished:
+                return output
+    raise AssertionError("a stream ended before its request")

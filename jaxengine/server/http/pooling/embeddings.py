@@ -1,0 +1,85 @@
+"""POST /v1/embeddings, /pooling and /classify: what a model tells of each prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.models import check_model
+from jaxengine.server.http.pooling.protocol import ClassifyRequest, EmbeddingRequest, InputBody, PoolingRequest
+from jaxengine.server.http.pooling.run import Answer, PoolingServer, counts
+from jaxengine.server.http.sse import answer, json_response
+from jaxengine.server.names import served_names
+from jaxengine.server.options import ServerConfig
+
+_MANY_NUMBERS = 20_000  # a few milliseconds of writing
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["pooling"], route_class=JsonRoute)
+    server, names = PoolingServer(engine, config), served_names(engine, config)
+
+    async def run(body: InputBody, request: Request, prefix: str, task: str | None, entry: Any) -> Response:
+        """The answer whose data has `entry(index, answer)` for each prompt."""
+        model = check_model(body.model, names)
+        name = body.register(prefix, request)
+        params = body.pooling_params(task)
+        prompts = await server.encode_input(body, params)
+
+        async def whole() -> Response:
+            answers = await server.answers(prompts, params, body, name, body.options(request, config))
+
+            def write() -> Response:
+                data = [entry(index, each) for index, each in enumerate(answers)]
+                head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
+                return json_response({**head, "data": data, "usage": counts(answers)})
+
+            many = sum(each.outputs.data.size for each in answers) > _MANY_NUMBERS
+            return await asyncio.to_thread(write) if many else write()
+
+        return await answer(request, whole())
+
+    @routes.post("/v1/embeddings", response_class=Response)
+    async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
+        return await run(body, request, "embd", "embed", _vectors("embedding", "embedding", body))
+
+    @routes.post("/pooling", response_class=Response)
+    async def create_pooling(body: PoolingRequest, request: Request) -> Response:
+        return await run(body, request, "pool", None, _vectors("pooling", "data", body))
+
+    @routes.post("/classify", response_class=Response)
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
+        labels = engine.inputs.require_pooling().labels
+
+        def entry(index: int, each: Answer) -> dict[str, Any]:
+            best = int(each.outputs.data.argmax())
+            probs = each.outputs.data.tolist()
+            label = labels.get(best, f"LABEL_{best}")
+            return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
+
+        return await run(body, request, "classify", "classify", entry)
+
+    return routes
+
+
+def _vectors(kind: str, field: str, body: EmbeddingRequest) -> Any:
+    """Writes an entry whose `field` is the vector as the request wants it."""
+
+    def entry(index: int, each: Answer) -> dict[str, Any]:
+        data: Any = each.outputs.data
+        if body.encoding_format == "base64":
+            return {
+                "index": index,
+                "object": kind,
+                field: base64.b64encode(data.astype(np.dtype("<f4")).tobytes()).decode(),
+            }
+        return {"index": index, "object": kind, field: data.tolist()}
+
+    return entry

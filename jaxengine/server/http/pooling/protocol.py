@@ -1,0 +1,157 @@
+"""What a client may send to the endpoints of a pooling model: OpenAI's, vLLM's, Jina's and Cohere's fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SkipValidation, model_validator
+
+from jaxengine.requests.pooling_params import PoolingParams
+from jaxengine.server.http.protocol import HINTS, NamedRequest, Texts
+from scheduler.errors import RequestError
+
+# A list of texts, or of objects with a text, as Jina's and Cohere's clients send.
+Documents = Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "mm_processor_kwargs": ({},),
+    "padding": ("do_not_pad",),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "media_io_kwargs": ({},),
+}
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+
+class PoolingBody(NamedRequest):
+    """What these requests have in common.
+
+    Attributes:
+      truncate_prompt_tokens: how many tokens of a prompt are kept, from its end ("right": its beginning) as
+        truncation_side says; -1: max_model_len.
+      use_activation: normalise embeddings, or make probabilities of scores; the model's own choice if not given.
+    """
+
+    ignored = HINTS
+    refused = _REFUSED
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    use_activation: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_pooling(self) -> Self:
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1 and keep < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens is {keep}; allowed are -1 and integers from 1", param="truncate_prompt_tokens"
+            )
+        return self
+
+    def pooling_params(self, task: str | None = None) -> PoolingParams:
+        """The fields as PoolingParams; the prompt is cut before it is handed on."""
+        return PoolingParams(task=task, use_activation=self.use_activation)
+
+
+class InputBody(PoolingBody):
+    """Of requests whose prompts are looked at one by one.
+
+    Attributes:
+      input: a text, a list of token ids, or a list of texts or of lists of token ids.
+      add_special_tokens: those that the tokenizer puts around a text; true if not given.
+    """
+
+    refused = {**_REFUSED, "messages": (), "chat_template": (), "chat_template_kwargs": ({},)}
+
+    # Checked by read_prompts: a union of lists would be tried, and fail, item by item.
+    input: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
+    add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(InputBody):
+    """Of /v1/embeddings.
+
+    Attributes:
+      encoding_format: numbers, or the bytes of little-endian float32 in base64.
+      dimensions: the first so many numbers of each embedding.
+      normalize: an earlier name of use_activation.
+      prompt_name: which of the model's prompts is put before texts, "" for none; its default if not given.
+    """
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+
+    def pooling_params(self, task: str | None = None) -> PoolingParams:
+        return PoolingParams(
+            task=task,
+            use_activation=self.use_activation,
+            normalize=self.normalize,
+            dimensions=self.dimensions,
+            prompt_name=self.prompt_name,
+        )
+
+
+class PoolingRequest(EmbeddingRequest):
+    """Of /pooling. task: "embed" or "classify", the one that the model is for."""
+
+    task: str | None = None
+
+    def pooling_params(self, task: str | None = None) -> PoolingParams:
+        return super().pooling_params(self.task)
+
+
+class ClassifyRequest(InputBody):
+    """Of /classify."""
+
+
+class ScoreRequest(PoolingBody):
+    """Of /score: two texts, or lists of them, under one of the pairs of names that there are."""
+
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    items: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
+
+    def texts(self) -> tuple[str | list[str], str | list[str]]:
+        """Both sides. Raises RequestError."""
+        names = {name for pair in _PAIRS for name in pair}
+        given = {name for name in names if getattr(self, name) is not None}
+        for first, second in _PAIRS:
+            if given == {first, second}:
+                return getattr(self, first), getattr(self, second)
+        allowed = " or ".join(" and ".join(pair) for pair in _PAIRS)
+        raise RequestError(f"give {allowed}, got {', '.join(sorted(given)) or 'none of them'}", param="text_1")
+
+
+class RerankRequest(PoolingBody):
+    """Of /rerank.
+
+    Attributes:
+      documents: texts, or objects with a "text".
+      top_n: how many of the best are told of; 0 or none: all.
+      return_documents: with their texts, as is done if not given.
+    """
+
+    refused = {**_REFUSED, "max_tokens_per_doc": (), "max_chunks_per_doc": (), "rank_fields": ()}
+
+    query: str
+    documents: Documents
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_rerank(self) -> Self:
+        if self.top_n is not None and self.top_n < 0:
+            raise RequestError(f"top_n is {self.top_n}; allowed are integers from 0", param="top_n")
+        return self
+
+    def texts(self) -> list[str]:
+        """Of the documents. Raises RequestError."""
+        found = [each if isinstance(each, str) else each.get("text") for each in self.documents]
+        if not found or not all(isinstance(text, str) and text for text in found):
+            raise RequestError("documents must be texts, or objects with a text, none of them empty", param="documents")
+        return [str(text) for text in found]

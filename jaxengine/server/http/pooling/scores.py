@@ -1,0 +1,88 @@
+"""POST /score and /rerank, under all their paths: how well texts go together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.api.scoring import pair_prompt, pairs_of
+from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.pooling_outputs import ScoringRequestOutput
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.models import check_model
+from jaxengine.server.http.pooling.protocol import PoolingBody, RerankRequest, ScoreRequest
+from jaxengine.server.http.pooling.run import Answer, PoolingServer, counts
+from jaxengine.server.http.sse import answer, json_response
+from jaxengine.server.names import served_names
+from jaxengine.server.options import ServerConfig
+from scheduler.errors import RequestError
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["scores"], route_class=JsonRoute)
+    server, names = PoolingServer(engine, config), served_names(engine, config)
+
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        model = check_model(body.model, names)
+        name = body.register("score", request)
+        pairs = _limited(pairs_of(*body.texts()), config)
+
+        async def whole() -> Response:
+            scores, answers = await _scores(server, pairs, body, name, body.options(request, config))
+            data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)]
+            head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
+            return json_response({**head, "data": data, "usage": counts(answers)})
+
+        return await answer(request, whole())
+
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        model = check_model(body.model, names)
+        name = body.register("rerank", request)
+        documents = body.texts()
+        if not body.query:
+            raise RequestError("query is empty; at least one character is needed", param="query")
+        pairs = _limited([(body.query, document) for document in documents], config)
+
+        async def whole() -> Response:
+            scores, answers = await _scores(server, pairs, body, name, body.options(request, config))
+            best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
+            results: list[dict[str, Any]] = []
+            for index in best:
+                shown = {} if body.return_documents is False else {"document": {"text": documents[index]}}
+                results.append({"index": index, **shown, "relevance_score": scores[index]})
+            return json_response({"id": name, "model": model, "results": results, "usage": counts(answers)})
+
+        return await answer(request, whole())
+
+    for path in ("/score", "/v1/score"):
+        routes.post(path, response_class=Response)(score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        routes.post(path, response_class=Response)(rerank)
+    return routes
+
+
+def _limited(pairs: list[tuple[str, str]], config: ServerConfig) -> list[tuple[str, str]]:
+    """Raises RequestError for more pairs than a request may have prompts."""
+    if len(pairs) > config.max_prompts:
+        raise RequestError(f"there are {len(pairs)} pairs of texts; allowed are 1 to {config.max_prompts}")
+    return pairs
+
+
+async def _scores(
+    server: PoolingServer, pairs: Sequence[tuple[str, str]], body: PoolingBody, name: str, options: RequestOptions
+) -> tuple[list[float], list[Answer]]:
+    """The score of each pair, and the answers that they were made of. Raises RequestError."""
+    inputs, params = server.engine.inputs, body.pooling_params()
+    if inputs.require_pooling().task != "embed":
+        prompts = await asyncio.to_thread(lambda: [pair_prompt(inputs, *pair) for pair in pairs])
+        answers = await server.answers(await server.encode_texts(prompts, body, params), params, body, name, options)
+        return [ScoringRequestOutput.from_base(each).outputs.score for each in answers], answers
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    answers = await server.answers(await server.encode_texts(texts, body, params), params, body, name, options)
+    found = dict(zip(texts, answers, strict=True))
+    return [ScoringRequestOutput.of_pair(found[one], found[other]).outputs.score for one, other in pairs], answers

@@ -1,0 +1,56 @@
+"""What a pooling model makes of the hidden states of a prompt, beside the layers that it shares with its family.
+
+Owns which hidden states count and what scores them. Knows nothing of normalisation, activations or labels' names, which
+are the host's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.config.fields import ModelConfigError
+
+LAST, MEAN, CLS = "LAST", "MEAN", "CLS"
+POOLING_TYPES = (LAST, MEAN, CLS)
+MAX_LABELS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Scores of labels, each the product of a pooled hidden state and a row of a matrix.
+
+    Attributes:
+      num_labels: how many there are.
+      token_ids: the rows of the output head that stand for the labels; empty where the checkpoint has a matrix of its
+        own, score.weight.
+      difference: there is one label, whose score is the logit of the second of two tokens less that of the first.
+    """
+
+    num_labels: int
+    token_ids: tuple[int, ...] = ()
+    difference: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_labels <= MAX_LABELS:
+            raise ModelConfigError(f"num_labels must be 1 to {MAX_LABELS}, got {self.num_labels}")
+        rows = 2 if self.difference else self.num_labels
+        if self.token_ids and len(self.token_ids) != rows or self.difference and self.num_labels != 1:
+            raise ModelConfigError(f"{self.num_labels} labels need {rows} tokens, got {len(self.token_ids)}")
+
+
+@dataclass(frozen=True)
+class Pooler:
+    """How the hidden states of a prompt become one, and what that is for.
+
+    Attributes:
+      pooling_type: LAST, the state of the last token; CLS, of the first; MEAN, the mean over all of them.
+      classifier: what scores it; None where the state itself is the result, an embedding.
+    """
+
+    pooling_type: str = LAST
+    classifier: Classifier | None = None
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether it needs hidden states of tokens before the last."""
+        return self.pooling_type != LAST

@@ -1,0 +1,44 @@
+"""The scores of a classifier's labels: a matrix of the checkpoint, or rows of its output head.
+
+A `*ForSequenceClassification` checkpoint has `score.weight` in place of a head. A reranker that answers with one of a
+few tokens is scored by their rows of the head alone, without logits of the other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.model_config import ModelConfig
+from models.config.pooler import Classifier
+from models.layers.embedding import Embedding
+from models.layers.linear import Linear
+from models.weights.declare import Source
+
+SCORE, HEAD = "score", "lm_head"
+
+
+class LabelScores(nnx.Module):
+    """[R, D] -> f32[R, num_labels]; `table` is the embedding where the checkpoint ties the head to it."""
+
+    def __init__(self, config: ModelConfig, classifier: Classifier, build: Build):
+        self.classifier = classifier
+        # As vLLM: whatever the model's dtype, scores are made in float32.
+        build = replace(build, dtype=jnp.float32)
+        size = config.hidden_size
+        if not classifier.token_ids:
+            self.score = Linear(size, (Source(SCORE, classifier.num_labels),), axes=("embed", "labels"), build=build)
+        elif not config.tie_word_embeddings:
+            self.head = Embedding(config.vocab_size, size, source=HEAD, build=build)
+
+    def __call__(self, hidden: jax.Array, table: Embedding | None) -> jax.Array:
+        if not self.classifier.token_ids:
+            return self.score(hidden, out_dtype=jnp.float32)
+        rows = (table or self.head)(jnp.asarray(self.classifier.token_ids, jnp.int32)).astype(jnp.float32)
+        if self.classifier.difference:
+            rows = rows[1:] - rows[:1]
+        return jnp.dot(hidden.astype(jnp.float32), rows.T, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,165 @@
+"""How a model pools, by its files and by the engine's options; no engine is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.checkpoint.pooling import pooling_of_gguf
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from models.config.pooler import CLS, LAST, MEAN, Classifier
+from models.weights.errors import ModelFileError
+
+POOLING, MODULES, SENTENCE = "1_Pooling/config.json", "modules.json", "sentence_bert_config.json"
+PROMPTS = "config_sentence_transformers.json"
+
+
+@pytest.fixture
+def edited(pooling_folder, tmp_path):
+    """edited(name, file, **changes): a copy of a model with another JSON file; a list stands for the whole file."""
+
+    def edit(name, file, content=None, **changes):
+        folder = tmp_path / name
+        if not folder.exists():
+            shutil.copytree(pooling_folder(name), folder)
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes} if content is None else content))
+        return str(folder)
+
+    return edit
+
+
+def pooling_of(folder: str, **options):
+    source = open_model(EngineConfig.from_options(model=folder, load_format="dummy", **options))
+    assert source.pooling is not None and source.config.pooler == source.pooling.pooler
+    return source.pooling
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling_type"),
+    [
+        ({"pooling_mode": "lasttoken"}, LAST),
+        ({"pooling_mode": ["cls"]}, CLS),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, MEAN),
+        ({"pooling_mode_cls_token": True}, CLS),
+        ({}, MEAN),
+    ],
+)
+def test_pooling_types(edited, config, pooling_type):
+    assert pooling_of(edited("mean", POOLING, config)).pooler.pooling_type == pooling_type
+    chosen = {"pooler_config": {"pooling_type": "CLS", "normalize": True}}
+    assert pooling_of(edited("mean", POOLING, config), **chosen).pooler.pooling_type == CLS
+
+
+def test_the_longest_input_and_the_default_prompt(edited):
+    folder = edited("last", SENTENCE, max_seq_length=40)
+    edited("last", PROMPTS, default_prompt_name="query")
+    source = open_model(EngineConfig(model=folder, load_format="dummy"))
+    assert source.config.max_position_embeddings == 40 and source.pooling.sentence.default_prompt == "query"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        (
+            MODULES,
+            [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "2_Dense"}],
+            "'Dense' is not",
+        ),
+        (MODULES, [{"type": "a.Transformer", "path": ""}], "has no module Pooling"),
+        (MODULES, [{"type": "a.Pooling", "path": "../elsewhere"}], "must be relative and stay inside"),
+        (MODULES, [{"type": "a.Pooling", "path": "missing"}], "there is no such file"),
+        (MODULES, [{"type": 5}], "each module must have a type and a path"),
+        (MODULES, {"a": 1}, "must hold a list of modules"),
+        (MODULES, [], "must hold a list of modules"),
+        (POOLING, {"pooling_mode": "max"}, "pooling_mode must be one of lasttoken, mean, cls"),
+        (POOLING, {"pooling_mode": ["mean", "cls"]}, "pooling_mode must be one of"),
+        (POOLING, {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
+        (SENTENCE, {"do_lower_case": True}, "do_lower_case is true, which is not supported"),
+        (SENTENCE, {"max_seq_length": -5}, "max_seq_length must be an integer >= 1"),
+        (PROMPTS, {"prompts": {"a": 5}}, "prompts must be at most"),
+        (PROMPTS, {"prompts": {}, "default_prompt_name": "a"}, "default_prompt_name must be one of"),
+        ("config.json", {"is_causal": False}, "is_causal must be true or absent"),
+    ],
+)
+def test_files_that_say_what_is_not_built(edited, file, content, problem):
+    if file == POOLING or file == "config.json":
+        folder = edited("last", file, **content)
+    else:
+        folder = edited("last", file, content)
+    with pytest.raises(ModelFileError, match=problem):
+        open_model(EngineConfig(model=folder, load_format="dummy"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_labels", "activation"),
+    [
+        ({}, 1, "sigmoid"),
+        ({"id2label": {"0": "a", "1": "b"}}, 2, "softmax"),
+        ({"id2label": None}, 2, "softmax"),
+        ({"num_labels": 4, "id2label": None}, 4, "softmax"),
+        ({"problem_type": "regression"}, 1, "identity"),
+        ({"id2label": {"0": "a", "1": "b"}, "problem_type": "multi_label_classification"}, 2, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, 1, "identity"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, 1, "sigmoid"),
+    ],
+)
+def test_labels_and_activations(edited, changes, num_labels, activation):
+    pooling = pooling_of(edited("one_label", "config.json", **changes))
+    assert (pooling.task, pooling.pooler.classifier, pooling.activation) == (
+        "classify",
+        Classifier(num_labels),
+        activation,
+    )
+    named = changes.get("id2label", {"0": "LABEL_0"}) or {}
+    assert pooling.labels == {int(key): name for key, name in named.items()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"problem_type": "other"},
+        {"id2label": {"a": "b"}},
+        {"num_labels": 0, "id2label": None},
+        {"num_labels": 1 << 30, "id2label": None},
+        {"sbert_ce_default_activation_function": "os.system"},
+        {"matryoshka_dimensions": [0], "architectures": ["LlamaModel"]},
+    ],
+)
+def test_labels_that_cannot_be(edited, changes):
+    with pytest.raises(ModelFileError):
+        open_model(EngineConfig(model=edited("one_label", "config.json", **changes), load_format="dummy"))
+
+
+def test_a_generative_checkpoint_pools_when_asked(pooling_folder):
+    folder = pooling_folder("reranker")
+    assert open_model(EngineConfig(model=folder, load_format="dummy")).pooling is None
+    for options in ({"runner": "pooling"}, {"convert": "embed"}, {"task": "embed"}, {"task": "score"}):
+        assert pooling_of(folder, **options).task == "embed"
+    overrides = {"classifier_from_token": ["w5", "w6", "w7"], "method": "no_post_processing"}
+    several = pooling_of(folder, runner="pooling", hf_overrides=overrides)
+    assert several.pooler.classifier == Classifier(3, token_ids=(5, 6, 7)) and several.activation == "softmax"
+
+
+def test_gguf_files_say_a_pooling_type():
+    def read(kind, **options):
+        metadata = {"general.architecture": "qwen3"} | ({} if kind is None else {"qwen3.pooling_type": kind})
+        return pooling_of_gguf(metadata, EngineConfig(**options))
+
+    assert read(None) is None and read(0) is None
+    assert [read(kind).pooler.pooling_type for kind in (1, 2, 3)] == [MEAN, CLS, LAST]
+    assert read(None, runner="pooling").pooler.pooling_type == LAST
+    assert read(3, runner="generate") is None
+    with pytest.raises(ConfigError, match="rerankers are not read from GGUF files"):
+        read(4, runner="pooling")
+
+
+def test_a_pooling_model_is_not_converted(pooling_folder, tmp_path):
+    from jaxengine.commands.convert import convert
+
+    with pytest.raises(ConfigError, match="is a pooling model, and only models that generate are converted"):
+        convert(EngineConfig(model=pooling_folder("last"), disable_log_stats=True), Path(tmp_path) / "new")

@@ -1,0 +1,54 @@
+"""Which beams go on, by log-probabilities that are written here."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jaxengine.requests.beam_search import BeamSearch, BeamSearchParams, candidates
+from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from scheduler.errors import RequestError
+
+END = 9
+
+
+def position(**probabilities: float) -> dict[int, Logprob]:
+    """Candidates by token, t5=0.25 for instance."""
+    best = sorted(probabilities.items(), key=lambda each: -each[1])
+    return {int(name[1:]): Logprob(math.log(value), rank) for rank, (name, value) in enumerate(best, 1)}
+
+
+def run(penalty: float, *, ignore_eos: bool = False, max_tokens: int = 2) -> list[tuple[list[int], str | None]]:
+    params = BeamSearchParams(beam_width=2, max_tokens=max_tokens, length_penalty=penalty, ignore_eos=ignore_eos)
+    search = BeamSearch([1], params, [END], 50)
+    assert search.prompts == [[1]]
+    search.advance([position(t9=0.4, t5=0.35, t6=0.2, t7=0.05)])
+    if max_tokens > 1:
+        assert search.prompts == ([[1, 9], [1, 5]] if ignore_eos else [[1, 5], [1, 6]])
+        search.advance([position(t5=0.9, t6=0.04, t7=0.03, t8=0.02)] * 2)
+    assert search.prompts == []
+    return [(each.tokens, each.finish_reason) for each in search.result(None).sequences]
+
+
+def test_the_length_penalty_decides_between_short_and_long():
+    # log 0.4 = -0.92 over 1 token that counts; log(0.35 * 0.9) = -1.16 over 3.
+    assert run(0.0) == [([1, END], "stop"), ([1, 5, 5], "length")]
+    assert run(1.0) == [([1, 5, 5], "length"), ([1, 6, 5], "length")]
+
+
+def test_an_end_that_is_ignored_and_few_tokens():
+    assert run(0.0, ignore_eos=True) == [([1, END, 5], "length"), ([1, 5, 5], "length")]
+    assert run(0.0, max_tokens=1) == [([1, END], "stop"), ([1, 5], "length")]
+
+
+def test_the_context_ends_a_search():
+    search = BeamSearch([1] * 9, BeamSearchParams(beam_width=1, max_tokens=5), [END], 10)
+    search.advance([position(t5=0.5, t6=0.5)])
+    assert search.prompts == [] and search.result(None).sequences[0].tokens == [1] * 9 + [5]
+
+
+def test_a_request_without_candidates_ends_the_search():
+    output = RequestOutput("a", None, [1], [CompletionOutput(0, "", [], finish_reason="error", stop_reason="x")], True)
+    with pytest.raises(RequestError, match=r"the beam search cannot go on: error \(x\)"):
+        candidates(output)

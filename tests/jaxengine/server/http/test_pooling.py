@@ -1,0 +1,241 @@
+"""The endpoints of pooling models: OpenAI's, vLLM's, Jina's and Cohere's shapes, their fields and their errors."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxengine import AsyncLLM, PoolingParams
+from jaxengine.server.http.app import create_app
+from jaxengine.server.http.pooling import protocol
+from jaxengine.server.options import ServerConfig
+from tests.fixtures.pooling_models import QUERY_PROMPT, SIZE, TEXTS
+from tests.jaxengine.server.asgi_client import http_client, post
+from tests.jaxengine.server.openai_client import openai_client
+
+GOLDENS = np.load(Path(__file__).parents[3] / "fixtures" / "pooling.npz")
+IDS = [5, 9, 77, 12, 31, 40, 41, 3, 2]
+
+
+def sigmoid(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-values))
+
+
+@pytest.fixture(scope="module")
+def embedder(pooling_folder, pooling_options):
+    engine = AsyncLLM(pooling_folder("last"), hf_overrides={"matryoshka_dimensions": [4, 8]}, **pooling_options)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def classifier(pooling_folder, pooling_options):
+    engine = AsyncLLM(pooling_folder("one_label"), **pooling_options)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def app(embedder):
+    return create_app(embedder, ServerConfig(served_model_name=("tiny",), max_prompts=8))
+
+
+@pytest.fixture
+def scoring_app(classifier):
+    return create_app(classifier, ServerConfig(served_model_name=("tiny",), max_prompts=8))
+
+
+async def vectors(app, **fields) -> np.ndarray:
+    answer = await post(app, "/v1/embeddings", **fields)
+    assert answer.status == 200, answer.body
+    return np.array([each["embedding"] for each in answer.json["data"]])
+
+
+async def test_embeddings_of_openais_client(app):
+    client = openai_client(app)
+    found = await client.embeddings.create(model="tiny", input=TEXTS)
+    assert found.object == "list" and found.model == "tiny"
+    assert [each.index for each in found.data] == [0, 1, 2, 3] and found.data[0].object == "embedding"
+    np.testing.assert_allclose([each.embedding for each in found.data], GOLDENS["last"], atol=1e-4)
+    num_tokens = sum(len(text.split()) + 1 for text in TEXTS)
+    assert (found.usage.prompt_tokens, found.usage.total_tokens) == (num_tokens, num_tokens)
+    plain = await client.embeddings.create(model="tiny", input=TEXTS[0], encoding_format="float", dimensions=4)
+    cut = GOLDENS["last"][0, :4]
+    np.testing.assert_allclose(plain.data[0].embedding, cut / np.linalg.norm(cut), atol=1e-4)
+
+
+async def test_forms_of_input_and_fields(app):
+    golden = GOLDENS["last"]
+    np.testing.assert_allclose(await vectors(app, input=IDS), golden[:1], atol=1e-4)
+    np.testing.assert_allclose(await vectors(app, input=[IDS, IDS]), golden[[0, 0]], atol=1e-4)
+    np.testing.assert_allclose(await vectors(app, input=TEXTS, prompt_name="query"), GOLDENS["last_query"], atol=1e-4)
+    np.testing.assert_allclose(await vectors(app, input=QUERY_PROMPT + TEXTS[0]), GOLDENS["last_query"][:1], atol=1e-4)
+    bare = await vectors(app, input=TEXTS[0] + " </s>", add_special_tokens=False)
+    np.testing.assert_allclose(bare, golden[:1], atol=1e-4)
+    cut = await vectors(app, input=[*[9] * 40, *IDS], truncate_prompt_tokens=len(IDS))
+    np.testing.assert_allclose(cut, golden[:1], atol=1e-4)
+    cut = await vectors(app, input=[*IDS, *[9] * 40], truncate_prompt_tokens=len(IDS), truncation_side="right")
+    np.testing.assert_allclose(cut, golden[:1], atol=1e-4)
+    for name in ("normalize", "use_activation"):
+        raw = await vectors(app, input=TEXTS[0], **{name: False})
+        assert abs(np.linalg.norm(raw) - 1) > 0.1
+        np.testing.assert_allclose(raw / np.linalg.norm(raw), golden[:1], atol=1e-4)
+    answer = await post(app, "/v1/embeddings", input=TEXTS[0], encoding_format="base64", request_id="mine")
+    (entry,) = answer.json["data"]
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(entry["embedding"]), "<f4"), golden[0], atol=1e-4)
+    assert answer.json["id"] == "embd-mine"
+    answer = await post(app, "/pooling", input=TEXTS[0], task="embed")
+    (entry,) = answer.json["data"]
+    assert entry["object"] == "pooling" and answer.json["id"].startswith("pool-")
+    np.testing.assert_allclose(entry["data"], golden[0], atol=1e-4)
+
+
+async def test_a_field_reaches_the_engine(embedder, app, monkeypatch):
+    calls = []
+
+    def pool(prompt, params=None, request_id=None, options=None):
+        calls.append((prompt, request_id, options))
+        return original(prompt, params, request_id, options)
+
+    original = embedder.pool
+    monkeypatch.setattr(embedder, "pool", pool)
+    answer = await post(app, "/v1/embeddings", input=IDS, cache_salt="pepper", timeout=50, request_id="a", user="one")
+    assert answer.status == 200
+    ((prompt, request_id, options),) = calls
+    assert prompt["cache_salt"] == "pepper" and request_id == "embd-a" and 49 < options.timeout <= 50
+    answer = await post(app, "/v1/embeddings", input=IDS, priority=1)
+    assert answer.status == 400 and answer.error["param"] == "priority"
+
+
+async def test_labels(scoring_app):
+    golden = sigmoid(GOLDENS["one_label"])
+    answer = await post(scoring_app, "/classify", input=TEXTS)
+    for index, entry in enumerate(answer.json["data"]):
+        assert (entry["index"], entry["label"], entry["num_classes"]) == (index, "LABEL_0", 1)
+        np.testing.assert_allclose(entry["probs"], golden[index], atol=1e-4)
+    raw = await post(scoring_app, "/classify", input=TEXTS[0], use_activation=False)
+    np.testing.assert_allclose(raw.json["data"][0]["probs"], GOLDENS["one_label"][0], atol=1e-4)
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_scores_of_pairs(scoring_app, path):
+    golden = sigmoid(GOLDENS["one_label"])[:, 0]
+    split = [text.split(" ", 2) for text in TEXTS if len(text.split()) > 2]
+    queries, documents = [f"{one} {two} " for one, two, _ in split], [rest for *_, rest in split]
+    expected = [golden[index] for index, text in enumerate(TEXTS) if len(text.split()) > 2]
+    for names in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        answer = await post(scoring_app, path, **dict(zip(names, (queries, documents), strict=True)))
+        found = [entry["score"] for entry in answer.json["data"]]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert {entry["object"] for entry in answer.json["data"]} == {"score"}
+    both = await post(scoring_app, path, text_1="w5", text_2="w6", documents="w7")
+    assert both.status == 400 and "give text_1 and text_2 or queries and documents" in both.error["message"]
+    many = await post(scoring_app, path, text_1="w5 ", text_2=["w6"] * 9)
+    assert many.status == 400 and "there are 9 pairs of texts; allowed are 1 to 8" in many.error["message"]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_documents_in_order_of_their_scores(scoring_app, app, path):
+    documents = ["w77 w12 w31 w40 w41 w3", {"text": "w20 w64"}, "w33 w4"]
+    texts = [each if isinstance(each, str) else each["text"] for each in documents]
+    scores = await post(scoring_app, "/score", text_1="w5 w9 ", text_2=texts)
+    by_score = sorted(((entry["score"], entry["index"]) for entry in scores.json["data"]), reverse=True)
+    answer = await post(scoring_app, path, query="w5 w9 ", documents=documents, top_n=2)
+    results = answer.json["results"]
+    assert [entry["index"] for entry in results] == [index for _, index in by_score[:2]]
+    np.testing.assert_allclose([entry["relevance_score"] for entry in results], [score for score, _ in by_score[:2]])
+    assert [entry["document"]["text"] for entry in results] == [texts[entry["index"]] for entry in results]
+    assert set(answer.json) == {"id", "model", "results", "usage"}
+    bare = await post(scoring_app, path, query="w5 w9 ", documents=documents, return_documents=False)
+    assert len(bare.json["results"]) == 3 and "document" not in bare.json["results"][0]
+    # An embedder orders them by the cosine.
+    one, *others = await vectors(app, input=["w5 w9 ", *texts])
+    answer = await post(app, path, query="w5 w9 ", documents=documents)
+    cosines = {entry["index"]: entry["relevance_score"] for entry in answer.json["results"]}
+    np.testing.assert_allclose([cosines[index] for index in range(3)], [one @ other for other in others], atol=1e-4)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify", "/score", "/v1/rerank"])
+async def test_a_model_that_generates_has_no_pooling(chat_engine, path):
+    answer = await post(
+        create_app(chat_engine, ServerConfig()), path, input="a", text_1="a", query="a", documents=["a"]
+    )
+    assert (
+        answer.status == 400 and "this model generates text; start it with runner='pooling'" in answer.error["message"]
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_pooling_model_generates_nothing(app, path):
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 1}
+    answer = await post(app, path, **body)
+    assert answer.status == 400 and "this model pools (task 'embed') and generates no text" in str(answer.json)
+
+
+async def test_other_paths_stay(app, scoring_app):
+    async with http_client(app) as client:
+        models = (await client.get("/v1/models")).json()
+        assert models["data"][0]["id"] == "tiny"
+        assert (await client.get("/health")).status_code == 200
+    assert (await post(app, "/tokenize", prompt=TEXTS[0])).json["tokens"] == IDS
+    invoked = await post(app, "/invocations", input=TEXTS[0])
+    assert len(invoked.json["data"][0]["embedding"]) == SIZE
+    assert "results" in (await post(scoring_app, "/invocations", query="w5", documents=["w6"])).json
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "problem"),
+    [
+        ("/v1/embeddings", {"input": [[200]]}, "input", "input holds the token id 200; allowed are 0 to 127"),
+        ("/v1/embeddings", {"input": [[5] * 97]}, "input", "input has 97 tokens; allowed are 1 to 96"),
+        ("/v1/embeddings", {"input": "w5 " * 97}, "prompt", "prompt has 98 tokens; allowed are 1 to 96"),
+        ("/v1/embeddings", {"input": ["w5"] * 9}, "input", "input holds 9 prompts; allowed are 1 to 8"),
+        ("/v1/embeddings", {"input": [5, "w5"]}, "input", "input must be a string"),
+        ("/v1/embeddings", {"input": ""}, "input", "input is empty"),
+        ("/v1/embeddings", {}, "input", "input is missing"),
+        ("/v1/embeddings", {"input": "w5", "dimensions": 5}, "dimensions", "dimensions is 5; allowed: 4, 8"),
+        ("/v1/embeddings", {"input": "w5", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+        ("/v1/embeddings", {"input": "w5", "truncate_prompt_tokens": 97}, "truncate_prompt_tokens", "1 to 96"),
+        ("/v1/embeddings", {"input": "w5", "prompt_name": "x"}, "prompt_name", "'query', 'document'"),
+        ("/pooling", {"input": "w5", "task": "classify"}, "task", "task is 'classify'; allowed: embed"),
+        ("/classify", {"input": "w5"}, "task", "task is 'classify'; allowed: embed"),
+        ("/rerank", {"query": "w5", "documents": []}, "documents", "documents must be texts"),
+        ("/rerank", {"query": "w5", "documents": [{"image": "w5"}]}, "documents", "documents must be texts"),
+        ("/rerank", {"query": "w5", "documents": ["w5"], "top_n": -1}, "top_n", "top_n is -1"),
+        ("/score", {"text_1": ["w5", "w6"], "text_2": ["w7"]}, "data_1", "as many of both, or one in data_1"),
+    ],
+)
+async def test_what_is_wrong_is_said(app, path, fields, param, problem):
+    answer = await post(app, path, **fields)
+    assert answer.status == 400 and answer.error["param"] == param and problem in answer.error["message"], answer.body
+
+
+BODIES = {
+    "/v1/embeddings": (protocol.EmbeddingRequest, {"input": "w5"}),
+    "/classify": (protocol.ClassifyRequest, {"input": "w5"}),
+    "/rerank": (protocol.RerankRequest, {"query": "w5", "documents": ["w6"]}),
+}
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+async def test_a_field_that_is_not_built_is_refused(app, scoring_app, path):
+    model, body = BODIES[path]
+    for field, neutral in model.refused.items():
+        for value in ("x", 7, [[1]]):
+            answer = await post(scoring_app, path, **body, **{field: value})
+            assert answer.status == 400 and answer.error["param"] == field
+        for value in (None, *neutral):
+            assert (await post(scoring_app, path, **body, **{field: value})).status == (400 if path[1] == "v" else 200)
+
+
+async def test_encode_streams_one_output_and_leaves_nothing(embedder):
+    outputs = [each async for each in embedder.encode(TEXTS[0], PoolingParams(dimensions=4), "mine")]
+    assert [(each.request_id, each.finished, each.outputs.data.shape) for each in outputs] == [("mine", True, (4,))]
+    (late,) = [each async for each in embedder.encode(TEXTS[2], timeout=1e-9)]
+    assert (late.finish_reason, late.stop_reason, late.outputs.data.size) == ("abort", "timeout", 0)
+    answer = await post(create_app(embedder, ServerConfig()), "/v1/embeddings", input=TEXTS[2], timeout=1e-9)
+    assert answer.status == 504
+    assert not embedder.core.has_unfinished and not len(embedder.core._processor)
