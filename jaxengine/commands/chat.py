@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.logs import only_warnings
-from jaxengine.requests.outputs import CompletionOutput
+from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from scheduler.errors import RequestError
 
@@ -88,6 +88,7 @@ def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Ite
     try:
         while not finished:
             for output in core.step():
+                assert isinstance(output, RequestOutput)  # of a prompt that is to be continued
                 finished = output.finished
                 yield output.outputs[0]
     finally:

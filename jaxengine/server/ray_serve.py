@@ -180,6 +180,10 @@ class RayEngine:
         finally:
             self._running.pop(prepared.request_id, None)
 
+    def pool(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        """Never called: an Ingress refuses pooling models."""
+        raise RequestError("replicas do not serve pooling models yet")
+
     async def abort(self, request_id: str) -> None:
         """Ends a request of this ingress."""
         if (stream := self._running.get(request_id)) is not None:
@@ -226,6 +230,8 @@ class Ingress:
     async def __init__(self, replicas: Any, options: dict[str, Any], server: ServerConfig, num_attempts: int):
         config = ResolvedConfig(**json.loads(await replicas.describe.remote())["config"])
         inputs = input_processor(open_model(EngineConfig.from_options(**options)), config)
+        if inputs.pooling is not None:
+            raise ConfigError("runner", config.runner, "generate: replicas do not serve pooling models yet")
         self._app = create_app(RayEngine(replicas, inputs, num_attempts), server)
 
     def __serve_build_asgi_app__(self) -> Any:

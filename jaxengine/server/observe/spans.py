@@ -22,6 +22,8 @@ from jaxengine.config.engine_config import ConfigError
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
+from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.prepared import Prompt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.options import ServerConfig
@@ -88,7 +90,7 @@ class TracedEngine:
     def errored(self) -> bool:
         return self._engine.errored
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -98,8 +100,27 @@ class TracedEngine:
         """As EngineClient's."""
         params = self.inputs.default_sampling_params() if sampling_params is None else sampling_params
         options = options or RequestOptions()
-        request = _RequestSpan(self._tracer, self._model, params, options.arrival)
-        stream = self._engine.stream(prompt, params, request_id, options)
+        asked = {"n": params.n, "temperature": params.temperature, "top_p": params.top_p}
+        if params.max_tokens is not None:
+            asked["max_tokens"] = params.max_tokens
+        delta = params.output_kind is RequestOutputKind.DELTA
+        request = _RequestSpan(self._tracer, self._model, asked, options.arrival, delta)
+        return self._spanned(self._engine.stream(prompt, params, request_id, options), request)
+
+    def pool(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """As EngineClient's."""
+        options = options or RequestOptions()
+        request = _RequestSpan(self._tracer, self._model, {}, options.arrival)
+        return self._spanned(self._engine.pool(prompt, pooling_params, request_id, options), request)
+
+    async def _spanned(self, stream: AsyncIterator[Any], request: _RequestSpan) -> AsyncIterator[Any]:
+        """The outputs as they come; the span ends with them."""
         try:
             async for output in stream:
                 request.add(output)
@@ -129,27 +150,25 @@ class TracedEngine:
 class _RequestSpan:
     """What becomes one request's span when it ends."""
 
-    def __init__(self, tracer: Tracer, model: str, params: SamplingParams, arrival: float):
+    def __init__(self, tracer: Tracer, model: str, asked: Mapping[str, Any], arrival: float, delta: bool = False):
+        """asked: what is said of the request. delta: whether an output has only what is new."""
         self._tracer = tracer
         self._parent = context.get_current()
         self._start = time.time_ns() - int((time.monotonic() - arrival) * 1e9)
         self._start_clock = arrival
-        self._delta = params.output_kind is RequestOutputKind.DELTA
+        self._delta = delta
         self._num_tokens: dict[int, int] = {}
         self._reasons: dict[int, str] = {}
-        self._last: RequestOutput | None = None
+        self._last: RequestOutput | PoolingRequestOutput[PoolingOutput] | None = None
         self._error: Exception | None = None
-        self._attributes: dict[str, Any] = {
-            "gen_ai.response.model": model,
-            "gen_ai.request.n": params.n,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-        }
-        if params.max_tokens is not None:
-            self._attributes["gen_ai.request.max_tokens"] = params.max_tokens
+        self._attributes: dict[str, Any] = {"gen_ai.response.model": model}
+        self._attributes |= {f"gen_ai.request.{name}": value for name, value in asked.items()}
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
         self._last = output
+        if isinstance(output, PoolingRequestOutput):
+            self._num_tokens[0], self._reasons[0] = 0, output.finish_reason
+            return
         for completion in output.outputs:
             seen = self._num_tokens.get(completion.index, 0) if self._delta else 0
             self._num_tokens[completion.index] = seen + len(completion.token_ids)
@@ -166,7 +185,7 @@ class _RequestSpan:
         if output is not None:
             attributes["gen_ai.request.id"] = output.request_id
             attributes["gen_ai.usage.prompt_tokens"] = len(output.prompt_token_ids)
-            attributes.update(_latencies(output))
+            attributes.update(_latencies(output) if isinstance(output, RequestOutput) else {})
             reasons = [self._reasons.get(index, "abort") for index in sorted(self._num_tokens)]
             attributes["gen_ai.response.finish_reasons"] = reasons
         span = self._tracer.start_span(

@@ -8,6 +8,7 @@ import importlib
 import sys
 import types
 
+import numpy as np
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -15,6 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from jaxengine.config.engine_config import ConfigError
+from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxengine.server.http.app import create_app
 from jaxengine.server.observe.spans import TracedEngine, check_endpoint, traced
 from jaxengine.server.options import ServerConfig
@@ -35,6 +37,25 @@ def app(chat_engine, exported):
     provider.add_span_processor(SimpleSpanProcessor(exported))
     engine = TracedEngine(chat_engine, provider.get_tracer("test"), ("tiny",))
     return create_app(engine, ServerConfig(served_model_name=("tiny",), otlp_traces_endpoint="http://localhost:4318"))
+
+
+async def test_a_pooling_request_is_a_span(chat_engine, exported, monkeypatch):
+    async def pool(*_):
+        yield PoolingRequestOutput("p", PoolingOutput(np.ones(2, np.float32)), [5, 6, 7])
+
+    monkeypatch.setattr(chat_engine, "pool", pool)
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exported))
+    engine = TracedEngine(chat_engine, provider.get_tracer("test"), ("tiny",))
+    assert [output.request_id async for output in engine.pool({"prompt_token_ids": [5, 6, 7]})] == ["p"]
+    (span,) = exported.get_finished_spans()
+    assert dict(span.attributes) == {
+        "gen_ai.response.model": "tiny",
+        "gen_ai.request.id": "p",
+        "gen_ai.usage.prompt_tokens": 3,
+        "gen_ai.usage.completion_tokens": 0,
+        "gen_ai.response.finish_reasons": ("stop",),
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])
