@@ -54,7 +54,7 @@ class FakeLLM:
                 prompt["prompt_token_ids"],
                 [CompletionOutput(0, "", [3] * each.max_tokens, finish_reason="length")],
                 True,
-                metrics=RequestMetrics(10.0, 10.1, 10.5, 11.0, 11.5),
+                metrics=RequestMetrics(10.0, 10.05, 10.1, 10.5, 11.0, 11.5),
                 num_cached_tokens=2,
             )
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
