@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from scheduler.errors import RequestError
 from scripts import first_hour
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+_MEASURED = DOCS.parent / "benchmarks" / "results" / "families.json"
 _FIELDS = dataclasses.fields(SamplingParams)
 
 _OPTIONS = """# Options
@@ -100,11 +102,15 @@ _SUPPORTED_MODELS = """# Supported models
 <!-- Written by scripts/write_docs.py from the code; change that. -->
 
 A checkpoint is served if its `config.json` names one of these architectures, or if it is a GGUF file of one of the
-kinds named here. Others are refused with this list. Each family is compared with Hugging Face transformers on small
-recorded checkpoints, logits to 1e-4 of the largest in float32 (`tests/models/families/test_golden.py`).
+kinds named here. Others are refused with this list. Each family is compared with Hugging Face transformers in float32,
+on tiny checkpoints of odd shapes that `tests/fixtures/record_models.py` recorded: logits of whole prompts, of chunks
+and of single tokens. The error is the largest difference, of the largest logit; tests allow 1e-4
+(`tests/models/families/test_golden.py`). `python -m tests.models.families.matrix --json
+benchmarks/results/families.json` measures it, and serves each checkpoint from whole engines: alone, in crowds, in
+chunks, preempted, with prefix hits, on two devices.
 
-| architecture | GGUF | what it is |
-|---|---|---|
+| architecture | GGUF | checkpoints | error | what it is |
+|---|---|---:|---:|---|
 {models}
 
 Weights: safetensors (one file or several; MXFP4 in gpt-oss), GGUF (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
@@ -191,12 +197,16 @@ def _sampling_fields() -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
+    errors: dict[str, list[float]] = {}
+    for row in json.loads(_MEASURED.read_text()).values():
+        errors.setdefault(row["architecture"], []).append(row["error"])
     for name, model in MODELS.items():
         if is_custom(model):
             continue
-        gguf = model.gguf_architecture
+        gguf, found = model.gguf_architecture, errors.get(name, [])
         about = (inspect.getdoc(inspect.getmodule(model)) or "").partition("\n\n")[0]
-        yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {_cell(about)} |"
+        measured = f"{len(found)} | {max(found):.0e}" if found else "0 | "
+        yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {measured} | {_cell(about)} |"
 
 
 def _table(cls: type, *, flags: bool = True, without: Sequence[str] = ()) -> str:

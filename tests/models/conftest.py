@@ -29,7 +29,7 @@ PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 72, 64
 
 
 @cache
-def _load(name: str) -> SimpleNamespace:
+def load_recorded(name: str) -> SimpleNamespace:
     config = read_hf(read_config_json(CHECKPOINTS / name))
     config = config.up_to(config.max_position_embeddings)
     model = build_model(config, Build("float32"))
@@ -94,7 +94,7 @@ def checkpoints() -> Path:
 @pytest.fixture(scope="session")
 def recorded():
     """name -> namespace of config, model (loaded, float32), prompts and golden logits."""
-    return _load
+    return load_recorded
 
 
 @pytest.fixture(scope="session")
