@@ -11,8 +11,10 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http.answers import answers
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
+from jaxengine.server.http.pooling.answers import Classified, Embedding, Listed, Pooled
 from jaxengine.server.http.pooling.protocol import ClassifyRequest, EmbeddingRequest, InputBody, PoolingRequest
 from jaxengine.server.http.pooling.run import Answer, PoolingServer, counts
 from jaxengine.server.http.sse import answer, json_response
@@ -34,27 +36,30 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         prompts = await server.encode_input(body, params)
 
         async def whole() -> Response:
-            answers = await server.answers(prompts, params, body, name, body.options(request, config))
+            told = await server.answers(prompts, params, body, name, body.options(request, config))
 
             def write() -> Response:
-                data = [entry(index, each) for index, each in enumerate(answers)]
+                data = [entry(index, each) for index, each in enumerate(told)]
                 head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
-                return json_response({**head, "data": data, "usage": counts(answers)})
+                return json_response({**head, "data": data, "usage": counts(told)})
 
-            many = sum(each.outputs.data.size for each in answers) > _MANY_NUMBERS
+            many = sum(each.outputs.data.size for each in told) > _MANY_NUMBERS
             return await asyncio.to_thread(write) if many else write()
 
         return await answer(request, whole())
 
     @routes.post("/v1/embeddings", response_class=Response)
+    @answers(Listed[Embedding])
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
         return await run(body, request, "embd", "embed", _vectors("embedding", "embedding", body))
 
     @routes.post("/pooling", response_class=Response)
+    @answers(Listed[Pooled])
     async def create_pooling(body: PoolingRequest, request: Request) -> Response:
         return await run(body, request, "pool", None, _vectors("pooling", "data", body))
 
     @routes.post("/classify", response_class=Response)
+    @answers(Listed[Classified])
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         labels = engine.inputs.require_pooling().labels
 

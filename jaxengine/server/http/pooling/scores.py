@@ -13,8 +13,10 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.api.scoring import pair_prompt, pairs_of
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.pooling_outputs import ScoringRequestOutput
+from jaxengine.server.http.answers import answers
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
+from jaxengine.server.http.pooling.answers import Listed, Ranking, Scored
 from jaxengine.server.http.pooling.protocol import PoolingBody, RerankRequest, ScoreRequest
 from jaxengine.server.http.pooling.run import Answer, PoolingServer, counts
 from jaxengine.server.http.sse import answer, json_response
@@ -27,19 +29,21 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["scores"], route_class=JsonRoute)
     server, names = PoolingServer(engine, config), served_names(engine, config)
 
+    @answers(Listed[Scored])
     async def score(body: ScoreRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         name = body.register("score", request)
         pairs = _limited(pairs_of(*body.texts()), config)
 
         async def whole() -> Response:
-            scores, answers = await _scores(server, pairs, body, name, body.options(request, config))
+            scores, told = await _scores(server, pairs, body, name, body.options(request, config))
             data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)]
             head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
-            return json_response({**head, "data": data, "usage": counts(answers)})
+            return json_response({**head, "data": data, "usage": counts(told)})
 
         return await answer(request, whole())
 
+    @answers(Ranking)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         name = body.register("rerank", request)
@@ -49,13 +53,13 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         pairs = _limited([(body.query, document) for document in documents], config)
 
         async def whole() -> Response:
-            scores, answers = await _scores(server, pairs, body, name, body.options(request, config))
+            scores, told = await _scores(server, pairs, body, name, body.options(request, config))
             best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or len(scores)]
             results: list[dict[str, Any]] = []
             for index in best:
                 shown = {} if body.return_documents is False else {"document": {"text": documents[index]}}
                 results.append({"index": index, **shown, "relevance_score": scores[index]})
-            return json_response({"id": name, "model": model, "results": results, "usage": counts(answers)})
+            return json_response({"id": name, "model": model, "results": results, "usage": counts(told)})
 
         return await answer(request, whole())
 
@@ -80,9 +84,9 @@ async def _scores(
     inputs, params = server.engine.inputs, body.pooling_params()
     if inputs.require_pooling().task != "embed":
         prompts = await asyncio.to_thread(lambda: [pair_prompt(inputs, *pair) for pair in pairs])
-        answers = await server.answers(await server.encode_texts(prompts, body, params), params, body, name, options)
-        return [ScoringRequestOutput.from_base(each).outputs.score for each in answers], answers
+        told = await server.answers(await server.encode_texts(prompts, body, params), params, body, name, options)
+        return [ScoringRequestOutput.from_base(each).outputs.score for each in told], told
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    answers = await server.answers(await server.encode_texts(texts, body, params), params, body, name, options)
-    found = dict(zip(texts, answers, strict=True))
-    return [ScoringRequestOutput.of_pair(found[one], found[other]).outputs.score for one, other in pairs], answers
+    told = await server.answers(await server.encode_texts(texts, body, params), params, body, name, options)
+    found = dict(zip(texts, told, strict=True))
+    return [ScoringRequestOutput.of_pair(found[one], found[other]).outputs.score for one, other in pairs], told

@@ -14,6 +14,7 @@ from jaxengine.server.http.pooling import protocol
 from jaxengine.server.options import ServerConfig
 from tests.fixtures.pooling_models import QUERY_PROMPT, SIZE, TEXTS
 from tests.jaxengine.server.asgi_client import http_client, post
+from tests.jaxengine.server.http.checked_document import Checked
 from tests.jaxengine.server.openai_client import openai_client
 
 GOLDENS = np.load(Path(__file__).parents[3] / "fixtures" / "pooling.npz")
@@ -65,6 +66,32 @@ async def test_embeddings_of_openais_client(app):
     plain = await client.embeddings.create(model="tiny", input=TEXTS[0], encoding_format="float", dimensions=4)
     cut = GOLDENS["last"][0, :4]
     np.testing.assert_allclose(plain.data[0].embedding, cut / np.linalg.norm(cut), atol=1e-4)
+
+
+async def test_answers_are_as_the_document_says(app, scoring_app):
+    async with http_client(app) as client:
+        document = (await client.get("/openapi.json")).json()
+    checked = Checked(document)
+    pairs, documents = {"text_1": "to", "text_2": TEXTS}, {"query": "to", "documents": TEXTS}
+    for asked, path, body in (
+        (app, "/v1/embeddings", {"input": TEXTS}),
+        (app, "/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}),
+        (app, "/pooling", {"input": TEXTS}),
+        (scoring_app, "/classify", {"input": TEXTS}),
+        *((scoring_app, path, pairs) for path in ("/score", "/v1/score")),
+        *((scoring_app, path, documents) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        (app, "/rerank", {**documents, "return_documents": False}),
+    ):
+        answer = await post(asked, path, **body)
+        assert answer.status == 200, answer.body
+        checked.check("post", path, "application/json", [answer.json])
+    typed = {
+        (method, path, "application/json")
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+        if operation["tags"][0] in ("pooling", "scores")
+    }
+    assert typed == checked.seen
 
 
 async def test_forms_of_input_and_fields(app):

@@ -1,0 +1,64 @@
+"""The answers of the endpoints of pooling models, as /openapi.json shows them."""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+from jaxengine.server.http.answers import ABSENT, Answer, Usage
+
+Entry = TypeVar("Entry")
+
+
+class Embedding(Answer):
+    """embedding: numbers, or in base64 their bytes as little-endian float32."""
+
+    index: int
+    object: Literal["embedding"]
+    embedding: list[float] | str
+
+
+class Pooled(Answer):
+    """data: as Embedding's."""
+
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | str
+
+
+class Classified(Answer):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Scored(Answer):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Listed(Answer, Generic[Entry]):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Entry]
+    usage: Usage
+
+
+class Document(Answer):
+    text: str
+
+
+class Ranked(Answer):
+    index: int
+    document: Document = ABSENT
+    relevance_score: float
+
+
+class Ranking(Answer):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: Usage
