@@ -251,6 +251,7 @@ def test_type_checkers_see_the_same_names():
     """The imports under TYPE_CHECKING, __all__ and the table are one list, written three times."""
     text = (ROOT / "jaxengine" / "__init__.py").read_text()
     checked = text.split("if TYPE_CHECKING:")[1].split("__all__")[0]
-    imported = {name for line in re.findall(r"import (.+)", checked) for name in line.split(", ")}
+    lists = re.findall(r"import (?:\(([^)]*)\)|(.+))", checked)
+    imported = {name.strip() for pair in lists for name in "".join(pair).split(",") if name.strip()}
     done = run_python("import jaxengine; print(*jaxengine.__all__)", ROOT)
     assert imported == set(done.stdout.split())

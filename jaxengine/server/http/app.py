@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
@@ -99,11 +100,23 @@ def create_app(engine: EngineClient, config: ServerConfig, store: Responses | No
     for router in ROUTERS:
         routes = router(engine, config)
         _check(routes)
-        refuse = engine.inputs.refuse_generation if router in GENERATING else engine.inputs.require_pooling
-        app.include_router(routes, dependencies=[Depends(refuse)] if router in (*GENERATING, *POOLING) else [])
+        app.include_router(routes, dependencies=_needs(router, engine))
         all_routes += routes.routes
     document.install(app, all_routes)
     return app
+
+
+def _needs(router: Any, engine: EngineClient) -> list[Any]:
+    """What is asked before a request of these routes is looked at: whether the model does such things."""
+    inputs = engine.inputs
+    needed = inputs.refuse_generation if router in GENERATING else inputs.require_pooling if router in POOLING else None
+    if needed is None:
+        return []
+
+    async def ask() -> None:  # not to be run in a thread of its own, as functions that do not wait are
+        needed()
+
+    return [Depends(ask)]
 
 
 def _check(routes: APIRouter) -> None:

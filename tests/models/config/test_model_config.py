@@ -145,7 +145,10 @@ BAD = {
         "'EvilForCausalLM' is not supported; .*; there are LlamaForCausalLM",
     ),
     "misspelt architecture": ({"architectures": ["Qwen25ForCausalLM"]}, "the nearest is Qwen2ForCausalLM; "),
-    "of another kind": ({"architectures": ["Gemma2Model"]}, "the nearest is Gemma2ForCausalLM; .*CONTRIBUTING.md"),
+    "of another kind": (
+        {"architectures": ["Gemma2ForTokenClassification"]},
+        "the nearest is Gemma2ForCausalLM; .*CONTRIBUTING.md",
+    ),
     "no architecture": ({"architectures": None}, "architectures is missing"),
     "two architectures": ({"architectures": ["LlamaForCausalLM", "Qwen2ForCausalLM"]}, "architectures must be"),
     "missing size": ({"hidden_size": None}, "hidden_size is missing"),
