@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ TINY_OPTIONS = {
 }
 
 FIGURE = "figure"
+MAPS = Path("/proc/self/maps")
+_num_tests = 0
 
 # They share the engine of the default model, whose steps take a minute to compile: one process runs them all, at first,
 # so that no process is left with them at the end.
@@ -65,6 +68,22 @@ def pytest_xdist_make_scheduler(config, log):
             return DEFAULT_MODEL_FILES[0] if file in DEFAULT_MODEL_FILES else file
 
     return FilesOfOneEngine(config, log)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Between files, or at worst within one, forgets compiled programs before there are too many of them.
+
+    Each is a few dozen mappings of memory, of which Linux lets a process have 65,530; the compiler dies of one more.
+    """
+    global _num_tests
+    _num_tests += 1
+    ends_file = nextitem is None or nextitem.path != item.path
+    jax = sys.modules.get("jax")
+    if jax is not None and (ends_file or _num_tests % 50 == 0) and MAPS.exists():
+        with MAPS.open("rb") as maps:
+            count = sum(1 for _ in maps)
+        if count > (20_000 if ends_file else 40_000):
+            jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

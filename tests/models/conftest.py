@@ -74,12 +74,12 @@ class PagedRun:
         decodes = len(work) if all(len(new) == 1 for new in work.values()) else 0
         ragged = RaggedBatch(cu, lens, table, slots, np.int32(len(work)), np.int32(decodes))
         batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,)))
-        logits, self.kv = _forward(self.graph, self.state, batch, self.kv)
+        logits, self.kv = forward(self.graph, self.state, batch, self.kv)
         return {name: np.asarray(logits[cu[row] : cu[row + 1]]) for row, name in enumerate(work)}
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _forward(graph, state, batch, kv):
+def forward(graph, state, batch, kv):
     model = nnx.merge(graph, state)
     hidden, kv = model(batch, kv)
     return model.logits(hidden), kv

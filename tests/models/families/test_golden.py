@@ -7,7 +7,7 @@ import pytest
 
 from models.config.hf import read_config_json
 from models.registry import MODELS, read_hf
-from tests.models.conftest import CHECKPOINTS
+from tests.models.conftest import CHECKPOINTS, forward
 
 NAMES = sorted(path.parent.name for path in CHECKPOINTS.glob("*/golden.npz"))
 TOLERANCE = 1e-4  # of the largest logit
@@ -27,18 +27,21 @@ def test_every_family_is_recorded():
     assert {read_hf(read_config_json(CHECKPOINTS / name)).architecture for name in NAMES} == set(MODELS)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_whole_prompt(name, recorded, paged_run):
-    case = recorded(name)
+@pytest.fixture(scope="module", params=NAMES)
+def case(request, recorded):
+    """One checkpoint after the other: its programs are compiled once, and then forgotten."""
+    yield recorded(request.param)
+    forward.clear_cache()
+
+
+def test_whole_prompt(case, paged_run):
     run = paged_run(case.model)
     for index, prompt in enumerate(case.prompts):
         logits = run.step({str(index): prompt}, num_tokens=padded(len(prompt)))[str(index)]
         assert_close(logits, case.logits[index])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_prefill_in_chunks_then_decode(name, recorded, paged_run):
-    case = recorded(name)
+def test_prefill_in_chunks_then_decode(case, paged_run):
     run, prompt = paged_run(case.model), case.prompts[0]
     chunks = np.split(prompt[:-8], [7, 8, len(prompt) - 11])
     parts = [run.step({"a": chunk}, num_tokens=padded(len(chunk)))["a"] for chunk in chunks]
@@ -46,9 +49,7 @@ def test_prefill_in_chunks_then_decode(name, recorded, paged_run):
     assert_close(np.concatenate(parts), case.logits[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_sequences_at_different_stages(name, recorded, paged_run):
-    case = recorded(name)
+def test_two_sequences_at_different_stages(case, paged_run):
     run, (long, short) = paged_run(case.model), case.prompts
     a, b = len(long) - 9, len(short) - 3
     first = run.step({"long": long[:a]}, num_tokens=padded(a))["long"]
