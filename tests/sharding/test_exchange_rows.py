@@ -25,7 +25,7 @@ from sharding.collectives import exchange_rows, join_tokens, share_tokens
 from sharding.layout import RAGGED, RULES, MeshLayout
 from sharding.mesh import make_mesh
 from sharding.rules import logical_to_spec
-from tests.models.layers.test_moe import CONFIG, NAMES, make_layer, oracle, tokens
+from tests.models.layers.test_moe import CONFIG, make_layer, oracle, tokens
 
 ROOT = Path(__file__).parents[2]
 DEVICES, GROUPS, WIDTH = 8, 16, 3
@@ -138,7 +138,7 @@ def check_layer() -> None:
     expected, expected_load = oracle(plain, x[is_token])
     for sizes in ({"model": 8}, {"data": 4}, {"data": 2, "model": 4}, {"data": 2, "attn": 2, "model": 2}):
         layout = MeshLayout(**sizes, expert_parallel=True, all2all_backend=RAGGED)
-        layer = MixtureOfExperts(CONFIG, source="m", names=NAMES, build=Build(jnp.float32, layout))
+        layer = MixtureOfExperts(CONFIG, source="m", build=Build(jnp.float32, layout))
         assert layer.sends_rows
         for name in ("router", "gate_up", "down"):
             getattr(layer, name).values.set_value(getattr(plain, name).values[...])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -29,8 +30,10 @@ def test_every_family_is_recorded():
 
 @pytest.fixture(scope="module", params=NAMES)
 def case(request, recorded):
-    """One checkpoint after the other: its programs are compiled once, and then forgotten."""
+    """One checkpoint after the other: its programs are compiled once, in haste, and then forgotten."""
+    jax.config.update("jax_disable_most_optimizations", True)
     yield recorded(request.param)
+    jax.config.update("jax_disable_most_optimizations", False)
     forward.clear_cache()
 
 
