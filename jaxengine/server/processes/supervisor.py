@@ -7,6 +7,7 @@ second one ends it at once. Knows what its children say and what can be ordered 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -208,8 +209,9 @@ class Supervisor:
         self._children.append(child)
         self._selector.register(events, selectors.EVENT_READ, child)
         assert process.stdin is not None
-        process.stdin.write(json.dumps(job).encode() + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it was killed at once; that it has ended is heard of
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            process.stdin.flush()
 
     def _listen_to(self, child: _Child) -> None:
         said = child.events.read(4096)
