@@ -75,6 +75,17 @@ class JsonScanner:
         plain = _PLAIN.match(text, at)
         return at if plain is None else plain.end()
 
+    def take(self, text: str, at: int) -> tuple[int, bool]:
+        """Takes what comes until the value is complete; where that ends, and whether it goes on as JSON until there."""
+        while at < len(text) and not self.done:
+            if (end := self.skip(text, at)) > at:
+                at = end
+            elif self.read(text[at]):
+                at += 1
+            else:
+                return at, False
+        return at, True
+
     def read(self, char: str) -> bool:
         """Takes the next character; False when no JSON value goes on like this."""
         state = self._state

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jaxengine.parsers.call_grammar import CallGrammar, literal
-from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.events import Event
 from jaxengine.parsers.json_call import JsonCall, Progress
 from jaxengine.parsers.markers import Marker, Opening
+from jaxengine.parsers.states import StateParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -24,11 +25,11 @@ def grammar(calls: CallGrammar, begin: str = BEGIN, end: str = END, space: str =
     yield from calls.arguments()
 
 
-class HermesToolParser:
+class HermesToolParser(StateParser):
     """begin, end: the words around a call; end "": none."""
 
     def __init__(self, new_id: Iterable[str], begin: str = BEGIN, end: str = END):
-        self._out = Collector(new_id)
+        super().__init__(new_id)
         self._words = begin, end
         # Without a closing word, arguments that are no JSON go on until the next call.
         self._begin, self._end = Marker(begin), Marker(end or begin)
@@ -36,12 +37,6 @@ class HermesToolParser:
         self._opening = Opening("{")
         self._closing = Opening(end)
         self._call = self._new_call()
-
-    def feed(self, text: str) -> list[Event]:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-        return self._out.take()
 
     def finish(self) -> list[Event]:
         if self._state == self._content:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jaxengine.parsers.call_grammar import CallGrammar
-from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.events import Event
 from jaxengine.parsers.json_call import Progress
 from jaxengine.parsers.json_call_list import JsonCallList
 from jaxengine.parsers.markers import Marker, Opening
+from jaxengine.parsers.states import StateParser
 
 _KEYS = ("arguments", "parameters")
 
@@ -24,14 +25,14 @@ def grammar(calls: CallGrammar, begins: tuple[str, ...], end: str = "") -> Itera
     yield from calls.arguments()
 
 
-class JsonListToolParser:
+class JsonListToolParser(StateParser):
     """begins: words in front of the list; end: the word behind it, "" where there is none.
 
     bare: an output may begin with the list itself.
     """
 
     def __init__(self, new_id: Iterable[str], begins: tuple[str, ...], end: str = "", bare: bool = False):
-        self._out = Collector(new_id)
+        super().__init__(new_id)
         self._begin = Marker(*begins)
         self._end = end
         self._before = ""
@@ -40,12 +41,6 @@ class JsonListToolParser:
         self._closing = Opening(end)
         self._broken_end = Marker(end or begins[0])
         self._state = self._before_list if bare else self._content
-
-    def feed(self, text: str) -> list[Event]:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-        return self._out.take()
 
     def finish(self) -> list[Event]:
         if self._state == self._content:

@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterable, Iterator
 
 from jaxengine.parsers.call_grammar import CallGrammar, call_schema
-from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.events import Event
 from jaxengine.parsers.json_call import JsonCall, Progress
 from jaxengine.parsers.json_call_list import JsonCallList
+from jaxengine.parsers.states import StateParser
 
 _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
@@ -28,21 +29,15 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
     yield f"call: {' | '.join(f'call_{at}' for at in range(len(calls.functions)))}"
 
 
-class Llama3ToolParser:
+class Llama3ToolParser(StateParser):
     def __init__(self, new_id: Iterable[str]):
-        self._out = Collector(new_id)
+        super().__init__(new_id)
         # What is content unless a call comes behind it: a tag, or what separates calls.
         self._before: list[str] = []
         self._may_separate = False
         self._num_of_tag = 0
         self._calls: JsonCall | JsonCallList = JsonCall(self._out, _KEYS)
         self._state = self._content
-
-    def feed(self, text: str) -> list[Event]:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-        return self._out.take()
 
     def finish(self) -> list[Event]:
         if self._state == self._tag:

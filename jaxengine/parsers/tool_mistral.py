@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jaxengine.parsers.call_grammar import CallGrammar, literal
-from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.events import Event
 from jaxengine.parsers.json_call import Progress
 from jaxengine.parsers.json_call_list import JsonCallList
 from jaxengine.parsers.json_scan import JsonScanner
 from jaxengine.parsers.markers import Marker
+from jaxengine.parsers.states import StateParser
 
 _BEGIN, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _KEYS = ("arguments", "parameters")
@@ -34,20 +35,14 @@ def grammar(calls: CallGrammar) -> Iterator[str]:
     yield f"call: {begin} ({' | '.join(named)})"
 
 
-class MistralToolParser:
+class MistralToolParser(StateParser):
     def __init__(self, new_id: Iterable[str]):
-        self._out = Collector(new_id)
+        super().__init__(new_id)
         self._begin = Marker(_BEGIN)
         self._word: list[str] = []
         self._calls = JsonCallList(self._out, _KEYS)
         self._scanner = JsonScanner()
         self._state = self._content
-
-    def feed(self, text: str) -> list[Event]:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-        return self._out.take()
 
     def finish(self) -> list[Event]:
         if self._state == self._content:
@@ -92,19 +87,13 @@ class MistralToolParser:
         return at + 1
 
     def _arguments(self, text: str, at: int) -> int:
-        begin = at
-        while at < len(text) and not self._scanner.done:
-            if (end := self._scanner.skip(text, at)) > at:
-                at = end
-            elif not self._scanner.read(text[at]):
-                self._state = self._broken
-                break
-            else:
-                at += 1
-        self._out.arguments(text[begin:at])
-        if self._scanner.done:
+        end, right = self._scanner.take(text, at)
+        self._out.arguments(text[at:end])
+        if not right:
+            self._state = self._broken
+        elif self._scanner.done:
             self._state = self._content
-        return at
+        return end
 
     def _list(self, text: str, at: int) -> int:
         at, progress = self._calls.read(text, at)

@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxengine.parsers.call_grammar import CallGrammar, Schema, definitions, literal
-from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.events import Event
 from jaxengine.parsers.markers import Marker, Opening
+from jaxengine.parsers.states import StateParser
 from jaxengine.parsers.typed_text import as_json, types_of
 
 _MAX_NAME = 256
@@ -124,9 +125,9 @@ def _parameter(calls: CallGrammar, words: ParameterWords, function: Schema, name
         yield f"{rule}_value: {calls.json({**schema, **definitions(function)})}"
 
 
-class ParameterToolParser:
+class ParameterToolParser(StateParser):
     def __init__(self, new_id: Iterable[str], functions: Mapping[str, Schema], words: ParameterWords):
-        self._out = Collector(new_id)
+        super().__init__(new_id)
         self._functions = functions
         self._words = words
         sections = words.section or ()
@@ -148,12 +149,6 @@ class ParameterToolParser:
         self._value: list[str] = []
         self._begins = self._own_line = False
         self._state = self._content
-
-    def feed(self, text: str) -> list[Event]:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-        return self._out.take()
 
     def finish(self) -> list[Event]:
         if self._state == self._content:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxengine.parsers.call_grammar import CallGrammar, literal
-from jaxengine.parsers.events import Collector, Event
+from jaxengine.parsers.events import Event
 from jaxengine.parsers.json_scan import JsonScanner
 from jaxengine.parsers.markers import Marker, Opening
+from jaxengine.parsers.states import StateParser
 
 _MAX_HEAD = 512
 
@@ -86,9 +87,9 @@ def grammar(calls: CallGrammar, words: SectionWords) -> Iterator[str]:
     yield from calls.arguments()
 
 
-class SectionToolParser:
+class SectionToolParser(StateParser):
     def __init__(self, new_id: Iterable[str], words: SectionWords):
-        self._out = Collector(new_id)
+        super().__init__(new_id)
         self._words = words
         self._outside = Marker(words.begin, *words.section, *words.others)
         self._next = Opening(words.begin)
@@ -102,12 +103,6 @@ class SectionToolParser:
         self._room = 0
         self._in_section = False
         self._state = self._content
-
-    def feed(self, text: str) -> list[Event]:
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
-        return self._out.take()
 
     def finish(self) -> list[Event]:
         if self._state == self._content:
@@ -182,19 +177,13 @@ class SectionToolParser:
         return at
 
     def _arguments(self, text: str, at: int) -> int:
-        begin = at
-        while at < len(text) and not self._scanner.done:
-            if (end := self._scanner.skip(text, at)) > at:
-                at = end
-            elif not self._scanner.read(text[at]):
-                self._state = self._broken
-                break
-            else:
-                at += 1
-        self._out.arguments(text[begin:at])
-        if self._scanner.done:
+        end, right = self._scanner.take(text, at)
+        self._out.arguments(text[at:end])
+        if not right:
+            self._state = self._broken
+        elif self._scanner.done:
             self._held, self._state = [], self._behind
-        return at
+        return end
 
     def _broken(self, text: str, at: int) -> int:
         """The arguments are no JSON any more: they go on until the word behind them."""

@@ -76,7 +76,7 @@ class Worker:
         used, line = Used(self._process.pid), b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
+            while b"\n" not in line:
                 if not selector.select(1.0):
                     if (why := used.up(seconds)) is not None:
                         return f"{why}, it hangs: {self._stacks()}"
@@ -85,7 +85,7 @@ class Worker:
                 if not part:
                     return f"the process ended: {self._last_errors()}"
                 line += part
-        return json.loads(line)
+        return json.loads(line.partition(b"\n")[0])
 
     def _stacks(self) -> str:
         """Where the threads of a process that hangs are."""
@@ -168,7 +168,10 @@ def serve(answers: int) -> None:
     from tests.pallas_kernels.checks import CHECKS
     from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 
+    failing = threading.Lock()  # several threads of a kernel may fail at once: one of them answers
+
     def fail(error: Exception) -> None:
+        failing.acquire()
         os.write(answers, json.dumps("".join(traceback.format_exception(error, limit=-6))).encode() + b"\n")
         os._exit(1)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import resource
 import socket
@@ -26,13 +25,11 @@ from jaxengine.server.http.app import TrafficState, create_app
 from jaxengine.server.link.remote_engine import RemoteEngine
 from jaxengine.server.observe.spans import traced
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.processes.child import Child
+from jaxengine.server.processes.child import Child, alive_seconds
 from jaxengine.server.processes.connections import http_protocol
 from jaxengine.server.processes.sockets import cut_unread
 from jaxengine.server.stored.link import RemoteStore
 
-# The supervisor hears from the event loop at least this often, and so many times within api_hang_timeout.
-_ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
 # After the last output of every stream, for what is still on its way to the client.
 _LAST_WORDS_SECONDS = 2.0
 
@@ -60,16 +57,7 @@ class _HttpServer(uvicorn.Server):
 async def serve(child: Child) -> None:
     """Serves until the supervisor has the server drained."""
     config = ServerConfig(**child.job["server"])
-    drain = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def ordered(order: dict[str, Any]) -> None:
-        if order["order"] == "explain":
-            faulthandler.dump_traceback(all_threads=True)
-        else:
-            loop.call_soon_threadsafe(drain.set)  # there is no other order
-
-    child.follow(ordered)
+    drain = child.stopping()
     raise_descriptor_limit()
     engine = await RemoteEngine.connect(child.job["engine_address"], config, child.job["index"])
     client = traced(engine, config)
@@ -103,7 +91,7 @@ async def serve(child: Child) -> None:
 
 async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -> None:
     """Tells the supervisor, until cancelled, that the event loop has its turns, and that it has served."""
-    seconds = min(_ALIVE_SECONDS, hang_timeout / _ALIVE_TIMES) if hang_timeout else _ALIVE_SECONDS
+    seconds = alive_seconds(hang_timeout)
     while True:
         child.tell("served" if traffic.has_served else "alive")
         await asyncio.sleep(seconds)

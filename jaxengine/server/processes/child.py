@@ -6,10 +6,13 @@ supervisor. What the process has to say goes through a pipe of its own. All of i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -21,6 +24,13 @@ from typing import Any, NoReturn
 from jaxengine.logs import log_to_stderr
 
 _PR_SET_PDEATHSIG = 1
+# The supervisor hears from a process's loop at least this often, and so many times within its hang timeout.
+_ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
+
+
+def alive_seconds(hang_timeout: float) -> float:
+    """How often a loop says that it has its turns; hang_timeout in seconds, 0: nobody counts them."""
+    return min(_ALIVE_SECONDS, (hang_timeout or math.inf) / _ALIVE_TIMES)
 
 
 class Child:
@@ -61,6 +71,20 @@ class Child:
             self._handle = handle
             for order in self._early:
                 handle(order)
+
+    def stopping(self) -> asyncio.Event:
+        """An event of the running loop that is set when the supervisor has this process stop, its only other order
+        here being "explain"."""
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def ordered(order: dict[str, Any]) -> None:
+            if order["order"] == "explain":
+                faulthandler.dump_traceback(all_threads=True)
+            else:
+                loop.call_soon_threadsafe(stop.set)
+
+        self.follow(ordered)
+        return stop
 
     def tell(self, event: str, **fields: Any) -> None:
         """Tells the supervisor. One that is stopped, and has much left to read already, does not hear of it."""

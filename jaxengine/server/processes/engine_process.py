@@ -9,7 +9,6 @@ import dataclasses
 import faulthandler
 import gc
 import logging
-import math
 import os
 import queue
 import sys
@@ -29,7 +28,7 @@ from jaxengine.server.link import messages
 from jaxengine.server.link.messages import Call, Failure, Finish, Hello, Load, Reply, Submit, Told, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.processes.child import Child
+from jaxengine.server.processes.child import Child, alive_seconds
 from models.config.fields import ModelConfigError
 from models.weights.errors import ModelFileError
 from scheduler.errors import OverloadedError, RequestError
@@ -39,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 # Updates that an API process may leave unread before it counts as lost.
 _MAX_UNREAD = 10_000
-# The supervisor hears from the loop at least this often, and so many times within engine_hang_timeout.
-_ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
 # Of a message's two parts, whom it is for and what it says. Plain numbers: joining flags takes longer than sending.
 _FIRST, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
@@ -69,7 +66,7 @@ class EngineServer:
         self.core = core
         self._tell = tell
         self._served = False
-        self._alive_seconds = min(_ALIVE_SECONDS, (config.engine_hang_timeout or math.inf) / _ALIVE_TIMES)
+        self._alive_seconds = alive_seconds(config.engine_hang_timeout)
         self._alive_at = 0.0
         scheduler = core.engine.scheduler
         num_slots = scheduler.config.max_num_seqs * scheduler.config.num_ranks

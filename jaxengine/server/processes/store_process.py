@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-from typing import Any
 
 from jaxengine.server.options import ServerConfig
-from jaxengine.server.processes.child import Child
+from jaxengine.server.processes.child import Child, alive_seconds
 from jaxengine.server.stored.link import StoreServer
 from jaxengine.server.stored.store import ResponseStore
-
-# The supervisor hears from the event loop at least this often, and so many times within api_hang_timeout.
-_ALIVE_SECONDS, _ALIVE_TIMES = 1.0, 4
 
 
 async def serve(child: Child) -> None:
     """Serves until the supervisor has it stop."""
     config = ServerConfig(**child.job["server"])
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def ordered(order: dict[str, Any]) -> None:
-        if order["order"] == "explain":
-            faulthandler.dump_traceback(all_threads=True)
-        else:
-            loop.call_soon_threadsafe(stop.set)  # there is no other order
-
     await asyncio.start_unix_server(StoreServer(ResponseStore()).serve, child.job["store_path"])
-    child.follow(ordered)
+    stop = child.stopping()
     child.tell("ready")
-    seconds = min(_ALIVE_SECONDS, config.api_hang_timeout / _ALIVE_TIMES) if config.api_hang_timeout else _ALIVE_SECONDS
+    seconds = alive_seconds(config.api_hang_timeout)
     while not stop.is_set():
         child.tell("alive")
         try:
