@@ -1,6 +1,6 @@
 """What a server does while somebody means it ill: largest bodies in every field, connections that ask for nothing.
 
-    python -m benchmarks.attack [--only fields connections watches processes] [--size BYTES] [--markdown FILE] ...
+    python -m benchmarks.attack [--only fields connections watches processes] [--fields NAME ...] [--markdown FILE] ...
 
 `jaxengine serve` as a user starts it, attacked over sockets. While each attack runs, /health is asked again and again
 on connections of its own. A row says what was tried, what was answered, how long /health took at worst and by how much
@@ -140,10 +140,13 @@ def watching(server: ServerProcess) -> Iterator[Watched]:
         thread.join()
 
 
-def attack_fields(server: ServerProcess, table: Table, size: int) -> None:
+def attack_fields(server: ServerProcess, table: Table, options: argparse.Namespace) -> None:
     """Every field of every request with `size` bytes of every shape: the worst shape of each is a row."""
+    size = options.size
     for path, (model, base) in ENDPOINTS.items():
         for name in ("unknown", *model.model_fields):
+            if options.fields and name not in options.fields:
+                continue
             worst: tuple[float, str, int, Watched] | None = None
             for shape, make in (SHAPES | REFUSED if name == "unknown" else SHAPES).items():
                 others = {key: value for key, value in base.items() if key != name}
@@ -159,7 +162,7 @@ def attack_fields(server: ServerProcess, table: Table, size: int) -> None:
             table.add("fields", tried, str(status) if status else "no answer", watched, size=size)
 
 
-def attack_connections(server: ServerProcess, table: Table, size: int) -> None:
+def attack_connections(server: ServerProcess, table: Table, options: argparse.Namespace) -> None:
     """Sockets that ask for nothing, half-sent headers and bodies, more of them than are let in."""
     for tried, sent in (
         ("2,000 connections that say nothing", b""),
@@ -182,7 +185,7 @@ def attack_connections(server: ServerProcess, table: Table, size: int) -> None:
         table.add("connections", tried, f"{closed} of {len(opened)} ended by the server", watched)
 
 
-def attack_watches(server: ServerProcess, table: Table, size: int) -> None:
+def attack_watches(server: ServerProcess, table: Table, options: argparse.Namespace) -> None:
     """Streams of gRPC's Health.Watch, and calls whose message does not come."""
     assert server.grpc_address is not None
     asked = health_pb2.HealthCheckRequest()
@@ -202,7 +205,7 @@ def attack_watches(server: ServerProcess, table: Table, size: int) -> None:
     channel.close()
 
 
-def attack_processes(server: ServerProcess, table: Table, size: int) -> None:
+def attack_processes(server: ServerProcess, table: Table, options: argparse.Namespace) -> None:
     """The process that speaks with clients killed time and again: how long until another answers."""
     worst = 0.0
     for _ in range(4):
@@ -285,6 +288,7 @@ def _nothing() -> Iterator[Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=AREAS, default=list(AREAS))
+    parser.add_argument("--fields", nargs="+", metavar="NAME", help="no other fields")
     parser.add_argument("--size", type=int, default=31_000_000, help="bytes of the largest bodies")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
@@ -293,7 +297,7 @@ def main() -> int:
     server = start_server({**OPTIONS, "grpc_port": 0, "read_timeout": _READ_TIMEOUT}, wait=900.0)
     try:
         for area in options.only:
-            AREAS[area](server, table, options.size)
+            AREAS[area](server, table, options)
     finally:
         server.remove()
     if options.markdown:

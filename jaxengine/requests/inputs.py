@@ -19,7 +19,7 @@ from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.pooling_processor import PoolingProcessor
-from jaxengine.requests.prepared import PreparedRequest, Prompt
+from jaxengine.requests.prepared import PreparedRequest, Prompt, verify_salt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -204,17 +204,12 @@ class InputProcessor:
             if unknown:
                 name = sorted(map(str, unknown))[0]
                 raise RequestError(
-                    f"prompt has the key {name!r}; allowed are prompt, prompt_token_ids and cache_salt",
+                    f"prompt has the key {show_value(name)}; allowed are prompt, prompt_token_ids and cache_salt",
                     param="prompt",
                     value=name,
                 )
             salt = prompt.get("cache_salt")
-            if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= 1024):
-                raise RequestError(
-                    f"cache_salt is {salt!r}; allowed is a string of 1 to 1024 characters",
-                    param="cache_salt",
-                    value=salt,
-                )
+            verify_salt(salt)
             if "prompt_token_ids" in prompt:
                 text = prompt.get("prompt")
                 return text, self._check_token_ids(prompt["prompt_token_ids"]), salt
@@ -306,9 +301,8 @@ class InputProcessor:
         sequences: list[list[int]] = []
         for word in params.bad_words:
             if not word.strip():
-                raise RequestError(
-                    f"bad_words holds {word!r}; allowed are words with more than spaces", param="bad_words", value=word
-                )
+                problem = f"bad_words holds {show_value(word)}; allowed are words with more than spaces"
+                raise RequestError(problem, param="bad_words", value=word)
             plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
             spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
             sequences.append(plain)

@@ -10,7 +10,10 @@ import numpy as np
 
 from jaxengine.requests.pooling_params import PoolingRecipe
 from jaxengine.requests.sampling_params import SamplingParams
+from scheduler.errors import RequestError, show_value
 from scheduler.request import Request
+
+_MAX_SALT = 1024
 
 
 class TextPrompt(TypedDict):
@@ -29,6 +32,13 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | Mapping[str, Any]
+
+
+def verify_salt(salt: Any) -> None:
+    """RequestError unless it is a prompt's cache_salt, or None."""
+    if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= _MAX_SALT):
+        problem = f"cache_salt is {show_value(salt)}; allowed is a string of 1 to {_MAX_SALT} characters"
+        raise RequestError(problem, param="cache_salt", value=salt)
 
 
 def is_token_ids(value: Any) -> bool:

@@ -78,15 +78,17 @@ class PromptEncoder:
         """Token ids of each text. Raises RequestError for one that cannot fit, before any work is done on it, and
         OverloadedError where too many wait for theirs."""
         tokenizer = self._inputs.require_tokenizer()
-        most = self._inputs.config.max_model_len * self._token_chars()
-        longest = max(map(len, texts))
-        if longest > most:
-            raise RequestError(
-                f"{param} has {longest} characters; no more than {most} can fit into max_model_len", param=param
-            )
+        self.verify_length(max(map(len, texts)), param)
         if sum(map(len, texts)) <= _LONG_TEXT:
             return tokenizer.encode_batch(texts, add_special_tokens)
         return await self._workers.run(tokenizer.encode_batch, texts, add_special_tokens)
+
+    def verify_length(self, num_chars: int, param: str) -> None:
+        """RequestError for so many characters in one prompt that they cannot fit, whatever they are."""
+        most = self._inputs.config.max_model_len * self._token_chars()
+        if num_chars > most:
+            problem = f"{param} has {num_chars} characters; no more than {most} can fit into max_model_len"
+            raise RequestError(problem, param=param)
 
     def cut(self, token_ids: list[int], keep: int | None, side: str | None, max_tokens: int | None) -> list[int]:
         """The token ids that `truncate_prompt_tokens` and `truncation_side` leave."""

@@ -75,17 +75,18 @@ class _JsonRequest(Request):
         super().__init__(scope, receive)
         self._fields = fields
         self._ignored = ignored - fields
-        self._parts: list[bytes] = []
+        # Grows in place. Parts kept until they are joined would leave as much again to the heap.
+        self._raw = bytearray()
 
     async def body(self) -> bytes:
         """Whether there is one: FastAPI, which asks first, would keep it beside what is made of it."""
         async for part in self.stream():
-            self._parts.append(part)
-        return b"..." if any(self._parts) else b""
+            self._raw += part
+        return b"..." if self._raw else b""
 
     async def json(self) -> Any:
         workers: Workers = self.app.state.workers
-        value = await workers.run(self._read) if sum(map(len, self._parts)) > _LONG_BODY else self._read()
+        value = await workers.run(self._read) if len(self._raw) > _LONG_BODY else self._read()
         if isinstance(value, dict):
             if len(value) > MAX_FIELDS:
                 raise ApiError(400, f"the body has {len(value)} fields; allowed are {MAX_FIELDS}")
@@ -95,10 +96,8 @@ class _JsonRequest(Request):
         return value
 
     def _read(self) -> Any:
-        raw = b"".join(self._parts)
-        self._parts.clear()
-        many, text = _measure(raw), _decode(raw)
-        del raw  # before the value is made
+        many, text = _measure(self._raw), _decode(self._raw)
+        self._raw = bytearray()  # before the value is made
         return _value(text, many)
 
 
@@ -144,7 +143,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def read_json(body: bytes) -> Any:
+def read_json(body: bytes | bytearray) -> Any:
     """The value. Raises ApiError for what is no JSON (RFC 8259), and for what is and does harm.
 
     That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH, more than
@@ -153,7 +152,7 @@ def read_json(body: bytes) -> Any:
     return _value(many=_measure(body), text=_decode(body))
 
 
-def _decode(body: bytes) -> str:
+def _decode(body: bytes | bytearray) -> str:
     try:
         return body.decode("utf-8")
     except UnicodeError:
@@ -177,7 +176,7 @@ def _value(text: str, many: bool) -> Any:
     return value
 
 
-def _measure(body: bytes) -> bool:
+def _measure(body: bytes | bytearray) -> bool:
     """Whether there are many texts or values. Raises ApiError for too much of anything."""
     # Bytes counted without regard to where they stand are never too few, and for nearly all bodies few enough.
     brackets = body.count(b"[") + body.count(b"{")

@@ -11,8 +11,9 @@ from pydantic import Field
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.auth import require_admin
+from jaxengine.server.http.fields import Texts
 from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.protocol import RequestModel, Texts
+from jaxengine.server.http.protocol import RequestModel
 from jaxengine.server.options import ServerConfig
 from jaxengine.version import __version__
 

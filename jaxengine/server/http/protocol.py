@@ -13,41 +13,18 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxengine.requests.beam_search import BeamSearchParams
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import PositionLogprobs
+from jaxengine.requests.prepared import verify_salt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from jaxengine.server.http.fields import MAX_OPTIONS, JsonObject, Texts, TokenIds, at_most
 from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError, show_value
-
-
-def at_most(number: int) -> BeforeValidator:
-    """Of a list or an object with more entries than `number` none is looked at."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > number:
-            raise ValueError(f"at most {number} entries are allowed, not {len(value)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _all_texts(value: Any) -> Any:
-    if isinstance(value, dict):
-        wrong = next((name for name, item in value.items() if not isinstance(item, str)), None)
-        if wrong is not None:
-            raise ValueError(f"{wrong[:100]} must be a text")
-    return value
-
-
-# Lists and objects end at their first fault: a body has room for millions of them.
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-TextsByName = Annotated[dict[str, str], BeforeValidator(_all_texts)]
 
 MIN_LOGPROB = -9999.0
 _TOKEN_ID = re.compile("-?[0-9]{1,18}")
@@ -168,7 +145,7 @@ class JsonSchema(RequestModel):
 
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -216,8 +193,7 @@ class NamedRequest(RequestModel):
             )
         if self.timeout is not None and self.timeout <= 0:
             raise RequestError(f"timeout is {self.timeout}; allowed are numbers above 0", param="timeout")
-        if self.cache_salt == "":
-            raise RequestError("cache_salt is empty; allowed are 1 to 1024 characters", param="cache_salt")
+        verify_salt(self.cache_salt)
         return self
 
     def options(self, request: Request, config: ServerConfig) -> RequestOptions:
@@ -250,8 +226,8 @@ class GenerationRequest(NamedRequest):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    logit_bias: JsonObject | None = None
+    structured_outputs: Annotated[JsonObject, at_most(MAX_OPTIONS)] | None = None
     stream: bool | None = None
 
 

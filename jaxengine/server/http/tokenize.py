@@ -11,9 +11,10 @@ from pydantic import Field, model_validator
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, Messages
+from jaxengine.server.http.fields import TemplateVariables, TokenIds, at_most
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
-from jaxengine.server.http.protocol import RequestModel, TokenIds, at_most
+from jaxengine.server.http.protocol import RequestModel
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE, PromptEncoder, check_token_ids
@@ -37,7 +38,7 @@ class TokenizeRequest(RequestModel):
     continue_final_message: bool | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

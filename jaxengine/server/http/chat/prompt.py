@@ -46,6 +46,8 @@ class ChatRenderer:
         return (await self._encode(body))[1]
 
     async def _encode(self, body: ChatRequest) -> tuple[str, list[int]]:
+        # Before the template has a copy of them, and its answer is another.
+        self._encoder.verify_length(max(map(_num_chars, body.messages), default=0), "messages")
         text = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, body)
         special = bool(body.add_special_tokens)
         (ids,) = await self._encoder.encode([text], add_special_tokens=special, param="messages")
@@ -92,6 +94,12 @@ class ChatRenderer:
                 raise RequestError("documents mean nothing to this model's chat template", param="documents")
             given["documents"] = body.documents
         return given
+
+
+def _num_chars(message: dict[str, Any]) -> int:
+    """Of its text, where that is not in parts."""
+    content = message.get("content")
+    return len(content) if isinstance(content, str) else 0
 
 
 def _thinking_names(template: str) -> set[str]:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxengine.server.http.protocol import TEXT_REFUSED, RequestModel, TextRequest, TextsByName, at_most
+from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
+from jaxengine.server.http.protocol import TEXT_REFUSED, RequestModel, TextRequest
 from scheduler.errors import RequestError
 
 MAX_MESSAGES = 10_000
@@ -31,7 +32,7 @@ class Function(RequestModel):
 
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -110,7 +111,7 @@ class ChatRequest(TextRequest):
     continue_final_message: bool | None = None
     documents: Annotated[list[TextsByName], Field(fail_fast=True), at_most(MAX_DOCUMENTS)] | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     return_prompt_text: bool | None = None
 
     @model_validator(mode="after")

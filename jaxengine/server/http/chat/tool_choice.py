@@ -18,7 +18,7 @@ from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
 from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool, renamed
 from jaxengine.tokens.tokenizer import Tokenizer
-from scheduler.errors import RequestError
+from scheduler.errors import RequestError, show_value
 
 # Of a function that declares no parameters.
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -173,7 +173,8 @@ def _calls_schema(functions: Sequence[Function], at_most: int | None) -> dict[st
                 raise RequestError(f"tools have a function whose {word} is no object", param="tools")
             for name, schema in own.items():
                 if definitions.setdefault(word, {}).setdefault(name, schema) != schema:
-                    raise RequestError(f"tools have different definitions of {name!r} in {word}", param="tools")
+                    problem = f"tools have different definitions of {show_value(name)} in {word}"
+                    raise RequestError(problem, param="tools")
         calls.append(
             {
                 "type": "object",

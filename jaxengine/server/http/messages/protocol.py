@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
+from jaxengine.server.http.fields import JsonObject, TemplateVariables, Texts, at_most
 from jaxengine.server.http.messages.input import read_messages
-from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, GenerationRequest, RequestModel, Texts, at_most
+from jaxengine.server.http.protocol import HINTS, REFUSED, ClosedModel, GenerationRequest, RequestModel
 from scheduler.errors import RequestError
 
 # Fields that a chat request has by the same name.
@@ -28,7 +29,7 @@ class MessagesTool(RequestModel):
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     strict: bool | None = None
 
 
@@ -56,7 +57,7 @@ class Thinking(RequestModel):
 
 class OutputFormat(RequestModel):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(ClosedModel):
@@ -143,7 +144,7 @@ class MessagesRequest(Conversation, GenerationRequest):
 
     max_tokens: int
     stop_sequences: Texts | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _check_stop(self) -> Self:

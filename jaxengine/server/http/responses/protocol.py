@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
-from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel, TextsByName, at_most
+from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
+from jaxengine.server.http.protocol import REFUSED, ClosedModel, GenerationRequest, RequestModel
 from scheduler.errors import RequestError
 
 # What `include` may name.
@@ -34,7 +35,7 @@ class ResponseFunction(RequestModel):
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -49,7 +50,7 @@ class Format(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -112,7 +113,7 @@ class ResponsesRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[TextsByName, at_most(16)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

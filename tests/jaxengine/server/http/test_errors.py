@@ -135,7 +135,7 @@ async def test_a_body_that_says_nothing_of_its_length_is_never_held_whole(app):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert connection.status == 413 and connection.num_bodies_taken == 33
-    assert peak < 8 << 20  # the pieces are one object
+    assert peak < 40 << 20  # no more than the largest body that is taken
 
 
 @pytest.mark.parametrize(

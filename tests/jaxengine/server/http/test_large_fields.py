@@ -27,6 +27,7 @@ from jaxengine.server.http.tokenize import DetokenizeRequest, TokenizeRequest
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE
 from jaxengine.server.workers import Workers
+from jaxengine.tokens.tokenizer import Tokenizer
 from scheduler.errors import OverloadedError, RequestError, show_value
 from tests.jaxengine.server.asgi_client import Connection, post
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
@@ -157,6 +158,20 @@ async def test_bounds_are_named(app):
         assert answer.status == 400 and said in answer.error["message"], answer.body
     whole = {"logit_bias": {str(i): 1 for i in range(vocab_size)}, "stop": "x" * MAX_STOP_CHARS}
     assert (await post(app, "/v1/completions", prompt=[7] * 300, truncate_prompt_tokens=5, **whole)).status == 200
+
+
+async def test_a_conversation_that_cannot_fit_reaches_no_template(app, monkeypatch):
+    """Which would have a copy of it, and its answer would be another."""
+    rendered = []
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda *args, **options: rendered.append(args))
+    long = "x" * 10**6
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        ("/v1/responses", {"input": long}),
+    ):
+        answer = await post(app, path, **fields)
+        assert answer.status == 400 and "has 1000000 characters; no more than" in answer.error["message"]
+    assert not rendered
 
 
 def test_lists_of_ids_are_bounded_and_checked():
