@@ -83,8 +83,7 @@ def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.A
         return jax.tree.map(lambda old, rows: lax.dynamic_update_slice_in_dim(old, rows, tile * width, 0), results, new)
 
     shape = (tiles.seqs.size, *q.shape[1:3])
-    init = jnp.zeros((*shape, step.spec.v_head_dim), jnp.float32), jnp.zeros(shape, jnp.float32)
-    o, lse = _walk(tiles, step, read, write, init)
+    o, lse = _walk(tiles, step, read, write, (_any(step.kv, (*shape, step.spec.v_head_dim)), _any(step.kv, shape)))
     rank = jnp.minimum(schedule.rank, tiles.seqs.size - 1)
     return o[rank], lse[rank]
 
@@ -116,9 +115,16 @@ def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, ja
         )
 
     shape = (num_kv_heads, padded, group)
-    init = jnp.zeros((*shape, step.spec.v_head_dim), jnp.float32), jnp.zeros(shape, jnp.float32)
-    o, lse = _walk(tiles, step, read, write, init)
+    o, lse = _walk(tiles, step, read, write, (_any(step.kv, (*shape, step.spec.v_head_dim)), _any(step.kv, shape)))
     return o[:, :num_tokens].swapaxes(0, 1), lse[:, :num_tokens].swapaxes(0, 1)
+
+
+def _any(kv: KVPages, shape: tuple[int, ...]) -> jax.Array:
+    """f32 of a shape, of no meaning: what is read of it was written before.
+
+    It comes from the pool as a layer has it: of zeros XLA made a copy for each layer, all of them where a step begins.
+    """
+    return jnp.broadcast_to(kv.data[0, 0, 0].astype(jnp.float32), shape)
 
 
 def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: tuple[jax.Array, jax.Array]):
@@ -147,7 +153,8 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
         next_block = jnp.where(done, tiles.first_block[jnp.minimum(next_tile, len(tiles.first_block) - 1)], block + 1)
         return next_tile, next_block, softmax, results
 
-    carry = (jnp.int32(0), tiles.first_block[0], start, results)
+    softmax = jax.tree.map(lambda fresh: _any(step.kv, fresh.shape), start)
+    carry = (jnp.int32(0), tiles.first_block[0], softmax, results)
     return lax.while_loop(lambda carry: carry[0] < tiles.num_tiles, attend_block, carry)[3]
 
 
