@@ -138,6 +138,12 @@ def test_many_numbers_are_read_in_pieces_as_few_are(monkeypatch):
                 read_json(body.encode())
 
 
+@pytest.mark.parametrize("before", range(6))
+def test_half_a_character_is_found_where_pieces_of_a_body_meet(before):
+    with pytest.raises(ApiError, match="Unicode"):
+        read_json(b'"' + b"x" * ((1 << 20) - 1 - before) + b'\\ud800"')
+
+
 async def test_more_fields_than_anybody_has_are_refused(app):
     answer = await post(app, "/v1/completions", prompt="Hi", **{f"x{number}": 1 for number in range(MAX_FIELDS)})
     assert answer.status == 400 and f"allowed are {MAX_FIELDS}" in answer.error["message"]
