@@ -29,6 +29,7 @@ from models.weights.orbax import LAYOUT_FILE
 from models.weights.renamed import with_prefix
 from models.weights.safetensors import SafetensorsCheckpoint
 from models.weights.source import WeightSource
+from models.weights.split_latent import SplitLatentSource
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -144,7 +145,7 @@ def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:
         model = read_gguf(file.metadata, tie_word_embeddings=tied, rope_factors=factors, pooler=pooler)
     except ModelConfigError as error:
         raise ModelFileError(path, str(error)) from error
-    weights = None if config.load_format == "dummy" else file
+    weights = None if config.load_format == "dummy" else SplitLatentSource(file)
     return ModelSource(path, model, weights, _generation_defaults(None, config), pooling=pooling)
 
 

@@ -6,6 +6,7 @@ Owns the key names of the GGUF specification (ggml/docs/gguf.md). Knows nothing 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,10 @@ from models.config.fields import ConfigFields, ModelConfigError
 from models.config.rope import Rope, RopeScaling
 
 MIXTRAL = "llama with experts"
+DEEPSEEK_V3 = "deepseek2 with sigmoid scores"
+# Numbers of `expert_gating_func`.
+SOFTMAX, SIGMOID = 1, 2
+EXPERT_SIZE = "expert_feed_forward_length"
 
 
 def gguf_architecture(metadata: Mapping[str, Any]) -> str:
@@ -24,9 +29,13 @@ def gguf_architecture(metadata: Mapping[str, Any]) -> str:
 
 
 def gguf_family(metadata: Mapping[str, Any]) -> str:
-    """Which family reads a file, as CausalLM.gguf_architecture says it. Files of Mixtral call themselves llama's."""
+    """Which family reads a file, as CausalLM.gguf_architecture says it. Files of Mixtral call themselves llama's, those
+    of DeepSeek V3 deepseek2's."""
     architecture = gguf_architecture(metadata)
-    has_experts = ConfigFields(metadata, f"{architecture}.").integer("expert_count", 0, minimum=0) > 0
+    fields = ConfigFields(metadata, f"{architecture}.")
+    if architecture == "deepseek2":
+        return DEEPSEEK_V3 if fields.integer("expert_gating_func", SOFTMAX) == SIGMOID else architecture
+    has_experts = fields.integer("expert_count", 0, minimum=0) > 0
     return MIXTRAL if architecture == "llama" and has_experts else architecture
 
 
@@ -64,6 +73,7 @@ def gguf_fields(
     interleaved: bool = False,
     experts: ExpertsConfig | None = None,
     eps: str = "attention.layer_norm_rms_epsilon",
+    yarn: Mapping[str, Any] = MappingProxyType({}),
     **attention: Any,
 ) -> dict[str, Any]:
     """What families spell alike: keyword arguments of ModelConfig for one GGUF file, but for its architecture.
@@ -73,6 +83,8 @@ def gguf_fields(
       interleaved: see Rope.
       experts: those of a family that has some.
       eps: the field with the one of norms.
+      yarn: what the family knows of YaRN and files do not say, in the words of a config.json. With an attention_factor
+        it is the family that reads yarn_log_multiplier.
       attention: further fields of every layer's LayerAttention.
     """
     metadata, fields = gguf.metadata, gguf.fields
@@ -87,7 +99,7 @@ def gguf_fields(
     bos = general.token_ids("tokenizer.ggml.bos_token_id")
     # A chat model may end its turn with a token of its own: all of them stop generation.
     eos = [i for name in ("eos", "eot", "eom") for i in general.token_ids(f"tokenizer.ggml.{name}_token_id")]
-    scaling = _rope_scaling(fields, max_positions, gguf.rope_factors)
+    scaling = _rope_scaling(fields, max_positions, gguf.rope_factors, yarn)
     rotary_dim = _rotary_dim(fields, head_dim, partial_rotary)
     theta = fields.number("rope.freq_base", 10000.0)
     layer = LayerAttention(
@@ -124,13 +136,42 @@ def gguf_sliding(fields: ConfigFields, full_every: int) -> tuple[bool, ...]:
     return tuple(listed.tolist())
 
 
-def gguf_experts(fields: ConfigFields, *, norm_weights: bool, size: str = "feed_forward_length") -> ExpertsConfig:
-    """The experts of every layer. size: the field with their feed-forward size. Raises ModelConfigError."""
+def gguf_experts(
+    fields: ConfigFields, *, norm_weights: bool, size: str = "feed_forward_length", **more: Any
+) -> ExpertsConfig:
+    """The experts of every layer. size: the field with their feed-forward size; more: what the family knows of them.
+
+    Raises ModelConfigError.
+    """
     return ExpertsConfig(
         num_experts=fields.integer("expert_count"),
         num_per_token=fields.integer("expert_used_count"),
         intermediate_size=fields.integer(size),
         norm_weights=norm_weights,
+        **more,
+    )
+
+
+def gguf_shared_experts(fields: ConfigFields, *, scoring_func: str) -> ExpertsConfig:
+    """Experts in DeepSeek's words: behind dense layers, by groups, beside a shared MLP. Raises ModelConfigError.
+
+    scoring_func: "sigmoid" comes with a correction bias.
+    """
+    number = {"softmax": SOFTMAX, "sigmoid": SIGMOID}[scoring_func]
+    if fields.integer("expert_gating_func", number) != number:
+        raise fields.fail("expert_gating_func", f"{number} ({scoring_func}) or absent")
+    size, num_layers = fields.integer(EXPERT_SIZE), fields.integer("block_count")
+    return gguf_experts(
+        fields,
+        size=EXPERT_SIZE,
+        norm_weights=fields.boolean("expert_weights_norm", False),
+        dense_layers=tuple(range(min(fields.integer("leading_dense_block_count", 0, minimum=0), num_layers))),
+        scoring_func=scoring_func,
+        correction_bias=scoring_func == "sigmoid",
+        num_expert_group=fields.integer("expert_group_count", 1),
+        topk_group=fields.integer("expert_group_used_count", 1),
+        routed_scaling_factor=fields.number("expert_weights_scale", 1.0),
+        shared_intermediate_size=size * fields.integer("expert_shared_count", 0, minimum=0),
     )
 
 
@@ -162,7 +203,9 @@ def _rotary_dim(fields: ConfigFields, head_dim: int, partial_rotary: bool) -> in
     return rotary_dim
 
 
-def _rope_scaling(fields: ConfigFields, max_positions: int, tensors: RopeFactors) -> RopeScaling | None:
+def _rope_scaling(
+    fields: ConfigFields, max_positions: int, tensors: RopeFactors, yarn: Mapping[str, Any]
+) -> RopeScaling | None:
     kind = fields.text("rope.scaling.type", "none")
     if tensors.long or tensors.short:
         if kind not in ("none", "longrope") or tensors.factors:
@@ -184,11 +227,15 @@ def _rope_scaling(fields: ConfigFields, max_positions: int, tensors: RopeFactors
         return None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
     if kind == "yarn":
-        for name in ("beta_fast", "beta_slow", "attn_factor", "log_multiplier"):
+        if fields.has("rope.scaling.yarn_log_multiplier") and "attention_factor" not in yarn:
+            raise fields.fail("rope.scaling.yarn_log_multiplier", "absent")
+        for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+            if fields.number(f"rope.scaling.{name}", 1.0) != 1.0:
+                raise fields.fail(f"rope.scaling.{name}", "1.0 or absent")
+        for name in ("beta_fast", "beta_slow"):
             if fields.has(f"rope.scaling.yarn_{name}"):
-                raise fields.fail(f"rope.scaling.yarn_{name}", "absent")
-        if fields.number("rope.scaling.attn_factor", 1.0) != 1.0:
-            raise fields.fail("rope.scaling.attn_factor", "1.0 or absent")
+                scaling[name] = fields.number(f"rope.scaling.yarn_{name}")
+        scaling |= yarn
         scaling["original_max_position_embeddings"] = fields.integer(
             "rope.scaling.original_context_length", max_positions
         )

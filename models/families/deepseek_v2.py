@@ -11,6 +11,8 @@ from flax import nnx
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_shared_experts
+from models.config.gguf_latent import gguf_latent_fields
 from models.config.hf_latent import hf_latent_fields
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.mla import LatentAttention
@@ -20,7 +22,7 @@ from models.layers.moe import MixtureOfExperts
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
     """Llama with latent attention, and experts that are picked by softmax scores, in some checkpoints by groups."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "deepseek2"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -43,6 +45,10 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
             shared_intermediate_size=size * fields.integer("n_shared_experts", 0, minimum=0),
         )
         return hf_latent_fields(fields, bias=bias, output_bias=bias) | {"experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_latent_fields(gguf, experts=gguf_shared_experts(gguf.fields, scoring_func="softmax"))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, source = self.config, f"{LAYER}.self_attn"

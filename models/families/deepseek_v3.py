@@ -3,9 +3,11 @@ picked by sigmoid scores and a learned correction. Layers that predict further t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
+from models.config.gguf import DEEPSEEK_V3, GGUFConfig, gguf_shared_experts
+from models.config.gguf_latent import gguf_latent_fields
 from models.config.hf_latent import hf_latent_fields
 from models.families.deepseek_v2 import DeepseekV2ForCausalLM
 from models.families.glm4_moe import sigmoid_experts
@@ -13,6 +15,8 @@ from models.families.glm4_moe import sigmoid_experts
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """Llama with latent attention, and experts that are picked by corrected sigmoid scores, in some by groups."""
+
+    gguf_architecture: ClassVar[str | None] = DEEPSEEK_V3
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -22,3 +26,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         predicting = fields.integer("num_nextn_predict_layers", 0, minimum=0)
         shared = hf_latent_fields(fields, interleaved=interleaved, bias=bias, output_bias=bias)
         return shared | {"experts": sigmoid_experts(fields), "num_nextn_predict_layers": predicting}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_latent_fields(gguf, experts=gguf_shared_experts(gguf.fields, scoring_func="sigmoid"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_fields, gguf_shared_experts
 from models.config.hf import hf_fields, layer_kinds, windows_by_kind
 from models.families.glm4_moe import sigmoid_experts
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
@@ -13,7 +14,7 @@ from models.families.qwen3_moe import Qwen3MoeForCausalLM
 class Dots1ForCausalLM(Qwen3MoeForCausalLM):
     """Llama with q/k norm, windows per layer and experts."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "dots1"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -26,3 +27,7 @@ class Dots1ForCausalLM(Qwen3MoeForCausalLM):
             windows = tuple(window if layer >= first else None for layer in range(num_layers))
         experts = sigmoid_experts(fields.with_defaults(norm_topk_prob=False))
         return hf_fields(fields, windows=windows, qk_norm=True, bias=bias, output_bias=bias) | {"experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, experts=gguf_shared_experts(gguf.fields, scoring_func="sigmoid"), qk_norm=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
 from models.families.deepseek_v3 import DeepseekV3ForCausalLM
@@ -11,6 +11,8 @@ from models.families.deepseek_v3 import DeepseekV3ForCausalLM
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     """DeepSeek-V3, by default with one dense layer."""
+
+    gguf_architecture: ClassVar[str | None] = None  # GGUF files of it say "deepseek2"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

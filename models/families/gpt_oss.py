@@ -3,6 +3,7 @@ clamped activation. Its MXFP4 checkpoints are read into the model's dtype."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from flax import nnx
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields, ModelConfigError
+from models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields, gguf_sliding
 from models.config.hf import hf_fields, layer_kinds, windows_by_kind
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.moe import ExpertNames, MixtureOfExperts
@@ -22,7 +24,7 @@ from models.weights.source import CheckpointNames, StackedExperts
 class GptOssForCausalLM(LlamaForCausalLM):
     """Llama with biases, sinks and experts."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "gpt-oss"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(stacked_experts=StackedExperts(interleaved=True))
 
     @classmethod
@@ -44,6 +46,15 @@ class GptOssForCausalLM(LlamaForCausalLM):
             raise ModelConfigError(f"quantization_config: quant_method must be 'mxfp4' or absent, got {method!r}")
         shared = hf_fields(plain, windows=windows, head_dim=64, sinks=True, bias=bias, output_bias=bias)
         return shared | {"experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        experts = gguf_experts(gguf.fields, norm_weights=True, size=EXPERT_SIZE, bias=True)
+        own: dict[str, Any] = {"sinks": True, "bias": True, "output_bias": True}
+        shared = gguf_fields(gguf, experts=experts, yarn={"truncate": False}, **own)
+        sliding = gguf_sliding(gguf.fields, full_every=2)
+        layers = zip(shared["attention"], sliding, strict=True)
+        return shared | {"attention": tuple(one if slides else replace(one, window=None) for one, slides in layers)}
 
     def make_mlp(self, layer: int, build: Build) -> nnx.Module:
         experts = self.config.experts

@@ -13,6 +13,7 @@ from models.build import Build
 from models.config.attention import TemperatureTuning
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
+from models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
 from models.config.hf import hf_fields, read_head_dim, read_rope, text_fields
 from models.families.llama import LAYER
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
@@ -24,6 +25,7 @@ from models.weights.source import CheckpointNames, StackedExperts
 
 CHUNKED = "chunked_attention"
 DEFAULTS: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+_MAVERICK_EXPERTS = 128
 _STACKED = StackedExperts(interleaved=False)
 
 
@@ -41,7 +43,7 @@ class NormedAttention(Attention):
 class Llama4ForCausalLM(Qwen3MoeForCausalLM):
     """Llama with chunks, layers without rope, and experts in some of its layers."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "llama4"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(stacked_experts=_STACKED)
 
     @classmethod
@@ -82,6 +84,27 @@ class Llama4ForCausalLM(Qwen3MoeForCausalLM):
         own = {"attention": attention, "intermediate_size": fields.integer("intermediate_size_mlp", size)}
         return shared | own | {"experts": experts}
 
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        fields, num_layers = gguf.fields, gguf.fields.integer("block_count")
+        size, step = fields.integer(EXPERT_SIZE), fields.integer("interleave_moe_layer_step", 1)
+        more: dict[str, Any] = {
+            "dense_layers": tuple(layer for layer in range(num_layers) if (layer + 1) % step),
+            "scoring_func": "sigmoid",
+            "apply_router_weight_on_input": True,
+            "shared_intermediate_size": size,
+        }
+        experts = gguf_experts(fields, norm_weights=False, size=EXPERT_SIZE, **more)
+        # Files do not say it: all have norms of q and k but those of Maverick, whose 128 experts llama.cpp knows it by.
+        qk_norm = experts.num_experts != _MAVERICK_EXPERTS
+        shared = gguf_fields(gguf, experts=experts, interleaved=True, qk_norm=qk_norm)
+        chunk, tuning = fields.integer("attention.chunk_size", 8192), TemperatureTuning(8192.0, 0.1, offset=1)
+        attention = tuple(
+            replace(one, chunk=chunk) if (layer + 1) % 4 else replace(one, rope=None, qk_norm=False, temperature=tuning)
+            for layer, one in enumerate(shared["attention"])
+        )
+        return shared | {"attention": attention}
+
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         attention, source = self.config.attention[layer], f"{LAYER}.self_attn"
         sizes: dict[str, Any] = {"eps": self.config.rms_norm_eps, "source": source, "build": build}
@@ -102,6 +125,7 @@ class Llama4ForCausalLM(Qwen3MoeForCausalLM):
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
     """Llama 4 as it is published; what it sees with is not read."""
 
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
         unused=("vision_model.", "multi_modal_projector."),

@@ -10,6 +10,7 @@ from flax import nnx
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
+from models.config.gguf import GGUFConfig, gguf_experts, gguf_fields
 from models.config.hf import hf_fields
 from models.families.olmo2 import normed_attention
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
@@ -18,7 +19,7 @@ from models.families.qwen3_moe import Qwen3MoeForCausalLM
 class OlmoeForCausalLM(Qwen3MoeForCausalLM):
     """Llama with norms of all heads at once, and experts."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "olmoe"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -33,6 +34,10 @@ class OlmoeForCausalLM(Qwen3MoeForCausalLM):
         bias = fields.boolean("attention_bias", False)
         shared = hf_fields(fields.with_defaults(rms_norm_eps=1e-5), bias=bias, output_bias=bias)
         return shared | {"experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        return gguf_fields(gguf, experts=gguf_experts(gguf.fields, norm_weights=False))
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         return normed_attention(self.config, layer, build)

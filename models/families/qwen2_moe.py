@@ -10,6 +10,7 @@ from flax import nnx
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields, ModelConfigError
+from models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
 from models.config.hf import hf_fields, layer_kinds, windows_by_kind
 from models.families.llama import LAYER
 from models.families.qwen3_moe import Qwen3MoeForCausalLM, dense_layers
@@ -19,7 +20,7 @@ from models.layers.moe import ExpertNames, MixtureOfExperts
 class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
     """Llama with q, k, v biases, experts and a gated shared MLP."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "qwen2moe"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -38,6 +39,13 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
             shared_gate=True,
         )
         return hf_fields(fields, windows=windows, bias=fields.boolean("qkv_bias", True)) | {"experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        shared = gguf.fields.integer("expert_shared_feed_forward_length")
+        more: dict[str, Any] = {"shared_intermediate_size": shared, "shared_gate": True}
+        experts = gguf_experts(gguf.fields, norm_weights=False, size=EXPERT_SIZE, **more)
+        return gguf_fields(gguf, experts=experts, bias=True)
 
     def make_experts(self, build: Build) -> nnx.Module:
         names = ExpertNames(shared="shared_expert")

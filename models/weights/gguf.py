@@ -155,7 +155,8 @@ class GGUFFile:
         """What a tensor of the file stands for: one, or one for each entry of its first axis."""
         name = self._layout.canonical_name(info.name)
         if "{expert}" not in name:
-            return [(name, info)]
+            is_row = len(info.shape) == 1 and self._layout.is_row(info.name)
+            return [(name, replace(info, shape=(1, *info.shape)) if is_row else info)]
         count, *shape = info.shape
         if not shape or count > MAX_EXPERTS:
             text = f"must be the matrices of at most {MAX_EXPERTS} experts, got {info.shape}"

@@ -115,6 +115,15 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
     return (quants.reshape(-1, 16, 16) * scales[:, :, None]).reshape(-1, 256)
 
 
+# Of MXFP4, doubled: a sign, two bits of exponent, one of mantissa.
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+    # The first byte is the block's exponent, of values that are not doubled.
+    return np.ldexp(_FP4[_nibbles(blocks[:, 1:])], blocks[:, :1].astype(np.int32) - 128)
+
+
 _F32 = np.dtype("<f4")
 
 # By ggml's type number.
@@ -130,6 +139,7 @@ FORMATS: dict[int, BlockFormat] = {
     13: BlockFormat("Q5_K", 256, 176, _F32, _q5_k),
     14: BlockFormat("Q6_K", 256, 210, _F32, _q6_k),
     30: BlockFormat("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16), None),
+    39: BlockFormat("MXFP4", 32, 17, _F32, _mxfp4),
 }
 
 

@@ -43,6 +43,24 @@ _MIXTRAL = {
     "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
 }
+_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_CORRECTION = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+_LLAMA4 = {
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_exps": f"feed_forward.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
@@ -55,22 +73,33 @@ class GGUFLayout(NamedTuple):
         axis is that of the experts.
       permuted: rows of q and k are in the order in which llama.cpp rotates neighbours (see gguf.unpermute_rows).
       norm_offset: what the converter has added to the weights of norms.
+      bare: a layer's tensors that checkpoints call so and no more, without `.weight` or `.bias`.
+      rows: a layer's vectors that stand for a matrix of one row.
     """
 
     parts: Mapping[str, str] = _NONE
     permuted: bool = False
     norm_offset: float = 0.0
+    bare: Mapping[str, str] = _NONE
+    rows: frozenset[str] = frozenset()
 
     def canonical_name(self, name: str) -> str:
         """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; an unknown name is kept."""
         if match := _LAYER_TENSOR.fullmatch(name):
             layer, part, kind = match.groups()
+            if part in self.bare:
+                return f"model.layers.{layer}.{self.bare[part]}"
             module = self.parts.get(part) or _LAYER.get(part)
             return name if module is None else f"model.layers.{layer}.{module}.{kind}"
         if match := _GLOBAL_TENSOR.fullmatch(name):
             part, kind = match.groups()
             return f"{_GLOBAL[part]}.{kind}" if part in _GLOBAL else name
         return name
+
+    def is_row(self, name: str) -> bool:
+        """Whether a vector of this name is the one row of a matrix."""
+        match = _LAYER_TENSOR.fullmatch(name)
+        return match is not None and match[2] in self.rows
 
 
 # By general.architecture. A family reads each: models.registry.model_for_gguf.
@@ -79,6 +108,21 @@ LAYOUTS: dict[str, GGUFLayout] = {
     "qwen2": GGUFLayout(),
     "qwen3": GGUFLayout(),
     "qwen3moe": GGUFLayout(),
+    "qwen2moe": GGUFLayout(
+        {
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        rows=frozenset(("ffn_gate_inp_shexp",)),
+    ),
+    "olmoe": GGUFLayout(),
+    "dots1": GGUFLayout(_SHARED, bare=_CORRECTION),
+    "deepseek2": GGUFLayout({**_LATENT, **_SHARED}, bare=_CORRECTION),
+    "gpt-oss": GGUFLayout(
+        {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"},
+        bare={"attn_sinks": "self_attn.sinks"},
+    ),
+    "llama4": GGUFLayout(_LLAMA4),
     "phi3": GGUFLayout({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "granite": GGUFLayout(permuted=True),
     "minicpm": GGUFLayout(permuted=True),

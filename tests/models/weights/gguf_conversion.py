@@ -33,6 +33,13 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": "glm4",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "OlmoeForCausalLM": "olmoe",
+    "Dots1ForCausalLM": "dots1",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "GptOssForCausalLM": "gpt-oss",
+    "Llama4ForCausalLM": "llama4",
 }
 PERMUTED = ("llama", "granite", "minicpm", "smollm3")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
@@ -71,8 +78,35 @@ OWN_NAMES = {
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
 }
+for _shared, _architectures in {
+    "mlp.shared_expert": ["qwen2moe"],
+    "mlp.shared_experts": ["dots1", "deepseek2"],
+    "feed_forward.shared_expert": ["llama4"],
+}.items():
+    for _architecture in _architectures:
+        OWN_NAMES[_architecture] = {f"{_shared}.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+OWN_NAMES["qwen2moe"]["mlp.shared_expert_gate"] = "ffn_gate_inp_shexp"
+OWN_NAMES["deepseek2"] |= {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+}
+OWN_NAMES["gpt-oss"] = {"mlp.router": "ffn_gate_inp", "post_attention_layernorm": "post_attention_norm"}
+OWN_NAMES["llama4"] |= {
+    "feed_forward.router": "ffn_gate_inp",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+# Called otherwise than `.weight` and `.bias` in checkpoints.
+BARE = {"self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.(weight|bias)"
+)
+_BARE = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, BARE))})")
 
 
 def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> bytes:
@@ -81,17 +115,20 @@ def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> b
     names = {**NAMES, **OWN_NAMES.get(architecture, {})}
     heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
     written, experts = {}, {}
-    for name, values in tensors.items():
+    for name, values in _latents_apart(config, tensors).items():
         if architecture in NORMS_PLUS_ONE and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if match := _EXPERT.fullmatch(name):
-            layer, expert, part = match.groups()
-            experts.setdefault(f"blk.{layer}.{names[part]}.weight", {})[int(expert)] = values
+            layer, expert, part, kind = match.groups()
+            experts.setdefault(f"blk.{layer}.{names[part]}.{kind}", {})[int(expert)] = values
+        elif match := _BARE.fullmatch(name):
+            written[f"blk.{match[1]}.{BARE[match[2]]}"] = values
         elif match := _LAYER.fullmatch(name):
             layer, part, kind = match.groups()
             if architecture in PERMUTED and part in heads:
                 values = permuted(values, heads[part])
-            written[f"blk.{layer}.{names[part]}.{kind}"] = values
+            # The base class writes every tensor squeezed.
+            written[f"blk.{layer}.{names[part]}.{kind}"] = values.squeeze()
         else:
             module, _, kind = name.rpartition(".")
             written[f"{names[module]}.{kind}"] = values
@@ -101,6 +138,20 @@ def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> b
         if f"{length}_factor" in rope:
             written[f"rope_factors_{length}.weight"] = np.asarray(rope[f"{length}_factor"], np.float32)
     return gguf_bytes(metadata(architecture, config), [tensor(name, values) for name, values in written.items()])
+
+
+def _latents_apart(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """DeepseekV2Model.modify_tensors: kv_b_proj as two, of which that of keys is transposed."""
+    apart = {}
+    for name, values in tensors.items():
+        if not name.endswith(".kv_b_proj.weight"):
+            apart[name] = values
+            continue
+        by_head = values.reshape(config["num_attention_heads"], -1, values.shape[1])
+        keys, heads_values = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+        apart[name.replace("kv_b", "k_b")] = np.ascontiguousarray(keys.swapaxes(1, 2))
+        apart[name.replace("kv_b", "v_b")] = np.ascontiguousarray(heads_values)
+    return apart
 
 
 def permuted(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -157,6 +208,77 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Value]:
     if "moe_intermediate_size" in config:
         experts["expert_feed_forward_length"] = (U32, config["moe_intermediate_size"])
     return experts
+
+
+def _shared_experts(config: Mapping[str, Any]) -> dict[str, Value]:
+    """DeepseekV2Model and Dots1Model."""
+    own: dict[str, Value] = {
+        "expert_count": (U32, config["n_routed_experts"]),
+        "expert_used_count": (U32, config["num_experts_per_tok"]),
+        "expert_feed_forward_length": (U32, config["moe_intermediate_size"]),
+        "expert_shared_count": (U32, config["n_shared_experts"]),
+        "expert_weights_scale": (F32, config["routed_scaling_factor"]),
+        "expert_weights_norm": (BOOL, config["norm_topk_prob"]),
+        "leading_dense_block_count": (U32, config["first_k_dense_replace"]),
+    }
+    if config["architectures"] != ["DeepseekV2ForCausalLM"]:
+        own["expert_gating_func"] = (U32, 2)
+    if config["n_group"]:
+        own["expert_group_count"] = (U32, config["n_group"])
+        own["expert_group_used_count"] = (U32, config["topk_group"])
+    return own
+
+
+def _yarn(rope: Mapping[str, Any]) -> dict[str, Value]:
+    if rope.get("rope_type") != "yarn":
+        return {}
+    return {
+        "rope.scaling.type": (STRING, "yarn"),
+        "rope.scaling.factor": (F32, rope["factor"]),
+        "rope.scaling.original_context_length": (U32, rope["original_max_position_embeddings"]),
+    }
+
+
+def _deepseek2(config: Mapping[str, Any]) -> dict[str, Value]:
+    rope, rank, rotated = config["rope_parameters"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    own: dict[str, Value] = {
+        "attention.head_count_kv": (U32, 1),
+        "attention.key_length": (U32, rank + rotated),
+        "attention.value_length": (U32, rank),
+        "attention.key_length_mla": (U32, config["qk_nope_head_dim"] + rotated),
+        "attention.value_length_mla": (U32, config["v_head_dim"]),
+        "attention.kv_lora_rank": (U32, rank),
+        "rope.dimension_count": (U32, rotated),
+    }
+    if config["q_lora_rank"] is not None:
+        own["attention.q_lora_rank"] = (U32, config["q_lora_rank"])
+    if "mscale_all_dim" in rope:
+        own["rope.scaling.yarn_log_multiplier"] = (F32, 0.1 * rope["mscale_all_dim"])
+    return own | _yarn(rope) | _shared_experts(config)
+
+
+def _qwen2moe(config: Mapping[str, Any]) -> dict[str, Value]:
+    size = config["shared_expert_intermediate_size"]
+    return {
+        **_experts({"num_local_experts": config["num_experts"], **config}),
+        "expert_shared_feed_forward_length": (U32, size),
+    }
+
+
+def _gpt_oss(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        **_experts({**config, "moe_intermediate_size": config["intermediate_size"]}),
+        **_yarn(config["rope_parameters"]),
+        "attention.sliding_window": (U32, config["sliding_window"]),
+    }
+
+
+def _llama4(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        **_experts({**config, "moe_intermediate_size": config["intermediate_size"]}),
+        "feed_forward_length": (U32, config["intermediate_size_mlp"]),
+        "interleave_moe_layer_step": (U32, config["interleave_moe_layer_step"]),
+    }
 
 
 def _hunyuan(config: Mapping[str, Any]) -> dict[str, Value]:
@@ -229,6 +351,12 @@ _OWN_METADATA = {
     "exaone4": _exaone4,
     "llama": _experts,
     "qwen3moe": _experts,
+    "qwen2moe": _qwen2moe,
+    "olmoe": lambda config: _experts({"num_local_experts": config["num_experts"], **config}),
+    "dots1": _shared_experts,
+    "deepseek2": _deepseek2,
+    "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
     "hunyuan-dense": _hunyuan,
     "phi3": _phi3,
     "granite": _granite,

@@ -16,12 +16,16 @@ from models.config.hf import read_config_json
 from models.registry import MODELS, build_model, read_hf
 from models.weights.gguf_layout import LAYOUTS
 from models.weights.load import load_params
+from models.weights.renamed import RenamedSource
 from models.weights.safetensors import SafetensorsCheckpoint
+from models.weights.source import CheckpointNames, WeightSource
+from models.weights.stacked import StackedSource
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw
 from tests.models.families.test_golden import assert_close, padded
 from tests.models.weights.gguf_conversion import ARCHITECTURES, converted
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 # Recorded checkpoints, and changes to their config.json where the format cannot say all of it.
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},
@@ -51,12 +55,37 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "ernie4_5": {},
     "hunyuan_dense": {},
+    "qwen2_moe": {
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+        "layer_types": None,
+    },
+    "olmoe": {"norm_topk_prob": False},
+    "dots1": {"layer_types": None, "sliding_window": None},
+    "deepseek_v2": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+    "deepseek_v2_groups": {"attention_bias": False},
+    "deepseek_v3": {},
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "llama4": {
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+        "layer_types": None,
+        "rope_parameters": DEFAULT_ROPE,
+    },
 }
-CHANGED_WEIGHTS = ("qwen3_moe",)
+CHANGED_WEIGHTS = ("qwen3_moe", "qwen2_moe")
 
 
 def tensors_of(name: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
-    source = SafetensorsCheckpoint(checkpoint(name))
+    source: WeightSource = SafetensorsCheckpoint(checkpoint(name))
+    architecture = config["architectures"][0]
+    if (stacked := MODELS[architecture].checkpoint_names.stacked_experts) is not None:
+        source = StackedSource(source, stacked, config["num_local_experts"])
+    if architecture == "DeepseekV2ForCausalLM" and not config["attention_bias"]:
+        biases = CheckpointNames(unused=tuple(each for each in source.names() if each.endswith(".bias")) or ("-",))
+        source = RenamedSource(source, biases)
     tensors = {tensor: source.read(tensor) for tensor in source.names()}
     source.close()
     if name in CHANGED_WEIGHTS:  # layers that were dense have experts
@@ -124,7 +153,7 @@ def test_the_model_and_its_weights(opened, name):
     load_params(build_model(source.config, Build("float32")), source.weights)
 
 
-@pytest.mark.parametrize("name", ["phi3_longrope", "exaone4_full"])
+@pytest.mark.parametrize("name", ["phi3_longrope", "exaone4_full", "deepseek_v3"])
 def test_logits_are_the_recorded_ones(opened, recorded, paged_run, name):
     _, _, source = opened(name)
     model = build_model(source.config, Build("float32"))
