@@ -38,6 +38,10 @@ DEFAULT_MODEL_FILES = (
     "tests/examples/test_examples.py",
 )
 
+# Their engines are made to serve a few tokens: compiled in haste they are there a fifth sooner. Not those that serve many.
+HASTY = ("tests/jaxengine/api/", "tests/jaxengine/engine/", "tests/jaxengine/server/")
+UNHURRIED = (*DEFAULT_MODEL_FILES, "tests/jaxengine/server/processes/test_storm.py")
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -84,6 +88,21 @@ def pytest_runtest_teardown(item, nextitem):
             count = sum(1 for _ in maps)
         if count > (20_000 if ends_file else 40_000):
             jax.clear_caches()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def haste(request):
+    """Compiles with few optimisations, here and in what is started, what the files in HASTY compile."""
+    if not request.node.nodeid.startswith(HASTY) or request.node.nodeid.startswith(UNHURRIED):
+        yield
+        return
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")
