@@ -38,7 +38,7 @@ DEFAULT_MODEL_FILES = (
     "tests/examples/test_examples.py",
 )
 
-# Their engines are made to serve a few tokens: compiled in haste they are there a fifth sooner. Not those that serve many.
+# Their engines serve a few tokens: compiled in haste they are there a fifth sooner. Some serve many.
 HASTY = ("tests/jaxengine/api/", "tests/jaxengine/engine/", "tests/jaxengine/server/")
 UNHURRIED = (*DEFAULT_MODEL_FILES, "tests/jaxengine/server/processes/test_storm.py")
 
