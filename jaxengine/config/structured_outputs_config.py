@@ -22,7 +22,7 @@ _ADVICE = {"reasoning_parser": "give it to the server: jaxengine serve --reasoni
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """Defaults for requests with a JSON schema; a request may switch each on for itself, and the closing of objects off.
+    """Defaults for requests with a JSON schema; a request may switch each on for itself, and closing objects off.
 
     Attributes:
       backend: "auto" or "guidance", which are the same: grammars are llguidance's.

@@ -2,7 +2,7 @@
 
 Who lists properties mostly means those, and a weak model goes on inventing others where it may. An object is closed
 only where that is safe: what keeps to the schema that comes out keeps to the one that went in, and what kept to the
-one that went in keeps to the other once the properties that nobody lists are taken out of it. Knows nothing of grammars.
+one that went in keeps to the other once the properties that nobody lists are taken out of it. Knows no grammar.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def close_objects(text: str) -> str:
     """The schema, as text, with `"additionalProperties": false` in each object that can be closed safely.
 
     Such an object lists properties, all that it requires among them, is alone in saying what its value is (not one
-    part of an allOf, nor beside a $ref or an anyOf, wherever it is referred to from), and is no branch of a oneOf, unless
-    a constant of each branch tells them apart.
+    part of an allOf, nor beside a $ref or an anyOf, wherever it is referred to from), and is no branch of a oneOf,
+    unless a constant of each branch tells them apart.
     """
     if '"properties"' not in text:
         return text
