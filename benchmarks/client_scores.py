@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxengine import LLM, SamplingParams
-
 # The steps that so few clients need compile in a minute or two.
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -33,6 +31,8 @@ PROMPTS, UNTIL, MAX_TOKENS = ("The capital of France is", "Once upon a time"), [
 
 def main(path: Path) -> None:
     """Writes pairs with their log-likelihoods and whether they are greedy, and prompts with what is generated."""
+    from jaxengine import LLM, SamplingParams  # not for those who only want ENGINE
+
     llm = LLM(**ENGINE)
     encode = llm.get_tokenizer().encode
     pairs = []
