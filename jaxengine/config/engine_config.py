@@ -105,8 +105,7 @@ class EngineConfig:
       cluster_timeout: seconds that a start-up waits for a process.
       compilation_config: which shapes are compiled; a CompilationConfig or a dict of its fields.
       structured_outputs_config: how schemas are read where a request does not say; a dict of disable_any_whitespace,
-        disable_additional_properties (on by default) and lenient, which mean what they do in a request's
-        structured_outputs.
+        disable_additional_properties and lenient, which mean what they do in a request's structured_outputs.
       compile_cache_dir: where compiled steps are kept, JAXENGINE_CACHE_DIR if not given, else ~/.cache/jaxengine
         (XDG_CACHE_HOME is heeded); "" keeps none. A folder of root's is only read by other users.
       max_logprobs: most logprobs of a token that a request may ask for, at most 1024; -1: the whole vocabulary, where
