@@ -263,7 +263,8 @@ async def test_what_is_said_under_an_earlier_name_too_is_said_once(app):
     """As guidance does, which does not know how old its server is."""
     new = {"structured_outputs": {"regex": "[a-c]{3}"}}
     old = {"guided_regex": "[a-c]{3}", "guided_decoding_backend": "guidance"}
-    answers = [await post(app, PATH, prompt="a", temperature=0, **fields) for fields in (new, new | old)]
+    ask = {"prompt": "a", "temperature": 0, "timeout": 60}
+    answers = [await post(app, PATH, **ask, **fields) for fields in (new, new | old)]
     assert [answer.status for answer in answers] == [200, 200]
     (first,), (second,) = (answer.json["choices"] for answer in answers)
     assert first["text"] == second["text"] and re.fullmatch("[a-c]{3}", first["text"])
