@@ -113,13 +113,14 @@ def _told_apart(branches: list[Any]) -> bool:
         if not isinstance(properties, dict) or not isinstance(required, list):
             return False
         rules = {name: properties.get(name) for name in required if isinstance(name, str)}
-        constants.append({name: json.dumps(rule["const"]) for name, rule in rules.items() if _is_constant(rule)})
+        constants.append({name: _constant(rule) for name, rule in rules.items() if _constant(rule) is not None})
     names = constants[0].keys() if constants else ()
     return any(len({each.get(name) for each in constants} - {None}) == len(branches) for name in names)
 
 
-def _is_constant(rule: Any) -> bool:
-    return isinstance(rule, dict) and isinstance(rule.get("const"), str)
+def _constant(rule: Any) -> str | None:
+    found = rule.get("const") if isinstance(rule, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _followed(schema: Any, root: Any) -> dict[str, Any]:
