@@ -3,7 +3,7 @@
 import re
 
 from case import BASE, KEY, MODEL, QUESTION, Weather, report
-from guidance import assistant, gen, json, select, user
+from guidance import assistant, gen, guidance, json, select, user
 from guidance.models import OpenAI
 from guidance.models.experimental import VLLMModel
 
@@ -25,16 +25,15 @@ async def chat():
         assert asked(model, gen("text", max_tokens=32))["text"]
 
 
+@guidance
+def answer(model):
+    """Whole turns: a stream runs in a thread of its own, where no block of the caller's is open."""
+    return asked(model, gen("text", max_tokens=32))
+
+
 async def stream():
-    pieces = [str(state) for state in asked_in_pieces(by_vllm)]
+    pieces = [str(state) for state in by_vllm.stream() + answer()]
     assert len(pieces) > 3 and all(one in other for one, other in zip(pieces, pieces[1:], strict=False))
-
-
-def asked_in_pieces(model):
-    with user():
-        model += QUESTION
-    with assistant():
-        yield from model.stream() + gen("text", max_tokens=32)
 
 
 async def structured():
