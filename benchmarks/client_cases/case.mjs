@@ -2,7 +2,7 @@
 import { readFileSync } from "node:fs";
 import { z } from "zod";
 
-export const [BASE, KEY, MODEL] = process.argv.slice(2);
+export const [BASE, KEY, MODEL, GRPC, PROTO] = process.argv.slice(2);
 export const QUESTION = "What is the weather in Paris? Answer in a few words.";
 export const Place = z.object({ city: z.enum(["Paris", "Rome"]), days: z.number().int().min(1).max(9) });
 export const Weather = z.object({
@@ -12,7 +12,7 @@ export const Weather = z.object({
 });
 export const told = ({ city, days }) => `${city}: 20 degrees and no rain, for ${days} days`;
 const COLUMNS = ["chat", "stream", "tools", "streamed_tools", "structured", "second_turn", "tools_and_schema"];
-const SECONDS = 120;
+const SECONDS = 900;
 
 export function check(fact, text = "not what was expected") {
   if (!fact) throw new Error(text);

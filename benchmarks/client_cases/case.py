@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import pydantic
 
-BASE, KEY, MODEL = sys.argv[1], sys.argv[2], sys.argv[3]
+# Of the server: its URL, a key, a model, the address of gRPC and its .proto. And a file of benchmarks.client_scores.
+BASE, KEY, MODEL, GRPC, PROTO, SCORES = sys.argv[1:7]
 COLUMNS = (
     "chat",
     "stream",
@@ -24,10 +25,12 @@ COLUMNS = (
     "structured",
     "second_turn",
     "tools_and_schema",
+    "scores",
+    "load",
     "any_request",
 )
 QUESTION = "What is the weather in Paris? Answer in a few words."
-SECONDS = 300.0
+SECONDS = 900.0
 
 
 class Place(pydantic.BaseModel):

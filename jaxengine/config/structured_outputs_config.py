@@ -22,18 +22,19 @@ _ADVICE = {"reasoning_parser": "give it to the server: jaxengine serve --reasoni
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """Defaults for requests with a JSON schema; a request may switch each on for itself.
+    """Defaults for requests with a JSON schema; a request may switch each on for itself, and closing objects off.
 
     Attributes:
       backend: "auto" or "guidance", which are the same: grammars are llguidance's.
       disable_any_whitespace: no white space between the parts of JSON, unless a request has a pattern for it.
-      disable_additional_properties: objects have only the properties their schema lists, where it does not say.
+      disable_additional_properties: objects have only the properties their schema lists, where it does not say and that
+        is safe (jaxengine.requests.closed_objects).
       lenient: keywords that no grammar can enforce are left out, and oneOf is read as anyOf, instead of refusing.
     """
 
     backend: str = "auto"
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool = True
     lenient: bool = False
 
     def __post_init__(self):

@@ -43,18 +43,6 @@ def fit_for_grammar(text: str, lenient: bool) -> str:
     return json.dumps(_Fitting(schema, lenient).schema(schema), ensure_ascii=False, separators=(",", ":"))
 
 
-def close_objects(text: str) -> str:
-    """The schema with objects that have only the properties they list, where it does not say."""
-    schema = json.loads(text)
-    waiting = [schema]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, dict) and ("properties" in each or "patternProperties" in each):
-            each.setdefault("additionalProperties", False)
-        waiting += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-
-
 class _Fitting:
     def __init__(self, root: Any, lenient: bool):
         self._root = root

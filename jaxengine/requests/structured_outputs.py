@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jaxengine.requests.json_schema import close_objects, fit_for_grammar
+from jaxengine.requests.closed_objects import close_objects
+from jaxengine.requests.json_schema import fit_for_grammar
 from scheduler.errors import RequestError, show_value
 from scheduler.token_params import Grammar
 
@@ -64,7 +65,8 @@ class StructuredOutputsParams:
       grammar: a context-free grammar, in Lark's notation or GBNF.
       json_object: True for any JSON object.
       disable_any_whitespace: no white space between the parts of JSON.
-      disable_additional_properties: objects have only the properties their schema lists, where it does not say.
+      disable_additional_properties: objects have only the properties their schema lists, where it does not say and that
+        is safe (jaxengine.requests.closed_objects); None: as structured_outputs_config says, which is True by default.
       lenient: keywords of the schema that no grammar can enforce (not, contains, uniqueItems, ...) are left out, and
         oneOf is read as anyOf; otherwise the request is refused with the keyword's name.
       whitespace_pattern: a regex for the white space between the parts of JSON; None for up to two blanks, or a line
@@ -85,7 +87,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
     lenient: bool = False
     reasoning_end: str | Sequence[str | Sequence[str]] | None = None
@@ -97,9 +99,11 @@ class StructuredOutputsParams:
             raise _refuse("structural_tag", self.structural_tag, "None (not supported yet)")
         if self.json_object is not None and not isinstance(self.json_object, bool):
             raise _refuse("json_object", self.json_object, "True, or None")
-        for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
+        for name in ("disable_any_whitespace", "lenient"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "True or False")
+        if not isinstance(self.disable_additional_properties, bool | None):
+            raise _refuse("disable_additional_properties", self.disable_additional_properties, "True, False or None")
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
@@ -141,7 +145,11 @@ class StructuredOutputsParams:
         """With what an engine switches on for every schema (structured_outputs_config), unless it contradicts that."""
         if self.kind not in ("json", "json_object"):
             return self
-        chosen = {name for name in names if name != "disable_any_whitespace" or self.whitespace_pattern is None}
+        contradicted = {
+            "disable_any_whitespace": self.whitespace_pattern is not None,
+            "disable_additional_properties": self.disable_additional_properties is False,
+        }
+        chosen = [name for name in names if not contradicted.get(name)]
         return replace(self, **dict.fromkeys(chosen, True)) if chosen else self
 
     def compiled_from(self, reasoning_begin: Sequence[int] | None = None) -> Grammar:

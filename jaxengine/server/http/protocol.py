@@ -47,12 +47,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
     # Earlier names of structured_outputs: to ignore them would be to answer without the structure.
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
+    **{f"guided_{name}": () for name in ("choice", "grammar", "json", "regex", "whitespace_pattern")},
+    "guided_decoding_backend": ("auto", "guidance"),
 }
 
 # What text requests take of these: fields of a beam search.
@@ -259,6 +255,14 @@ class TextRequest(GenerationRequest):
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_once(cls, data: Any) -> Any:
+        """What stands under an earlier name, too, is said once: clients for servers of any age do that, as guidance."""
+        if not isinstance(data, dict) or not isinstance(asked := data.get("structured_outputs"), dict):
+            return data
+        return {name: value for name, value in data.items() if name[:7] != "guided_" or value != asked.get(name[7:])}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

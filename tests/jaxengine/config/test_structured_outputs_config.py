@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from jaxengine import SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 
-SCHEMA = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+SCHEMA = {"type": "array", "items": {"properties": {"a": {"type": "integer"}}}}
 # vLLM's whole default, as a script may write it out.
 VLLMS = {
     "backend": "auto",
@@ -25,16 +28,36 @@ def grammar(config: StructuredOutputsConfig, **structured):
     return SamplingParams(structured_outputs=structured).token_params((), config.chosen).grammar
 
 
-def test_vllms_defaults_are_ours():
-    assert EngineConfig(structured_outputs_config=VLLMS).structured_outputs_config == StructuredOutputsConfig()
+def test_vllms_defaults_are_ours_but_for_objects_that_are_closed():
+    written = EngineConfig(structured_outputs_config=VLLMS).structured_outputs_config
+    assert written == StructuredOutputsConfig(disable_additional_properties=False)
+    assert EngineConfig().structured_outputs_config == StructuredOutputsConfig(disable_additional_properties=True)
+
+
+def test_objects_are_closed_unless_the_server_or_the_request_says_otherwise():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    on, off = StructuredOutputsConfig(), StructuredOutputsConfig(disable_additional_properties=False)
+    closed, open_ = schema | {"additionalProperties": False}, schema
+    for config, asked, expected in (
+        (on, None, closed),
+        (on, True, closed),
+        (on, False, open_),
+        (off, None, open_),
+        (off, True, closed),
+        (off, False, open_),
+    ):
+        made = grammar(config, json=schema, disable_additional_properties=asked)
+        assert json.loads(made.text) == expected, (config, asked)
+    assert json.loads(grammar(on, json=schema | {"required": ["b"]}).text) == schema | {"required": ["b"]}
 
 
 @pytest.mark.parametrize("name", StructuredOutputsConfig.switches())
 def test_a_switch_is_as_if_every_request_had_it(name):
-    config = StructuredOutputsConfig.read({name: True, "backend": "guidance"})
-    assert grammar(config, json=SCHEMA) == grammar(StructuredOutputsConfig(), json=SCHEMA, **{name: True})
-    assert grammar(config, json_object=True) == grammar(StructuredOutputsConfig(), json_object=True, **{name: True})
-    assert grammar(config, regex="a+") == grammar(StructuredOutputsConfig(), regex="a+")
+    none = StructuredOutputsConfig(disable_additional_properties=False)
+    config = replace(none, **{name: True})
+    assert grammar(config, json=SCHEMA) == grammar(none, json=SCHEMA, **{name: True})
+    assert grammar(config, json_object=True) == grammar(none, json_object=True, **{name: True})
+    assert grammar(config, regex="a+") == grammar(none, regex="a+")
 
 
 def test_a_requests_white_space_goes_before():

@@ -20,7 +20,7 @@ import pytest
 from jaxengine.grammars import grammar_worker
 from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
 from jaxengine.grammars.worker_process import compile_grammar
-from jaxengine.requests.json_schema import close_objects
+from jaxengine.requests.closed_objects import close_objects
 
 BYTES = llguidance.LLTokenizer("byte")
 EOS = BYTES.eos_token

@@ -58,7 +58,7 @@ WRONG = {
     "json_object": ["yes", 1],
     "structural_tag": ["{}"],
     "disable_any_whitespace": [None, 1],
-    "disable_additional_properties": [None, "no"],
+    "disable_additional_properties": [1, "no"],
     "lenient": [None, "yes"],
     "whitespace_pattern": ["", 3, "x" * 2000],
     "reasoning_end": ["", [], 3, [""], [["a"], []], [["a", 3]], ["a"] * 5, [["a"] * 5], "x" * 300, "\ud800"],

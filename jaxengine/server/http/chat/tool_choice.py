@@ -15,6 +15,7 @@ from jaxengine.parsers.call_grammar import CallGrammar, Schema
 from jaxengine.parsers.events import OutputParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, call_ids
 from jaxengine.parsers.tool_forced import NamedToolParser, RequiredToolParser
+from jaxengine.requests.closed_objects import lists_all
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
 from jaxengine.server.http.chat.protocol import ChatRequest, Function, NamedTool, renamed
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -153,9 +154,9 @@ def _rules(
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
-    """A function is called with the parameters that it lists, unless its schema says otherwise."""
+    """A function is called with the parameters that it lists, unless its schema says otherwise or requires others."""
     schema = dict(function.parameters or _NO_ARGUMENTS)
-    if "properties" in schema and not _COMBINING & schema.keys():
+    if lists_all(schema) and not _COMBINING & schema.keys():
         schema["additionalProperties"] = False
     return schema
 

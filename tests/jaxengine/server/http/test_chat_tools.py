@@ -176,6 +176,15 @@ async def test_the_function_that_is_named(scripted):
     assert schema_asked_for(engine) == {**PARAMETERS, "additionalProperties": False}
 
 
+async def test_a_function_that_requires_more_than_it_lists_can_be_called(scripted):
+    client, engine = scripted('{"city": "Zürich", "day": 1}')
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city", "day"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    await client.chat.completions.create(**{**ASK, "tools": [tool]}, tool_choice=named)
+    assert schema_asked_for(engine) == parameters
+
+
 async def test_a_forced_call_goes_before_response_format(scripted):
     client, engine = scripted(FORCED)
     answer = await client.chat.completions.create(

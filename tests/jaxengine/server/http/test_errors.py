@@ -246,6 +246,8 @@ async def test_only_json_is_read(app):
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "b", "structured_outputs": {"regex": "a"}}, "guided_regex"),
+        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
     ],
     ids=lambda value: repr(value)[:60],
 )
@@ -255,6 +257,17 @@ async def test_a_value_out_of_bounds_is_named(app, fields, param):
     assert (answer.status, answer.error["param"], answer.error["type"]) == (400, param, "BadRequestError")
     assert param in answer.error["message"] and len(answer.body) < 3000
     assert time.process_time() - start < 1
+
+
+async def test_what_is_said_under_an_earlier_name_too_is_said_once(app):
+    """As guidance does, which does not know how old its server is."""
+    new = {"structured_outputs": {"regex": "[a-c]{3}"}}
+    old = {"guided_regex": "[a-c]{3}", "guided_decoding_backend": "guidance"}
+    ask = {"prompt": "a", "temperature": 0, "timeout": 60}
+    answers = [await post(app, PATH, **ask, **fields) for fields in (new, new | old)]
+    assert [answer.status for answer in answers] == [200, 200]
+    (first,), (second,) = (answer.json["choices"] for answer in answers)
+    assert first["text"] == second["text"] and re.fullmatch("[a-c]{3}", first["text"])
 
 
 async def test_ids_that_clients_choose_stay_harmless(app, caplog):
