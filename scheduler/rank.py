@@ -320,7 +320,7 @@ class Rank:
         """
         s = self.slots
         may_grow = s.active & (s.limit > self.pages.num_columns * self.config.page_size)
-        return self.pages.num_groups * int(np.count_nonzero(may_grow))
+        return self.pages.num_to_grow(np.flatnonzero(may_grow))
 
     def _chunk(self, remaining: int) -> int:
         limit = self.config.long_prefill_token_threshold or remaining

@@ -69,6 +69,15 @@ class PageTables:
         """Pages that the slot's first `num_tokens` tokens still need."""
         return self.num_groups * max(0, self._columns(num_tokens) - int(self.num_columns[slot]))
 
+    def num_to_grow(self, slots: np.ndarray) -> int:
+        """The most free pages that one column more of each of `slots` i64[n] takes: of a group with a window none where
+        the slot holds all that a window of decodes does, for then it gives one back first."""
+        taken = len(self._whole) * len(slots)
+        for group, window in self._windowed:
+            held = self.num_columns[slots] - self.first_column[group, slots]
+            taken += int(np.count_nonzero(held < self._columns(window - 1) + 1))
+        return taken
+
     def can_take(self, hits: Hits, num_pages: int) -> bool:
         """Whether the pool has so many free pages beside those of `hits`."""
         return num_pages <= self.pool.num_free - sum(self.pool.num_free_among(pages) for pages in hits.pages)

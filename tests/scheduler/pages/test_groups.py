@@ -60,6 +60,39 @@ def test_a_window_holds_what_it_sees():
     assert held_pages((None, 8), length=60) == 43  # at the end
 
 
+@pytest.mark.parametrize("windows", [(8,), (None, 8), (1,), (9, None, 9, 2)])
+def test_what_is_left_for_the_next_token_is_what_it_takes(windows):
+    loop, slot, left = Loop(windows=windows, num_pages=200, sync=True, max_model_len=128), np.array([0]), set()
+    loop.scheduler.add_request(make("a", range(30), 90))
+    loop.step()
+    pages = loop.scheduler.ranks[0].pages
+    for _ in range(80):
+        held, columns, allowed = int(pages.num_held(slot)[0]), int(pages.num_columns[0]), pages.num_to_grow(slot)
+        loop.step()
+        assert int(pages.num_held(slot)[0]) <= held + allowed
+        if columns < pages.num_columns[0]:
+            left.add(allowed)
+    # A window that gives a page back first needs none; one that saw whole pages until now takes one.
+    assert windows.count(None) in left or windows == (1,)
+
+
+def test_admission_leaves_no_pages_to_windows_that_are_full():
+    """Eight decodes hold three pages of a window each, and a ninth prompt of one page comes in beside them."""
+    loop = Loop(windows=(8,), num_pages=25, max_num_seqs=9, max_model_len=128)
+    for index in range(8):
+        loop.scheduler.add_request(make(index, range(3), 90))
+    for _ in range(12):
+        loop.step()
+    assert loop.scheduler.num_free_pages == 1
+    loop.scheduler.add_request(make("late", range(2), 2))
+    for _ in range(6):
+        loop.step()
+    assert [request.request_id for request in loop.finished] == ["late"] and loop.scheduler.num_preemptions == 0
+    loop.run()
+    for request in loop.finished:
+        check_output(request, 8)
+
+
 @pytest.mark.parametrize("windows", GROUPS)
 @pytest.mark.parametrize("length", [1, 4, 5, 23, 24, 63])
 def test_admission_counts_what_is_held_at_most(windows, length):
