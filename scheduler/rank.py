@@ -86,7 +86,7 @@ class Rank:
         s, pages, page_size = self.slots, self.pages, self.config.page_size
         active = np.flatnonzero(s.active)
         empty = page_size * int(pages.num_columns[active].sum()) - int(s.num_computed[active].sum())
-        return page_size * int(pages.num_held(active).sum()), pages.num_groups * empty
+        return page_size * int(pages.num_held[:, active].sum()), pages.num_groups * empty
 
     @property
     def is_open(self) -> bool:
@@ -97,6 +97,9 @@ class Rank:
         """Starts a step with the rows of running requests. num_in_flight: steps whose tokens are not known yet."""
         self._num_steps += 1
         self._admitted, self.preempted = [], []
+        # What their last chunks have left behind; decodes give back as they grow.
+        for slot, _ in self._prefills:
+            self.pages.give_back(slot, int(self.slots.num_computed[slot]))
         decodes = self._schedule_decodes(num_in_flight)
         self.budget = self.config.max_num_batched_tokens - len(decodes)
         prefills = self._schedule_prefills()
@@ -253,8 +256,10 @@ class Rank:
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
         slots = np.flatnonzero(ready) if self.config.num_micro_batches == 1 else self._next_share(ready, num_in_flight)
         pages, computed = self.pages, s.num_computed[slots]
-        pages.give_back(slots, computed)
         needy = slots[computed == pages.num_columns[slots] * self.config.page_size]
+        if len(needy) * pages.num_groups > self.pool.num_free:
+            for slot in needy.tolist():  # what it gives back may have other owners: then nothing is free by that
+                pages.give_back(slot, int(s.num_computed[slot]))
         while len(needy) * pages.num_groups > self.pool.num_free:
             self._preempt(s.last_in_line())
             needy = needy[s.active[needy]]
@@ -291,7 +296,6 @@ class Rank:
                 continue
             computed = int(s.num_computed[slot])
             count = self._chunk(int(s.num_fed[slot]) - computed)
-            self.pages.give_back(np.array([slot]), np.array([computed]))
             need = self.pages.num_missing(slot, computed + count)
             while need > self.pool.num_free and s.active[slot]:
                 self._preempt(s.last_in_line())
@@ -309,7 +313,7 @@ class Rank:
 
     def _num_missing(self, slot: int) -> int:
         """The most pages that the known tokens of a slot will take beside those that it holds."""
-        held = int(self.pages.num_held(np.array([slot]))[0])
+        held = int(self.pages.num_held[:, slot].sum())
         return self.config.most_pages(int(self.slots.num_fed[slot])) - held
 
     def _num_kept_free(self) -> int:

@@ -41,7 +41,7 @@ class PageTables:
       pool: where pages come from.
       table: i32[G, max_num_seqs, columns], -1 where a slot holds no page.
       num_columns: i32[max_num_seqs], columns that a slot has taken.
-      first_column: i32[G, max_num_seqs], the columns before it have been given back or were never held.
+      num_held: i32[G, max_num_seqs], the last of them, of which it holds a page; the others were given back or never had.
       deltas: entries written since `take_deltas`: rows (group * max_num_seqs + slot), columns, pages.
     """
 
@@ -49,34 +49,37 @@ class PageTables:
         self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
         self.page_size = config.page_size
         groups, slots = len(config.windows), config.max_num_seqs
-        self.table = np.full((groups, slots, config.max_pages_per_seq), -1, np.int32)
-        self.num_columns = np.zeros(slots, np.int32)
-        self.first_column = np.zeros((groups, slots), np.int32)
-        self.deltas: list[Deltas] = []
-        self._num_registered = np.zeros(slots, np.int32)
         self._windowed = [(group, window) for group, window in enumerate(config.windows) if window is not None]
         self._whole = [group for group, window in enumerate(config.windows) if window is None]
+        # Columns behind a token that begins one, of which its window shows something: those and its own are all that a
+        # decode holds, i64[g, 1] of the groups with windows.
+        behind = [min(-(-(window - 1) // self.page_size), config.max_pages_per_seq) for _, window in self._windowed]
+        self._behind_new = np.array(behind, np.int64)[:, None]
+        self._window_groups = np.array([group for group, _ in self._windowed], np.int64)[:, None]
+        # The tables in one piece, with columns without pages in front, so that every column has some behind it.
+        pad = 1 + max(behind, default=0)
+        places = np.full((groups, slots, pad + config.max_pages_per_seq), -1, np.int32)
+        self.table, self._places, self._width, self._pad = places[..., pad:], places.ravel(), places.shape[-1], pad
+        self.num_columns = np.zeros(slots, np.int32)
+        self.num_held = np.zeros((groups, slots), np.int32)
+        self.deltas: list[Deltas] = []
+        self._num_registered = np.zeros(slots, np.int32)
+        # A slot's first row is its own number; those of groups with windows stand in front.
+        order = [group for group, _ in self._windowed] + self._whole
+        self._first_rows = slots * np.array(order, np.int64)[:, None]
 
     @property
     def num_groups(self) -> int:
         return len(self.table)
-
-    def num_held(self, slots: np.ndarray) -> np.ndarray:
-        """Pages that each of `slots` holds, over all groups."""
-        return self.num_groups * self.num_columns[slots] - self.first_column[:, slots].sum(axis=0)
 
     def num_missing(self, slot: int, num_tokens: int) -> int:
         """Pages that the slot's first `num_tokens` tokens still need."""
         return self.num_groups * max(0, self._columns(num_tokens) - int(self.num_columns[slot]))
 
     def num_to_grow(self, slots: np.ndarray) -> int:
-        """The most free pages that one column more of each of `slots` i64[n] takes: of a group with a window none where
-        the slot holds all that a window of decodes does, for then it gives one back first."""
-        taken = len(self._whole) * len(slots)
-        for group, window in self._windowed:
-            held = self.num_columns[slots] - self.first_column[group, slots]
-            taken += int(np.count_nonzero(held < self._columns(window - 1) + 1))
-        return taken
+        """The free pages that one column more of each of `slots` i64[n] takes beside those that it gives back."""
+        held = self.num_held[self._window_groups, slots]
+        return len(self._whole) * len(slots) + int(np.count_nonzero(held <= self._behind_new))
 
     def can_take(self, hits: Hits, num_pages: int) -> bool:
         """Whether the pool has so many free pages beside those of `hits`."""
@@ -107,11 +110,10 @@ class PageTables:
         """Gives an empty slot the pages of a known prefix."""
         self.num_columns[slot] = self._num_registered[slot] = hits.num_columns
         for group, pages in enumerate(hits.pages):
-            first = hits.num_columns - len(pages)
-            self.first_column[group, slot] = first
+            self.num_held[group, slot] = len(pages)
             if len(pages):
                 self.pool.acquire(pages)
-                self._write(group, slot, first, pages)
+                self._write(group, slot, hits.num_columns - len(pages), pages)
 
     def grow(self, slot: int, num_tokens: int) -> None:
         """Takes the pages that the slot's first `num_tokens` tokens still need; they are free."""
@@ -121,26 +123,45 @@ class PageTables:
             for group in range(self.num_groups):
                 self._write(group, slot, first, pages[group])
             self.num_columns[slot] = last
+            self.num_held[:, slot] += last - first
 
     def grow_by_one(self, slots: np.ndarray) -> None:
-        """Takes the pages of one column more for each of `slots`, i64[n] without repeats; they are free."""
-        pages = self.pool.allocate(self.num_groups * len(slots)).reshape(self.num_groups, -1)
-        columns = self.num_columns[slots]
-        for group in range(self.num_groups):
-            self.table[group, slots, columns] = pages[group]
-            self.deltas.append((self._rows(group, slots), columns, pages[group]))
+        """Takes the pages of one column more for each of `slots`, i64[n] without repeats, whose others are full.
+
+        What a window that begins there leaves behind is given back first, at most a page of each group and slot, and
+        taken again where nobody can find it.
+        """
+        columns, count = self.num_columns[slots], len(slots)
+        rows = slots + self._first_rows
+        places = rows * self._width + (columns + self._pad)
+        if not self._windowed:
+            pages = self.pool.allocate(self.num_groups * count)
+            self.num_held[:, slots] += 1
+        else:
+            behind = places[: len(self._windowed)] - (1 + self._behind_new)
+            pages = self._places[behind].ravel()
+            self._places[behind] = -1
+            if self.pool.are_nameless(pages):
+                pages = np.concatenate((pages, self.pool.allocate(len(self._whole) * count)))
+            else:
+                self.num_held[self._window_groups, slots] += (pages < 0).reshape(-1, count)
+                self.pool.free(pages[pages >= 0])
+                pages = self.pool.allocate(self.num_groups * count)
+            for group in self._whole:
+                self.num_held[group, slots] += 1
+        self._places[places] = pages.reshape(places.shape)
+        self.deltas.append((rows.ravel().astype(np.int32), np.concatenate([columns] * self.num_groups), pages))
         self.num_columns[slots] += 1
 
-    def give_back(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Frees pages that no token of `slots` i64[n] from `positions` i32[n] on will see."""
+    def give_back(self, slot: int, position: int) -> None:
+        """Frees pages that no token of a slot from `position` on will see. Decodes do that as they grow."""
+        columns = int(self.num_columns[slot])
         for group, window in self._windowed:
-            keep = np.maximum(positions - (window - 1), 0) // self.page_size
-            for index in np.flatnonzero(keep > self.first_column[group, slots]).tolist():
-                slot, end = int(slots[index]), int(keep[index])
-                start = int(self.first_column[group, slot])
-                self.pool.free(self.table[group, slot, start:end].copy())
-                self.table[group, slot, start:end] = -1
-                self.first_column[group, slot] = end
+            first = columns - int(self.num_held[group, slot])
+            if (end := min(self._behind(position, window), columns)) > first:
+                self.pool.free(self.table[group, slot, first:end].copy())
+                self.table[group, slot, first:end] = -1
+                self.num_held[group, slot] = columns - end
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
         """Makes pages findable that the slot's first `num_tokens` tokens fill; a step writes all before any reads."""
@@ -160,10 +181,10 @@ class PageTables:
         """Frees all pages of a slot."""
         end = int(self.num_columns[slot])
         for group in range(self.num_groups):
-            self.pool.free(self.table[group, slot, int(self.first_column[group, slot]) : end].copy())
+            self.pool.free(self.table[group, slot, end - int(self.num_held[group, slot]) : end].copy())
         self.table[:, slot, :end] = -1
         self.num_columns[slot] = self._num_registered[slot] = 0
-        self.first_column[:, slot] = 0
+        self.num_held[:, slot] = 0
 
     def take_deltas(self) -> list[Deltas]:
         """The entries written since the last call."""

@@ -32,6 +32,9 @@ class PagePool:
         self._head = self._tail = 0
         self._num_cached = 0
         self._digest_of: list[bytes | None] = [None] * num_pages
+        # Those that have one or had one when it was forgotten, and had an owner then; the last is no page, and has one.
+        self._named = np.zeros(num_pages + 1, np.bool_)
+        self._named[num_pages] = True
         self._page_of: dict[bytes, int] = {}
 
     @property
@@ -63,26 +66,38 @@ class PagePool:
         return int(np.count_nonzero(self.ref_count[pages] == 0))
 
     def free(self, pages: np.ndarray) -> None:
-        """Drops one reference from each of `pages`, i32[n] in sequence order, without repeats.
+        """Drops one reference from each of `pages`, i32[n] in sequence order; from one that stands there twice two.
 
         Later pages of a sequence are reused before earlier ones: a prefix is worth more than its continuation.
         """
-        if len(pages) and self.ref_count[pages].min() < 1:
+        counts = self.ref_count[pages]
+        if len(pages) and counts.min() < 1:
             raise ValueError("a freed page had no reference left")
-        self.ref_count[pages] -= 1
-        released = pages[self.ref_count[pages] == 0][::-1]
-        digests = self._digest_of
-        cached = np.fromiter((digests[page] is not None for page in released.tolist()), np.bool_, len(released))
-        blank = released[~cached]
+        if self.are_nameless(pages):
+            self.ref_count[pages] = 0
+            blank = pages[::-1]
+        else:  # others may hold it, too, and be among those who give it back
+            np.subtract.at(self.ref_count, pages, 1)
+            free = pages[self.ref_count[pages] == 0].tolist()
+            released, digests = np.array(list(dict.fromkeys(free)), np.int32)[::-1], self._digest_of
+            cached = np.fromiter((digests[page] is not None for page in released.tolist()), np.bool_, len(released))
+            blank = released[~cached]
+            self._named[blank] = False
+            self._append_cached(released[cached])
         self._blank[self._num_blank : self._num_blank + len(blank)] = blank
         self._num_blank += len(blank)
-        self._append_cached(released[cached])
+
+    def are_nameless(self, pages: np.ndarray) -> bool:
+        """Whether each of `pages` i32[n] is one that nobody ever could find, so that it has no other owner; -1 is
+        none."""
+        return not self._named[pages].any()
 
     def register(self, page: int, digest: bytes) -> None:
         """Makes the content of a referenced page findable. The first page to carry a digest keeps it."""
         if self.enable_caching and digest not in self._page_of and self._digest_of[page] is None:
             self._page_of[digest] = page
             self._digest_of[page] = digest
+            self._named[page] = True
 
     def lookup(self, digests: Sequence[bytes]) -> np.ndarray:
         """Pages of the longest known prefix of a digest chain, i32[n]."""
@@ -104,6 +119,7 @@ class PagePool:
             self._digest_of[page] = None
         self._page_of.clear()
         cached = np.flatnonzero(self._position >= 0).astype(np.int32)
+        self._named[cached] = False
         self._position[cached] = -1
         self._blank[self._num_blank : self._num_blank + len(cached)] = cached
         self._num_blank += len(cached)
@@ -125,6 +141,10 @@ class PagePool:
         assert all(self._digest_of[page] == digest for digest, page in self._page_of.items()), "digest maps disagree"
         assert len(self._page_of) == sum(digest is not None for digest in self._digest_of), "a digest leads nowhere"
         assert all(self._digest_of[page] is not None for page in cached), "a cached page without digest"
+        named = self._named[:-1]
+        assert all(named[page] for page in self._page_of.values()), "a page that can be found is nameless"
+        assert (named | (self.ref_count <= 1)).all() and (self._named[-1]), "a nameless page of several owners"
+        assert not named[self._blank[: self._num_blank]].any(), "a blank page has a name"
 
     def _append_cached(self, pages: np.ndarray) -> None:
         if self._tail + len(pages) - self._head > len(self._ring):
@@ -161,5 +181,6 @@ class PagePool:
             self._digest_of[page] = None
         pages = np.array(taken, np.int32)
         position[pages] = -1
+        self._named[pages] = False
         self._num_cached -= count
         return pages

@@ -76,13 +76,13 @@ class Loop:
             held = np.zeros(self.config.num_pages, np.int32)
             tables = rank.pages
             for slot in np.flatnonzero(slots.active):
-                for table, first in zip(tables.table, tables.first_column, strict=True):
-                    held_columns = np.arange(first[slot], tables.num_columns[slot])
+                for table, count in zip(tables.table, tables.num_held[:, slot], strict=True):
+                    held_columns = np.arange(tables.num_columns[slot] - count, tables.num_columns[slot])
                     pages = table[slot, held_columns]
                     assert (pages >= 0).all() and (np.delete(table[slot], held_columns) < 0).all()
                     np.add.at(held, pages, 1)
                 limit = self.config.most_pages(int(slots.num_computed[slot]))
-                assert tables.num_held(np.array([slot]))[0] <= limit, "more pages than admission counts with"
+                assert tables.num_held[:, slot].sum() <= limit, "more pages than admission counts with"
             assert (held == rank.pool.ref_count).all(), "a page without owner, or an owner without page"
             assert batch.num_tokens == batch.num_scheduled.sum()
             assert not (rank.preempted and batch.admitted), "a rank took in a request while it put one out"

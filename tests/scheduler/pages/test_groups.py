@@ -48,7 +48,7 @@ def held_pages(windows, *, length):
     most = 0
     while loop.scheduler.num_unfinished:
         loop.step()
-        most = max(most, int(loop.scheduler.ranks[0].pages.num_held(np.arange(8)).max()))
+        most = max(most, int(loop.scheduler.ranks[0].pages.num_held.sum(axis=0).max()))
     return most
 
 
@@ -67,9 +67,9 @@ def test_what_is_left_for_the_next_token_is_what_it_takes(windows):
     loop.step()
     pages = loop.scheduler.ranks[0].pages
     for _ in range(80):
-        held, columns, allowed = int(pages.num_held(slot)[0]), int(pages.num_columns[0]), pages.num_to_grow(slot)
+        held, columns, allowed = int(pages.num_held[:, 0].sum()), int(pages.num_columns[0]), pages.num_to_grow(slot)
         loop.step()
-        assert int(pages.num_held(slot)[0]) <= held + allowed
+        assert int(pages.num_held[:, 0].sum()) <= held + allowed
         if columns < pages.num_columns[0]:
             left.add(allowed)
     # A window that gives a page back first needs none; one that saw whole pages until now takes one.
@@ -152,7 +152,7 @@ def test_hits_are_the_longest_that_every_group_serves(windows):
         before = tables.pool.num_free
         tables.begin(1, hits)
         tables.pool.check()
-        assert before - tables.pool.num_free == sum(map(len, hits.pages)) == tables.num_held(np.array([1]))[0]
+        assert before - tables.pool.num_free == sum(map(len, hits.pages)) == tables.num_held[:, 1].sum()
     assert len(lengths) > 3
 
 
