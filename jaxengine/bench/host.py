@@ -9,6 +9,7 @@ with a runner that does nothing. Knows no device.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -29,82 +30,134 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--turnover", type=positive_int, default=0, metavar="N", help="requests end after N tokens on average"
     )
+    parser.add_argument(
+        "--windows",
+        type=_window,
+        nargs="+",
+        default=[None],
+        metavar="W",
+        help="keys that the layers of each cache group see, `all` for all of them (default: one group of all)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.set_defaults(run=run)
+
+
+def _window(text: str) -> int | None:
+    return None if text == "all" else positive_int(text)
 
 
 def run(args: argparse.Namespace) -> int:
     from jaxengine.bench.report import table, write_json
 
-    results = [measure(num_seqs, args.num_steps, args.turnover) for num_seqs in args.num_seqs]
+    windows = tuple(args.windows)
+    results = [measure(num_seqs, args.num_steps, args.turnover, windows=windows) for num_seqs in args.num_seqs]
     print(table(results))
     per_step = {str(result["num_seqs"]): result["us_per_step"] for result in results}
     # One number when one size was asked for, else one for each size.
     us_per_step = per_step if len(per_step) > 1 else results[0]["us_per_step"]
-    write_json(args.json, {"us_per_step": us_per_step, "num_steps": args.num_steps, "results": results})
+    told = {"us_per_step": us_per_step, "num_steps": args.num_steps, "results": results}
+    write_json(args.json, told | ({"windows": windows} if windows != (None,) else {}))
     return 0
 
 
-def measure(num_seqs: int, num_steps: int, turnover: int = 0, *, rounds: int = 5) -> dict[str, Any]:
-    """Microseconds a step of `num_seqs` decoding sequences, by part, of the fastest of `rounds` rounds.
+class _Steps:
+    """Steps of `num_seqs` decoding sequences, and what their parts took.
 
-    turnover: mean number of tokens after which a request ends and another takes its place; 0 for never.
+    Attributes:
+      spent: seconds of schedule, pack and update since it was last zeroed, f64[3].
     """
-    import numpy as np
 
-    from scheduler.config import SchedulerConfig
-    from scheduler.packing import Packer
-    from scheduler.scheduler import Scheduler
+    def __init__(self, num_seqs: int, longest: int, turnover: int, windows: tuple[int | None, ...]):
+        import numpy as np
 
-    if num_seqs < 1 or num_steps < 1 or turnover < 0:
-        raise ValueError(f"num_seqs {num_seqs} and num_steps {num_steps} must be at least 1, turnover {turnover} 0")
-    generator = np.random.default_rng(0)
-    longest = turnover * 2 if turnover else (rounds + 1) * num_steps + PAGE_SIZE
-    max_model_len = PROMPT_TOKENS + PAGE_SIZE + longest + 1
-    pages_per_seq = -(-max_model_len // PAGE_SIZE)
-    config = SchedulerConfig(
-        num_pages=num_seqs * pages_per_seq,
-        page_size=PAGE_SIZE,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=max(512, num_seqs),
-        max_model_len=max_model_len,
-    )
-    scheduler = Scheduler(config)
-    packer = Packer(_buckets(config), PAGE_SIZE)
-    requests = _requests(generator, longest, turnover)
-    for _ in range(num_seqs):
-        scheduler.add_request(next(requests))
+        from scheduler.config import SchedulerConfig
+        from scheduler.packing import Packer
+        from scheduler.scheduler import Scheduler
 
-    tokens = generator.integers(FIRST_TOKEN_ID, 30_000, (64, 1, num_seqs)).astype(np.int32)
-    clock, spent, taken = time.perf_counter, np.zeros(3), 0
+        generator = np.random.default_rng(0)
+        max_model_len = PROMPT_TOKENS + PAGE_SIZE + longest + 1
+        self.config = SchedulerConfig(
+            num_pages=num_seqs * len(windows) * -(-max_model_len // PAGE_SIZE),
+            page_size=PAGE_SIZE,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=max(512, num_seqs),
+            max_model_len=max_model_len,
+            windows=windows,
+        )
+        self.scheduler = Scheduler(self.config)
+        self.packer = Packer(_buckets(self.config), PAGE_SIZE, num_groups=len(windows))
+        self.requests = _requests(generator, longest, turnover)
+        for _ in range(num_seqs):
+            self.scheduler.add_request(next(self.requests))
+        self.tokens = generator.integers(FIRST_TOKEN_ID, 30_000, (64, 1, num_seqs)).astype(np.int32)
+        self.spent, self._taken = np.zeros(3), 0
+        slots = self.scheduler.ranks[0].slots
+        while self.scheduler.num_waiting or (slots.num_computed < slots.num_fed)[slots.active].any():
+            self.step()
 
-    def step() -> None:
-        nonlocal taken
+    def step(self) -> None:
+        clock, scheduler = time.perf_counter, self.scheduler
         start = clock()
         scheduled_step = scheduler.schedule(0.0)
         scheduled = clock()
-        packer.pack(scheduled_step)
+        self.packer.pack(scheduled_step)
         packed = clock()
-        result = scheduler.update(scheduled_step, tokens[taken % len(tokens)])
+        result = scheduler.update(scheduled_step, self.tokens[self._taken % len(self.tokens)])
         end = clock()
-        spent[:] += scheduled - start, packed - scheduled, end - packed
-        taken += 1
+        self.spent += scheduled - start, packed - scheduled, end - packed
+        self._taken += 1
         for _ in result.finished:
-            scheduler.add_request(next(requests))
+            scheduler.add_request(next(self.requests))
 
-    slots = scheduler.ranks[0].slots
-    while scheduler.num_waiting or (slots.num_computed < slots.num_fed)[slots.active].any():
-        step()
-    best = None
-    for _ in range(rounds):
-        spent[:] = 0
+    def run(self, num_steps: int) -> Any:
+        """Seconds by part of so many steps, f64[3]."""
+        self.spent[:] = 0
         for _ in range(num_steps):
-            step()
-        if best is None or spent.sum() < best.sum():
-            best = spent.copy()
-    assert best is not None
+            self.step()
+        return self.spent.copy()
+
+
+def measure(
+    num_seqs: int,
+    num_steps: int,
+    turnover: int = 0,
+    *,
+    rounds: int = 5,
+    windows: tuple[int | None, ...] = (None,),
+) -> dict[str, Any]:
+    """Microseconds a step of `num_seqs` decoding sequences, by part, of the fastest of `rounds` rounds.
+
+    turnover: mean number of tokens after which a request ends and another takes its place; 0 for never.
+    windows: of the cache groups; with others than (None,) `more` is what a step takes beyond one of that.
+    """
+    if num_seqs < 1 or num_steps < 1 or turnover < 0:
+        raise ValueError(f"num_seqs {num_seqs} and num_steps {num_steps} must be at least 1, turnover {turnover} 0")
+    compared = windows != (None,)
+    rounds = 8 * rounds if compared else rounds
+    # Of a comparison nothing is to end, and rounds are shorter: the machine is not to change between neighbours.
+    num_steps = -(-num_steps // 4) if compared else num_steps
+    longest = turnover * 2 if turnover else (rounds + 1) * num_steps + PAGE_SIZE
+    steps = _Steps(num_seqs, longest, turnover, windows)
+    plain = _Steps(num_seqs, longest, turnover, (None,)) if compared else None
+    found, beyond = [], []
+    for _ in range(rounds):
+        # This thread's own time: other processes are not to be seen in differences.
+        times = [time.thread_time()]
+        if plain is not None:
+            plain.run(num_steps)
+        times.append(time.thread_time())
+        found.append(steps.run(num_steps))
+        times.append(time.thread_time())
+        beyond.append(times[2] - 2 * times[1] + times[0])
+    best = min(found, key=lambda spent: spent.sum())
     schedule, pack, update = (best / num_steps * 1e6).round(1).tolist()
-    loop = _measure_loop(config, packer, _requests(generator, longest, turnover), tokens, num_steps, rounds)
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    loop = _measure_loop(
+        steps.config, steps.packer, _requests(generator, longest, turnover), steps.tokens, num_steps, rounds
+    )
+    more = {"more": round(statistics.median(beyond) / num_steps * 1e6, 1)} if compared else {}
     return {
         "num_seqs": num_seqs,
         "us_per_step": round(float(best.sum()) / num_steps * 1e6, 1),
@@ -112,6 +165,7 @@ def measure(num_seqs: int, num_steps: int, turnover: int = 0, *, rounds: int = 5
         "pack": pack,
         "update": update,
         "loop": round(loop * 1e6, 1),
+        **more,
     }
 
 
