@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -74,31 +74,57 @@ class Request:
     planned_held: list[int] | None = None
 
 
+class StagePlan(NamedTuple):
+    """The memory plan of a stage.
+
+    Attributes:
+      of_all: with all layers.
+      beside: bytes that one of the compiled forward passes takes besides weights and pages.
+      held: bytes that all compiled programs hold.
+    """
+
+    of_all: MemoryPlan
+    beside: int
+    held: int
+
+
 class Compiler:
-    """Compiles the programs of a request one after the other."""
+    """Compiles the programs of a request one after the other.
+
+    Attributes:
+      stages: what is compiled.
+      whole: the same stages with all layers of the model, of which the former may have the first few: what memory is
+        planned for. Nothing of them is compiled.
+    """
 
     def __init__(self, request: Request, reply: Reply):
         self.request = request
         self.target: Target = find_target(request.target)
-        model = model_config(request.model)
+        model, whole = model_config(request.model), model_config(request.model, whole=True)
         devices = target_devices(self.target)
         self._reply = reply
         config = EngineConfig(**request.options)
         platform = PLATFORMS[request.platform or platform_of(devices[0])]
-        self.stages = open_stages(model, config, platform, devices)
+        self.whole = self.stages = open_stages(model, config, platform, devices)
+        if whole != model:
+            self.whole = open_stages(whole, dataclasses.replace(config, pipeline_layers=None), platform, devices)
 
     def run(self) -> None:
         """Plans the memory, then compiles what is not to be skipped."""
         request = self.request
         num_pages, planned, held = request.num_pages, request.planned_bytes, request.planned_held
         given = request.options.get("num_gpu_blocks_override")
+        plans: list[StagePlan] = []
         if request.only and given is not None and planned is None:
             num_pages, planned, held = given, [0] * len(self.stages), [0] * len(self.stages)
         if num_pages is None or planned is None or held is None:
-            plans = [self._plan(stage) for stage in self.stages]
-            num_pages = min(plan.num_pages for plan, _ in plans)
-            planned = [plan.weights + of_one + num_pages * plan.page_bytes for plan, of_one in plans]
-            held = [plan.programs for plan, _ in plans]
+            plans = [self._plan(*each) for each in zip(self.stages, self.whole, strict=True)]
+            num_pages = min(plan.of_all.num_pages for plan in plans)
+            planned = [
+                stage.weight_bytes + plan.beside + num_pages * stage.page_bytes
+                for plan, stage in zip(plans, self.stages, strict=True)
+            ]
+            held = [plan.held for plan in plans]
         self._reply({"event": "plan", "num_pages": num_pages, "planned_bytes": planned, "planned_held": held})
         todo = [
             (program, number)
@@ -110,6 +136,8 @@ class Compiler:
         for program, number in todo:
             self._reply({"event": "start", "name": program.name})
             row = self.row(program, planned[number]) | {"stage": number, "planned_held": held[number]}
+            if plans and program.is_largest:
+                row["plan"] = self._told(plans[number].of_all, self.whole[number])
             self._reply({"event": "row", "row": row})
 
     def _programs(self, stage: StagePrograms, num_pages: int) -> Iterator[Program]:
@@ -124,34 +152,42 @@ class Compiler:
         for name, size in stage.heads(self.request.short):
             yield stage.head(name, size, num_pages)
 
-    def _plan(self, stage: StagePrograms) -> tuple[MemoryPlan, int]:
+    def _plan(self, stage: StagePrograms, whole: StagePrograms) -> StagePlan:
         """As the engine plans: the largest forward pass is measured with a small pool, and beside it the largest head
-        and what it works on. The second result is what one forward pass takes of it."""
+        and what it works on. Of layers that are not compiled the programs hold as much as of those that are."""
         total, given = self.target.hbm_bytes, self.request.options.get("num_gpu_blocks_override")
-        if total and stage.weight_bytes > _MOST_WEIGHTS * total:
-            raise TooSmall(f"weights take {stage.weight_bytes >> 20:,} MiB of a device's {total >> 20:,} MiB")
+        if total and whole.weight_bytes > _MOST_WEIGHTS * total:
+            raise TooSmall(f"weights take {whole.weight_bytes >> 20:,} MiB of a device's {total >> 20:,} MiB")
         forward, held = self._needs(stage.forward(stage.largest, stage.num_columns))
-        held, beside = held * len(stage.buckets(short=False)), 0
+        held, of_heads, beside = held * len(stage.buckets(short=False)), 0, 0
         sizes = stage.heads(short=False)
         for name, size in dict(stage.heads(short=True)).items():  # the largest of a name comes last
             head, held_by_head = self._needs(stage.head(name, size, stage.num_columns))
-            held += held_by_head * sum(each == name for each, _ in sizes)
+            of_heads += held_by_head * sum(each == name for each, _ in sizes)
             beside = max(beside, stage.forwarded_bytes(name, size) + head["workspace_bytes"])
+        programs = held * len(whole.model.stage.layers) // len(stage.model.stage.layers) + of_heads
         try:
             plan = plan_memory(
-                stage.config,
+                whole.config,
                 total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
-                weights=stage.weight_bytes,
-                needs=StageNeeds(held, forward["workspace_bytes"] + beside + stage.state_bytes),
-                page_bytes=stage.page_bytes,
-                windows=stage.windows,
+                weights=whole.weight_bytes,
+                needs=StageNeeds(programs, forward["workspace_bytes"] + beside + whole.state_bytes),
+                page_bytes=whole.page_bytes,
+                windows=whole.windows,
                 shared=self.target.num_devices if self.target.backend == "cpu" else 0,
             )
-            return plan, forward["workspace_bytes"] + forward["code_bytes"] + stage.state_bytes
         except ConfigError as error:
             if total and given is None:
                 raise TooSmall(str(error)) from None
             raise
+        return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + stage.state_bytes, held + of_heads)
+
+    def _told(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
+        """A plan for the report: bytes by purpose, pages, and requests of max_model_len tokens that they hold."""
+        told = {"layers": len(whole.model.stage.layers), "windows": list(whole.windows), **plan.parts}
+        names = ("total", "page_bytes", "page_size", "num_pages", "pages_per_seq", "max_model_len")
+        told |= {name: getattr(plan, name) for name in names}
+        return told | {"num_requests": round(plan.num_requests, 1), "ranks": whole.model.mesh.num_ranks}
 
     def _needs(self, program: Program) -> tuple[dict[str, int], int]:
         """What `inspect.memory` tells of a program, and what it holds while it is loaded."""

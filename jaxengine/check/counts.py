@@ -1,7 +1,9 @@
 """What a compiled program does, counted from its HLO: operations of its products and bytes it moves to and from memory.
 
-A loop counts as often as the compiler says it runs, one whose trips are data as once. What kernels of ours do is not
-HLO and not counted. Knows nothing of models: jaxengine.check.roofline says what a step needs.
+A loop counts as often as the compiler says it runs, one whose trips are data as once. XLA:TPU writes a ragged product
+as one of all rows with every matrix, of which all but each row's own are masked, in a fusion of its own that is given
+where groups start: a row counts once. What kernels of ours do is not HLO and not counted. Knows nothing of models:
+jaxengine.check.roofline says what a step needs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from jaxengine.check.hlo import PASSIVE, Instruction, Module, bytes_of
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s|ensions)"?[=:][\[{]"?([\d,"]*)[\]}]')
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
+_RAGGED = re.compile(r'op_name="[^"]*ragged_dot_general"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(
     r"(?:body|calls|to_apply|true_computation|false_computation)=(%?[\w.\-<>]+)|branch_computations=\{([^}]*)\}"
@@ -55,6 +58,10 @@ def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tu
         labels = _LABELS.search(instruction.rest)
         # Batches are spatial dimensions, of which a result sees one each.
         contracted = right_shape[labels[1].index("i")] if labels else 1
+        if labels and "0" in labels[1] and _RAGGED.search(instruction.rest):
+            return max(left, right, key=_width), 2 * instruction.elements * contracted // right_shape[
+                labels[1].index("0")
+            ]
     else:
         axes = _CONTRACTED.search(instruction.rest)
         contracted = math.prod(left_shape[int(axis)] for axis in re.findall(r"\d+", axes[1])) if axes else 1

@@ -63,4 +63,17 @@ def summary(rows: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
             f"{target}: {len(own)} programs, {failed} failed, steps and heads hold {held:,.0f} MiB; "
             f"{compiling:.0f} s compiling, {wall:.0f} s in all"
         )
+        lines += [_plan(target, row["plan"]) for row in own if "plan" in row]
     return "\n".join(lines)
+
+
+def _plan(target: str, plan: dict[str, Any]) -> str:
+    """What the memory of each device is for."""
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {plan[name] / MIB:,.0f}" for name in ("weights", "kv_pages", "workspace")
+    )
+    return (
+        f"{target}: {plan['layers']} layers in {plan['total'] / MIB:,.0f} MiB of a device: {parts}; "
+        f"{plan['num_requests']:,.1f} requests of {plan['max_model_len']:,} tokens at once, "
+        f"{plan['ranks']} times"
+    )

@@ -11,13 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jaxengine.check.published import CONFIGS
 from jaxengine.checkpoint.hub import download
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope, RopeScaling
-from models.registry import read_folder
+from models.registry import read_folder, read_hf
 
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 _LLAMA31: dict[str, Any] = {**_LLAMA3, "max_position_embeddings": 131072}
@@ -172,14 +173,15 @@ SHAPES: dict[str, ModelConfig] = {
         max_position_embeddings=32768,
         experts=ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=14336),
     ),
+    **{name: read_hf(raw) for name, raw in CONFIGS.items()},
 }
 
 
-def model_config(name: str) -> ModelConfig:
+def model_config(name: str, *, whole: bool = False) -> ModelConfig:
     """The shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
 
-    Of a name from SHAPES `:N` behind it leaves the first N layers: layers of one kind are compiled alike, so that a
-    check of few finds what one of all finds, but for memory.
+    Of a name from SHAPES `:N` behind it leaves the first N layers, unless the whole model is wanted: layers of one kind
+    are compiled alike, so that a check of few finds what one of all finds, and memory is counted.
 
     Raises:
       ConfigError: none of these.
@@ -189,6 +191,8 @@ def model_config(name: str) -> ModelConfig:
     if known in SHAPES and not layers:
         return SHAPES[known]
     if known in SHAPES and layers.isdigit() and 0 < int(layers) <= SHAPES[known].num_layers:
+        if whole:
+            return SHAPES[known]
         return replace(SHAPES[known], attention=SHAPES[known].attention[: int(layers)])
     path = Path(name).expanduser()
     if path.is_file():

@@ -113,9 +113,9 @@ TARGETS = {
 # Devices -> topology. A host has 4 of them (v5p, a tpu7x chip counting twice) or 8 (v5e, v6e); beyond, several hosts.
 _SLICES = {
     "v5e": {4: "2x2", 8: "2x4", 16: "4x4"},
-    "v6e": {4: "2x2", 8: "2x4", 16: "4x4"},
-    "v5p": {2: "2x2x1", 4: "2x2x1", 8: "2x2x2"},
-    "tpu7x": {2: "2x2x1", 4: "2x2x1", 8: "2x2x1", 16: "2x2x2"},
+    "v6e": {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16"},
+    "v5p": {2: "2x2x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4"},
+    "tpu7x": {2: "2x2x1", 4: "2x2x1", 8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4"},
 }
 _GPU_SLICES = _CPU_SLICES = (2, 4, 8)
 

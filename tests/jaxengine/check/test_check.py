@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxengine.check import children, compile
+from jaxengine.check import children, compile, report
 from jaxengine.check.roofline import Work, step_work, visible_keys
 from jaxengine.check.shapes import SHAPES, model_config
 from jaxengine.commands.cli import main
@@ -55,10 +56,11 @@ def model(tmp_path):
 @pytest.fixture
 def compiler(model, tmp_path):
     """make(target, **options) of a Compiler in this process, its replies left aside."""
+    folder = model
 
-    def make(target: str = "cpu", **options):
+    def make(target: str = "cpu", *, model: str = folder, **options):
         (tmp_path / "log").touch()
-        (tmp_path / "dumps").mkdir()
+        (tmp_path / "dumps").mkdir(exist_ok=True)
         request = compile.Request(
             target=target,
             model=model,
@@ -165,9 +167,27 @@ def test_one_program_alone(model, tmp_path):
 
 def test_the_first_layers_of_a_shape():
     assert model_config("llama-3.1-8b:2").attention == SHAPES["llama-3.1-8b"].attention[:2]
+    assert model_config("llama-3.1-8b:2", whole=True) == SHAPES["llama-3.1-8b"]
     for name in ("llama-3.1-8b:0", "llama-3.1-8b:33", "llama-3.1-8b:x", "nothing:2"):
         with pytest.raises(ConfigError, match="there is no model at"):
             model_config(name)
+
+
+def test_memory_is_planned_for_all_layers(compiler, monkeypatch):
+    """Of a shape of three layers one is compiled; weights and pages are those of all."""
+    shape = with_attention(SHAPES["smollm2-135m"], num_layers=3)
+    monkeypatch.setitem(SHAPES, "small", dataclasses.replace(shape, hidden_size=64, intermediate_size=96))
+    (one,), (three,) = (compiler(model=f"small:{layers}").stages for layers in (1, 3))
+    made = compiler(model="small:1")
+    plan = made._plan(made.stages[0], made.whole[0])
+    assert made.stages[0].weight_bytes == one.weight_bytes < plan.of_all.weights == three.weight_bytes
+    assert plan.of_all.kv_bytes == 100 * three.page_bytes == 3 * 100 * one.page_bytes
+    assert plan.of_all.programs > plan.held
+    told = made._told(plan.of_all, made.whole[0])
+    assert told["layers"] == 3 and told["num_requests"] == round(100 / plan.of_all.pages_per_seq, 1)
+    assert "3 layers in" in report.summary(
+        [{"target": "cpu", "failures": [], "step": True, "plan": told}], {"cpu": 1.0}
+    )
 
 
 def test_what_the_engine_would_refuse_is_a_row(model, capsys):
@@ -298,9 +318,16 @@ def test_a_device_does_its_share_of_a_step():
         ("mixtral-8x7b", 46.703),
         ("phi-3-mini", 3.821),
         ("gemma-2-2b", 2.614),
+        ("gemma-2-9b", 9.242),
+        ("gemma-3-4b", 3.880),
+        ("gemma-3-27b", 27.009),
+        ("mistral-7b-v0.1", 7.242),
+        ("gpt-oss-120b", 116.83),
+        ("deepseek-v3", 671.03),
+        ("kimi-k2", 1026.4),
     ],
 )
 def test_built_in_shapes_have_the_published_number_of_parameters(name, billions):
     model = build_model(SHAPES[name], Build("bfloat16"))
-    count = sum(param.num_bytes // 2 for param in declared_params(model))
+    count = sum(math.prod(param.shape) for param in declared_params(model))
     assert count / 1e9 == pytest.approx(billions, rel=1e-3)

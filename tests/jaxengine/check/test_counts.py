@@ -47,6 +47,18 @@ def test_batches_are_spatial_dimensions():
     assert operations(module(x, w, line)) == {"bf16": 2 * 4 * 8 * 64 * 128}
 
 
+def test_each_row_of_a_ragged_product_counts_once():
+    """As libtpu 0.0.52 writes it; without the scope it is a product of every row with every matrix."""
+    x = "%x = bf16[4,8,64]{2,1,0} parameter(0)"
+    w = "%v = bf16[4,64,128]{2,1,0} parameter(1)"
+    line = (
+        "%y = f32[4,8,128]{2,1,0} convolution(%x, %v), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf"
+    )
+    scope = 'metadata={op_name="jit(forward)/layer_3/mlp/gate_up/ragged_dot_general" stack_frame_id=3}'
+    assert operations(module(x, w, f"{line}, {scope}")) == {"bf16": 2 * 8 * 64 * 128}
+    assert operations(module(x, w, line)) == {"bf16": 4 * 2 * 8 * 64 * 128}
+
+
 def test_loops_and_what_is_inside_of_fusions():
     inside = """%fused (a: bf16[8,64], b: bf16[64,128]) -> f32[8,128] {
   %a = bf16[8,64]{1,0} parameter(0)

@@ -1,0 +1,144 @@
+"""What the config.json of some large models say, as published: those whose layers are of several kinds.
+
+They are read as a folder's own are, so that a check compiles the layers that a checkpoint would get. Left out is what
+decides no shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _yarn(factor: float, **fields: float | bool) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": 4096,
+        "beta_slow": 1.0,
+        **fields,
+    }
+
+
+# Multi-head latent attention with the sizes of arXiv:2412.19437, section 4.2; experts behind some dense layers.
+_LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+_GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+}
+
+# Name -> config.json.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek-v3": _LATENT
+    | {
+        "num_attention_heads": 128,
+        "vocab_size": 129280,
+        "n_routed_experts": 256,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "rope_theta": 10000.0,
+        "rope_scaling": _yarn(40.0, beta_fast=32.0, mscale=1.0, mscale_all_dim=1.0),
+        "max_position_embeddings": 163840,
+    },
+    "kimi-k2": _LATENT
+    | {
+        "num_attention_heads": 64,
+        "vocab_size": 163840,
+        "n_routed_experts": 384,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827,
+        "rope_theta": 50000.0,
+        "rope_scaling": _yarn(32.0, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
+        "max_position_embeddings": 131072,
+    },
+    "gpt-oss-120b": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 36,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201088,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": _yarn(32.0, beta_fast=32.0, truncate=False),
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+    "gemma-3-27b": _GEMMA3
+    | {
+        "text_config": _GEMMA3["text_config"]
+        | {
+            "num_hidden_layers": 62,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "query_pre_attn_scalar": 168,
+        },
+    },
+    "gemma-3-4b": _GEMMA3
+    | {
+        "text_config": _GEMMA3["text_config"]
+        | {"num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240},
+    },
+    "gemma-2-9b": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "num_hidden_layers": 42,
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "vocab_size": 256000,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+    },
+    "mistral-7b-v0.1": {
+        "architectures": ["MistralForCausalLM"],
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "sliding_window": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 32768,
+    },
+}
