@@ -33,6 +33,7 @@ from jaxengine.server.options import ServerConfig
 from models.registry import MODELS
 from scheduler.errors import RequestError
 from scripts import first_hour
+from scripts.hub_ids import HUB_IDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _MEASURED = DOCS.parent / "benchmarks" / "results" / "families.json"
@@ -109,8 +110,13 @@ and of single tokens. The error is the largest difference, of the largest logit;
 benchmarks/results/families.json` measures it, and serves each checkpoint from whole engines: alone, in crowds, in
 chunks, preempted, with prefix hits, on two devices.
 
-| architecture | GGUF | checkpoints | error | what it is |
-|---|---|---:|---:|---|
+Repositories named here publish a configuration and weights that are read, in bfloat16, float16 or float32 safetensors
+(gpt-oss in MXFP4); they are examples, and a fine-tune of one is as good. They were not downloaded for this table:
+what was compared is the family, on the recorded checkpoints. DeepSeek-V3 and R1, Kimi K2 and MiniMax-M2 are
+published in FP8, which is not read; a copy of them in bfloat16 is.
+
+| architecture | GGUF | repositories | checkpoints | error | what it is |
+|---|---|---|---:|---:|---|
 {models}
 
 Weights: safetensors (one file or several; MXFP4 in gpt-oss), GGUF (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
@@ -206,7 +212,8 @@ def _models() -> Iterator[str]:
         gguf, found = model.gguf_architecture, errors.get(name, [])
         about = (inspect.getdoc(inspect.getmodule(model)) or "").partition("\n\n")[0]
         measured = f"{len(found)} | {max(found):.0e}" if found else "0 | "
-        yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {measured} | {_cell(about)} |"
+        repositories = "<br>".join(f"`{repository}`" for repository in HUB_IDS.get(name, ()))
+        yield f"| `{name}` | {f'`{gguf}`' if gguf else ''} | {repositories} | {measured} | {_cell(about)} |"
 
 
 def _table(cls: type, *, flags: bool = True, without: Sequence[str] = ()) -> str:

@@ -157,7 +157,7 @@ def measure(
     loop = _measure_loop(
         steps.config, steps.packer, _requests(generator, longest, turnover), steps.tokens, num_steps, rounds
     )
-    more = {"more": round(statistics.median(beyond) / num_steps * 1e6, 1)} if compared else {}
+    more = {"more": round(float(statistics.median(beyond)) / num_steps * 1e6, 1)} if compared else {}
     return {
         "num_seqs": num_seqs,
         "us_per_step": round(float(best.sum()) / num_steps * 1e6, 1),

@@ -42,11 +42,38 @@ def test_turnover_ends_requests_and_begins_new_ones(monkeypatch):
     assert 40 <= sum(admitted[10:]) <= 160
 
 
+def test_windows_take_turns_with_one_group(monkeypatch):
+    """Rounds of both in turns: what is beyond the one is of the windows, whose groups all give pages back."""
+    groups = []
+    schedule = Scheduler.schedule
+
+    def watched(self, now=0.0):
+        if not self.num_waiting:
+            groups.append(self.ranks[0].pages.num_groups)
+        return schedule(self, now)
+
+    monkeypatch.setattr(Scheduler, "schedule", watched)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(host.time, "thread_time", lambda: 1.0 * next(clock) ** 2)
+    result = host.measure(4, 80, rounds=1, windows=(None, 32))
+    # Eight rounds of 20 steps; this clock says of each that it took two seconds more than the one before.
+    assert result["more"] == 2e6 / 20
+    turns = groups[groups.index(2, groups.index(1)) :]
+    assert turns[turns.index(1) :][:40] == [1] * 20 + [2] * 20
+
+
 def test_json_holds_one_number_for_one_size(tmp_path, capsys):
     assert main(["bench", "host", "--num-seqs", "4", "--num-steps", "5", "--json", str(tmp_path / "one.json")]) == 0
     found = json.loads((tmp_path / "one.json").read_text())
     assert found["us_per_step"] > 0 and found["results"][0]["num_seqs"] == 4
     assert found["machine"]["python"] and "us_per_step" in capsys.readouterr().out
+
+
+def test_windows_are_given_on_the_command_line(tmp_path):
+    arguments = ["bench", "host", "--num-seqs", "2", "--num-steps", "8", "--windows", "all", "32"]
+    assert main([*arguments, "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["windows"] == [None, 32] and isinstance(found["results"][0]["more"], float)
 
 
 def test_json_holds_a_number_for_each_of_several_sizes(tmp_path):
