@@ -41,7 +41,7 @@ class PageTables:
       pool: where pages come from.
       table: i32[G, max_num_seqs, columns], -1 where a slot holds no page.
       num_columns: i32[max_num_seqs], columns that a slot has taken.
-      num_held: i32[G, max_num_seqs], the last of them, of which it holds a page; the others were given back or never had.
+      num_held: i32[G, max_num_seqs], the last of them, whose pages it holds; those of others it gave back or never had.
       deltas: entries written since `take_deltas`: rows (group * max_num_seqs + slot), columns, pages.
     """
 

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
-from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from scheduler.pages.groups import PageTables
+from tests.conftest import TINY_OPTIONS
+from tests.fixtures.drawn_weights import checkpoint
 
 # What the recorded tiny checkpoints have: layers of both kinds, and windows in all layers.
-WINDOWS = {"gemma2": (3, 3, None), "mistral": (8,)}
+WINDOWS = {"gemma2": (3, 3, None), "gemma3": (3, 3, None), "gpt_oss": (6, 6, None), "mistral": (8,)}
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -23,20 +25,53 @@ def poison(data: jax.Array, rows: jax.Array) -> jax.Array:
     return data.at[rows].set(jnp.nan, mode="drop")
 
 
-def poison_blank_pages(llm) -> int:
-    """NaN where no page holds anything; returns how many pages that were."""
+@pytest.fixture(autouse=True)
+def taken(monkeypatch):
+    """Pages that slots have taken for tokens to come, with whatever they held before."""
+    pages: list[int] = []
+
+    def watch(name: str) -> None:
+        take = getattr(PageTables, name)
+
+        def watched(tables, *arguments):
+            before = len(tables.deltas)
+            take(tables, *arguments)
+            for _, _, found in tables.deltas[before:]:
+                pages.extend(found.tolist())
+
+        monkeypatch.setattr(PageTables, name, watched)
+
+    watch("grow")
+    watch("grow_by_one")
+    return pages
+
+
+def poison_pages(llm, pages: np.ndarray) -> None:
+    """NaN in these pages, i32[n]."""
     (rank,), (stage,) = llm.core.engine.scheduler.ranks, llm.core.runner._stages
-    blank, num_pages = np.flatnonzero(rank.pool.page_states() == 0), rank.pool.num_pages
+    num_pages = rank.pool.num_pages
     places = stage._kv.num_pages // num_pages
     rows = np.full(places * num_pages, places * num_pages, np.int32)
-    rows[: places * len(blank)] = (np.arange(places)[:, None] * num_pages + blank).ravel()
+    rows[: places * len(pages)] = (np.arange(places)[:, None] * num_pages + pages).ravel()
     stage._kv = replace(stage._kv, data=poison(stage._kv.data, rows))
-    return len(blank)
 
 
-def run(llm, prompts, params) -> tuple[list[list[int]], int]:
-    """Tokens of each prompt, all at once, and the most pages held at once; blank pages are poisoned at every step."""
+def run(llm, prompts, params, taken) -> tuple[list[list[int]], int]:
+    """Tokens of each prompt, all at once, and the most pages held at once.
+
+    At every step the pages are poisoned that nobody holds and that hold nothing to be found, and those that are taken
+    in it, also the ones that a window has just given back, before its tokens are written.
+    """
     core, outputs, most = llm.core, {}, 0
+    execute = type(core.runner).execute
+
+    def poisoned(step):
+        if taken:
+            poison_pages(llm, np.array(taken, np.int32))
+            taken.clear()
+        return execute(core.runner, step)
+
+    core.runner.execute = poisoned
     for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         core.add(core.inputs.prepare({"prompt_token_ids": prompt}, each, request_id=str(index)))
     while core.has_unfinished:
@@ -45,7 +80,8 @@ def run(llm, prompts, params) -> tuple[list[list[int]], int]:
                 outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
         scheduler = core.engine.scheduler
         most = max(most, scheduler.num_pages - scheduler.num_free_pages)
-        poison_blank_pages(llm)
+        (rank,) = scheduler.ranks
+        poison_pages(llm, np.flatnonzero(rank.pool.page_states() == 0))
     return [outputs[index] for index in range(len(prompts))], most
 
 
@@ -53,7 +89,7 @@ def run(llm, prompts, params) -> tuple[list[list[int]], int]:
 def make(request, executables_dir):
     """Engines of one checkpoint, by their options."""
     options = TINY_OPTIONS | {"max_model_len": 64, "compile_cache_dir": executables_dir}
-    folder = str(TINY_CHECKPOINT.parent / request.param)
+    folder = str(checkpoint(request.param))
     yield lambda **changes: LLM(**{**options, "model": folder, **changes}), WINDOWS[request.param]
 
 
@@ -72,17 +108,17 @@ def workload():
     return prompts, params
 
 
-def test_tokens_do_not_depend_on_pages_given_back(make):
+def test_tokens_do_not_depend_on_pages_given_back(make, taken):
     make_llm, windows = make
     prompts, params = workload()
     keeping = make_llm(disable_hybrid_kv_cache_manager=True)
-    expected, kept = run(keeping, prompts, params)
+    expected, kept = run(keeping, prompts, params, taken)
     llm = make_llm()
     assert llm.core.runner.windows == windows and keeping.core.runner.windows == (None,)
-    found, held = run(llm, prompts, params)
+    found, held = run(llm, prompts, params, taken)
     assert found == expected
     assert held < kept * len(windows)
-    again, _ = run(llm, prompts, params)
+    again, _ = run(llm, prompts, params, taken)
     assert again == expected and llm.core.engine.scheduler.num_prefix_hits > 200
     assert llm.core.engine.runner.compiles.count == 0
 
@@ -99,12 +135,12 @@ def growing():
     return prompts, params
 
 
-def test_tokens_are_the_same_alone_and_under_preemption(make):
+def test_tokens_are_the_same_alone_and_under_preemption(make, taken):
     make_llm, windows = make
     prompts, params = growing()
     # Pages of one request of the longest there are, and a few more.
     tight = make_llm(num_gpu_blocks_override=14 if len(windows) == 1 else 44, enable_prefix_caching=False)
-    expected = [run(tight, [prompt], [each])[0][0] for prompt, each in zip(prompts, params, strict=True)]
+    expected = [run(tight, [prompt], [each], taken)[0][0] for prompt, each in zip(prompts, params, strict=True)]
     assert tight.core.engine.scheduler.num_preemptions == 0
-    found, _ = run(tight, prompts, params)
+    found, _ = run(tight, prompts, params, taken)
     assert found == expected and tight.core.engine.scheduler.num_preemptions > 3
