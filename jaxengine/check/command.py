@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,NAME,...",
         help=f"{', '.join(TARGETS)}; NAME-N for N devices, else as few as the model fits on (default: cpu)",
     )
-    about = "a built-in shape (llama-3.1-8b, llama-3.1-8b:2 for two layers of it), a GGUF file, a folder or a hub id"
+    about = (
+        "a built-in shape (llama-3.1-8b, or llama-3.1-8b:2 to compile two layers and plan the memory of all), a GGUF "
+        "file, a folder or a hub id"
+    )
     add_model(parser, dest="model", default="smollm2-135m", help=about)
     parser.add_argument(
         "--buckets", choices=("all", "short"), default="all", help="the whole grid of steps, or its four corners"

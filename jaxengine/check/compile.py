@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,25 +90,26 @@ class StagePlan(NamedTuple):
 
 
 class Compiler:
-    """Compiles the programs of a request one after the other.
-
-    Attributes:
-      stages: what is compiled.
-      whole: the same stages with all layers of the model, of which the former may have the first few: what memory is
-        planned for. Nothing of them is compiled.
-    """
+    """Compiles the programs of a request one after the other."""
 
     def __init__(self, request: Request, reply: Reply):
         self.request = request
         self.target: Target = find_target(request.target)
-        model, whole = model_config(request.model), model_config(request.model, whole=True)
-        devices = target_devices(self.target)
+        self._devices = target_devices(self.target)
         self._reply = reply
-        config = EngineConfig(**request.options)
-        platform = PLATFORMS[request.platform or platform_of(devices[0])]
-        self.whole = self.stages = open_stages(model, config, platform, devices)
-        if whole != model:
-            self.whole = open_stages(whole, dataclasses.replace(config, pipeline_layers=None), platform, devices)
+        self._config = EngineConfig(**request.options)
+        self._platform = PLATFORMS[request.platform or platform_of(self._devices[0])]
+        self._model = model_config(request.model)
+        self.stages = open_stages(self._model, self._config, self._platform, self._devices)
+
+    @cached_property
+    def whole(self) -> list[StagePrograms]:
+        """The stages with all layers of the model, of which those that are compiled may have the first few: what memory
+        is planned for."""
+        if (model := model_config(self.request.model, whole=True)) == self._model:
+            return self.stages
+        config = dataclasses.replace(self._config, pipeline_layers=None)
+        return open_stages(model, config, self._platform, self._devices)
 
     def run(self) -> None:
         """Plans the memory, then compiles what is not to be skipped."""
