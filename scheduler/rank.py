@@ -86,7 +86,7 @@ class Rank:
         s, pages, page_size = self.slots, self.pages, self.config.page_size
         active = np.flatnonzero(s.active)
         empty = page_size * int(pages.num_columns[active].sum()) - int(s.num_computed[active].sum())
-        return page_size * int(pages.num_held[:, active].sum()), pages.num_groups * empty
+        return page_size * pages.count_held(active), pages.num_groups * empty
 
     @property
     def is_open(self) -> bool:
@@ -313,7 +313,7 @@ class Rank:
 
     def _num_missing(self, slot: int) -> int:
         """The most pages that the known tokens of a slot will take beside those that it holds."""
-        held = int(self.pages.num_held[:, slot].sum())
+        held = self.pages.count_held(np.array([slot]))
         return self.config.most_pages(int(self.slots.num_fed[slot])) - held
 
     def _num_kept_free(self) -> int:

@@ -41,7 +41,6 @@ class PageTables:
       pool: where pages come from.
       table: i32[G, max_num_seqs, columns], -1 where a slot holds no page.
       num_columns: i32[max_num_seqs], columns that a slot has taken.
-      num_held: i32[G, max_num_seqs], the last of them, whose pages it holds; those of others it gave back or never had.
       deltas: entries written since `take_deltas`: rows (group * max_num_seqs + slot), columns, pages.
     """
 
@@ -61,7 +60,8 @@ class PageTables:
         places = np.full((groups, slots, pad + config.max_pages_per_seq), -1, np.int32)
         self.table, self._places, self._width, self._pad = places[..., pad:], places.ravel(), places.shape[-1], pad
         self.num_columns = np.zeros(slots, np.int32)
-        self.num_held = np.zeros((groups, slots), np.int32)
+        # Of the groups with windows: columns whose pages a slot holds, the last ones.
+        self._held = np.zeros((len(self._windowed), slots), np.int32)
         self.deltas: list[Deltas] = []
         self._num_registered = np.zeros(slots, np.int32)
         # A slot's first row is its own number; those of groups with windows stand in front.
@@ -72,14 +72,24 @@ class PageTables:
     def num_groups(self) -> int:
         return len(self.table)
 
+    @property
+    def num_held(self) -> np.ndarray:
+        """i32[G, max_num_seqs], columns whose pages a slot holds, the last ones; others it gave back or never had."""
+        held = np.tile(self.num_columns, (self.num_groups, 1))
+        held[self._window_groups[:, 0]] = self._held
+        return held
+
+    def count_held(self, slots: np.ndarray) -> int:
+        """Pages that `slots` i64[n] hold, over all groups."""
+        return len(self._whole) * int(self.num_columns[slots].sum()) + int(self._held[:, slots].sum())
+
     def num_missing(self, slot: int, num_tokens: int) -> int:
         """Pages that the slot's first `num_tokens` tokens still need."""
         return self.num_groups * max(0, self._columns(num_tokens) - int(self.num_columns[slot]))
 
     def num_to_grow(self, slots: np.ndarray) -> int:
         """The free pages that one column more of each of `slots` i64[n] takes beside those that it gives back."""
-        held = self.num_held[self._window_groups, slots]
-        return len(self._whole) * len(slots) + int(np.count_nonzero(held <= self._behind_new))
+        return len(self._whole) * len(slots) + int(np.count_nonzero(self._held[:, slots] <= self._behind_new))
 
     def can_take(self, hits: Hits, num_pages: int) -> bool:
         """Whether the pool has so many free pages beside those of `hits`."""
@@ -109,8 +119,8 @@ class PageTables:
     def begin(self, slot: int, hits: Hits) -> None:
         """Gives an empty slot the pages of a known prefix."""
         self.num_columns[slot] = self._num_registered[slot] = hits.num_columns
+        self._held[:, slot] = [len(hits.pages[group]) for group, _ in self._windowed]
         for group, pages in enumerate(hits.pages):
-            self.num_held[group, slot] = len(pages)
             if len(pages):
                 self.pool.acquire(pages)
                 self._write(group, slot, hits.num_columns - len(pages), pages)
@@ -123,7 +133,7 @@ class PageTables:
             for group in range(self.num_groups):
                 self._write(group, slot, first, pages[group])
             self.num_columns[slot] = last
-            self.num_held[:, slot] += last - first
+            self._held[:, slot] += last - first
 
     def grow_by_one(self, slots: np.ndarray) -> None:
         """Takes the pages of one column more for each of `slots`, i64[n] without repeats, whose others are full.
@@ -136,7 +146,6 @@ class PageTables:
         places = rows * self._width + (columns + self._pad)
         if not self._windowed:
             pages = self.pool.allocate(self.num_groups * count)
-            self.num_held[:, slots] += 1
         else:
             behind = places[: len(self._windowed)] - (1 + self._behind_new)
             pages = self._places[behind].ravel()
@@ -144,11 +153,9 @@ class PageTables:
             if self.pool.are_nameless(pages):
                 pages = np.concatenate((pages, self.pool.allocate(len(self._whole) * count)))
             else:
-                self.num_held[self._window_groups, slots] += (pages < 0).reshape(-1, count)
+                self._held[:, slots] += (pages < 0).reshape(-1, count)
                 self.pool.free(pages[pages >= 0])
                 pages = self.pool.allocate(self.num_groups * count)
-            for group in self._whole:
-                self.num_held[group, slots] += 1
         self._places[places] = pages.reshape(places.shape)
         self.deltas.append((rows.ravel().astype(np.int32), np.concatenate([columns] * self.num_groups), pages))
         self.num_columns[slots] += 1
@@ -156,12 +163,12 @@ class PageTables:
     def give_back(self, slot: int, position: int) -> None:
         """Frees pages that no token of a slot from `position` on will see. Decodes do that as they grow."""
         columns = int(self.num_columns[slot])
-        for group, window in self._windowed:
-            first = columns - int(self.num_held[group, slot])
+        for index, (group, window) in enumerate(self._windowed):
+            first = columns - int(self._held[index, slot])
             if (end := min(self._behind(position, window), columns)) > first:
                 self.pool.free(self.table[group, slot, first:end].copy())
                 self.table[group, slot, first:end] = -1
-                self.num_held[group, slot] = columns - end
+                self._held[index, slot] = columns - end
 
     def register(self, slot: int, digests: Sequence[bytes], num_tokens: int) -> None:
         """Makes pages findable that the slot's first `num_tokens` tokens fill; a step writes all before any reads."""
@@ -181,10 +188,11 @@ class PageTables:
         """Frees all pages of a slot."""
         end = int(self.num_columns[slot])
         for group in range(self.num_groups):
-            self.pool.free(self.table[group, slot, end - int(self.num_held[group, slot]) : end].copy())
+            pages = self.table[group, slot, :end]
+            self.pool.free(pages[pages >= 0])
         self.table[:, slot, :end] = -1
         self.num_columns[slot] = self._num_registered[slot] = 0
-        self.num_held[:, slot] = 0
+        self._held[:, slot] = 0
 
     def take_deltas(self) -> list[Deltas]:
         """The entries written since the last call."""

@@ -65,6 +65,8 @@ def run(llm, prompts, params, taken) -> tuple[list[list[int]], int]:
     core, outputs, most = llm.core, {}, 0
     execute = type(core.runner).execute
 
+    poison_pages(llm, np.empty(0, np.int32))  # compiled here, and not within a step
+
     def poisoned(step):
         if taken:
             poison_pages(llm, np.array(taken, np.int32))
