@@ -177,8 +177,8 @@ def test_memory_is_planned_for_all_layers(compiler, monkeypatch):
     """Of a shape of three layers one is compiled; weights and pages are those of all."""
     shape = with_attention(SHAPES["smollm2-135m"], num_layers=3)
     monkeypatch.setitem(SHAPES, "small", dataclasses.replace(shape, hidden_size=64, intermediate_size=96))
-    (one,), (three,) = (compiler(model=f"small:{layers}").stages for layers in (1, 3))
-    made = compiler(model="small:1")
+    (one,), (three,) = (compiler(model=f"small:{layers}", max_model_len=1024).stages for layers in (1, 3))
+    made = compiler(model="small:1", max_model_len=1024)
     plan = made._plan(made.stages[0], made.whole[0])
     assert made.stages[0].weight_bytes == one.weight_bytes < plan.of_all.weights == three.weight_bytes
     assert plan.of_all.kv_bytes == 100 * three.page_bytes == 3 * 100 * one.page_bytes
