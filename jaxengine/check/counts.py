@@ -1,8 +1,8 @@
 """What a compiled program does, counted from its HLO: operations of its products and bytes it moves to and from memory.
 
-A loop counts as often as the compiler says it runs, one whose trips are data as once. XLA:TPU writes a ragged product
-as one of all rows with every matrix, of which all but each row's own are masked, in a fusion of its own that is given
-where groups start: a row counts once. What kernels of ours do is not HLO and not counted. Knows nothing of models:
+A loop counts as often as the compiler says it runs, one whose trips are data as once. What kernels of ours do is not
+HLO and not counted, nor is a ragged product of XLA:TPU, whose work is data, too: it is written as a product of all rows
+with every matrix, masked, in a fusion that is given where groups start. Knows nothing of models:
 jaxengine.check.roofline says what a step needs.
 """
 
@@ -51,17 +51,13 @@ def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tu
     if instruction.opcode not in ("dot", "convolution") and not is_gemm:
         return None
     operands = [_array(by_name[name].type_text) for name in instruction.operands[:2] if name in by_name]
-    if len(operands) < 2:
+    if len(operands) < 2 or (instruction.opcode == "convolution" and _RAGGED.search(instruction.rest)):
         return None
     (left, left_shape), (right, right_shape) = operands
     if instruction.opcode == "convolution":
         labels = _LABELS.search(instruction.rest)
         # Batches are spatial dimensions, of which a result sees one each.
         contracted = right_shape[labels[1].index("i")] if labels else 1
-        if labels and "0" in labels[1] and _RAGGED.search(instruction.rest):
-            return max(left, right, key=_width), 2 * instruction.elements * contracted // right_shape[
-                labels[1].index("0")
-            ]
     else:
         axes = _CONTRACTED.search(instruction.rest)
         contracted = math.prod(left_shape[int(axis)] for axis in re.findall(r"\d+", axes[1])) if axes else 1

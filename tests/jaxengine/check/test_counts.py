@@ -47,16 +47,19 @@ def test_batches_are_spatial_dimensions():
     assert operations(module(x, w, line)) == {"bf16": 2 * 4 * 8 * 64 * 128}
 
 
-def test_each_row_of_a_ragged_product_counts_once():
-    """As libtpu 0.0.52 writes it; without the scope it is a product of every row with every matrix."""
+def test_a_ragged_product_of_a_tpu_is_not_counted():
+    """As libtpu 0.0.52 writes it. Without the scope it is a product of every row with every matrix, as is what XLA:GPU
+    makes of one."""
     x = "%x = bf16[4,8,64]{2,1,0} parameter(0)"
     w = "%v = bf16[4,64,128]{2,1,0} parameter(1)"
     line = (
         "%y = f32[4,8,128]{2,1,0} convolution(%x, %v), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf"
     )
     scope = 'metadata={op_name="jit(forward)/layer_3/mlp/gate_up/ragged_dot_general" stack_frame_id=3}'
-    assert operations(module(x, w, f"{line}, {scope}")) == {"bf16": 2 * 8 * 64 * 128}
+    assert operations(module(x, w, f"{line}, {scope}")) == {}
     assert operations(module(x, w, line)) == {"bf16": 4 * 2 * 8 * 64 * 128}
+    dot = "%y = f32[8,128]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    assert operations(module(P, W, f"{dot}, {scope}")) == {"bf16": 2 * 8 * 64 * 128}
 
 
 def test_loops_and_what_is_inside_of_fusions():
