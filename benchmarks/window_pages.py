@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxengine.bench.report import table, write_json
 from jaxengine.check.shapes import SHAPES
-from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory
@@ -41,7 +41,7 @@ LENGTHS = (8 << 10, 32 << 10, 128 << 10)
 PAGE_SIZE, NUM_SEQS = 64, 40
 
 
-def programs(model: ModelConfig, *, keep_all: bool) -> tuple[EngineConfig, StepPrograms]:
+def programs(model: ModelConfig, *, keep_all: bool) -> tuple[ResolvedConfig, StepPrograms]:
     """The programs of an engine on one TPU, of which nothing is compiled."""
     config = EngineConfig(
         max_model_len=model.max_position_embeddings,
@@ -56,7 +56,7 @@ def programs(model: ModelConfig, *, keep_all: bool) -> tuple[EngineConfig, StepP
     return resolved, StepPrograms(whole, resolved, platform, make_mesh(ONE_DEVICE, jax.devices()[:1]))
 
 
-def plan(config: Any, steps: StepPrograms, num_bytes: int) -> MemoryPlan:
+def plan(config: ResolvedConfig, steps: StepPrograms, num_bytes: int) -> MemoryPlan:
     """The engine's memory plan with so many bytes for pages."""
     return plan_memory(
         replace(config, kv_cache_memory_bytes=num_bytes),
