@@ -55,6 +55,7 @@ from models.families.qwen2 import Qwen2ForCausalLM
 from models.families.qwen2_moe import Qwen2MoeForCausalLM
 from models.families.qwen3 import Qwen3ForCausalLM
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from models.families.qwen3_next import Qwen3NextForCausalLM
 from models.families.seed_oss import SeedOssForCausalLM
 from models.families.smollm3 import SmolLM3ForCausalLM
 from models.families.starcoder2 import Starcoder2ForCausalLM
@@ -110,6 +111,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
     "Ministral3ForCausalLM": Ministral3ForCausalLM,
     "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
 }
 
 

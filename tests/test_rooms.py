@@ -36,6 +36,7 @@ ROOMS = {
     "pallas_kernels:base": "",
     "pallas_kernels.kv": "pallas_kernels:base",
     "pallas_kernels.matmul": "pallas_kernels:base",
+    "pallas_kernels.state": "pallas_kernels:base",
     "pallas_kernels.attention": "pallas_kernels:base pallas_kernels.kv",
     "pallas_kernels.attention.tpu": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",
     "pallas_kernels.attention.xla": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",
@@ -46,11 +47,12 @@ ROOMS = {
     "models.config": "models.weights:declarations",
     "models.quantization": "pallas_kernels.matmul models.weights:declarations",
     "models": (
-        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.config "
+        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
         "models.weights:declarations models.quantization"
     ),
     "models.layers": (
-        "sharding pallas_kernels.kv pallas_kernels.attention models.config models.weights:declarations models"
+        "sharding pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
+        "models.weights:declarations models"
     ),
     "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers",
     "models:registry": "sharding models.config models.weights:declarations models models.families",

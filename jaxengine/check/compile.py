@@ -142,12 +142,12 @@ class Compiler:
                 stage.config,
                 total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
                 weights=stage.weight_bytes,
-                needs=StageNeeds(held, forward["workspace_bytes"] + beside + stage.state_bytes),
+                needs=StageNeeds(held, forward["workspace_bytes"] + beside + stage.slot_bytes, stage.state_bytes),
                 page_bytes=stage.page_bytes,
                 windows=stage.windows,
                 shared=self.target.num_devices if self.target.backend == "cpu" else 0,
             )
-            return plan, forward["workspace_bytes"] + forward["code_bytes"] + stage.state_bytes
+            return plan, forward["workspace_bytes"] + forward["code_bytes"] + stage.slot_bytes + stage.state_bytes
         except ConfigError as error:
             if total and given is None:
                 raise TooSmall(str(error)) from None

@@ -18,6 +18,7 @@ from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.platforms import Platform
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
+from jaxengine.config.prefix_caching import settle_prefix_caching
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, plain, read_size, whole_number
 from scheduler.buckets import Buckets
@@ -78,7 +79,7 @@ class EngineConfig:
         two requests of max_model_len, within half of the memory.
       kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
       num_gpu_blocks_override: number of pages; overrides both.
-      enable_prefix_caching: reuse the KV of known prefixes.
+      enable_prefix_caching: reuse the KV of known prefixes; None where the model can, which one with states cannot.
       disable_hybrid_kv_cache_manager: keep the KV of all tokens in layers with sliding windows too, instead of giving
         pages back as the windows leave them behind.
       enable_chunked_prefill: let a prompt span several steps.
@@ -141,7 +142,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
@@ -269,21 +270,18 @@ class EngineConfig:
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("long_prefill_token_threshold", self.long_prefill_token_threshold, "0, without chunks")
-        if self.pipeline_parallel_size > model.num_layers:
-            raise ConfigError(
-                "pipeline_parallel_size", self.pipeline_parallel_size, f"at most {model.num_layers} layers"
-            )
+        if (stages := self.pipeline_parallel_size) > model.num_layers:
+            raise ConfigError("pipeline_parallel_size", stages, f"at most {model.num_layers} layers")
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
         if self.all2all_backend == RAGGED and platform.name not in ("tpu", "cpu"):
             allowed = f"{GATHER} on CUDA devices; nobody has tried XLA's ragged all-to-all there"
             raise ConfigError("all2all_backend", RAGGED, allowed)
-        if self.pipeline_layers is not None and sum(self.pipeline_layers) != model.num_layers:
-            raise ConfigError("pipeline_layers", self.pipeline_layers, f"numbers that add up to {model.num_layers}")
+        if (layers := self.pipeline_layers) is not None and sum(layers) != model.num_layers:
+            raise ConfigError("pipeline_layers", layers, f"numbers that add up to {model.num_layers}")
         mesh = self.mesh_layout(model)
         # Ranks that split one batch share its limits.
         max_num_seqs, tokens = -(-max_num_seqs // mesh.attn), -(-tokens // mesh.attn)
-        compilation_config = self.compilation_config.divided(mesh.attn)
         dtype = platform.dtype if self.dtype == "auto" else self.dtype
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         chosen.update(
@@ -292,8 +290,9 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,
-            compilation_config=compilation_config,
+            compilation_config=self.compilation_config.divided(mesh.attn),
             block_size=self.block_size or platform.page_size,
+            enable_prefix_caching=settle_prefix_caching(self.enable_prefix_caching, model),
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),
@@ -358,6 +357,7 @@ class ResolvedConfig(EngineConfig):
     max_num_batched_tokens: int = 0
     block_size: int = 0
     gpu_memory_utilization: float = 0.0
+    enable_prefix_caching: bool = True
     default_seq_tokens: int | None = None
 
     @property

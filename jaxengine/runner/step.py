@@ -20,6 +20,7 @@ from flax import nnx
 from jaxengine.runner.pooling import pool_rows
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import SamplingState, write_slots
+from models.cache import Cache, StateRows
 from models.forward_batch import HEADER, ForwardBatch, StepLayout
 from models.layers.attention import RaggedBatch
 from models.layers.moe import ExpertLoad
@@ -35,12 +36,14 @@ class SlotState(NamedTuple):
       expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
         models with experts.
       pooled: f32[R, D], what pooling keeps of prompts between steps (jaxengine.runner.pooling), where it keeps any.
+      states: of models.cache.Cache, a row for each slot; empty where no layer keeps any.
     """
 
     page_table: jax.Array
     num_computed: jax.Array
     expert_load: jax.Array | None
     pooled: jax.Array | None = None
+    states: tuple[tuple[jax.Array, ...], ...] = ()
 
 
 class TokenState(NamedTuple):
@@ -132,8 +135,9 @@ def init_state(
     experts: tuple[int, int] | None = None,
     num_groups: int = 1,
     pooled: int | None = None,
+    states: tuple[tuple[jax.Array, ...], ...] = (),
 ) -> DeviceState:
-    """State of slots that nobody has used yet.
+    """State of slots that nobody has used yet, with these states of layers.
 
     vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer; pooled: size of
     what pooling keeps of a slot.
@@ -143,6 +147,7 @@ def init_state(
         num_computed=jnp.zeros(max_num_seqs, jnp.int32),
         expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
         pooled=None if pooled is None else jnp.zeros((max_num_seqs, pooled), jnp.float32),
+        states=states,
     )
     if vocab_size is None:
         return DeviceState(slots, None, None)
@@ -210,8 +215,27 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
         positions=positions,
         logits_indices=jnp.maximum(cu_q_lens[1:] - 1, 0),
         ragged=tuple(ragged),
+        state_rows=_state_rows(state, slot, count, start, ragged[0]),
     )
     return state, batch, Rows(slot, count, start, sample, next_token), header
+
+
+def _state_rows(
+    state: SlotState, slot: jax.Array, count: jax.Array, start: jax.Array, ragged: RaggedBatch
+) -> StateRows | None:
+    """Where the states of a message's rows are: each in its slot's row, which a row's first token begins anew."""
+    if not state.states:
+        return None
+    num_rows = state.states[0][0].shape[0]
+    live = (slot < state.num_computed.shape[0]) & (count > 0)
+    return StateRows(
+        cu_q_lens=ragged.cu_q_lens,
+        reads=jnp.where(live & (start > 0), slot, -1),
+        writes=jnp.where(live, slot, num_rows),
+        saves=jnp.full_like(slot, num_rows),
+        num_seqs=ragged.num_seqs,
+        num_decode=ragged.num_decode,
+    )
 
 
 def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Callable:
@@ -226,7 +250,9 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("unpack"):
             state, batch, rows, header = unpack(state, last_token, message.reshape(-1), spec.layout, spec.page_size)
-        states, kv = model(batch, kv, *hidden)
+        states, cache = model(batch, Cache(kv, state.states) if state.states else kv, *hidden)
+        kv, kept = cache if isinstance(cache, Cache) else (cache, ())
+        state = state._replace(states=kept)
         if state.expert_load is not None:
             load = jax.tree.leaves(nnx.pop(model, ExpertLoad))[0]
             state = state._replace(expert_load=state.expert_load + load.astype(jnp.uint32))
