@@ -14,7 +14,8 @@ import numpy as np
 
 from scheduler.batch import PageDeltas, ScheduledBatch, StepResult, TokenRows
 from scheduler.config import SchedulerConfig
-from scheduler.pages.groups import Hits, PageTables
+from scheduler.pages.groups import PageTables
+from scheduler.pages.snapshots import Hits
 from scheduler.request import NOT_FINITE, FinishReason, Request, RequestStatus, Wait
 from scheduler.slots import Slots
 from scheduler.token_params import LAST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
@@ -57,6 +58,7 @@ class Rank:
         self.index = index
         self.pages = PageTables(config)
         self.pool = self.pages.pool
+        self._snapshots = self.pages.snapshots
         self.slots = Slots(config.max_num_seqs)
         self.budget = 0
         self.preempted: list[Request] = []
@@ -96,6 +98,8 @@ class Rank:
     def begin(self, num_in_flight: int) -> None:
         """Starts a step with the rows of running requests. num_in_flight: steps whose tokens are not known yet."""
         self._num_steps += 1
+        if self._snapshots is not None:
+            self._snapshots.begin_step()
         self._admitted, self.preempted = [], []
         decodes = self._schedule_decodes(num_in_flight)
         self.budget = self.config.max_num_batched_tokens - len(decodes)
@@ -105,7 +109,7 @@ class Rank:
             prefills = [(slot, count) for slot, count in prefills if self.slots.active[slot]]
             self.budget = 0
         for slot, count in prefills:
-            self._register_pages(slot, int(self.slots.num_computed[slot]) + count)
+            self._register_pages(slot, int(self.slots.num_computed[slot]) + count, count)
         self._decodes, self._prefills = decodes, prefills
         # Where no prefill has its place, either none is left or the step has no tokens for anybody.
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if prefills else 0
@@ -121,6 +125,8 @@ class Rank:
         hits = self._cached_pages(request, known)
         cached = hits.num_columns * self.config.page_size
         count = self._chunk(len(known) - cached)
+        if self._snapshots is not None:
+            count = min([count, *(border - cached for border in self._snapshots.borders(hits, len(known)))])
         if count < len(known) - cached and not self.config.enable_chunked_prefill:
             return None
         need = self.config.most_pages(len(known)) - sum(map(len, hits.pages))
@@ -136,7 +142,10 @@ class Rank:
         request.status = RequestStatus.RUNNING
         self.pages.begin(slot, hits)
         self.pages.grow(slot, cached + count)
-        self._register_pages(slot, cached + count)
+        if self._snapshots is not None:
+            digest = request.page_hashes[hits.num_columns - 1] if hits.num_columns else None
+            self._snapshots.begin(slot, digest, self._snapshots.borders(hits, len(known)))
+        self._register_pages(slot, cached + count, count)
         self._admitted.append(request)
         self._prefills.append((slot, count))
         self.budget -= count
@@ -291,6 +300,7 @@ class Rank:
                 continue
             computed = int(s.num_computed[slot])
             count = self._chunk(int(s.num_fed[slot]) - computed)
+            count = count if self._snapshots is None else self._snapshots.cut(slot, computed, count)
             self.pages.give_back(np.array([slot]), np.array([computed]))
             need = self.pages.num_missing(slot, computed + count)
             while need > self.pool.num_free and s.active[slot]:
@@ -335,11 +345,13 @@ class Rank:
             return self.pages.lookup(())
         return self.pages.lookup(hashes[: (len(known) - 1) // self.config.page_size])
 
-    def _register_pages(self, slot: int, num_computed: int) -> None:
-        """Makes pages findable whose tokens this step computes."""
+    def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
+        """Makes pages findable whose tokens this step computes, and the state behind the last of `count` tokens."""
         request = self.slots.requests[slot]
         assert request is not None
         self.pages.register(slot, request.page_hashes, num_computed)
+        if self._snapshots is not None:
+            self._snapshots.keep(slot, request.page_hashes, num_computed, count)
 
     def _preempt(self, slot: int) -> None:
         """Takes a slot's pages away; its request is to wait and be computed again."""

@@ -1,24 +1,31 @@
-"""Whether known prefixes are reused, where the user or the model has a say in it."""
+"""What is kept of known prefixes, where a model's layers have more of a sequence than pages."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxengine.config.engine_config import EngineConfig
     from models.config.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 
-def settle_prefix_caching(asked: bool | None, model: ModelConfig) -> bool:
-    """What enable_prefix_caching comes to. Raises ConfigError where the model cannot do what was asked for."""
+def settle_snapshots(config: EngineConfig, model: ModelConfig, max_num_seqs: int) -> dict[str, Any]:
+    """What enable_prefix_caching and num_state_snapshots come to. Raises ConfigError where they cannot be honoured."""
+    caching, asked = config.enable_prefix_caching, config.num_state_snapshots
     if len(model.attending) == len(model.attention):
-        return asked is not False
-    if asked:
-        allowed = f"False or None: {model.architecture} keeps states, of which no earlier ones are there to go on from"
-        raise ConfigError("enable_prefix_caching", True, allowed)
-    logger.info("%s keeps states of its sequences: enable_prefix_caching is off", model.architecture)
-    return False
+        if asked:
+            raise ConfigError("num_state_snapshots", asked, f"0 or None: {model.architecture} keeps no states")
+        return {"enable_prefix_caching": caching, "num_state_snapshots": 0}
+    if asked and not (caching and config.enable_chunked_prefill):
+        allowed = "0 or None, without enable_prefix_caching and enable_chunked_prefill"
+        raise ConfigError("num_state_snapshots", asked, allowed)
+    if asked is None:
+        asked = max(4, max_num_seqs // 4) if caching and config.enable_chunked_prefill else 0
+    if caching and not asked:
+        logger.info("no states of prefixes are kept: enable_prefix_caching is off for %s", model.architecture)
+    return {"enable_prefix_caching": caching and asked > 0, "num_state_snapshots": asked}

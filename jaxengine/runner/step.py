@@ -24,6 +24,7 @@ from models.cache import Cache, StateRows
 from models.forward_batch import HEADER, ForwardBatch, StepLayout
 from models.layers.attention import RaggedBatch
 from models.layers.moe import ExpertLoad
+from scheduler.pages.snapshots import LOAD, POSITION, SAVE
 from sharding.collectives import num_shards, shard_index
 
 
@@ -31,12 +32,13 @@ class SlotState(NamedTuple):
     """What a stage remembers of the R = max_num_seqs slots; forward changes it.
 
     Attributes:
-      page_table: i32[G * R, W], of the cache groups one after the other.
+      page_table: i32[G * R, W], of the cache groups one after the other, then that of snapshots if any are kept.
       num_computed: i32[R], tokens whose KV is written.
       expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
         models with experts.
       pooled: f32[R, D], what pooling keeps of prompts between steps (jaxengine.runner.pooling), where it keeps any.
-      states: of models.cache.Cache, a row for each slot; empty where no layer keeps any.
+      states: of models.cache.Cache, a row for each slot, then for each snapshot (scheduler.pages.snapshots); empty
+        where no layer keeps any.
     """
 
     page_table: jax.Array
@@ -179,7 +181,7 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
     slot, count, start, sample, next_token = layout.view(buffer, "rows")
     num_slots = state.num_computed.shape[0]
     index = jnp.minimum(slot, num_slots - 1)
-    start = jnp.where(start >= 0, start, state.num_computed[index])
+    is_new, start = start > 0, jnp.where(start >= 0, start, state.num_computed[index])
     kv_lens = jnp.where(slot < num_slots, start + count, 0)
     state = state._replace(num_computed=write_slots(state.num_computed, slot, kv_lens))
 
@@ -193,7 +195,7 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
     valid = token < cu_q_lens[-1]
     positions = jnp.where(valid, start[row] + token - cu_q_lens[row], 0)
     ragged = []
-    for group in range(state.page_table.shape[0] // num_slots):
+    for group in range(state.page_table.shape[0] // num_slots - _keeps_snapshots(state)):
         page_table = state.page_table[index + group * num_slots]
         page = page_table[row, positions // page_size]
         ragged.append(
@@ -215,24 +217,37 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
         positions=positions,
         logits_indices=jnp.maximum(cu_q_lens[1:] - 1, 0),
         ragged=tuple(ragged),
-        state_rows=_state_rows(state, slot, count, start, ragged[0]),
+        state_rows=_state_rows(state, slot, count, start, is_new, ragged[0]),
     )
     return state, batch, Rows(slot, count, start, sample, next_token), header
 
 
+def _keeps_snapshots(state: SlotState) -> bool:
+    """Whether there are more rows of states than slots."""
+    return bool(state.states) and state.states[0][0].shape[0] > state.num_computed.shape[0]
+
+
 def _state_rows(
-    state: SlotState, slot: jax.Array, count: jax.Array, start: jax.Array, ragged: RaggedBatch
+    state: SlotState, slot: jax.Array, count: jax.Array, start: jax.Array, is_new: jax.Array, ragged: RaggedBatch
 ) -> StateRows | None:
-    """Where the states of a message's rows are: each in its slot's row, which a row's first token begins anew."""
+    """Where the states of a message's rows are: each in its slot's row, which a row's first token begins anew.
+
+    is_new: bool[S], rows of sequences that have just got their slots and begin behind a known prefix, from a snapshot.
+    """
     if not state.states:
         return None
-    num_rows = state.states[0][0].shape[0]
-    live = (slot < state.num_computed.shape[0]) & (count > 0)
+    num_slots, num_rows = state.num_computed.shape[0], state.states[0][0].shape[0]
+    live = (slot < num_slots) & (count > 0)
+    reads, saves = jnp.where(live & (start > 0), slot, -1), jnp.full_like(slot, num_rows)
+    if _keeps_snapshots(state):
+        table = state.page_table[-num_slots:][jnp.minimum(slot, num_slots - 1)]
+        reads = jnp.where(live & is_new, num_slots + table[:, LOAD], reads)
+        saves = jnp.where(live & (table[:, POSITION] == start + count), num_slots + table[:, SAVE], saves)
     return StateRows(
         cu_q_lens=ragged.cu_q_lens,
-        reads=jnp.where(live & (start > 0), slot, -1),
+        reads=reads,
         writes=jnp.where(live, slot, num_rows),
-        saves=jnp.full_like(slot, num_rows),
+        saves=saves,
         num_seqs=ragged.num_seqs,
         num_decode=ragged.num_decode,
     )

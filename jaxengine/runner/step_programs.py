@@ -93,16 +93,17 @@ class StepPrograms:
         hybrid = not config.disable_hybrid_kv_cache_manager
         self.groups = model.cache_groups(config.block_size, config.kv_cache_dtype, hybrid=hybrid)
         self.layout = platform.name
-        num_groups = len(paged_groups(self.groups))
-        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks, num_groups)
+        self._num_slots, self._num_snapshots = config.max_num_seqs, config.num_state_snapshots
+        num_tables = len(paged_groups(self.groups)) + (self._num_snapshots > 0)
+        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks, num_tables)
         # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
+        pages = max(pages, 3 * (self._num_snapshots > 0))  # columns that name snapshots
         self.num_columns = math.ceil(pages / block_pages) * block_pages
         self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
         self.num_vocab_parts = model.mesh.num_shards("sampled_vocab")
         self.own_vocab_size = self.vocab_size // self.num_vocab_parts
         self.stored_mask_words = self.num_vocab_parts * mask_words(self.own_vocab_size)
-        self._num_slots = config.max_num_seqs
         self._dtype = config.dtype
         self._experts = _count_experts(model)
         self.state_shapes: DeviceState = self._state_shapes()
@@ -261,7 +262,7 @@ class StepPrograms:
     def _own_state(self) -> DeviceState:
         vocab_size = self.own_vocab_size if self._samples else None
         sizes = self._num_slots, self.num_columns, vocab_size
-        states = state_rows(self.groups, self._num_slots)
+        states = state_rows(self.groups, self._num_slots + self._num_snapshots)
         return init_state(*sizes, self._experts, self.packer.num_groups, self._kept_size, states)
 
     def _state_shapes(self) -> DeviceState:

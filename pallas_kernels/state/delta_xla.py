@@ -41,7 +41,9 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """See pallas_kernels.state.delta."""
     num_tokens, num_seqs, tokens = v.shape[0], rows.reads.shape[0], _Tokens(q, k, v, decay, beta)
-    o = jnp.zeros((num_tokens + CHUNK, *v.shape[1:]), jnp.float32)
+    # Zeros that come from the layer's own values: of constants XLA makes a copy for each layer where a step begins.
+    zero = jnp.where(jnp.isfinite(beta[0, 0]), 0.0 * beta[0, 0], 0.0)
+    o = jnp.broadcast_to(zero, (num_tokens + CHUNK, *v.shape[1:]))
     all_single = num_tokens == num_seqs
     # Accelerators would multiply float32 in fewer bits.
     with jax.default_matmul_precision("float32"):

@@ -20,7 +20,8 @@ CHECKED = {
 
 
 def run_by_tests() -> set:
-    """The functions that attention and update checks run, here or in an interpreter, and those of products and states."""
+    """The functions that attention and update checks run, here or in an interpreter, and those of products and
+    of states."""
     jobs = {(job[0], job[1]) for group in quick_groups() for job in group}
     jobs |= {(check, implementation.name) for implementation in IN_PROCESS for check in CHECKED}
     ops = ((op, IMPLEMENTATIONS[name].platform) for check, name in jobs for op in CHECKED.get(check, ()))

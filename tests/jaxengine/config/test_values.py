@@ -46,7 +46,7 @@ def test_what_is_no_size(text):
         ("seed", jnp.int32(7), 7),
         ("gpu_memory_utilization", np.float32(0.5), 0.5),
         ("enforce_eager", np.True_, True),
-        ("enable_prefix_caching", None, None),
+        ("enable_prefix_caching", None, True),
         ("dtype", jnp.bfloat16, "bfloat16"),
         ("dtype", np.dtype("float32"), "float32"),
         ("dtype", "float", "float32"),
