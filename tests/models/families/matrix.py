@@ -130,7 +130,9 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
         workload = Workload(FOLDER / name, length, text["vocab_size"])
         shared = {"model": str(model), "compile_cache_dir": cache}
         # Room for one request of any length, in every cache group, and little more.
-        groups = len({layer.window for layer in read_folder(model).attention})
+        groups = len({layer.window for layer in read_folder(model).attending})
+        if len(read_folder(model).attending) < len(read_folder(model).attention):
+            shared["num_state_snapshots"] = 24
         pages = (length // PAGE_SIZE + 4) * groups
         first = LLM(**options(length, pages), **shared)
         expected = workload.run(first, alone=True)
