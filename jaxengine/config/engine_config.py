@@ -292,7 +292,7 @@ class EngineConfig:
             max_num_batched_tokens=tokens,
             compilation_config=self.compilation_config.divided(mesh.attn),
             block_size=self.block_size or platform.page_size,
-            **settle_snapshots(self, model, max_num_seqs),
+            **settle_snapshots(chosen, model, max_num_seqs),
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),
