@@ -1,8 +1,10 @@
-"""The KV cache as a model asks for it: groups of layers, how large a page of a group is, and the pool of all of them.
+"""The cache as a model asks for it: groups of layers, how large a page of a group is, and the pool of all of them.
 
 Layers that keep the same keys, all or those of a window, form a group with a page table of its own. All groups take
 pages of one pool: a page holds the keys and values of `page_size` tokens in the layers of one group, and layer number i
 of any group finds page p in row i * pages + p. So memory flows between groups, and kernels know nothing of them.
+
+Layers that keep a state of each sequence have arrays with a row for each slot in place of pages.
 
 `layout` is the platform whose kernels read the pool: a name of pallas_kernels.registry, see `platform_of`. Sizes are of
 one device; on a mesh every rank has pages of its own, and its devices hold their heads of them.
@@ -13,19 +15,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from models.config.state import StateArray
 from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, page_bytes, partition_spec
 from pallas_kernels.registry import block_profile, kernel_modules, platform_of
+from pallas_kernels.state.rows import StateRows
 from sharding.layout import RULES
 from sharding.rules import logical_to_spec, whole_shape
 
 __all__ = [
+    "Cache",
     "KVPages",
     "Paged",
+    "State",
+    "StateRows",
     "abstract_kv",
     "block_profile",
     "device_kv",
@@ -34,8 +42,11 @@ __all__ = [
     "kv_partition",
     "num_places",
     "page_bytes_of_group",
+    "paged_groups",
     "platform_of",
     "pool_spec",
+    "state_partition",
+    "state_rows",
 ]
 
 
@@ -52,6 +63,54 @@ class Paged:
     layers: tuple[int, ...]
     window: int | None
     spec: KVSpec
+
+
+@dataclass(frozen=True)
+class State:
+    """A cache group: layers that keep a row of each of these arrays for a sequence.
+
+    Attributes:
+      layers: those of a stage, by their numbers in the whole model, ascending.
+      arrays: a row of each, of one device.
+    """
+
+    layers: tuple[int, ...]
+    arrays: tuple[StateArray, ...]
+
+
+class Cache(NamedTuple):
+    """What a model with State layers keeps between steps; other models have the pool alone.
+
+    Attributes:
+      kv: the pool.
+      states: of each State layer here, in order, its arrays [rows, ...].
+    """
+
+    kv: KVPages
+    states: tuple[tuple[jax.Array, ...], ...]
+
+
+def paged_groups(groups: Sequence[Paged | State]) -> list[Paged]:
+    """Those with pages."""
+    return [group for group in groups if isinstance(group, Paged)]
+
+
+def state_rows(groups: Sequence[Paged | State], num_rows: int) -> tuple[tuple[jax.Array, ...], ...]:
+    """Cache.states of one device, zeros."""
+    return tuple(
+        tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in arrays) for arrays in _by_layer(groups)
+    )
+
+
+def state_partition(groups: Sequence[Paged | State]) -> Any:
+    """The PartitionSpecs of Cache.states: every rank has rows of its own."""
+    return tuple(tuple(logical_to_spec(("batch", *array.axes)) for array in arrays) for arrays in _by_layer(groups))
+
+
+def _by_layer(groups: Sequence[Paged | State]) -> list[tuple[StateArray, ...]]:
+    """The arrays of each State layer, in order."""
+    arrays = {layer: group.arrays for group in groups if isinstance(group, State) for layer in group.layers}
+    return [arrays[layer] for layer in sorted(arrays)]
 
 
 def group_layers(windows: Sequence[int | None], *, hybrid: bool = True) -> list[tuple[int | None, tuple[int, ...]]]:
@@ -79,19 +138,19 @@ def group_layers(windows: Sequence[int | None], *, hybrid: bool = True) -> list[
     ]
 
 
-def num_places(groups: Sequence[Paged]) -> int:
-    """Layers that a page holds: those of the largest group."""
-    return max(len(group.layers) for group in groups)
+def num_places(groups: Sequence[Paged | State]) -> int:
+    """Layers that a page holds: those of the largest group, and one in a stage whose layers all have states."""
+    return max(1, *(len(group.layers) for group in paged_groups(groups)))
 
 
-def pool_spec(groups: Sequence[Paged], num_pages: int) -> KVSpec:
+def pool_spec(groups: Sequence[Paged | State], num_pages: int) -> KVSpec:
     """What one device's pool must be to hold `num_pages` pages of any group."""
-    return replace(groups[0].spec, num_pages=num_places(groups) * num_pages)
+    return replace(paged_groups(groups)[0].spec, num_pages=num_places(groups) * num_pages)
 
 
-def page_bytes_of_group(groups: Sequence[Paged], *, layout: str) -> int:
+def page_bytes_of_group(groups: Sequence[Paged | State], *, layout: str) -> int:
     """Bytes that a page takes on one device, in all layers of its group."""
-    return page_bytes(groups[0].spec, layout) * num_places(groups)
+    return page_bytes(paged_groups(groups)[0].spec, layout) * num_places(groups)
 
 
 def kv_partition(kv: KVPages) -> KVPages:
@@ -101,7 +160,7 @@ def kv_partition(kv: KVPages) -> KVPages:
     return replace(kv, data=data, k_scale=heads, v_scale=heads)
 
 
-def abstract_kv(groups: Sequence[Paged], num_pages: int, *, layout: str, mesh: Mesh) -> KVPages:
+def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str, mesh: Mesh) -> KVPages:
     """The pool's shapes over all devices of the mesh, nothing allocated; its `spec` is that of one device."""
     kv = jax.eval_shape(lambda: alloc(pool_spec(groups, num_pages), layout=layout))
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from models.build import Build
-from models.cache import Paged
+from models.cache import Cache, Paged, State
 from models.config.fields import ConfigFields
 from models.config.gguf import GGUFConfig
 from models.config.model_config import ModelConfig
@@ -55,9 +55,12 @@ class CausalLM(Protocol):
         """The same from GGUF metadata."""
         ...
 
-    def __call__(self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array | None = None) -> tuple[jax.Array, KVPages]:
+    def __call__(
+        self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
+    ) -> tuple[jax.Array, KVPages | Cache]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
+        kv: a Cache where layers keep states, and then so is what is returned.
         hidden: those of the stage before; not for the first stage.
         """
         ...
@@ -70,7 +73,7 @@ class CausalLM(Protocol):
         """What a pooling model tells of prompts, f32[R, N]: their pooled states f32[R, D], or the scores of labels."""
         ...
 
-    def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged, ...]:
+    def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 
         hybrid: as models.cache.group_layers.

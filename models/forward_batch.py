@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import jax
 
     from pallas_kernels.attention.op import RaggedBatch
+    from pallas_kernels.state.rows import StateRows
 
 
 class ForwardBatch(NamedTuple):
@@ -27,12 +28,14 @@ class ForwardBatch(NamedTuple):
       logits_indices: i32[S], the token of each row whose hidden state is sampled from.
       ragged: for each cache group, where each row's queries and keys are (cu_q_lens, kv_lens, page_table, slot_mapping,
         counts); only page_table and slot_mapping differ between groups.
+      state_rows: for models with states, where each row's are; else None.
     """
 
     token_ids: jax.Array
     positions: jax.Array
     logits_indices: jax.Array
     ragged: tuple[RaggedBatch, ...]
+    state_rows: StateRows | None = None
 
 
 HEADER = ("num_seqs", "num_decode", "features")

@@ -1,4 +1,4 @@
-"""Float64 oracle of every attention operation, written for the reader and not for speed.
+"""Float64 oracle of every operation on pages and on states, written for the reader and not for speed.
 
 Imports numpy only and shares no code with the implementations it judges. Works on canonical pages
 [P, page_size, 2, K, H] (or separate keys and values), one sequence, token and head at a time.
@@ -98,3 +98,58 @@ def kv_cache_update(
             k_pages[slot // page_size, slot % page_size] = k[token]
             v_pages[slot // page_size, slot % page_size] = v[token]
     return k_pages, v_pages
+
+
+def causal_conv(
+    x: np.ndarray,  # [T, C]
+    weight: np.ndarray,  # [C, k]
+    windows: np.ndarray,  # [R, k - 1, C]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    reads: np.ndarray,  # [S], -1: zeros
+    writes: np.ndarray,  # [S], R or more: nowhere
+    num_seqs: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(y [T, C], the windows), both float64; see pallas_kernels.state.conv."""
+    y, windows, kernel = np.zeros(x.shape), windows.astype(np.float64), weight.shape[1]
+    for seq in range(num_seqs):
+        first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
+        if first == end:
+            continue
+        before = windows[reads[seq]] if reads[seq] >= 0 else np.zeros(windows.shape[1:])
+        tokens = np.concatenate([before, x[first:end]])
+        for token in range(first, end):
+            y[token] = (weight.T * tokens[token - first : token - first + kernel]).sum(axis=0)
+        if writes[seq] < len(windows):
+            windows[writes[seq]] = tokens[1 - kernel :]
+    return y, windows
+
+
+def gated_delta_rule(
+    q: np.ndarray,  # [T, K, H]
+    k: np.ndarray,  # [T, K, H]
+    v: np.ndarray,  # [T, N, Hv]
+    decay: np.ndarray,  # [T, N]
+    beta: np.ndarray,  # [T, N]
+    state: np.ndarray,  # [R, N, H, Hv]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    reads: np.ndarray,  # [S], -1: zeros
+    writes: np.ndarray,  # [S], R or more: nowhere
+    num_seqs: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(o [T, N, Hv], the states), both float64; see pallas_kernels.state.delta."""
+    q, k, v, decay, beta, state = (array.astype(np.float64) for array in (q, k, v, decay, beta, state))
+    o, group = np.zeros(v.shape), v.shape[1] // q.shape[1]
+    for seq in range(num_seqs):
+        first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
+        if first == end:
+            continue
+        matrices = state[reads[seq]].copy() if reads[seq] >= 0 else np.zeros(state.shape[1:])
+        for token in range(first, end):
+            for head, m in enumerate(matrices):
+                key = k[token, head // group]
+                m *= np.exp(decay[token, head])
+                m += np.outer(key, beta[token, head] * (v[token, head] - key @ m))
+                o[token, head] = q[token, head // group] @ m
+        if writes[seq] < len(state):
+            state[writes[seq]] = matrices
+    return o, state

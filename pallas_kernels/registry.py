@@ -36,6 +36,14 @@ _MODULES: dict[tuple[str, str], str] = {
     ("grouped_matmul", "gpu"): "matmul.grouped_tiles",
     ("grouped_matmul", "gpu_xla"): "matmul.grouped_tiles",
     ("grouped_matmul", "tpu"): "matmul.grouped_ragged_dot",
+    ("causal_conv", "cpu"): "state.conv_xla",
+    ("causal_conv", "gpu"): "state.conv_xla",
+    ("causal_conv", "gpu_xla"): "state.conv_xla",
+    ("causal_conv", "tpu"): "state.conv_xla",
+    ("gated_delta_rule", "cpu"): "state.delta_xla",
+    ("gated_delta_rule", "gpu"): "state.delta_xla",
+    ("gated_delta_rule", "gpu_xla"): "state.delta_xla",
+    ("gated_delta_rule", "tpu"): "state.delta_xla",
 }
 KERNELS = tuple(_MODULES)
 # Where a block of attention can be compiled by itself for a profile.

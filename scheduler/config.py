@@ -20,6 +20,7 @@ class SchedulerConfig:
       policy: "fcfs", "priority" (smaller runs first, then arrival), or "fair" (of the client served least, by arrival).
       num_ranks: parts of the batch with sequences, pages and slots of their own, all in one step.
       windows: of each cache group, how many keys a token sees counting itself; None for all (scheduler.pages.groups).
+      num_snapshots: states of prefixes that are kept, for models with states; 0 where there are none to keep.
       num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
         may be scheduled while its last token is still being computed.
     """
@@ -36,6 +37,12 @@ class SchedulerConfig:
     num_ranks: int = 1
     num_micro_batches: int = 1
     windows: tuple[int | None, ...] = (None,)
+    num_snapshots: int = 0
+
+    @property
+    def num_tables(self) -> int:
+        """Page tables of a slot: of each cache group, and one that names snapshots if any are kept."""
+        return len(self.windows) + (self.num_snapshots > 0)
 
     def __post_init__(self):
         if self.policy not in POLICIES:

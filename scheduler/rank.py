@@ -14,8 +14,10 @@ import numpy as np
 
 from scheduler.batch import PageDeltas, ScheduledBatch, StepResult, TokenRows
 from scheduler.config import SchedulerConfig
-from scheduler.pages.groups import Hits, PageTables
-from scheduler.request import NOT_FINITE, FinishReason, Request, RequestStatus, Wait
+from scheduler.end import End
+from scheduler.pages.groups import PageTables
+from scheduler.pages.snapshots import Hits
+from scheduler.request import Request, RequestStatus, Wait
 from scheduler.slots import Slots
 from scheduler.token_params import LAST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
 
@@ -36,14 +38,6 @@ class Offer(NamedTuple):
     count: int
 
 
-class End(NamedTuple):
-    """A request that its last token ended, and why."""
-
-    request: Request
-    reason: FinishReason
-    stop_reason: int | str | None = None
-
-
 class Rank:
     """Puts together the rank's batches: `begin`, any number of `admit`, `commit`; later `update`.
 
@@ -57,6 +51,7 @@ class Rank:
         self.index = index
         self.pages = PageTables(config)
         self.pool = self.pages.pool
+        self._snapshots = self.pages.snapshots
         self.slots = Slots(config.max_num_seqs)
         self.budget = 0
         self.preempted: list[Request] = []
@@ -96,6 +91,8 @@ class Rank:
     def begin(self, num_in_flight: int) -> None:
         """Starts a step with the rows of running requests. num_in_flight: steps whose tokens are not known yet."""
         self._num_steps += 1
+        if self._snapshots is not None:
+            self._snapshots.begin_step()
         self._admitted, self.preempted = [], []
         # What their last chunks have left behind; decodes give back as they grow.
         for slot, _ in self._prefills:
@@ -108,7 +105,7 @@ class Rank:
             prefills = [(slot, count) for slot, count in prefills if self.slots.active[slot]]
             self.budget = 0
         for slot, count in prefills:
-            self._register_pages(slot, int(self.slots.num_computed[slot]) + count)
+            self._register_pages(slot, int(self.slots.num_computed[slot]) + count, count)
         self._decodes, self._prefills = decodes, prefills
         # Where no prefill has its place, either none is left or the step has no tokens for anybody.
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if prefills else 0
@@ -124,6 +121,8 @@ class Rank:
         hits = self._cached_pages(request, known)
         cached = hits.num_columns * self.config.page_size
         count = self._chunk(len(known) - cached)
+        if self._snapshots is not None:
+            count = min([count, *(border - cached for border in self._snapshots.borders(hits, len(known)))])
         if count < len(known) - cached and not self.config.enable_chunked_prefill:
             return None
         need = self.config.most_pages(len(known)) - sum(map(len, hits.pages))
@@ -139,7 +138,10 @@ class Rank:
         request.status = RequestStatus.RUNNING
         self.pages.begin(slot, hits)
         self.pages.grow(slot, cached + count)
-        self._register_pages(slot, cached + count)
+        if self._snapshots is not None:
+            digest = request.page_hashes[hits.num_columns - 1] if hits.num_columns else None
+            self._snapshots.begin(slot, digest, self._snapshots.borders(hits, len(known)))
+        self._register_pages(slot, cached + count, count)
         self._admitted.append(request)
         self._prefills.append((slot, count))
         self.budget -= count
@@ -232,7 +234,7 @@ class Rank:
                 request.first_token_time = now
                 result.first_tokens.append(request)
             if ended[index]:
-                ends.append(_end(request, token, bool(stopped[index])))
+                ends.append(End.by(request, token, bool(stopped[index])))
         return ends
 
     def release(self, slot: int) -> None:
@@ -296,6 +298,7 @@ class Rank:
                 continue
             computed = int(s.num_computed[slot])
             count = self._chunk(int(s.num_fed[slot]) - computed)
+            count = count if self._snapshots is None else self._snapshots.cut(slot, computed, count)
             need = self.pages.num_missing(slot, computed + count)
             while need > self.pool.num_free and s.active[slot]:
                 self._preempt(s.last_in_line())
@@ -339,11 +342,13 @@ class Rank:
             return self.pages.lookup(())
         return self.pages.lookup(hashes[: (len(known) - 1) // self.config.page_size])
 
-    def _register_pages(self, slot: int, num_computed: int) -> None:
-        """Makes pages findable whose tokens this step computes."""
+    def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
+        """Makes pages findable whose tokens this step computes, and the state behind the last of `count` tokens."""
         request = self.slots.requests[slot]
         assert request is not None
         self.pages.register(slot, request.page_hashes, num_computed)
+        if self._snapshots is not None:
+            self._snapshots.keep(slot, request.page_hashes, num_computed, count)
 
     def _preempt(self, slot: int) -> None:
         """Takes a slot's pages away; its request is to wait and be computed again."""
@@ -381,12 +386,4 @@ class Rank:
         stopped = token in request.stop_token_ids and num_output >= max(1, request.params.min_tokens)
         length = request.num_prompt_tokens + num_output >= self.config.max_model_len
         if stopped or token < 0 or num_output >= request.max_tokens or length:
-            ends.append(_end(request, token, stopped))
-
-
-def _end(request: Request, token: int, stopped: bool) -> End:
-    if token < 0:
-        return End(request, FinishReason.ERROR, NOT_FINITE)
-    if stopped:
-        return End(request, FinishReason.STOP, None if token in request.eos_token_ids else token)
-    return End(request, FinishReason.LENGTH)
+            ends.append(End.by(request, token, stopped))

@@ -230,7 +230,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes. Running requests keep their pages."""
         for rank in self.ranks:
-            rank.pool.reset_prefix_cache()
+            rank.pages.reset_prefix_cache()
 
     def _expire(self, now: float) -> list[Request]:
         expired = []

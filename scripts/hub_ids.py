@@ -53,4 +53,5 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "Ernie4_5ForCausalLM": ("baidu/ERNIE-4.5-0.3B-PT",),
     "HunYuanDenseV1ForCausalLM": ("tencent/Hunyuan-0.5B-Instruct", "tencent/Hunyuan-7B-Instruct"),
     "Mistral3ForConditionalGeneration": ("mistralai/Mistral-Small-3.1-24B-Instruct-2503",),
+    "Qwen3NextForCausalLM": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
 }

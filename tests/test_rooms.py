@@ -36,6 +36,7 @@ ROOMS = {
     "pallas_kernels:base": "",
     "pallas_kernels.kv": "pallas_kernels:base",
     "pallas_kernels.matmul": "pallas_kernels:base",
+    "pallas_kernels.state": "pallas_kernels:base",
     "pallas_kernels.attention": "pallas_kernels:base pallas_kernels.kv",
     "pallas_kernels.attention.tpu": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",
     "pallas_kernels.attention.xla": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",
@@ -46,11 +47,12 @@ ROOMS = {
     "models.config": "models.weights:declarations",
     "models.quantization": "pallas_kernels.matmul models.weights:declarations",
     "models": (
-        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.attention models.config "
+        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
         "models.weights:declarations models.quantization"
     ),
     "models.layers": (
-        "sharding pallas_kernels.kv pallas_kernels.attention models.config models.weights:declarations models"
+        "sharding pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
+        "models.weights:declarations models"
     ),
     "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers",
     "models:registry": "sharding models.config models.weights:declarations models models.families",
@@ -71,7 +73,7 @@ ROOMS = {
     "jaxengine.parsers": "jaxengine.config",
     "jaxengine.runner": (
         "sharding models.config models.weights:declarations models models.layers models:registry models.weights "
-        "scheduler jaxengine.sampling jaxengine.config jaxengine.checkpoint"
+        "scheduler scheduler.pages jaxengine.sampling jaxengine.config jaxengine.checkpoint"
     ),
     "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
     "jaxengine.engine": "scheduler scheduler:loop jaxengine.grammars jaxengine.sampling jaxengine.runner",

@@ -173,7 +173,7 @@ class Compiler:
                 whole.config,
                 total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
                 weights=whole.weight_bytes,
-                needs=StageNeeds(programs, forward["workspace_bytes"] + beside + whole.state_bytes),
+                needs=StageNeeds(programs, forward["workspace_bytes"] + beside + whole.slot_bytes, whole.state_bytes),
                 page_bytes=whole.page_bytes,
                 windows=whole.windows,
                 shared=self.target.num_devices if self.target.backend == "cpu" else 0,
@@ -182,7 +182,8 @@ class Compiler:
             if total and given is None:
                 raise TooSmall(str(error)) from None
             raise
-        return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + stage.state_bytes, held + of_heads)
+        states = stage.slot_bytes + stage.state_bytes
+        return StagePlan(plan, forward["workspace_bytes"] + forward["code_bytes"] + states, held + of_heads)
 
     def _told(self, plan: MemoryPlan, whole: StagePrograms) -> dict[str, Any]:
         """A plan for the report: bytes by purpose, pages, and requests of max_model_len tokens that they hold."""

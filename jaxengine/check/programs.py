@@ -132,7 +132,8 @@ class StagePrograms:
 
     Attributes:
       config: resolved for the platform.
-      weight_bytes, state_bytes, page_bytes: of one device.
+      weight_bytes, page_bytes: of one device; state_bytes: of what layers keep of slots; slot_bytes: of all else that
+        is kept of them.
       windows: of the cache groups.
     """
 
@@ -149,7 +150,9 @@ class StagePrograms:
             stored = format_of(param.decl, named_sharding(mesh, param.decl.axes))
             self._params.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored))
         self.weight_bytes = sum(part_bytes(leaf) for leaf in self._params)
-        self.state_bytes = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
+        self.state_bytes = self._steps.state_bytes
+        every = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
+        self.slot_bytes = every - self.state_bytes
         self.page_bytes = self._steps.page_bytes
         self.windows = self._steps.windows
 
@@ -220,7 +223,7 @@ class StagePrograms:
             precious=self._precious(self._steps.packer.buckets.sample_size(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
             products=product_work(self.model, at_least_two, self.config.dtype),
-            num_attentions=len(self.model.stage.layers),
+            num_attentions=sum(self.model.config.attention[layer].state is None for layer in self.model.stage.layers),
             dtype=self.config.dtype,
         )
 
@@ -246,7 +249,7 @@ class StagePrograms:
                 name, one, False, False, function, arguments, donate, work, precious, None, num_attentions=count
             )
 
-        for spec, attention in {attention_spec(attention, shared): attention for attention in config.attention}.items():
+        for spec, attention in {attention_spec(each, shared): each for each in config.attending}.items():
 
             def attend(q, kv, batch, schedule, sinks=None, spec=spec):
                 return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule, sinks=sinks)
@@ -283,7 +286,7 @@ class StagePrograms:
             (grid.decode[-1], "edge"),
             *((bucket, part) for bucket in grid.mixed[-1:] for part in ("block", "edge")),
         ]
-        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in self.model.config.attention):
+        for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in self.model.config.attending):
             for bucket, part in parts:
                 name = f"attention{_limit(spec)} {KEYS} keys{', ' + part if not bucket.decode_only else ''}, {bucket}"
                 for trips in TRIPS:

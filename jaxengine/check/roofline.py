@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxengine.runner.heads import SAMPLE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.attention import LayerAttention
+from models.config.state import GatedDelta
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 
@@ -51,6 +52,14 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     queries = bucket.num_tokens * attention.num_heads * both * jnp.dtype(dtype).itemsize
     cache = keys * attention.num_kv_heads * _cached(attention) * jnp.dtype(kv_dtype).itemsize
     return Work(queries + cache, 2 * pairs * attention.num_heads * both)
+
+
+def state_work(state: GatedDelta, bucket: Bucket, dtype: str) -> Work:
+    """One layer's states, each read and written once, and the recurrence of every token: read, change, read."""
+    num_seqs = bucket.num_seqs if bucket.decode_only else 1
+    sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
+    flops = 6 * bucket.num_tokens * state.num_v_heads * state.k_head_dim * state.v_head_dim
+    return Work(2 * num_seqs * sum(size * itemsize for size, itemsize in sizes), flops)
 
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
@@ -124,6 +133,10 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
     num_bytes = bucket.num_tokens * config.hidden_size * jnp.dtype(dtype).itemsize + products.reached_bytes
     flops = products.flops
     for attention in (config.attention[layer] for layer in model.stage.layers):
+        if attention.state is not None:
+            kept = state_work(attention.state, bucket, dtype)
+            num_bytes, flops = num_bytes + kept.num_bytes // mesh.model, flops + kept.flops // mesh.model
+            continue
         attended = attention_work(attention, bucket, kv_dtype, dtype, context)
         updated = update_work(attention, bucket, kv_dtype, dtype)
         num_bytes += (attended.num_bytes + updated.num_bytes) // mesh.model

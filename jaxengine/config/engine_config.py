@@ -18,6 +18,7 @@ from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.platforms import Platform
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
+from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, plain, read_size, whole_number
 from scheduler.buckets import Buckets
@@ -39,8 +40,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "float": ((int, float), "a number"),
     "str": (str, "text"),
 }
-# Options that also take "4k" or "4G".
-SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
+SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")  # options that also take "4k" or "4G"
 # Options that are more than a value.
 _READERS = {
     "compilation_config": CompilationConfig.read,
@@ -79,6 +79,7 @@ class EngineConfig:
       kv_cache_memory_bytes: size of the KV pool; overrides gpu_memory_utilization.
       num_gpu_blocks_override: number of pages; overrides both.
       enable_prefix_caching: reuse the KV of known prefixes.
+      num_state_snapshots: states of prefixes to keep, where layers have states; None for a quarter of max_num_seqs.
       disable_hybrid_kv_cache_manager: keep the KV of all tokens in layers with sliding windows too, instead of giving
         pages back as the windows leave them behind.
       enable_chunked_prefill: let a prompt span several steps.
@@ -142,6 +143,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    num_state_snapshots: int | None = None
     disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
@@ -179,8 +181,7 @@ class EngineConfig:
             object.__setattr__(self, field.name, self._read(field))
         for name, choices in (
             ("load_format", LOAD_FORMATS),
-            ("dtype", DTYPES),
-            ("kv_cache_dtype", DTYPES),
+            *((name, DTYPES) for name in ("dtype", "kv_cache_dtype")),
             ("scheduling_policy", POLICIES),
             ("logprobs_mode", LOGPROBS_MODES),
             ("all2all_backend", (GATHER, RAGGED)),
@@ -201,6 +202,7 @@ class EngineConfig:
             ("num_gpu_blocks_override", 1, 2**31 - 1),
             ("long_prefill_token_threshold", 0, 2**24),
             ("max_logprobs", -1, MAX_LOGPROBS),
+            ("num_state_snapshots", 0, 2**16),
             *((f"{kind}_parallel_size", 1, 1024) for kind in ("tensor", "data", "pipeline")),
             ("nnodes", 1, 1024),
             ("master_port", 1, 65535),
@@ -259,31 +261,27 @@ class EngineConfig:
         max_num_seqs = self.max_num_seqs or platform.max_num_seqs
         tokens = self.max_num_batched_tokens
         if tokens is None:
-            tokens = max(platform.max_num_batched_tokens, max_num_seqs)
-            tokens = max(tokens, max_model_len) if not self.enable_chunked_prefill else tokens
+            least = max_num_seqs if self.enable_chunked_prefill else max(max_num_seqs, max_model_len)
+            tokens = max(platform.max_num_batched_tokens, least)
         if tokens < max_num_seqs:
             raise ConfigError("max_num_batched_tokens", tokens, f"at least max_num_seqs, {max_num_seqs}")
         if not self.enable_chunked_prefill and tokens < max_model_len:
-            raise ConfigError(
-                "max_num_batched_tokens", tokens, f"at least max_model_len, {max_model_len}, without chunked prefill"
-            )
+            allowed = f"at least max_model_len, {max_model_len}, without chunked prefill"
+            raise ConfigError("max_num_batched_tokens", tokens, allowed)
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("long_prefill_token_threshold", self.long_prefill_token_threshold, "0, without chunks")
-        if self.pipeline_parallel_size > model.num_layers:
-            raise ConfigError(
-                "pipeline_parallel_size", self.pipeline_parallel_size, f"at most {model.num_layers} layers"
-            )
+        if (stages := self.pipeline_parallel_size) > model.num_layers:
+            raise ConfigError("pipeline_parallel_size", stages, f"at most {model.num_layers} layers")
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
         if self.all2all_backend == RAGGED and platform.name not in ("tpu", "cpu"):
             allowed = f"{GATHER} on CUDA devices; nobody has tried XLA's ragged all-to-all there"
             raise ConfigError("all2all_backend", RAGGED, allowed)
-        if self.pipeline_layers is not None and sum(self.pipeline_layers) != model.num_layers:
-            raise ConfigError("pipeline_layers", self.pipeline_layers, f"numbers that add up to {model.num_layers}")
+        if (layers := self.pipeline_layers) is not None and sum(layers) != model.num_layers:
+            raise ConfigError("pipeline_layers", layers, f"numbers that add up to {model.num_layers}")
         mesh = self.mesh_layout(model)
         # Ranks that split one batch share its limits.
         max_num_seqs, tokens = -(-max_num_seqs // mesh.attn), -(-tokens // mesh.attn)
-        compilation_config = self.compilation_config.divided(mesh.attn)
         dtype = platform.dtype if self.dtype == "auto" else self.dtype
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         chosen.update(
@@ -292,8 +290,9 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,
-            compilation_config=compilation_config,
+            compilation_config=self.compilation_config.divided(mesh.attn),
             block_size=self.block_size or platform.page_size,
+            **settle_snapshots(chosen, model, max_num_seqs),
             gpu_memory_utilization=self.gpu_memory_utilization or platform.memory_utilization,
             default_seq_tokens=platform.seq_tokens if self.gpu_memory_utilization is None else None,
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),
@@ -341,8 +340,7 @@ class EngineConfig:
             raise ConfigError(name, value, said + (" or None" if "None" in annotation else ""))
 
 
-# vLLM's name for the dataclass of all options.
-EngineArgs = EngineConfig
+EngineArgs = EngineConfig  # vLLM's name for the dataclass of all options
 
 
 @dataclass(frozen=True)
@@ -358,6 +356,7 @@ class ResolvedConfig(EngineConfig):
     max_num_batched_tokens: int = 0
     block_size: int = 0
     gpu_memory_utilization: float = 0.0
+    num_state_snapshots: int = 0
     default_seq_tokens: int | None = None
 
     @property
@@ -397,4 +396,5 @@ class ResolvedConfig(EngineConfig):
             num_ranks=num_ranks,
             num_micro_batches=self.pipeline_parallel_size,
             windows=windows,
+            num_snapshots=self.num_state_snapshots,
         )

@@ -31,10 +31,12 @@ class StageNeeds(NamedTuple):
     Attributes:
       programs: what all of them hold as long as they are loaded, which is as long as the engine lives.
       workspace: what the largest need while they run, the state of the slots included.
+      states: what layers keep of slots in place of pages.
     """
 
     programs: int
     workspace: int
+    states: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class MemoryPlan:
       budget: the share of it that the engine may use.
       programs: what all compiled programs hold.
       workspace: the largest compiled step's temporary memory, slot state included.
+      states: what layers keep of slots in place of pages.
       process: on a CPU what the process holds besides, the interpreter and its libraries for instance; else 0.
       by_need: the pool is as large as default requests need, although the budget has room for more.
       pages_per_seq: the most that a request of max_model_len tokens holds at once, over all cache groups.
@@ -56,6 +59,7 @@ class MemoryPlan:
     weights: int
     programs: int
     workspace: int
+    states: int
     process: int
     page_bytes: int
     page_size: int
@@ -75,6 +79,7 @@ class MemoryPlan:
             "weights": self.weights,
             "programs": self.programs,
             "kv_pages": self.kv_bytes,
+            "states": self.states,
             "workspace": self.workspace,
             "process": self.process,
         }
@@ -95,6 +100,7 @@ class MemoryPlan:
             ("weights", self.weights),
             ("programs", self.programs),
             ("KV pages", self.kv_bytes),
+            *([("states", self.states)] if self.states else []),
             ("workspace", self.workspace),
             *([("process", self.process)] if self.process else []),
             ("free of budget", max(0, self.budget - self.planned)),
@@ -205,6 +211,7 @@ def plan_memory(
         weights=weights,
         programs=needs.programs,
         workspace=needs.workspace,
+        states=needs.states,
         process=process,
         page_bytes=page_bytes,
         page_size=config.block_size,

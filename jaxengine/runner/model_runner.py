@@ -129,7 +129,8 @@ class ModelRunner:
         before = self.memory_in_use()
         # Where the user says how large the pool is, the steps tell their needs after they have been compiled.
         late = config.fixes_pages and not config.enforce_eager
-        plan = self._plan_memory([StageNeeds(0, 0) if late else stage.foresee_needs() for stage in stages])
+        needs = [StageNeeds(0, 0, stage.programs.state_bytes) if late else stage.foresee_needs() for stage in stages]
+        plan = self._plan_memory(needs)
         programs = hashlib.sha256(repr([stage.programs.description for stage in stages]).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
         self._warm_up(progress or (lambda done, total, what: None))
@@ -292,12 +293,13 @@ class ModelRunner:
         """
         plans = []
         for stage in self._stages:
-            weights, workspace = stage.weight_bytes, stage.workspace_bytes
+            weights, workspace, states = stage.weight_bytes, stage.workspace_bytes, stage.programs.state_bytes
             if self.on_cpu:
                 process, programs = max(0, before - weights), max(0, stage.memory_in_use - before)
             else:
                 process, programs = 0, stage.program_bytes
-            plans.append(replace(self.plan, weights=weights, programs=programs, workspace=workspace, process=process))
+            own = {"weights": weights, "programs": programs, "workspace": workspace, "states": states}
+            plans.append(replace(self.plan, **own, process=process))
         return max(plans, key=lambda plan: plan.planned)
 
     def _warm_up(self, progress: Progress) -> None:

@@ -100,7 +100,7 @@ class StageRunner:
         for name, size in programs.heads():
             self.compile_head(name, size)
         held = held * len(programs.packer.buckets) + self._held_beside_forwards
-        return StageNeeds(held, forward + self._bytes_beside_forward)
+        return StageNeeds(held, forward + self._bytes_beside_forward, programs.state_bytes)
 
     def plan_pool(self, num_pages: int) -> None:
         """Decides the pool's size, pages of a layer and rank, and with it the shapes of forward passes."""
@@ -184,12 +184,14 @@ class StageRunner:
 
     @property
     def _bytes_beside_forward(self) -> int:
-        """The state, and the most that a head of the step before and what it works on can hold meanwhile."""
+        """The state but for that of layers, and the most that a head of the step before and what it works on can hold
+        meanwhile."""
         heads = [
             self.programs.forwarded_bytes(*key) + workspace_bytes(head.memory_analysis())
             for key, head in self._heads.items()
         ]
-        return sum(map(part_bytes, jax.tree.leaves(self.programs.state_shapes))) + max(heads, default=0)
+        state = sum(map(part_bytes, jax.tree.leaves(self.programs.state_shapes)))
+        return state - self.programs.state_bytes + max(heads, default=0)
 
     def _compile(self, program: Program) -> jax.stages.Compiled:
         return self.executables.get(

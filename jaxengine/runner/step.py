@@ -20,9 +20,11 @@ from flax import nnx
 from jaxengine.runner.pooling import pool_rows
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import SamplingState, write_slots
+from models.cache import Cache, StateRows
 from models.forward_batch import HEADER, ForwardBatch, StepLayout
 from models.layers.attention import RaggedBatch
 from models.layers.moe import ExpertLoad
+from scheduler.pages.snapshots import LOAD, POSITION, SAVE
 from sharding.collectives import num_shards, shard_index
 
 
@@ -30,17 +32,20 @@ class SlotState(NamedTuple):
     """What a stage remembers of the R = max_num_seqs slots; forward changes it.
 
     Attributes:
-      page_table: i32[G * R, W], of the cache groups one after the other.
+      page_table: i32[G * R, W], of the cache groups one after the other, then that of snapshots if any are kept.
       num_computed: i32[R], tokens whose KV is written.
       expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
         models with experts.
       pooled: f32[R, D], what pooling keeps of prompts between steps (jaxengine.runner.pooling), where it keeps any.
+      states: of models.cache.Cache, a row for each slot, then for each snapshot (scheduler.pages.snapshots); empty
+        where no layer keeps any.
     """
 
     page_table: jax.Array
     num_computed: jax.Array
     expert_load: jax.Array | None
     pooled: jax.Array | None = None
+    states: tuple[tuple[jax.Array, ...], ...] = ()
 
 
 class TokenState(NamedTuple):
@@ -132,8 +137,9 @@ def init_state(
     experts: tuple[int, int] | None = None,
     num_groups: int = 1,
     pooled: int | None = None,
+    states: tuple[tuple[jax.Array, ...], ...] = (),
 ) -> DeviceState:
-    """State of slots that nobody has used yet.
+    """State of slots that nobody has used yet, with these states of layers.
 
     vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer; pooled: size of
     what pooling keeps of a slot.
@@ -143,6 +149,7 @@ def init_state(
         num_computed=jnp.zeros(max_num_seqs, jnp.int32),
         expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
         pooled=None if pooled is None else jnp.zeros((max_num_seqs, pooled), jnp.float32),
+        states=states,
     )
     if vocab_size is None:
         return DeviceState(slots, None, None)
@@ -174,7 +181,7 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
     slot, count, start, sample, next_token = layout.view(buffer, "rows")
     num_slots = state.num_computed.shape[0]
     index = jnp.minimum(slot, num_slots - 1)
-    start = jnp.where(start >= 0, start, state.num_computed[index])
+    is_new, start = start > 0, jnp.where(start >= 0, start, state.num_computed[index])
     kv_lens = jnp.where(slot < num_slots, start + count, 0)
     state = state._replace(num_computed=write_slots(state.num_computed, slot, kv_lens))
 
@@ -188,7 +195,7 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
     valid = token < cu_q_lens[-1]
     positions = jnp.where(valid, start[row] + token - cu_q_lens[row], 0)
     ragged = []
-    for group in range(state.page_table.shape[0] // num_slots):
+    for group in range(state.page_table.shape[0] // num_slots - _keeps_snapshots(state)):
         page_table = state.page_table[index + group * num_slots]
         page = page_table[row, positions // page_size]
         ragged.append(
@@ -210,8 +217,40 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
         positions=positions,
         logits_indices=jnp.maximum(cu_q_lens[1:] - 1, 0),
         ragged=tuple(ragged),
+        state_rows=_state_rows(state, slot, count, start, is_new, ragged[0]),
     )
     return state, batch, Rows(slot, count, start, sample, next_token), header
+
+
+def _keeps_snapshots(state: SlotState) -> bool:
+    """Whether there are more rows of states than slots."""
+    return bool(state.states) and state.states[0][0].shape[0] > state.num_computed.shape[0]
+
+
+def _state_rows(
+    state: SlotState, slot: jax.Array, count: jax.Array, start: jax.Array, is_new: jax.Array, ragged: RaggedBatch
+) -> StateRows | None:
+    """Where the states of a message's rows are: each in its slot's row, which a row's first token begins anew.
+
+    is_new: bool[S], rows of sequences that have just got their slots and begin behind a known prefix, from a snapshot.
+    """
+    if not state.states:
+        return None
+    num_slots, num_rows = state.num_computed.shape[0], state.states[0][0].shape[0]
+    live = (slot < num_slots) & (count > 0)
+    reads, saves = jnp.where(live & (start > 0), slot, -1), jnp.full_like(slot, num_rows)
+    if _keeps_snapshots(state):
+        table = state.page_table[-num_slots:][jnp.minimum(slot, num_slots - 1)]
+        reads = jnp.where(live & is_new, num_slots + table[:, LOAD], reads)
+        saves = jnp.where(live & (table[:, POSITION] == start + count), num_slots + table[:, SAVE], saves)
+    return StateRows(
+        cu_q_lens=ragged.cu_q_lens,
+        reads=reads,
+        writes=jnp.where(live, slot, num_rows),
+        saves=saves,
+        num_seqs=ragged.num_seqs,
+        num_decode=ragged.num_decode,
+    )
 
 
 def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Callable:
@@ -226,7 +265,9 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
         with jax.named_scope("unpack"):
             state, batch, rows, header = unpack(state, last_token, message.reshape(-1), spec.layout, spec.page_size)
-        states, kv = model(batch, kv, *hidden)
+        states, cache = model(batch, Cache(kv, state.states) if state.states else kv, *hidden)
+        kv, kept = cache if isinstance(cache, Cache) else (cache, ())
+        state = state._replace(states=kept)
         if state.expert_load is not None:
             load = jax.tree.leaves(nnx.pop(model, ExpertLoad))[0]
             state = state._replace(expert_load=state.expert_load + load.astype(jnp.uint32))

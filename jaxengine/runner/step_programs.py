@@ -33,7 +33,15 @@ from jaxengine.runner.step import (
     make_forward,
 )
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState, mask_words
-from models.cache import KVPages, abstract_kv, device_kv, page_bytes_of_group
+from models.cache import (
+    KVPages,
+    abstract_kv,
+    device_kv,
+    page_bytes_of_group,
+    paged_groups,
+    state_partition,
+    state_rows,
+)
 from models.causal_lm import CausalLM
 from scheduler.buckets import Bucket
 from scheduler.packing import Packer
@@ -85,15 +93,17 @@ class StepPrograms:
         hybrid = not config.disable_hybrid_kv_cache_manager
         self.groups = model.cache_groups(config.block_size, config.kv_cache_dtype, hybrid=hybrid)
         self.layout = platform.name
-        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks, len(self.groups))
+        self._num_slots, self._num_snapshots = config.max_num_seqs, config.num_state_snapshots
+        num_tables = len(paged_groups(self.groups)) + (self._num_snapshots > 0)
+        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks, num_tables)
         # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
+        pages = max(pages, 3 * (self._num_snapshots > 0))  # columns that name snapshots
         self.num_columns = math.ceil(pages / block_pages) * block_pages
         self.vocab_size = model.mesh.padded_vocab_size(model.config.vocab_size)
         self.num_vocab_parts = model.mesh.num_shards("sampled_vocab")
         self.own_vocab_size = self.vocab_size // self.num_vocab_parts
         self.stored_mask_words = self.num_vocab_parts * mask_words(self.own_vocab_size)
-        self._num_slots = config.max_num_seqs
         self._dtype = config.dtype
         self._experts = _count_experts(model)
         self.state_shapes: DeviceState = self._state_shapes()
@@ -105,13 +115,18 @@ class StepPrograms:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the cache groups: keys that a token sees, None for all."""
-        return tuple(group.window for group in self.groups)
+        """Of the cache groups with pages: keys that a token sees, None for all."""
+        return tuple(group.window for group in paged_groups(self.groups))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page on one device, in all layers of a group."""
         return page_bytes_of_group(self.groups, layout=self.layout)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one device that layers keep of slots in place of pages."""
+        return sum(map(part_bytes, jax.tree.leaves(self.state_shapes.slots.states)))
 
     def kv_shapes(self, num_pages: int) -> KVPages:
         """The pool of `num_pages` pages per rank, abstract."""
@@ -233,7 +248,11 @@ class StepPrograms:
         ranks: Any = _RANKS
         vocab: Any = _RANKS_VOCAB
         slots = SlotState(
-            ranks, ranks, None if self._experts is None else ranks, None if self._kept_size is None else ranks
+            page_table=ranks,
+            num_computed=ranks,
+            expert_load=None if self._experts is None else ranks,
+            pooled=None if self._kept_size is None else ranks,
+            states=state_partition(self.groups),
         )
         if not self._samples:
             return DeviceState(slots, None, None)
@@ -243,7 +262,8 @@ class StepPrograms:
     def _own_state(self) -> DeviceState:
         vocab_size = self.own_vocab_size if self._samples else None
         sizes = self._num_slots, self.num_columns, vocab_size
-        return init_state(*sizes, self._experts, len(self.groups), self._kept_size)
+        states = state_rows(self.groups, self._num_slots + self._num_snapshots)
+        return init_state(*sizes, self._experts, self.packer.num_groups, self._kept_size, states)
 
     def _state_shapes(self) -> DeviceState:
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

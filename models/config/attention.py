@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from models.config.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTEGER, ModelConfigError, check_size
 from models.config.rope import Rope
+from models.config.state import GatedDelta
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class LayerAttention:
       output_bias: of the projection after attention.
       temperature: by which queries are multiplied according to their positions; None for not at all.
       latent: what keys and values are made of, None where they are projected themselves.
+      state: what the layer has in place of attention, None where it attends. Sizes are then those of the layers that
+        do, and nothing else is said.
     """
 
     num_heads: int
@@ -92,6 +95,7 @@ class LayerAttention:
     output_bias: bool = False
     temperature: TemperatureTuning | None = None
     latent: Latent | None = None
+    state: GatedDelta | None = None
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)

@@ -83,6 +83,8 @@ class ModelConfig:
                 "attention must hold one entry per layer, at least one, with the same num_kv_heads, head_dim and "
                 f"v_head_dim (all layers share a pool), got {heads}"
             )
+        if not self.attending:
+            raise ModelConfigError("attention must hold a layer that attends, got only layers with states")
         classifier = None if self.pooler is None else self.pooler.classifier
         labels = () if classifier is None else classifier.token_ids
         for token_id in (*self.eos_token_ids, *labels, *(() if self.bos_token_id is None else (self.bos_token_id,))):
@@ -98,6 +100,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.attention)
+
+    @property
+    def attending(self) -> tuple[LayerAttention, ...]:
+        """Of the layers that attend, in order; the others keep states in place of keys and values."""
+        return tuple(layer for layer in self.attention if layer.state is None)
 
     @property
     def num_kv_heads(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from models.build import Build
@@ -105,6 +106,7 @@ class Attention(nnx.Module):
 
     Args:
       qkv: the checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`.
+      gate: that of what each head's output is multiplied with, after a sigmoid; None for no such gate.
       qk_norms: norms of q and of k before rope, [T, heads, H] to the same; None for what LayerAttention.qk_norm says.
     """
 
@@ -117,6 +119,7 @@ class Attention(nnx.Module):
         source: str,
         build: Build,
         qkv: Sequence[Source] | None = None,
+        gate: Source | None = None,
         qk_norms: Sequence[nnx.Module] | None = None,
     ):
         self.spec = attention_spec(attention, build.mesh)
@@ -127,10 +130,11 @@ class Attention(nnx.Module):
             sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
             qkv = [Source(f"{source}.{name}", size) for name, size in sizes.items()]
         copies = head_copies(attention, build.mesh)
-        q, k, v = (part._replace(group=head_dim) for part in qkv)
+        q, k, v, *gates = (part._replace(group=head_dim) for part in (*qkv, *([] if gate is None else [gate])))
+        self.has_gate = gate is not None
         self.qkv = Linear(
             hidden_size,
-            (q, k._replace(repeat=copies), v._replace(repeat=copies)),
+            (q, k._replace(repeat=copies), v._replace(repeat=copies), *gates),
             axes=("embed", "heads"),
             bias=attention.bias,
             build=build,
@@ -149,7 +153,8 @@ class Attention(nnx.Module):
         spec = self.spec
         with jax.named_scope("qkv"):
             heads = self.qkv(x, step.rows).reshape(x.shape[0], -1, spec.head_dim)
-            q, k, v = jnp.split(heads, (spec.num_q_heads, spec.num_q_heads + spec.num_kv_heads), axis=1)
+            ends = np.cumsum([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads])
+            q, k, v, gate = jnp.split(heads, ends, axis=1)
         q, k = self.rotate(q, k, step)
         ragged = pages.in_pool(kv.page_size)
         with jax.named_scope("kv_cache_update"):
@@ -157,6 +162,9 @@ class Attention(nnx.Module):
         with jax.named_scope("ragged_paged_attention"):
             sinks = None if self.sinks is None else self.sinks[...]
             o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule, sinks=sinks))
+        if self.has_gate:
+            with jax.named_scope("gate"):
+                o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(o.dtype)
         with jax.named_scope("o_proj"):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
 

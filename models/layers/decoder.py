@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.build import Build
-from models.cache import Paged, group_layers, num_places
+from models.cache import Cache, Paged, State, group_layers, num_places, paged_groups
 from models.config.attention import LayerAttention
 from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
+from models.config.state import GatedDelta, StateArray
 from models.forward_batch import ForwardBatch
 from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads, query_temperature
 from models.layers.classify import LabelScores
@@ -39,7 +40,10 @@ from sharding.stages import Stage
 
 
 class DecoderLayer(Protocol):
-    """One layer of a family: an nnx.Module."""
+    """One layer of a family: an nnx.Module.
+
+    A layer that keeps states gets its arrays [R, ...] in the place of the pool, and StateRows in that of pages.
+    """
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """x[T, D] -> [T, D], and the pool with this step's keys and values of this layer written."""
@@ -102,22 +106,31 @@ class Decoder(nnx.Module):
         logits = self.embed.logits(hidden) if tied else self.lm_head(hidden, out_dtype=jnp.float32)
         return scaled(logits, self.config.logit_scale)
 
-    def __call__(self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array | None = None) -> tuple[jax.Array, KVPages]:
+    def __call__(
+        self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
+    ) -> tuple[jax.Array, KVPages | Cache]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
-        The pool is flat (models.cache). A stage that is not the first takes the hidden states of the one before, and
-        one that is not the last gives them without the norm. Of layers with experts the module then holds the
-        ExpertLoad, i32[layers, E].
+        The pool is flat (models.cache); with it come the states of layers that keep some. A stage that is not the first
+        takes the hidden states of the one before, and one that is not the last gives them without the norm. Of layers
+        with experts the module then holds the ExpertLoad, i32[layers, E].
         """
-        steps, pages = self._step_inputs(batch, kv), self._pages(batch, kv)
+        pool, states = kv if isinstance(kv, Cache) else (kv, ())
+        steps, pages, kept = self._step_inputs(batch, pool), self._pages(batch, pool), list(states)
+        own_state = {layer: place for place, layer in enumerate(self._state_layers)}
         with jax.named_scope("embed"):
             x = self.embed_tokens(batch.token_ids) if hidden is None else hidden
         loads: list[jax.Array] = []
         for index, (layer, attention) in enumerate(zip(self.layers, self._attention, strict=True)):
             graph, state = nnx.split(layer)
+            place = own_state.get(self.stage.layers[index])
             with jax.named_scope(f"layer_{index}"):
-                x, kv, load = _run_layer(graph, state, x, kv, pages[index], steps[attention])
+                if place is None:
+                    x, pool, load = _run_layer(graph, state, x, pool, pages[index], steps[attention])
+                else:
+                    x, kept[place], load = _run_layer(graph, state, x, kept[place], batch.state_rows, steps[attention])
             loads += jax.tree.leaves(load)
+        kv = Cache(pool, tuple(kept)) if isinstance(kv, Cache) else pool
         if loads:
             self.load = ExpertLoad(jnp.stack(loads))
         if not self.stage.is_last:
@@ -138,7 +151,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("labels"):
             return self.labels(pooled, self.embed if self.config.tie_word_embeddings else None)
 
-    def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged, ...]:
+    def cache_groups(self, page_size: int, kv_dtype: Any, *, hybrid: bool = True) -> tuple[Paged | State, ...]:
         """The cache groups of the whole model with the layers that are here, `page_size` tokens a page.
 
         hybrid: as models.cache.group_layers.
@@ -153,13 +166,39 @@ class Decoder(nnx.Module):
             dtype=kv_dtype,
             values_in_keys=attention.values_in_keys,
         )
-        groups = group_layers([each.reach for each in self.config.attention], hybrid=hybrid)
+        attending = [layer for layer, each in enumerate(self.config.attention) if each.state is None]
+        groups = group_layers([self.config.attention[layer].reach for layer in attending], hybrid=hybrid)
         here = self.stage.layers
-        return tuple(Paged(tuple(each for each in layers if each in here), window, spec) for window, layers in groups)
+        paged = [
+            Paged(tuple(attending[each] for each in layers if attending[each] in here), window, spec)
+            for window, layers in groups
+        ]
+        kinds = dict.fromkeys(each.state for each in self.config.attention if each.state is not None)
+        return (*paged, *(self._state_group(state) for state in kinds))
 
-    def _pages(self, batch: ForwardBatch, kv: KVPages) -> list[LayerPages]:
-        """Where the pages of each layer here are."""
-        groups = self.cache_groups(kv.page_size, kv.dtype, hybrid=len(batch.ragged) > 1)
+    def _state_group(self, state: GatedDelta) -> State:
+        """The layers here that keep such a state."""
+        arrays = tuple(
+            StateArray(
+                tuple(
+                    size if axis is None else size // self.mesh.num_shards(axis)
+                    for size, axis in zip(array.shape, array.axes, strict=True)
+                ),
+                array.dtype or self.build.dtype,
+                array.axes,
+            )
+            for array in state.arrays
+        )
+        return State(tuple(each for each in self._state_layers if self.config.attention[each].state == state), arrays)
+
+    @property
+    def _state_layers(self) -> list[int]:
+        """Layers here that keep a state."""
+        return [layer for layer in self.stage.layers if self.config.attention[layer].state is not None]
+
+    def _pages(self, batch: ForwardBatch, kv: KVPages) -> list[LayerPages | None]:
+        """Where the pages of each layer here are; None for those that have none."""
+        groups = paged_groups(self.cache_groups(kv.page_size, kv.dtype, hybrid=len(batch.ragged) > 1))
         num_pages, rest = divmod(kv.num_pages, num_places(groups))
         if rest:
             raise ValueError(f"num_pages must be a multiple of {num_places(groups)} layers, got {kv.num_pages}")
@@ -169,7 +208,7 @@ class Decoder(nnx.Module):
                 schedule = kv_update_schedule(ragged.slot_mapping, page_size=kv.page_size, platform=kv.layout)
             for place, layer in enumerate(group.layers):
                 pages[layer] = LayerPages(ragged, jnp.int32(place * num_pages), schedule)
-        return [pages[layer] for layer in self.stage.layers]
+        return [pages.get(layer) for layer in self.stage.layers]
 
     @property
     def _attention(self) -> list[LayerAttention]:
@@ -186,7 +225,7 @@ class Decoder(nnx.Module):
         for tuning in dict.fromkeys(attention.temperature for attention in attentions):
             with jax.named_scope("temperature"):
                 temperatures[tuning] = None if tuning is None else query_temperature(batch.positions, tuning)
-        specs = {attention: attention_spec(attention, self.mesh) for attention in attentions}
+        specs = {attention: attention_spec(attention, self.mesh) for attention in attentions if attention.state is None}
         for spec in dict.fromkeys(specs.values()):
             with jax.named_scope("attention_schedule"):
                 schedules[spec] = attention_schedule(
@@ -198,8 +237,10 @@ class Decoder(nnx.Module):
                 )
         rows = Rows(is_token=batch.ragged[0].slot_mapping >= 0)
         return {
-            attention: StepInputs(rows, tables[attention.rope], schedules[spec], temperatures[attention.temperature])
-            for attention, spec in specs.items()
+            attention: StepInputs(
+                rows, tables[attention.rope], schedules.get(specs.get(attention)), temperatures[attention.temperature]
+            )
+            for attention in attentions
         }
 
 

@@ -19,6 +19,7 @@ class RenamedSource:
 
     def __init__(self, source: WeightSource, names: CheckpointNames):
         self._source = source
+        self._squeezed = names.squeezed
         self._stored: dict[str, str] = {}
         for stored in source.names():
             if stored.startswith(names.unused) or self._is_constant(stored, names):
@@ -45,10 +46,17 @@ class RenamedSource:
         return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(self._stored[name])
+        shape = self._source.shape(self._stored[name])
+        return (shape[0], *shape[2:]) if self._is_squeezed(name, shape) else shape
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
-        return self._source.read(self._stored[name], rows, columns)
+        stored = self._stored[name]
+        if self._is_squeezed(name, self._source.shape(stored)):
+            return self._source.read(stored, rows)[:, 0, columns]
+        return self._source.read(stored, rows, columns)
+
+    def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
 
     def close(self) -> None:
         self._source.close()

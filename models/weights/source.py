@@ -28,12 +28,14 @@ class CheckpointNames(NamedTuple):
       prefixes: beginnings of names, and what the model says instead; the first that fits counts.
       unused: beginnings of the names of other parts, which are not read: what is to see pictures, say.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
+      squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
       stacked_experts: how experts are stored where they may be in one tensor; None for each in tensors of its own.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
+    squeezed: tuple[str, ...] = ()
     stacked_experts: StackedExperts | None = None
 
 

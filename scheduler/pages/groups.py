@@ -12,26 +12,14 @@ still reads it is written again only after that. Knows nothing of requests but t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from scheduler.config import SchedulerConfig
 from scheduler.pages.page_pool import PagePool
+from scheduler.pages.snapshots import Hits, Snapshots
 
 Deltas = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-class Hits(NamedTuple):
-    """Pages that hold a prefix.
-
-    Attributes:
-      num_columns: columns of the prefix.
-      pages: for each group i32[n], those of its last n columns: all of them, or those that its window still sees.
-    """
-
-    num_columns: int
-    pages: tuple[np.ndarray, ...]
 
 
 class PageTables:
@@ -41,6 +29,7 @@ class PageTables:
       pool: where pages come from.
       table: i32[G, max_num_seqs, columns], -1 where a slot holds no page.
       num_columns: i32[max_num_seqs], columns that a slot has taken.
+      snapshots: states of prefixes; None where none are kept.
       deltas: entries written since `take_deltas`: rows (group * max_num_seqs + slot), columns, pages.
     """
 
@@ -48,6 +37,8 @@ class PageTables:
         self.pool = PagePool(config.num_pages, enable_caching=config.enable_prefix_caching)
         self.page_size = config.page_size
         groups, slots = len(config.windows), config.max_num_seqs
+        count = config.num_snapshots
+        self.snapshots = Snapshots(count, slots, config.page_size) if count else None
         self._windowed = [(group, window) for group, window in enumerate(config.windows) if window is not None]
         self._whole = [group for group, window in enumerate(config.windows) if window is None]
         # Columns behind a token that begins one, of which its window shows something: those and its own are all that a
@@ -96,7 +87,8 @@ class PageTables:
         return num_pages <= self.pool.num_free - sum(self.pool.num_free_among(pages) for pages in hits.pages)
 
     def lookup(self, digests: Sequence[bytes]) -> Hits:
-        """The longest prefix of a digest chain that every group can serve."""
+        """The longest prefix of a digest chain that every group can serve, with a state behind it where there are
+        snapshots."""
         run, whole = len(digests), {}
         for group in self._whole:
             whole[group] = self.pool.lookup([page_key(digest, group) for digest in digests[:run]])
@@ -104,9 +96,13 @@ class PageTables:
         found = [[self.pool.find(page_key(digest, group)) for digest in digests[:run]] for group, _ in self._windowed]
         # For each column, how many before it are there without a gap.
         gapless = [_gapless(pages) for pages in found]
-        while run and any(
-            count[run] < run - self._behind(run * self.page_size, window)
-            for count, (_, window) in zip(gapless, self._windowed, strict=True)
+        num_known = run
+        while run and (
+            (self.snapshots is not None and not self.snapshots.has(digests[run - 1]))
+            or any(
+                count[run] < run - self._behind(run * self.page_size, window)
+                for count, (_, window) in zip(gapless, self._windowed, strict=True)
+            )
         ):
             run -= 1
         pages: list[np.ndarray] = [np.empty(0, np.int32)] * self.num_groups
@@ -114,7 +110,7 @@ class PageTables:
             pages[group] = every[:run]
         for each, (group, window) in zip(found, self._windowed, strict=True):
             pages[group] = np.array(each[self._behind(run * self.page_size, window) : run], np.int32)
-        return Hits(run, tuple(pages))
+        return Hits(run, tuple(pages), num_known)
 
     def begin(self, slot: int, hits: Hits) -> None:
         """Gives an empty slot the pages of a known prefix."""
@@ -194,9 +190,18 @@ class PageTables:
         self.num_columns[slot] = self._num_registered[slot] = 0
         self._held[:, slot] = 0
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all pages and states of prefixes. Those that slots hold stay with them."""
+        self.pool.reset_prefix_cache()
+        if self.snapshots is not None:
+            self.snapshots.reset()
+
     def take_deltas(self) -> list[Deltas]:
         """The entries written since the last call."""
         deltas, self.deltas = self.deltas, []
+        if self.snapshots is not None and (entries := self.snapshots.take_entries()) is not None:
+            slots, columns, values = entries
+            deltas.append((self._rows(self.num_groups, slots), columns, values))
         return deltas
 
     def _write(self, group: int, slot: int, first: int, pages: np.ndarray) -> None:

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from models.build import Build
-from models.cache import pool_spec
+from models.cache import Cache, StateRows, pool_spec, state_rows
 from models.config.hf import read_config_json
 from models.forward_batch import ForwardBatch
 from models.registry import build_model, read_hf
@@ -26,6 +26,7 @@ from tests.fixtures.drawn_weights import checkpoint
 
 WEIGHTS_OF = {"llama_yarn": "llama"}
 PAGE_SIZE, PAGES_PER_LAYER, TABLE_WIDTH = 4, 72, 64
+NUM_SLOTS = 4  # of states; those of sequences, and what nobody has written, hold NaN before
 
 
 @cache
@@ -48,7 +49,11 @@ class PagedRun:
     def __init__(self, model):
         self.graph, state = nnx.split(model)
         self.state = state
-        self.kv = alloc(pool_spec(model.cache_groups(PAGE_SIZE, "float32", hybrid=False), PAGES_PER_LAYER))
+        groups = model.cache_groups(PAGE_SIZE, "float32", hybrid=False)
+        self.kv = alloc(pool_spec(groups, PAGES_PER_LAYER))
+        if states := state_rows(groups, NUM_SLOTS):
+            self.kv = Cache(self.kv, jax.tree.map(lambda rows: jnp.full_like(rows, jnp.nan), states))
+        self.slots: dict[str, int] = {}
         self.free = list(np.random.default_rng(0).permutation(PAGES_PER_LAYER))
         self.pages: dict[str, list[int]] = {}
         self.length: dict[str, int] = {}
@@ -58,8 +63,11 @@ class PagedRun:
         tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
         slots, cu = np.full(num_tokens, -1, np.int32), np.zeros(num_seqs + 1, np.int32)
         table, lens = np.full((num_seqs, TABLE_WIDTH), -1, np.int32), np.zeros(num_seqs, np.int32)
+        reads, writes = np.full((2, num_seqs), NUM_SLOTS, np.int32)
         end = 0
         for row, (name, new) in enumerate(work.items()):
+            writes[row] = self.slots.setdefault(name, len(self.slots))
+            reads[row] = writes[row] if name in self.length else -1
             pages, start = self.pages.setdefault(name, []), self.length.get(name, 0)
             self.length[name] = lens[row] = start + len(new)
             while len(pages) * PAGE_SIZE < lens[row]:
@@ -73,7 +81,9 @@ class PagedRun:
         cu[len(work) + 1 :] = end
         decodes = len(work) if all(len(new) == 1 for new in work.values()) else 0
         ragged = RaggedBatch(cu, lens, table, slots, np.int32(len(work)), np.int32(decodes))
-        batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,)))
+        nowhere = np.full(num_seqs, NUM_SLOTS, np.int32)
+        rows = StateRows(cu, reads, writes, nowhere, np.int32(len(work)), np.int32(decodes))
+        batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), rows))
         logits, self.kv = forward(self.graph, self.state, batch, self.kv)
         return {name: np.asarray(logits[cu[row] : cu[row + 1]]) for row, name in enumerate(work)}
 

@@ -40,6 +40,8 @@ class FakeDevice:
 
     Every cache group keeps the token ids in pages of its own. The next token is made of what the group with the widest
     window shows, all tokens where a group keeps all; each of the others must show the same as far as its window goes.
+    With snapshots it keeps a state of each sequence as well, the tokens that have been fed to it, which every row must
+    go on from; what a step writes and what it reads of them must not depend on the order of its rows.
     With `forgetful`, it remembers no sampled token, as the first stage of a pipeline, which does not sample.
     """
 
@@ -48,7 +50,12 @@ class FakeDevice:
         self.windows = config.windows
         self.num_slots = packer.buckets.max_num_seqs
         self.pages = np.full((packer.num_ranks, config.num_pages * packer.page_size), -7, np.int32)
-        self.page_table = np.full((packer.num_ranks * packer.num_table_rows, config.max_pages_per_seq), -1, np.int64)
+        width = max(config.max_pages_per_seq, 3 * (config.num_snapshots > 0))
+        self.page_table = np.full((packer.num_ranks * packer.num_table_rows, width), -1, np.int64)
+        # Of the slots of each rank, then its snapshots.
+        self.states = [[None] * (self.num_slots + config.num_snapshots) for _ in range(packer.num_ranks)]
+        self.num_snapshots = config.num_snapshots
+        self.num_loaded = 0
         self.last_token = np.full(packer.num_slots, -3, np.int32)
         self.num_computed = np.full(packer.num_slots, -3, np.int32)
         self.forgetful = forgetful
@@ -77,6 +84,7 @@ class FakeDevice:
             if entry < num_entries:
                 self.page_table[rank * num_entries + entry, column] = page
         rows, first = [], 0
+        before, written = list(self.states[rank]), []
         for row in range(num_rows):
             assert view["slot"][row] < self.num_slots
             slot, count = base + int(view["slot"][row]), int(view["num_scheduled"][row])
@@ -88,10 +96,13 @@ class FakeDevice:
             positions = np.arange(start, start + count)
             for group in range(len(self.windows)):
                 self.pages[rank, self._slots(rank, group, slot, positions)] = tokens
+            if self.num_snapshots:
+                written += self._feed(rank, slot, before, int(view["start"][row]) > 0, start, tokens)
             self.num_computed[slot] = start + count
             assert count == 1 if row < header["num_decode"] else count >= 1
             rows.append((slot, start + count))
             first += count
+        assert len(written) == len(set(written)), "a row of states is written twice"
         assert (view["slot"][num_rows:] == self.num_slots).all()
         assert not view["num_scheduled"][num_rows:].any() and not view["sample"][num_rows:].any()
         assert (view["token_ids"][first:] == -1).all()
@@ -100,6 +111,24 @@ class FakeDevice:
             if view["sample"][row]:
                 result[row] = self.last_token[slot] = next_token(self._seen(rank, slot, length))
         return result
+
+    def _feed(self, rank: int, slot: int, before: list, hit: bool, start: int, tokens: np.ndarray) -> list[int]:
+        """Takes the state of a slot on by these tokens; the rows of states that it writes."""
+        own = slot - rank * self.num_slots
+        load, position, save = self.page_table[
+            rank * self.packer.num_table_rows + len(self.windows) * self.num_slots + own, :3
+        ]
+        state = () if start == 0 else before[self.num_slots + load if hit else own]
+        self.num_loaded += hit
+        known = self.pages[rank, self._slots(rank, 0, slot, np.arange(start))]
+        assert state == tuple(known.tolist()), "a state that is not that of the tokens before"
+        state = (*state, *tokens.tolist())
+        rows = [own]
+        if len(tokens) > 1 and position == start + len(tokens):
+            rows.append(self.num_slots + int(save))
+        for row in rows:
+            self.states[rank][row] = state
+        return rows
 
     def _seen(self, rank: int, slot: int, length: int) -> np.ndarray:
         """The tokens that the last of `length` tokens sees, by the group that shows most."""

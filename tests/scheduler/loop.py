@@ -30,7 +30,7 @@ class Loop:
         self.scheduler = Scheduler(self.config)
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         buckets = Buckets(seqs, tokens, [size for size in (1, 2, 4) if size < seqs], [4])
-        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, len(self.config.windows))
+        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables)
         pipelined = self.config.num_micro_batches > 1
         self.device = FakeDevice(self.packer, self.config, forgetful=pipelined)
         self.depth = max(1 if sync else 2, self.config.num_micro_batches)

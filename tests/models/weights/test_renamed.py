@@ -28,6 +28,13 @@ def test_names_and_parts(prefix):
     np.testing.assert_array_equal(source.read("lm_head.weight", slice(0, 1), slice(0, 2)), [[0, 0]])
 
 
+def test_an_axis_of_one_is_left_out():
+    stored = {"conv1d.weight": np.arange(12.0).reshape(4, 1, 3), "conv2d.weight": np.ones((4, 1, 3))}
+    source = RenamedSource(ArraySource(stored), CheckpointNames(squeezed=("conv1d.weight",)))
+    assert source.shape("conv1d.weight") == (4, 3) and source.shape("conv2d.weight") == (4, 1, 3)
+    np.testing.assert_array_equal(source.read("conv1d.weight", slice(1, 3), slice(0, 2)), [[3, 4], [6, 7]])
+
+
 def test_two_tensors_of_one_name_are_refused():
     twice = {"model.norm.weight": np.ones(3), "language_model.model.norm.weight": np.ones(3)}
     with pytest.raises(ModelFileError, match=r"stands for model\.norm\.weight, as does model\.norm"):

@@ -1,0 +1,36 @@
+"""What is kept of known prefixes, where a model's layers have more of a sequence than pages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from models.config.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_OPTIONS = ("enable_prefix_caching", "num_state_snapshots", "enable_chunked_prefill")
+
+
+def settle_snapshots(options: Mapping[str, Any], model: ModelConfig, max_num_seqs: int) -> dict[str, Any]:
+    """What enable_prefix_caching and num_state_snapshots come to. Raises ConfigError where they cannot be honoured.
+
+    options: those of EngineConfig by name.
+    """
+    caching, asked, chunked = (options[name] for name in _OPTIONS)
+    if len(model.attending) == len(model.attention):
+        if asked:
+            raise ConfigError("num_state_snapshots", asked, f"0 or None: {model.architecture} keeps no states")
+        return {"enable_prefix_caching": caching, "num_state_snapshots": 0}
+    if asked and not (caching and chunked):
+        allowed = "0 or None, without enable_prefix_caching and enable_chunked_prefill"
+        raise ConfigError("num_state_snapshots", asked, allowed)
+    if asked is None:
+        asked = max(4, max_num_seqs // 4) if caching and chunked else 0
+    if caching and not asked:
+        logger.info("no states of prefixes are kept: enable_prefix_caching is off for %s", model.architecture)
+    return {"enable_prefix_caching": caching and asked > 0, "num_state_snapshots": asked}

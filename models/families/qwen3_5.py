@@ -1,0 +1,52 @@
+"""Qwen3.5 (Qwen Team 2026), the text part: Qwen3-Next's layers with dense MLPs, the delta nets' projections apart.
+
+Tokens of text have one position in all three parts of their rope, which is then a plain one. Layers that predict
+further tokens are not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf import text_fields
+from models.config.state import GatedDelta
+from models.families.llama import LlamaForCausalLM
+from models.families.qwen3_next import Qwen3NextForCausalLM, hybrid_fields
+from models.weights.declare import Source, parts_of
+from models.weights.source import CheckpointNames
+
+
+class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
+    """Gated delta nets, gated attention and dense MLPs."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return hybrid_fields(fields)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        return LlamaForCausalLM.make_mlp(self, layer, build)
+
+    def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
+        apart = {"in_proj_z": state.value_size, "in_proj_b": state.num_v_heads, "in_proj_a": state.num_v_heads}
+        return [
+            *parts_of(f"{source}.in_proj_qkv", state.key_size, state.key_size, state.value_size),
+            *(Source(f"{source}.{name}", rows) for name, rows in apart.items()),
+        ]
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """Qwen3.5 as published: it sees as well, and what it sees with is not read."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("model.language_model.", "model."),),
+        unused=("mtp.", "model.visual."),
+        squeezed=(".conv1d.weight",),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(text_fields(fields))

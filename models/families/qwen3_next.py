@@ -1,0 +1,112 @@
+"""Qwen3-Next (Qwen Team 2025): gated delta nets in three of four layers, gated attention in the others, and experts
+beside a gated shared MLP everywhere. Layers that predict further tokens are not read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.attention import LayerAttention
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields
+from models.config.hf import FULL, hf_fields
+from models.config.state import GatedDelta
+from models.families.llama import LAYER
+from models.families.qwen2_moe import Qwen2MoeForCausalLM
+from models.families.qwen3_moe import dense_layers
+from models.layers.attention import QK_NORMS, Attention
+from models.layers.delta_net import GatedDeltaNet
+from models.layers.norm import OffsetRMSNorm
+from models.weights.declare import Source
+from models.weights.source import CheckpointNames
+
+LINEAR = "linear_attention"
+
+
+class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
+    """Llama's layers with norms stored as their difference to one, delta nets or gated attention, and experts."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    norm_class = OffsetRMSNorm
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(unused=("mtp.",), squeezed=(".conv1d.weight",))
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        experts = ExpertsConfig(
+            num_experts=fields.integer("num_experts"),
+            num_per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("moe_intermediate_size"),
+            norm_weights=fields.boolean("norm_topk_prob", True),
+            dense_layers=dense_layers(fields),
+            shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
+            shared_gate=True,
+        )
+        return hybrid_fields(fields) | {"experts": experts}
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, attention = self.config, self.config.attention[layer]
+        size, eps = config.hidden_size, config.rms_norm_eps
+        if attention.state is not None:
+            source = f"{LAYER}.linear_attn"
+            inputs = self.delta_inputs(attention.state, source)
+            return GatedDeltaNet(attention.state, size, eps=eps, source=source, build=build, inputs=inputs)
+        source, head_dim = f"{LAYER}.self_attn", attention.head_dim
+        norms = [OffsetRMSNorm(head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
+        *qkv, gate = gated_inputs(attention, source)
+        return Attention(attention, size, eps=eps, source=source, build=build, qkv=qkv, gate=gate, qk_norms=norms)
+
+    def delta_inputs(self, state: GatedDelta, source: str) -> list[Source]:
+        """q, k, v, z, beta and the decay. In the checkpoint those of a head of keys stand together."""
+        per_key, heads = state.num_v_heads // state.num_k_heads, state.num_k_heads
+        keys, values = state.k_head_dim, per_key * state.v_head_dim
+        return [
+            *_in_turns(f"{source}.in_proj_qkvz", heads, keys, keys, values, values),
+            *_in_turns(f"{source}.in_proj_ba", heads, per_key, per_key),
+        ]
+
+
+def hybrid_fields(fields: ConfigFields) -> dict[str, Any]:
+    """What families with delta nets and gated attention spell alike."""
+    bias = fields.boolean("attention_bias", False)
+    fields = fields.with_defaults(partial_rotary_factor=0.25)
+    shared = hf_fields(fields, head_dim=256, partial_rotary=True, bias=bias, output_bias=bias)
+    state = GatedDelta(
+        num_k_heads=fields.integer("linear_num_key_heads"),
+        num_v_heads=fields.integer("linear_num_value_heads"),
+        k_head_dim=fields.integer("linear_key_head_dim"),
+        v_head_dim=fields.integer("linear_value_head_dim"),
+        conv_kernel=fields.integer("linear_conv_kernel_dim"),
+    )
+    layers = zip(shared["attention"], _layer_kinds(fields), strict=True)
+    attention = (replace(each, rope=None, state=state) if kind == LINEAR else each for each, kind in layers)
+    return shared | {"attention": tuple(attention)}
+
+
+def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
+    """LINEAR or FULL for each layer: as `layer_types` lists them, else every `full_attention_interval`-th is FULL."""
+    num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
+    if kinds is None:
+        every = fields.integer("full_attention_interval", 4)
+        return tuple(LINEAR if (layer + 1) % every else FULL for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (FULL, LINEAR) for kind in kinds):
+        raise fields.fail("layer_types", f"a list of {num_layers} of {FULL}, {LINEAR}")
+    return tuple(kinds)
+
+
+def gated_inputs(attention: LayerAttention, source: str) -> list[Source]:
+    """q, k, v and the gate: in the checkpoint a head's queries and gate stand together."""
+    q, gate = _in_turns(f"{source}.q_proj", attention.num_heads, attention.head_dim, attention.head_dim)
+    rows = attention.num_kv_heads * attention.head_dim
+    return [q, Source(f"{source}.k_proj", rows), Source(f"{source}.v_proj", rows), gate]
+
+
+def _in_turns(name: str, count: int, *sizes: int) -> list[Source]:
+    """A tensor of `count` times these many rows of each: all rows of one after the other."""
+    stride, firsts = sum(sizes), [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        Source(name, count * size, group=size, first=first, tensor_rows=count * stride, stride=stride)
+        for size, first in zip(sizes, firsts, strict=True)
+    ]

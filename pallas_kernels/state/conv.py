@@ -1,0 +1,39 @@
+"""A causal convolution along sequences, each channel by itself: the public operation.
+
+Owns validation and the choice of implementation. Knows nothing of what is convolved.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.registry import PLATFORM_ROWS, kernel
+from pallas_kernels.state.rows import StateRows, check_rows
+
+
+def causal_conv(x: jax.Array, weight: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+    """y[t] = sum over i < k of weight[:, i] * x[t - (k - 1) + i], within each sequence: f32[T, C], and the windows.
+
+    What comes before a sequence's first new token is in its window, zeros if it has none. Tokens of no sequence give 0.
+    The sum is taken from i = 0 on, in float32.
+
+    The implementation is chosen when the program is compiled, by the platform it is compiled for.
+
+    Args:
+      x: [T, C].
+      weight: [C, k], k >= 2.
+      windows: [R, k - 1, C], the tokens before, the latest last.
+
+    Raises ValueError when shapes or dtypes do not fit together.
+    """
+    check_rows(rows)
+    fits = x.ndim == weight.ndim == 2 and weight.shape[0] == x.shape[1] and weight.shape[1] > 1
+    if not fits or windows.shape[1:] != (weight.shape[1] - 1, x.shape[1]):
+        text = f"got {list(x.shape)}, {list(weight.shape)} and {list(windows.shape)}"
+        raise ValueError(f"causal_conv: x [T, C], weight [C, k >= 2] and windows [R, k - 1, C] must agree, {text}")
+    if any(not jnp.issubdtype(array.dtype, jnp.floating) for array in (x, weight, windows)):
+        raise ValueError(f"causal_conv: numbers must be floating, got {x.dtype}, {weight.dtype} and {windows.dtype}")
+    by_platform = {platform: kernel("causal_conv", row) for platform, row in PLATFORM_ROWS.items()}
+    return lax.platform_dependent(x, weight, windows, rows, **by_platform)

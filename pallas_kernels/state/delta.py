@@ -1,0 +1,53 @@
+"""The gated delta rule over ragged batches (Yang et al. 2024, arXiv:2412.06464): the public operation.
+
+Owns validation and the choice of implementation. Shape letters besides those of rows.py: K heads of queries and keys,
+N heads of values, a multiple of K, with keys of H elements and values of Hv.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.registry import PLATFORM_ROWS, kernel
+from pallas_kernels.state.rows import StateRows, check_rows
+
+
+def gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    rows: StateRows,
+) -> tuple[jax.Array, jax.Array]:
+    """o[t] = q[t] M[t], where M[t] = e^decay[t] M[t - 1], plus k[t] (x) beta[t] (v[t] - k[t] e^decay[t] M[t - 1]).
+
+    All in float32, in an order that depends on a sequence's own tokens only. Tokens of no sequence give 0; rows that no
+    sequence reads may hold NaN.
+
+    The implementation is chosen when the program is compiled, by the platform it is compiled for.
+
+    Args:
+      q, k: [T, K, H], normalised and scaled as they are to meet; head h serves heads h * N / K .. of v.
+      v: [T, N, Hv].
+      decay: f32[T, N], at most 0; beta: f32[T, N].
+      state: f32[R, N, H, Hv], M of each row.
+
+    Returns o f32[T, N, Hv], and the states. Raises ValueError when shapes or dtypes do not fit together.
+    """
+    check_rows(rows)
+    num_tokens, num_heads = v.shape[:2]
+    wanted = q.shape, (num_tokens, num_heads), (num_tokens, num_heads), (num_heads, q.shape[-1], v.shape[-1])
+    got = k.shape, decay.shape, beta.shape, state.shape[1:]
+    if q.ndim != 3 or v.ndim != 3 or q.shape[0] != num_tokens or num_heads % q.shape[1] or wanted != got:
+        shapes = [list(array.shape) for array in (q, k, v, decay, beta, state)]
+        text = "q and k [T, K, H], v [T, N, Hv], decay and beta [T, N] and state [R, N, H, Hv]"
+        raise ValueError(f"gated_delta_rule: {text} must agree, N a multiple of K, got {shapes}")
+    if {decay.dtype, beta.dtype, state.dtype} != {jnp.dtype("float32")}:
+        text = f"{decay.dtype}, {beta.dtype} and {state.dtype}"
+        raise ValueError(f"gated_delta_rule: decay, beta and state must be float32, got {text}")
+    by_platform = {platform: kernel("gated_delta_rule", row) for platform, row in PLATFORM_ROWS.items()}
+    return lax.platform_dependent(q, k, v, decay, beta, state, rows, **by_platform)

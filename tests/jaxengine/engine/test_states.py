@@ -1,0 +1,102 @@
+"""Models whose layers keep states: tokens depend on neither what these held before, nor preemption, nor prefixes."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxengine import LLM, ConfigError, SamplingParams
+from models.registry import read_folder
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+
+FOLDER = TINY_CHECKPOINT.parent / "qwen3_next"
+
+
+def poison(llm) -> None:
+    """NaN in the states of slots that nobody has."""
+    (rank,), (stage,) = llm.core.engine.scheduler.ranks, llm.core.runner._stages
+    empty = np.flatnonzero(~rank.slots.active)
+    slots = stage._state.slots
+    states = jax.tree.map(lambda rows: rows.at[empty].set(jnp.nan), slots.states)
+    stage._state = stage._state._replace(slots=slots._replace(states=states))
+
+
+def run(llm, prompts, params) -> list[list[int]]:
+    """Tokens of each prompt, all at once; states of slots without a request are poisoned at every step."""
+    core, outputs = llm.core, {}
+    for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        core.add(core.inputs.prepare({"prompt_token_ids": prompt}, each, request_id=str(index)))
+    while core.has_unfinished:
+        poison(llm)
+        for output in core.step():
+            if output.finished:
+                outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return [outputs[index] for index in range(len(prompts))]
+
+
+def workload():
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 128, 24).tolist()
+    prompts, params = [], []
+    for index in range(20):
+        tail = rng.integers(0, 128, int(rng.integers(1, 16))).tolist()
+        prompts.append((shared if index % 3 else []) + tail)
+        count = int(rng.integers(2, 16))
+        params.append(SamplingParams(temperature=0.9 * (index % 2), seed=index, max_tokens=count, ignore_eos=True))
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def make(executables_dir):
+    options = TINY_OPTIONS | {"max_model_len": 64, "compile_cache_dir": executables_dir, "model": str(FOLDER)}
+    return lambda **changes: LLM(**options | {"load_format": "dummy"} | changes)
+
+
+def test_tokens_do_not_depend_on_what_states_held(make):
+    prompts, params = workload()
+    alone = make(enable_prefix_caching=False)
+    expected = [run(alone, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    tight, roomy = make(num_gpu_blocks_override=20, num_state_snapshots=3), make(num_state_snapshots=12)
+    for llm in (tight, roomy, roomy):
+        assert run(llm, prompts, params) == expected
+        assert llm.core.runner.compiles.count == 0
+    assert tight.core.engine.scheduler.num_preemptions > 0
+    assert roomy.core.engine.scheduler.num_prefix_hits > 20 * 16
+
+
+def test_states_are_counted(make):
+    llm = make(num_state_snapshots=5)
+    plan, slots = llm.core.runner.plan, llm.core.runner._stages[0]._state.slots
+    layers = [layer.state for layer in read_folder(FOLDER).attention if layer.state is not None]
+    numbers = sum(math.prod(array.shape) for state in layers for array in state.arrays)
+    rows = TINY_OPTIONS["max_num_seqs"] + 5
+    assert plan.states == 4 * rows * numbers == sum(rows.nbytes for rows in jax.tree.leaves(slots.states))
+    assert plan.parts["states"] == plan.states and "states" in plan.table()
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "said"),
+    [
+        ("llama", {"num_state_snapshots": 3}, "num_state_snapshots is 3; allowed: 0 or None: LlamaForCausalLM keeps"),
+        (
+            "qwen3_next",
+            {"num_state_snapshots": 3, "enable_prefix_caching": False},
+            "num_state_snapshots is 3; allowed: 0 or None, without enable_prefix_caching",
+        ),
+        ("qwen3_next", {"num_state_snapshots": -1}, "num_state_snapshots is -1; allowed: 0 to"),
+        ("qwen3_next", {"tensor_parallel_size": 3}, "tensor_parallel_size"),
+    ],
+)
+def test_refused(make, folder, options, said):
+    with pytest.raises(ConfigError, match=said):
+        make(model=str(FOLDER.parent / folder), **options)
+
+
+def test_nothing_is_known_without_snapshots(make):
+    llm = make(num_state_snapshots=0)
+    assert not llm.core.engine.scheduler.config.enable_prefix_caching and llm.core.runner.plan.states > 0

@@ -1,0 +1,58 @@
+"""The causal convolution against float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import reference
+from pallas_kernels.registry import KERNELS, kernel
+from pallas_kernels.state.conv import causal_conv
+from tests.pallas_kernels.state.problems import BATCHES, NUM_ROWS
+
+IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if op == "causal_conv"}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IMPLEMENTATIONS.values())
+@pytest.mark.parametrize("kernel_size", [2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_against_float64(implementation, kernel_size, dtype, batch):
+    rng, rows = np.random.default_rng(0), batch.rows()
+    x = jnp.asarray(rng.standard_normal((batch.num_tokens, 10)), dtype)
+    weight = jnp.asarray(rng.standard_normal((10, kernel_size)), dtype)
+    windows = jnp.asarray(rng.standard_normal((NUM_ROWS, kernel_size - 1, 10)), dtype)
+    read = np.asarray(rows.reads)[: len(batch.counts)]
+    unread = np.setdiff1d(np.arange(NUM_ROWS), read[read >= 0])
+    poisoned = windows.at[unread].set(jnp.nan)  # and what is written must be written whole
+    ends = np.asarray(rows.cu_q_lens)
+    where = ends, np.asarray(rows.reads), np.asarray(rows.writes), len(batch.counts)
+    exact = reference.causal_conv(*map(np.float64, (x, weight, poisoned)), *where)
+    y, after = jax.jit(implementation)(x.at[ends[-1] :].set(jnp.nan), weight, poisoned, rows)
+    np.testing.assert_allclose(y, exact[0], rtol=0, atol=1e-5)
+    saved = np.asarray(rows.saves)[len(batch.counts) - 1]
+    if saved < NUM_ROWS:
+        exact[1][saved] = exact[1][np.asarray(rows.writes)[len(batch.counts) - 1]]
+    np.testing.assert_array_equal(np.float64(after), exact[1])
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "windows", "said"),
+    [
+        ((4, 3), (3, 1), (2, 0, 3), "must agree"),
+        ((4, 3), (2, 2), (2, 1, 3), "must agree"),
+        ((4, 3), (3, 4), (2, 2, 3), "must agree"),
+    ],
+)
+def test_shapes_that_do_not_fit(x, weight, windows, said):
+    rows = BATCHES["decodes"].rows()
+    with pytest.raises(ValueError, match=f"causal_conv: .*{said}"):
+        causal_conv(jnp.zeros(x), jnp.zeros(weight), jnp.zeros(windows), rows)
+
+
+def test_rows_that_do_not_fit():
+    rows = BATCHES["decodes"].rows()
+    with pytest.raises(ValueError, match=r"StateRows.writes must be int32\[8\], got int32\[2\]"):
+        causal_conv(jnp.zeros((8, 3)), jnp.zeros((3, 2)), jnp.zeros((2, 1, 3)), rows._replace(writes=rows.writes[:2]))
