@@ -74,7 +74,7 @@ def check_smallest(places: Sequence[tuple[Target, dict[str, Any]]], job: Job, pr
 def check_target(target: Target, job: Job, progress: Progress) -> list[dict[str, Any]]:
     """The rows of a target's programs; progress(target, done, total, what) is called before each is compiled."""
     rows, known = _run(target, job, progress)
-    if target.backend == "tpu" and job.cycles and known:
+    if target.backend == "tpu" and job.cycles and known and not target.no_profile:
         blocks, _ = _run(target, dataclasses.replace(job, bundle=None), progress, known=known, profile=True)
         rows += per_block(blocks)
     return rows

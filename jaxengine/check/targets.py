@@ -53,6 +53,7 @@ class Target:
       fast_bytes: VMEM of a TPU core, shared memory of a GPU's block.
       num_devices: that share the model.
       plain_attention: why attention is plain XLA there, "" where it has to be a kernel.
+      no_profile: why blocks of a TPU's kernels cannot be profiled by themselves, "" where they can.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Target:
     num_devices: int = 1
     gpu: Gpu | None = None
     plain_attention: str = ""
+    no_profile: str = ""
 
 
 _H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), True, 132, 128, 1.98, 52428800, 233472, 232448)
@@ -72,6 +74,9 @@ _H200 = replace(_H100, description="NVIDIA H200 141GB HBM3e")
 _B200 = Gpu("NVIDIA B200", (10, 0), True, 148, 128, 1.965, 132644864, 233472, 232448)
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 64, 1.41, 41943040, 167936, 166912)
 
+# What libtpu 0.0.52 says of them.
+_NO_COPIES = "libtpu's profile of it ends at copies within the chip"
+_NO_ROOM = "what a block's profile holds does not fit into its VMEM"
 _NO_WGMMA = "the kernels are written with wgmma, which it does not have"
 
 # A v5p device is a chip of two cores that act as one, a tpu7x device one of the two cores of its chip.
@@ -79,10 +84,10 @@ TARGETS = {
     target.name: target
     for target in (
         Target("cpu", "cpu", "", 0, 0.0, 0.0, 0, plain_attention="CPUs have no kernels"),
-        Target("v5e", "tpu", "v5e:1x1", int(15.75 * GIB), 819e9, 197e12, 128 << 20),
+        Target("v5e", "tpu", "v5e:1x1", int(15.75 * GIB), 819e9, 197e12, 128 << 20, no_profile=_NO_COPIES),
         Target("v6e", "tpu", "v6e:1x1", int(31.24 * GIB), 1640e9, 918e12, 128 << 20),
         Target("v5p", "tpu", "v5p:2x2x1", int(95.73 * GIB), 2765e9, 459e12, 64 << 20),
-        Target("tpu7x", "tpu", "tpu7x:2x2x1", int(94.74 * GIB), 3690e9, 1153e12, 64 << 20),
+        Target("tpu7x", "tpu", "tpu7x:2x2x1", int(94.74 * GIB), 3690e9, 1153e12, 64 << 20, no_profile=_NO_ROOM),
         Target(
             "sm_80",
             "cuda",

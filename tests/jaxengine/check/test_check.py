@@ -15,6 +15,7 @@ import pytest
 from jaxengine.check import children, compile, report
 from jaxengine.check.roofline import Work, step_work, visible_keys
 from jaxengine.check.shapes import SHAPES, model_config
+from jaxengine.check.targets import TARGETS
 from jaxengine.commands.cli import main
 from jaxengine.config.engine_config import ConfigError
 from models.build import Build
@@ -229,6 +230,20 @@ for name in todo:
         os._exit(134)
     reply(event="row", row={"target": "cpu", "program": name, "step": True, "failures": []})
 """
+
+
+@pytest.mark.parametrize("name, runs", [("v6e", [False, True]), ("v5e", [False]), ("tpu7x", [False]), ("cpu", [False])])
+def test_blocks_are_profiled_where_that_can_be(monkeypatch, name, runs):
+    done = []
+
+    def run(target, job, progress, known=None, profile=False):
+        done.append(profile)
+        return [], {"num_pages": 1}
+
+    monkeypatch.setattr(children, "_run", run)
+    job = children.Job("llama-3.1-8b:2", {}, None, True, None, True)
+    children.check_target(TARGETS[name], job, lambda *told: None)
+    assert done == runs
 
 
 def test_a_compiler_that_dies_costs_one_program(tmp_path, monkeypatch):
