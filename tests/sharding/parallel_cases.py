@@ -200,7 +200,7 @@ OPTIONS = {
     "disable_log_stats": True,
 }
 # The longest request holds 16 pages, or 27 where two cache groups take pages of the pool.
-MORE_PAGES = dict.fromkeys(("gemma2", "gpt_oss"), {"num_gpu_blocks_override": 40})
+MORE_PAGES = dict.fromkeys(("gemma2", "gpt_oss"), {"num_gpu_blocks_override": 60})
 
 
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:

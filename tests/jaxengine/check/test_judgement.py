@@ -192,7 +192,7 @@ def test_how_a_model_is_split_over_a_target(name, options, expected):
     [
         ("v5e-8", {TENSOR: 4}, "tensor_parallel_size is 4; allowed: .* of v5e-8, 8; it is 4"),
         ("v5e-8", {TENSOR: 2, DATA: 3}, "data_parallel_size is 3; .* it is 6"),
-        ("v6e", {TENSOR: 32}, "of v6e, 1, 4, 8, 16; it is 32"),
+        ("v6e", {TENSOR: 256}, "of v6e, 1, 4, 8, 16, 32, 64, 128; it is 256"),
     ],
 )
 def test_sizes_that_a_target_does_not_have_are_refused(name, options, words):

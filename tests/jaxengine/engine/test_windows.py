@@ -17,6 +17,8 @@ from tests.fixtures.drawn_weights import checkpoint
 
 # What the recorded tiny checkpoints have: layers of both kinds, and windows in all layers.
 WINDOWS = {"gemma2": (3, 3, None), "gemma3": (3, 3, None), "gpt_oss": (6, 6, None), "mistral": (8,)}
+# The others have each of their kinds of layers.
+THOROUGH = ("gemma3", "gpt_oss")
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -90,6 +92,8 @@ def run(llm, prompts, params, taken) -> tuple[list[list[int]], int]:
 @pytest.fixture(scope="module", params=WINDOWS)
 def make(request, executables_dir):
     """Engines of one checkpoint, by their options."""
+    if request.param in THOROUGH and not request.config.getoption("--thorough"):
+        pytest.skip("half a minute of compiling: --thorough")
     options = TINY_OPTIONS | {"max_model_len": 64, "compile_cache_dir": executables_dir}
     folder = str(checkpoint(request.param))
     yield lambda **changes: LLM(**{**options, "model": folder, **changes}), WINDOWS[request.param]
