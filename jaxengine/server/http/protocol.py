@@ -26,6 +26,7 @@ from jaxengine.server.names import REQUEST_ID
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError, show_value
 
+_MAX_USER = 1024  # characters of a name that logs and answers repeat
 MIN_LOGPROB = -9999.0
 _TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
@@ -190,6 +191,9 @@ class NamedRequest(RequestModel):
         if self.timeout is not None and self.timeout <= 0:
             raise RequestError(f"timeout is {self.timeout}; allowed are numbers above 0", param="timeout")
         verify_salt(self.cache_salt)
+        if self.user is not None and len(self.user) > _MAX_USER:
+            problem = f"user has {len(self.user)} characters; allowed are {_MAX_USER}"
+            raise RequestError(problem, param="user")
         return self
 
     def options(self, request: Request, config: ServerConfig) -> RequestOptions:

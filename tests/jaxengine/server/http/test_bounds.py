@@ -100,6 +100,14 @@ def test_a_salt_is_bounded_and_not_repeated(salt):
         ChatRequest.model_validate({**BASES[ChatRequest], "cache_salt": salt})
 
 
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, ResponsesRequest])
+def test_a_name_that_is_repeated_is_bounded(model):
+    """31 MB of it went into the log and into the answer."""
+    assert model.model_validate({**BASES[model], "user": "x" * 1024}).user
+    with pytest.raises(ValidationError, match="user has 1025 characters; allowed are 1024"):
+        model.model_validate({**BASES[model], "user": "x" * 1025})
+
+
 @pytest.mark.parametrize("container", ["{}", "[]"])
 def test_a_body_of_nothing_but_brackets_is_not_built(container):
     whole = "[" + ",".join([container] * (MAX_CONTAINERS - 1)) + "]"
