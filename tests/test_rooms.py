@@ -26,7 +26,7 @@ APART = {
         "models.weights.errors",
         "models.weights.files",
     ),
-    "pallas_kernels:base": ("pallas_kernels.registry", "pallas_kernels.tuning"),
+    "pallas_kernels:base": ("pallas_kernels.registry", "pallas_kernels.tuning", "pallas_kernels.zeros"),
     "scheduler:loop": ("scheduler.scheduler", "scheduler.rank"),
 }
 # Room -> the rooms it may import, set apart by blanks; the ground floor first.

@@ -86,7 +86,7 @@ TARGETS = {
         Target("cpu", "cpu", "", 0, 0.0, 0.0, 0, plain_attention="CPUs have no kernels"),
         Target("v5e", "tpu", "v5e:1x1", int(15.75 * GIB), 819e9, 197e12, 128 << 20, no_profile=_NO_COPIES),
         Target("v6e", "tpu", "v6e:1x1", int(31.24 * GIB), 1640e9, 918e12, 128 << 20),
-        Target("v5p", "tpu", "v5p:2x2x1", int(95.73 * GIB), 2765e9, 459e12, 64 << 20),
+        Target("v5p", "tpu", "v5p:2x2x1", int(95.73 * GIB), 2765e9, 459e12, 64 << 20, no_profile=_NO_COPIES),
         Target("tpu7x", "tpu", "tpu7x:2x2x1", int(94.74 * GIB), 3690e9, 1153e12, 64 << 20, no_profile=_NO_ROOM),
         Target(
             "sm_80",

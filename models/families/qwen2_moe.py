@@ -29,16 +29,8 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
             if not fields.has("layer_types"):  # versions of transformers differ in which layers have the window
                 raise ModelConfigError("layer_types must be given where use_sliding_window is true, got none")
             windows = windows_by_kind(layer_kinds(fields), fields.integer("sliding_window"))
-        experts = ExpertsConfig(
-            num_experts=fields.integer("num_experts"),
-            num_per_token=fields.integer("num_experts_per_tok"),
-            intermediate_size=fields.integer("moe_intermediate_size"),
-            norm_weights=fields.boolean("norm_topk_prob", False),
-            dense_layers=dense_layers(fields),
-            shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
-            shared_gate=True,
-        )
-        return hf_fields(fields, windows=windows, bias=fields.boolean("qkv_bias", True)) | {"experts": experts}
+        shared = hf_fields(fields, windows=windows, bias=fields.boolean("qkv_bias", True))
+        return shared | {"experts": gated_experts(fields, norm_weights=False)}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
@@ -50,3 +42,16 @@ class Qwen2MoeForCausalLM(Qwen3MoeForCausalLM):
     def make_experts(self, build: Build) -> nnx.Module:
         names = ExpertNames(shared="shared_expert")
         return MixtureOfExperts(self.config, source=f"{LAYER}.mlp", names=names, build=build)
+
+
+def gated_experts(fields: ConfigFields, *, norm_weights: bool) -> ExpertsConfig:
+    """Experts beside a shared MLP that each token weighs; norm_weights: where `norm_topk_prob` is not said."""
+    return ExpertsConfig(
+        num_experts=fields.integer("num_experts"),
+        num_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        norm_weights=fields.boolean("norm_topk_prob", norm_weights),
+        dense_layers=dense_layers(fields),
+        shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )

@@ -10,13 +10,11 @@ from flax import nnx
 
 from models.build import Build
 from models.config.attention import LayerAttention
-from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
 from models.config.hf import FULL, hf_fields
 from models.config.state import GatedDelta
 from models.families.llama import LAYER
-from models.families.qwen2_moe import Qwen2MoeForCausalLM
-from models.families.qwen3_moe import dense_layers
+from models.families.qwen2_moe import Qwen2MoeForCausalLM, gated_experts
 from models.layers.attention import QK_NORMS, Attention
 from models.layers.delta_net import GatedDeltaNet
 from models.layers.norm import OffsetRMSNorm
@@ -35,16 +33,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        experts = ExpertsConfig(
-            num_experts=fields.integer("num_experts"),
-            num_per_token=fields.integer("num_experts_per_tok"),
-            intermediate_size=fields.integer("moe_intermediate_size"),
-            norm_weights=fields.boolean("norm_topk_prob", True),
-            dense_layers=dense_layers(fields),
-            shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
-            shared_gate=True,
-        )
-        return hybrid_fields(fields) | {"experts": experts}
+        return hybrid_fields(fields) | {"experts": gated_experts(fields, norm_weights=True)}
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, attention = self.config, self.config.attention[layer]

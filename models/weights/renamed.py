@@ -8,17 +8,17 @@ import ml_dtypes
 import numpy as np
 
 from models.weights.errors import ModelFileError
-from models.weights.source import WHOLE, CheckpointNames, WeightSource
+from models.weights.source import WHOLE, CheckpointNames, WeightSource, WrappedSource
 
 
-class RenamedSource:
+class RenamedSource(WrappedSource):
     """The WeightSource of a checkpoint that a CheckpointNames describes.
 
     Raises ModelFileError where two tensors get one name, and where a constant is another number.
     """
 
     def __init__(self, source: WeightSource, names: CheckpointNames):
-        self._source = source
+        super().__init__(source)
         self._squeezed = names.squeezed
         self._stored: dict[str, str] = {}
         for stored in source.names():
@@ -38,10 +38,6 @@ class RenamedSource:
             raise ModelFileError(self.path, f"must hold {value} and nothing else, got {held.ravel()[:4]}", stored)
         return True
 
-    @property
-    def path(self) -> str:
-        return self._source.path
-
     def names(self) -> Iterable[str]:
         return self._stored.keys()
 
@@ -57,9 +53,6 @@ class RenamedSource:
 
     def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
-
-    def close(self) -> None:
-        self._source.close()
 
 
 # A pooling model that was saved without its head, as *Model, has names without the beginning of all others.

@@ -65,3 +65,17 @@ class WeightSource(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class WrappedSource:
+    """The part of a WeightSource over another one that all of these share."""
+
+    def __init__(self, source: WeightSource):
+        self._source = source
+
+    @property
+    def path(self) -> str:
+        return self._source.path
+
+    def close(self) -> None:
+        self._source.close()

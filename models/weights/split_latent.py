@@ -12,19 +12,19 @@ from collections.abc import Iterable
 import numpy as np
 
 from models.weights.errors import ModelFileError
-from models.weights.source import WHOLE, WeightSource
+from models.weights.source import WHOLE, WeightSource, WrappedSource
 
 _KEYS, _VALUES, _BOTH = ".k_b_proj.weight", ".v_b_proj.weight", ".kv_b_proj.weight"
 
 
-class SplitLatentSource:
+class SplitLatentSource(WrappedSource):
     """The WeightSource of such a checkpoint; one that has no such tensors is as it is.
 
     Raises ModelFileError for keys without values, and for shapes that do not belong together.
     """
 
     def __init__(self, source: WeightSource):
-        self._source = source
+        super().__init__(source)
         self._names = dict.fromkeys(source.names())
         self._split: dict[str, tuple[int, ...]] = {}
         for name in [name for name in self._names if name.endswith(_KEYS)]:
@@ -37,10 +37,6 @@ class SplitLatentSource:
             self._split[stem + _BOTH] = (keys[0] * (keys[2] + values[1]), keys[1])
             del self._names[name], self._names[stem + _VALUES]
             self._names[stem + _BOTH] = None
-
-    @property
-    def path(self) -> str:
-        return self._source.path
 
     def names(self) -> Iterable[str]:
         return self._names.keys()
@@ -60,6 +56,3 @@ class SplitLatentSource:
         together = np.concatenate([keys.swapaxes(1, 2), values.astype(keys.dtype)], axis=1)
         start = heads.start * of_head
         return together.reshape(-1, together.shape[2])[first - start : last - start]
-
-    def close(self) -> None:
-        self._source.close()

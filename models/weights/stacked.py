@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from models.weights.errors import ModelFileError
-from models.weights.source import WHOLE, StackedExperts, WeightSource
+from models.weights.source import WHOLE, StackedExperts, WeightSource, WrappedSource
 
 GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
 # Four bits: a sign, two bits of exponent, one of mantissa.
@@ -41,14 +41,15 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class StackedSource:
+class StackedSource(WrappedSource):
     """The WeightSource of a checkpoint whose experts are stacked; one that has no such tensors is as it is.
 
     Raises ModelFileError for stacks of other shapes than `num_experts` experts have.
     """
 
     def __init__(self, source: WeightSource, stacked: StackedExperts, num_experts: int):
-        self._source, self._stacked, self._num_experts = source, stacked, num_experts
+        super().__init__(source)
+        self._stacked, self._num_experts = stacked, num_experts
         self._parts: dict[str, _Part | None] = {}
         self._last: tuple[tuple, np.ndarray] | None = None
         for name in source.names():
@@ -57,10 +58,6 @@ class StackedSource:
                 self._parts[name] = None
             elif not end.endswith(SCALES):
                 self._add(name, prefix, end)
-
-    @property
-    def path(self) -> str:
-        return self._source.path
 
     def names(self) -> Iterable[str]:
         return self._parts.keys()
@@ -83,9 +80,6 @@ class StackedSource:
             matrix = self._read_blocks(part, span)
             return matrix[own.start - span.start : own.stop - span.start : part.step, columns]
         return self._read_matrix(part, columns)[:, own.start : own.stop : part.step].T
-
-    def close(self) -> None:
-        self._source.close()
 
     def _add(self, name: str, prefix: str, end: str) -> None:
         """The parts of one stack."""

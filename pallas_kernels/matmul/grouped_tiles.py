@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.zeros import zeros_for
+from pallas_kernels.zeros import zeros_in_layer
 
 _MIN_TILE, _MAX_TILE = 16, 1024  # rows: what a tensor core takes, and where reading a matrix is small beside using it
 _TRIP_BYTES = 64 << 20  # of the matrices that a trip gathers
@@ -48,7 +48,7 @@ def grouped_matmul(
         place = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
         return out.at[place].set(y.astype(out_dtype), mode="drop", unique_indices=True)
 
-    out = zeros_for(group_sizes, (num_rows, w.shape[2]), out_dtype)
+    out = zeros_in_layer(group_sizes, (num_rows, w.shape[2]), out_dtype)
     if most_tiles <= trip:
         return multiply(jnp.int32(0), out)
     return lax.fori_loop(0, -(-last_tiles[-1] // trip), multiply, out)

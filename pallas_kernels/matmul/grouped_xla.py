@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.zeros import zeros_for
+from pallas_kernels.zeros import zeros_in_layer
 
 _MIN_BLOCK, _MAX_BLOCK = 2, 16  # rows; XLA:CPU is slow with a single bfloat16 row
 
@@ -46,7 +46,7 @@ def grouped_matmul(
 
         return lax.fori_loop(0, -(-(end - start) // block), add_block, out)
 
-    init = zeros_for(group_sizes, (num_rows + block, w.shape[2]), out_dtype)
+    init = zeros_in_layer(group_sizes, (num_rows + block, w.shape[2]), out_dtype)
     return lax.fori_loop(0, jnp.sum(sizes > 0), add_group, init)[:num_rows]
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.state.rows import StateRows, read_rows, write_rows
+from pallas_kernels.zeros import zeros_in_layer
 
 SEQS = 16  # sequences of single tokens that are worked on together
 CHUNK = 64  # tokens of one sequence that are worked on together
@@ -41,9 +42,7 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """See pallas_kernels.state.delta."""
     num_tokens, num_seqs, tokens = v.shape[0], rows.reads.shape[0], _Tokens(q, k, v, decay, beta)
-    # Zeros that come from the layer's own values: of constants XLA makes a copy for each layer where a step begins.
-    zero = jnp.where(jnp.isfinite(beta[0, 0]), 0.0 * beta[0, 0], 0.0)
-    o = jnp.broadcast_to(zero, (num_tokens + CHUNK, *v.shape[1:]))
+    o = zeros_in_layer(beta, (num_tokens + CHUNK, *v.shape[1:]))
     all_single = num_tokens == num_seqs
     # Accelerators would multiply float32 in fewer bits.
     with jax.default_matmul_precision("float32"):

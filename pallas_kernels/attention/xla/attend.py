@@ -23,6 +23,7 @@ from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.attention.xla.schedule import Schedule, Tiles, block_kv_of
 from pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage
 from pallas_kernels.tuning import XlaAttention
+from pallas_kernels.zeros import zeros_in_layer
 
 
 def ragged_paged_attention(
@@ -83,7 +84,7 @@ def _attend_single(q: jax.Array, step: _Step, schedule: Schedule) -> tuple[jax.A
         return jax.tree.map(lambda old, rows: lax.dynamic_update_slice_in_dim(old, rows, tile * width, 0), results, new)
 
     shape = (tiles.seqs.size, *q.shape[1:3])
-    o, lse = _walk(tiles, step, read, write, (_any(step.kv, (*shape, step.spec.v_head_dim)), _any(step.kv, shape)))
+    o, lse = _walk(tiles, step, read, write, _zeros(step, shape))
     rank = jnp.minimum(schedule.rank, tiles.seqs.size - 1)
     return o[rank], lse[rank]
 
@@ -115,16 +116,14 @@ def _attend_runs(q: jax.Array, step: _Step, tiles: Tiles) -> tuple[jax.Array, ja
         )
 
     shape = (num_kv_heads, padded, group)
-    o, lse = _walk(tiles, step, read, write, (_any(step.kv, (*shape, step.spec.v_head_dim)), _any(step.kv, shape)))
+    o, lse = _walk(tiles, step, read, write, _zeros(step, shape))
     return o[:, :num_tokens].swapaxes(0, 1), lse[:, :num_tokens].swapaxes(0, 1)
 
 
-def _any(kv: KVPages, shape: tuple[int, ...]) -> jax.Array:
-    """f32 of a shape, of no meaning: what is read of it was written before.
-
-    It comes from the pool as a layer has it: of zeros XLA made a copy for each layer, all of them where a step begins.
-    """
-    return jnp.broadcast_to(kv.data[0, 0, 0].astype(jnp.float32), shape)
+def _zeros(step: _Step, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Outputs and log-sum-exps before anything is written."""
+    data = step.kv.data
+    return zeros_in_layer(data, (*shape, step.spec.v_head_dim)), zeros_in_layer(data, shape)
 
 
 def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: tuple[jax.Array, jax.Array]):
@@ -153,7 +152,7 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
         next_block = jnp.where(done, tiles.first_block[jnp.minimum(next_tile, len(tiles.first_block) - 1)], block + 1)
         return next_tile, next_block, softmax, results
 
-    softmax = jax.tree.map(lambda fresh: _any(step.kv, fresh.shape), start)
+    softmax = jax.tree.map(lambda fresh: zeros_in_layer(step.kv.data, fresh.shape), start)
     carry = (jnp.int32(0), tiles.first_block[0], softmax, results)
     return lax.while_loop(lambda carry: carry[0] < tiles.num_tiles, attend_block, carry)[3]
 

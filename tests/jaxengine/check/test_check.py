@@ -232,7 +232,9 @@ for name in todo:
 """
 
 
-@pytest.mark.parametrize("name, runs", [("v6e", [False, True]), ("v5e", [False]), ("tpu7x", [False]), ("cpu", [False])])
+@pytest.mark.parametrize(
+    ("name", "runs"), [("v6e", [False, True]), *((name, [False]) for name in ("v5e", "v5p", "tpu7x", "cpu"))]
+)
 def test_blocks_are_profiled_where_that_can_be(monkeypatch, name, runs):
     done = []
 
