@@ -111,7 +111,7 @@ def _moved(
         parameters = {_number(inner): inner for inner in inside if inner.opcode == "parameter"}
         for index, size in enumerate(sizes):
             if index in parameters:
-                touched, in_place = _touched(parameters[index], inside)
+                touched, in_place = _touched(module, parameters[index], inside)
                 sizes[index] = min(size, touched) if touched is not None else size
                 if in_place and operands[index].elements == instruction.elements:
                     result = min(result, sizes[index])
@@ -122,7 +122,7 @@ def _number(parameter: Instruction) -> int:
     return int(parameter.rest.partition(")")[0])
 
 
-def _touched(parameter: Instruction, body: list[Instruction]) -> tuple[int | None, bool]:
+def _touched(module: Module, parameter: Instruction, body: list[Instruction]) -> tuple[int | None, bool]:
     """(bytes of a fusion's parameter that it touches, None for all; whether it is updated in place)."""
     names, total, in_place = {parameter.name}, 0, False
     for inner in body:
@@ -136,6 +136,13 @@ def _touched(parameter: Instruction, body: list[Instruction]) -> tuple[int | Non
             by_name = {each.name: each for each in body}
             total += sum(sum(bytes_of(by_name[name].type_text)) for name in inner.operands[1:] if name in by_name)
             in_place = True
+        elif inside := module.inside(inner):
+            for index in (index for index, name in enumerate(inner.operands) if name in names):
+                own = next((each for each in inside if each.opcode == "parameter" and _number(each) == index), None)
+                touched, updated = (0, False) if own is None else _touched(module, own, inside)
+                if touched is None or updated:
+                    return None, False
+                total += touched
         else:
             return None, False
     return total, in_place

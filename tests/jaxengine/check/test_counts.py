@@ -92,6 +92,19 @@ FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
   %r = bf16[2,64]{1,0} slice(%b), slice={[0:2], [0:64]}
   ROOT %d = bf16[8,64]{1,0} dynamic-update-slice(%a, %r, %i, %i)
 }
+
+%within (c: bf16[64,128], i: s32[]) -> bf16[1,128] {
+  %c = bf16[64,128]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %s = bf16[1,128]{1,0} dynamic-slice(%c, %i, %i), dynamic_slice_sizes={1,128}
+}
+
+%nested (x: bf16[8,64], t: bf16[64,128]) -> bf16[8,64] {
+  %x = bf16[8,64]{1,0} parameter(0)
+  %t = bf16[64,128]{1,0} parameter(1)
+  %row = bf16[1,128]{1,0} fusion(%t, %i), kind=kLoop, calls=%within
+  ROOT %y = bf16[8,64]{1,0} add(%x, %row)
+}
 """
 
 
@@ -108,6 +121,8 @@ FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
         ("%y = bf16[64,128]{1,0} scatter(%w, %i, %p), to_apply=%r", 2 * 1024),
         # Two rows are read, and written to a place that is not read.
         ("%y = bf16[8,64]{1,0} fusion(%p, %w), kind=kLoop, calls=%fused", 256 + 256 + 256),
+        # A row is looked up in a fusion within the fusion.
+        ("%y = bf16[8,64]{1,0} fusion(%p, %w), kind=kOutput, calls=%nested", 1024 + 256 + 1024),
     ],
 )
 def test_what_crosses_the_memory(line, expected):
