@@ -55,6 +55,9 @@ from sharding.mesh import make_mesh
 from sharding.rules import named_sharding, part_bytes, part_shape
 from sharding.stages import devices_of_stages
 
+# Of an expert that has any: what a tensor core takes.
+_EXPERT_ROWS = {"gpu": 16}
+
 # A state array below this size costs nothing to copy.
 _SMALL = 1 << 20
 
@@ -210,6 +213,7 @@ class StagePrograms:
         program = self._steps.forward(bucket, self._params, kv)
         # CPUs and GPUs multiply a single row with another one beside it.
         at_least_two = Bucket(max(2, bucket.num_tokens), max(2, bucket.num_seqs))
+        expert_rows = _EXPERT_ROWS.get(self._layout, 1)
         work = step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context)
         return Program(
             name=f"{self._place}{program.name}",
@@ -222,7 +226,7 @@ class StagePrograms:
             work=work,
             precious=self._precious(self._steps.packer.buckets.sample_size(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
-            products=product_work(self.model, at_least_two, self.config.dtype),
+            products=product_work(self.model, at_least_two, self.config.dtype, expert_rows=expert_rows),
             num_attentions=sum(self.model.config.attention[layer].state is None for layer in self.model.stage.layers),
             dtype=self.config.dtype,
         )

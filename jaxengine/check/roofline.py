@@ -101,8 +101,11 @@ class Products:
     row_bytes: int
 
 
-def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
-    """Of a forward pass of an abstract model, every rank with a bucket of tokens of its own."""
+def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1) -> Products:
+    """Of a forward pass of an abstract model, every rank with a bucket of tokens of its own.
+
+    expert_rows: the fewest rows that are multiplied with an expert which has any.
+    """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = flops = row_bytes = 0
     for param in declared_params(model):
@@ -117,7 +120,8 @@ def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
         reached = 1.0
         if param.decl.num_experts is not None:
             picked = rows * config.experts.num_per_token / param.decl.num_experts
-            reached, rows = min(1.0, picked), picked
+            reached = min(1.0, picked)
+            rows = max(picked, reached * expert_rows)
         weight_bytes += size * jnp.dtype(param.dtype).itemsize
         reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
         if len(part) > 1 + (param.decl.num_experts is not None):  # a matrix, no biases

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxengine.check import children, compile, report
-from jaxengine.check.roofline import Work, step_work, visible_keys
+from jaxengine.check.roofline import Work, product_work, step_work, visible_keys
 from jaxengine.check.shapes import SHAPES, model_config
 from jaxengine.check.targets import TARGETS
 from jaxengine.commands.cli import main
@@ -318,6 +318,18 @@ def test_a_device_does_its_share_of_a_step():
     # Three tokens go to at most six experts, those of two ranks to all of a device's two.
     assert alone.num_bytes // 2 - share.num_bytes < 2 * 3 * 1024 * 32
     assert share.num_bytes > 2 * 2 * 3 * 1024 * 32
+
+
+def test_few_rows_of_an_expert_are_a_tile():
+    """Three tokens to two experts of eight each: six experts with a row each, which a tensor core multiplies as 16."""
+    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
+    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
+    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
+    model, of_an_expert = build_model(config, Build("bfloat16")), 2 * 3 * 1024 * 32
+    plain, tiled = (product_work(model, Bucket(3, 3), "bfloat16", expert_rows=rows).flops for rows in (1, 16))
+    assert tiled - plain == 6 * (16 - 1) * of_an_expert
+    plain, tiled = (product_work(model, Bucket(64, 3), "bfloat16", expert_rows=rows).flops for rows in (1, 16))
+    assert tiled == plain
 
 
 @pytest.mark.parametrize(
