@@ -128,6 +128,7 @@ class RequestReader:
         if len(chat.messages) > MAX_CHAT_MESSAGES:
             count = len(chat.messages)
             raise RequestError(f"there are {count} messages; allowed are {MAX_CHAT_MESSAGES}", param="messages")
+        self._encoder.verify_length(max((len(each.content) for each in chat.messages), default=0), "messages")
         if chat.HasField("chat_template_kwargs"):
             if chat.chat_template_kwargs.ByteSize() > MAX_TEMPLATE_VARIABLES_BYTES:
                 allowed = f"allowed are {MAX_TEMPLATE_VARIABLES_BYTES} bytes"

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.http.answers import Answer, answers
-from jaxengine.server.http.chat.protocol import MAX_TOOLS, Messages
+from jaxengine.server.http.chat.prompt import ChatRenderer
+from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, Tool
 from jaxengine.server.http.fields import TemplateVariables, TokenIds, at_most
 from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.models import check_model
@@ -19,6 +20,9 @@ from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE, PromptEncoder, check_token_ids
 from scheduler.errors import RequestError
+
+# What TokenizeRequest has of a conversation beside its messages.
+_WITH_MESSAGES = ("add_generation_prompt", "continue_final_message", "tools", "chat_template", "chat_template_kwargs")
 
 
 class TokenizeRequest(RequestModel):
@@ -36,7 +40,7 @@ class TokenizeRequest(RequestModel):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
@@ -45,13 +49,7 @@ class TokenizeRequest(RequestModel):
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         if self.messages is None:
-            for name in (
-                "add_generation_prompt",
-                "continue_final_message",
-                "tools",
-                "chat_template",
-                "chat_template_kwargs",
-            ):
+            for name in _WITH_MESSAGES:
                 if getattr(self, name) is not None:
                     raise RequestError(f"{name} is only allowed with messages", param=name)
         return self
@@ -81,32 +79,16 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     routes = APIRouter(tags=["tokenize"], route_class=JsonRoute)
     inputs = engine.inputs
     encoder = PromptEncoder(inputs)
+    renderer = ChatRenderer(engine, config)
     names = served_names(engine, config)
-
-    def render(body: TokenizeRequest) -> list[int]:
-        """Raises RequestError."""
-        if body.chat_template is not None and not config.trust_request_chat_template:
-            raise RequestError("chat_template is not allowed in requests here", param="chat_template")
-        if body.chat_template_kwargs and not config.chat_template_kwargs_allowed:
-            raise RequestError("chat_template_kwargs is not allowed here", param="chat_template_kwargs")
-        prompt = inputs.chat_prompt(
-            body.messages or [],
-            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-            continue_final_message=bool(body.continue_final_message),
-            tools=body.tools,
-            chat_template=body.chat_template,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
-        if body.add_special_tokens:
-            return inputs.require_tokenizer().encode(prompt["prompt"])
-        return prompt["prompt_token_ids"]
 
     @routes.post("/tokenize")
     @answers(TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         check_model(body.model, names)
         if body.prompt is None:
-            ids = await asyncio.to_thread(render, body)
+            chat = {name: getattr(body, name) for name in ("messages", "add_special_tokens", *_WITH_MESSAGES)}
+            ids = await renderer.token_ids(ChatRequest.of(chat))
         else:
             (ids,) = await encoder.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False)
         strings = inputs.require_tokenizer().convert_ids_to_tokens(ids) if body.return_token_strs else None

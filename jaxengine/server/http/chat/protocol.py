@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
 from jaxengine.server.http.protocol import TEXT_REFUSED, RequestModel, TextRequest
@@ -113,6 +113,15 @@ class ChatRequest(TextRequest):
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_prompt_text: bool | None = None
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> ChatRequest:
+        """Of another API's request. Raises RequestError."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raised = error.errors()[0].get("ctx", {}).get("error")
+            raise (raised if isinstance(raised, RequestError) else error) from None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, Texts, at_most
@@ -96,12 +96,9 @@ class Conversation(RequestModel):
     def chat_request(self) -> ChatRequest:
         """The same as a request for a chat completion. Raises RequestError, by the names of here."""
         try:
-            return ChatRequest.model_validate(self._chat_fields())
-        except ValidationError as error:
-            raised = error.errors()[0].get("ctx", {}).get("error")
-            if isinstance(raised, RequestError):
-                raise as_messages_error(raised) from None
-            raise
+            return ChatRequest.of(self._chat_fields())
+        except RequestError as error:
+            raise as_messages_error(error) from None
 
     def _chat_fields(self) -> dict[str, Any]:
         messages, choice, output = read_messages(self.system, self.messages), self.tool_choice, self.output_config

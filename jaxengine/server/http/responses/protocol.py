@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from jaxengine.server.http.chat.protocol import MAX_NAME_CHARS, MAX_TOOLS, ChatRequest, Messages, renamed
 from jaxengine.server.http.fields import JsonObject, TemplateVariables, TextsByName, at_most
@@ -148,12 +148,9 @@ class ResponsesRequest(GenerationRequest):
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
         }
         try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            raised = error.errors()[0].get("ctx", {}).get("error")
-            if isinstance(raised, RequestError):
-                raise as_response_error(raised) from None
-            raise
+            return ChatRequest.of(fields)
+        except RequestError as error:
+            raise as_response_error(error) from None
 
     def _tools(self) -> list[dict[str, Any]] | None:
         if not self.tools:

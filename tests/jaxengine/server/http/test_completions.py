@@ -258,6 +258,10 @@ async def test_tokens_and_back(app, chat_engine):
         ({"prompt": "a", "tools": []}, "tools"),
         ({"messages": messages, "chat_template": "x"}, "chat_template"),
         ({"messages": [], "chat_template_kwargs": {"tools": 1}}, "messages"),
+        (
+            {"messages": messages, "add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
     ):
         assert (await post(app, "/tokenize", **fields)).error["param"] == param
     assert (await post(app, "/detokenize", tokens=[49152])).error["param"] == "tokens"

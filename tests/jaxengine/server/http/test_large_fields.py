@@ -174,6 +174,7 @@ async def test_a_conversation_that_cannot_fit_reaches_no_template(app, monkeypat
     for path, fields in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
         ("/v1/responses", {"input": long}),
+        ("/tokenize", {"prompt": None, "messages": [{"role": "user", "content": long}]}),
     ):
         answer = await post(app, path, **fields)
         assert answer.status == 400 and "has 1000000 characters; no more than" in answer.error["message"]
