@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
 import shutil
@@ -38,9 +40,15 @@ DEFAULT_MODEL_FILES = (
     "tests/examples/test_examples.py",
 )
 
-# Their engines serve a few tokens: compiled in haste they are there a fifth sooner. Some serve many.
-HASTY = ("tests/jaxengine/api/", "tests/jaxengine/engine/", "tests/jaxengine/server/")
-UNHURRIED = (*DEFAULT_MODEL_FILES, "tests/jaxengine/server/processes/test_storm.py")
+# Their engines serve a few tokens: compiled in haste they are there a fifth sooner. Some serve many, and some tell what
+# the optimiser makes.
+HASTY = ("tests/docs/", "tests/jaxengine/", "tests/test_no_recompile.py")
+UNHURRIED = (
+    *DEFAULT_MODEL_FILES,
+    "tests/jaxengine/check/",
+    "tests/jaxengine/sampling/",
+    "tests/jaxengine/server/processes/test_storm.py",
+)
 
 
 def pytest_addoption(parser):
@@ -90,12 +98,9 @@ def pytest_runtest_teardown(item, nextitem):
             jax.clear_caches()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def haste(request):
-    """Compiles with few optimisations, here and in what is started, what the files in HASTY compile."""
-    if not request.node.nodeid.startswith(HASTY) or request.node.nodeid.startswith(UNHURRIED):
-        yield
-        return
+@contextlib.contextmanager
+def in_haste():
+    """Compiles with few optimisations, here and in what is started."""
     import jax
 
     with pytest.MonkeyPatch.context() as patch:
@@ -103,6 +108,30 @@ def haste(request):
         jax.config.update("jax_disable_most_optimizations", True)
         yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def haste(request):
+    """What the files in HASTY compile."""
+    name = request.node.nodeid
+    with in_haste() if name.startswith(HASTY) and not name.startswith(UNHURRIED) else contextlib.nullcontext():
+        yield
+
+
+def use_scheduler(llm, **changes):
+    """Gives an engine a fresh scheduler, with an empty prefix cache and other limits than the engine's if asked for.
+
+    What differs between cases by the scheduler alone needs no engine, and no compiling, of its own.
+    """
+    from scheduler.scheduler import Scheduler
+
+    engine = llm.core.engine
+    while engine.has_unfinished:  # the step that was in flight when the last request ended
+        engine.step()
+    runner = engine.runner
+    config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
+    engine.scheduler = Scheduler(dataclasses.replace(config, **changes))
+    return engine.scheduler
 
 
 @pytest.fixture(scope="session")

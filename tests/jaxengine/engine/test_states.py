@@ -11,7 +11,7 @@ import pytest
 
 from jaxengine import LLM, ConfigError, SamplingParams
 from models.registry import read_folder
-from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 
 FOLDER = TINY_CHECKPOINT.parent / "qwen3_next"
 
@@ -56,25 +56,29 @@ def make(executables_dir):
     return lambda **changes: LLM(**options | {"load_format": "dummy"} | changes)
 
 
-def test_tokens_do_not_depend_on_what_states_held(make):
+@pytest.fixture(scope="module")
+def llm(make):
+    return make(num_state_snapshots=12)
+
+
+def test_tokens_do_not_depend_on_what_states_held(llm):
     prompts, params = workload()
-    alone = make(enable_prefix_caching=False)
-    expected = [run(alone, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+    use_scheduler(llm, enable_prefix_caching=False, num_snapshots=0)
+    expected = [run(llm, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
-    tight, roomy = make(num_gpu_blocks_override=20, num_state_snapshots=3), make(num_state_snapshots=12)
-    for llm in (tight, roomy, roomy):
-        assert run(llm, prompts, params) == expected
-        assert llm.core.runner.compiles.count == 0
-    assert tight.core.engine.scheduler.num_preemptions > 0
-    assert roomy.core.engine.scheduler.num_prefix_hits > 20 * 16
+    tight = use_scheduler(llm, num_pages=20, num_snapshots=3)
+    assert run(llm, prompts, params) == expected and tight.num_preemptions > 0
+    roomy = use_scheduler(llm)
+    assert run(llm, prompts, params) == expected == run(llm, prompts, params)
+    assert roomy.num_prefix_hits > 20 * 16
+    assert llm.core.runner.compiles.count == 0
 
 
-def test_states_are_counted(make):
-    llm = make(num_state_snapshots=5)
+def test_states_are_counted(llm):
     plan, slots = llm.core.runner.plan, llm.core.runner._stages[0]._state.slots
     layers = [layer.state for layer in read_folder(FOLDER).attention if layer.state is not None]
     numbers = sum(math.prod(array.shape) for state in layers for array in state.arrays)
-    rows = TINY_OPTIONS["max_num_seqs"] + 5
+    rows = TINY_OPTIONS["max_num_seqs"] + 12
     assert plan.states == 4 * rows * numbers == sum(rows.nbytes for rows in jax.tree.leaves(slots.states))
     assert plan.parts["states"] == plan.states and "states" in plan.table()
 
@@ -98,5 +102,5 @@ def test_refused(make, folder, options, said):
 
 
 def test_nothing_is_known_without_snapshots(make):
-    llm = make(num_state_snapshots=0)
+    llm = make(num_state_snapshots=0, enforce_eager=True)
     assert not llm.core.engine.scheduler.config.enable_prefix_caching and llm.core.runner.plan.states > 0

@@ -12,7 +12,7 @@ import pytest
 
 from jaxengine import LLM, SamplingParams
 from scheduler.pages.groups import PageTables
-from tests.conftest import TINY_OPTIONS
+from tests.conftest import TINY_OPTIONS, use_scheduler
 from tests.fixtures.drawn_weights import checkpoint
 
 # What the recorded tiny checkpoints have: layers of both kinds, and windows in all layers.
@@ -50,8 +50,8 @@ def taken(monkeypatch):
 
 def poison_pages(llm, pages: np.ndarray) -> None:
     """NaN in these pages, i32[n]."""
-    (rank,), (stage,) = llm.core.engine.scheduler.ranks, llm.core.runner._stages
-    num_pages = rank.pool.num_pages
+    (stage,) = llm.core.runner._stages
+    num_pages = llm.core.runner.plan.num_pages
     places = stage._kv.num_pages // num_pages
     rows = np.full(places * num_pages, places * num_pages, np.int32)
     rows[: places * len(pages)] = (np.arange(places)[:, None] * num_pages + pages).ravel()
@@ -96,7 +96,13 @@ def make(request, executables_dir):
         pytest.skip("half a minute of compiling: --thorough")
     options = TINY_OPTIONS | {"max_model_len": 64, "compile_cache_dir": executables_dir}
     folder = str(checkpoint(request.param))
-    yield lambda **changes: LLM(**{**options, "model": folder, **changes}), WINDOWS[request.param]
+    return lambda **changes: LLM(**{**options, "model": folder, **changes}), WINDOWS[request.param]
+
+
+@pytest.fixture(scope="module")
+def llm(make):
+    """The one that gives pages back."""
+    return make[0]()
 
 
 def workload():
@@ -114,12 +120,11 @@ def workload():
     return prompts, params
 
 
-def test_tokens_do_not_depend_on_pages_given_back(make, taken):
+def test_tokens_do_not_depend_on_pages_given_back(make, llm, taken):
     make_llm, windows = make
     prompts, params = workload()
     keeping = make_llm(disable_hybrid_kv_cache_manager=True)
     expected, kept = run(keeping, prompts, params, taken)
-    llm = make_llm()
     assert llm.core.runner.windows == windows and keeping.core.runner.windows == (None,)
     found, held = run(llm, prompts, params, taken)
     assert found == expected
@@ -141,12 +146,12 @@ def growing():
     return prompts, params
 
 
-def test_tokens_are_the_same_alone_and_under_preemption(make, taken):
-    make_llm, windows = make
+def test_tokens_are_the_same_alone_and_under_preemption(make, llm, taken):
+    _, windows = make
     prompts, params = growing()
     # Pages of one request of the longest there are, and a few more.
-    tight = make_llm(num_gpu_blocks_override=14 if len(windows) == 1 else 44, enable_prefix_caching=False)
-    expected = [run(tight, [prompt], [each], taken)[0][0] for prompt, each in zip(prompts, params, strict=True)]
-    assert tight.core.engine.scheduler.num_preemptions == 0
-    found, _ = run(tight, prompts, params, taken)
-    assert found == expected and tight.core.engine.scheduler.num_preemptions > 3
+    tight = use_scheduler(llm, num_pages=14 if len(windows) == 1 else 44, enable_prefix_caching=False)
+    expected = [run(llm, [prompt], [each], taken)[0][0] for prompt, each in zip(prompts, params, strict=True)]
+    assert tight.num_preemptions == 0
+    found, _ = run(llm, prompts, params, taken)
+    assert found == expected and tight.num_preemptions > 3

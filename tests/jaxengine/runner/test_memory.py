@@ -19,15 +19,14 @@ def test_every_loaded_program_counts(make_llm):
 
 def test_a_program_that_was_loaded_counts_as_when_it_was_compiled(tiny_options, tmp_path):
     """Also where what it held had not been remembered: a loaded program cannot be made into a file again."""
-    options = {**tiny_options, "compile_cache_dir": str(tmp_path)}
-    forgetful = {**options, "enforce_eager": True}
+    options = {**tiny_options, "compile_cache_dir": str(tmp_path), "enforce_eager": True}
 
     def held(**options) -> list[int]:
         runner = LLM(**options).core.engine.runner
         (stage,) = runner._stages
         return [stage._held(program, stage._changes[name]) for name, program in stage.programs.state_changes().items()]
 
-    LLM(**forgetful)
+    LLM(**options)
     for file in tmp_path.glob("*.xla"):
         if file.stat().st_size < 200:  # a number
             file.unlink()

@@ -1,6 +1,6 @@
 """A server with the default model's real weights, by the clients that people have: OpenAI's, an evaluation's, gRPC's.
 
-Everything runs with one API process and with two.
+With two API processes, and with one in a thorough run: the examples have a server of one.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class City(pydantic.BaseModel):
 @pytest.fixture(scope="module", params=[1, 2], ids=["one API process", "two API processes"])
 def served(make_server, smollm, request):
     """smollm is asked for first, so that its steps are there."""
+    if request.param == 1 and not request.config.getoption("--thorough"):
+        pytest.skip("half a minute: --thorough")
     server = make_server(**OPTIONS, api_server_count=request.param)
     yield server
     server.stop()

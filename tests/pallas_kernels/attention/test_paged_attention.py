@@ -21,11 +21,19 @@ def cases_for(implementation: Implementation, thorough: bool) -> list[Case]:
     return [case for case in (QUICK if implementation.name == "gpu_xla" else ATTENTION) if case not in for_kernels]
 
 
+def dtypes_for(implementation: Implementation, case: Case, thorough: bool) -> tuple[str, ...]:
+    """Plain XLA in bfloat16 differs by what it rounds: the quick cases show it, on one of its layouts."""
+    dtypes = implementation.dtypes(case)
+    if thorough or implementation.elsewhere is not None or len(dtypes) == 1:
+        return dtypes
+    return dtypes if case in QUICK and implementation.name == "cpu" else dtypes[:1]
+
+
 def pytest_generate_tests(metafunc):
     rows = []
     for implementation in IN_PROCESS:
         for case in cases_for(implementation, metafunc.config.getoption("--thorough")):
-            for dtype in implementation.dtypes(case):
+            for dtype in dtypes_for(implementation, case, metafunc.config.getoption("--thorough")):
                 identity = f"{implementation.name}-{case.name}-{dtype}"
                 rows.append(pytest.param(case, dtype, implementation, id=identity))
     metafunc.parametrize(("case", "dtype", "implementation"), rows)
