@@ -123,14 +123,12 @@ def use_scheduler(llm, **changes):
 
     What differs between cases by the scheduler alone needs no engine, and no compiling, of its own.
     """
-    from scheduler.scheduler import Scheduler
-
     engine = llm.core.engine
     while engine.has_unfinished:  # the step that was in flight when the last request ended
         engine.step()
     runner = engine.runner
     config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
-    engine.scheduler = Scheduler(dataclasses.replace(config, **changes))
+    engine.scheduler.__init__(dataclasses.replace(config, **changes))  # the engine's parts know it
     return engine.scheduler
 
 

