@@ -6,6 +6,9 @@ of any group finds page p in row i * pages + p. So memory flows between groups, 
 
 Layers that keep a state of each sequence have arrays with a row for each slot in place of pages.
 
+A pool of codes has scales of every layer with pages: rows of k_scale and v_scale, f32[layers, K], in the layers' order.
+A layer gets the pool with its own row (`of_layer`).
+
 `layout` is the platform whose kernels read the pool: a name of pallas_kernels.registry, see `platform_of`. Sizes are of
 one device; on a mesh every rank has pages of its own, and its devices hold their heads of them.
 """
@@ -22,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from models.config.state import StateArray
-from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, page_bytes, partition_spec
+from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, is_quantized, largest, page_bytes, partition_spec
 from pallas_kernels.registry import block_profile, kernel_modules, platform_of
 from pallas_kernels.state.rows import StateRows
 from sharding.layout import RULES
@@ -40,7 +43,9 @@ __all__ = [
     "group_layers",
     "kernel_modules",
     "kv_partition",
+    "largest",
     "num_places",
+    "of_layer",
     "page_bytes_of_group",
     "paged_groups",
     "platform_of",
@@ -155,14 +160,16 @@ def page_bytes_of_group(groups: Sequence[Paged | State], *, layout: str) -> int:
 
 def kv_partition(kv: KVPages) -> KVPages:
     """The pool's PartitionSpecs: pages over ranks, heads over the devices of a rank."""
-    heads = None if kv.k_scale is None else logical_to_spec(("kv_heads",))
+    heads = logical_to_spec((None, "kv_heads"))
     data = partition_spec(kv.layout, head_axis=RULES["kv_heads"], data_axis=RULES["pages"])
-    return replace(kv, data=data, k_scale=heads, v_scale=heads)
+    k_scale, v_scale = (None if scale is None else heads for scale in (kv.k_scale, kv.v_scale))
+    return replace(kv, data=data, k_scale=k_scale, v_scale=v_scale)
 
 
 def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str, mesh: Mesh) -> KVPages:
     """The pool's shapes over all devices of the mesh, nothing allocated; its `spec` is that of one device."""
-    kv = jax.eval_shape(lambda: alloc(pool_spec(groups, num_pages), layout=layout))
+    num_layers = sum(len(group.layers) for group in paged_groups(groups))
+    kv = jax.eval_shape(lambda: _pool(pool_spec(groups, num_pages), layout, num_layers))
 
     def of_all_devices(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec)
@@ -173,4 +180,18 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str,
 
 def device_kv(shapes: KVPages) -> KVPages:
     """One device's part of the pool of `abstract_kv`, zeroed; quantised dtypes start with scales of 1."""
-    return alloc(shapes.spec, layout=shapes.layout)
+    return _pool(shapes.spec, shapes.layout, 0 if shapes.k_scale is None else shapes.k_scale.shape[0])
+
+
+def of_layer(kv: KVPages, index: int) -> KVPages:
+    """The pool with the scales of one layer, by its number among the layers here that have pages."""
+    k_scale, v_scale = (None if scale is None else scale[index] for scale in (kv.k_scale, kv.v_scale))
+    return replace(kv, k_scale=k_scale, v_scale=v_scale)
+
+
+def _pool(spec: KVSpec, layout: str, num_layers: int) -> KVPages:
+    kv = alloc(spec, layout=layout)
+    if not is_quantized(spec):
+        return kv
+    ones = jnp.ones((num_layers, spec.num_kv_heads), jnp.float32)
+    return replace(kv, k_scale=ones, v_scale=None if kv.v_scale is None else ones)

@@ -35,7 +35,7 @@ from jaxengine.config.platforms import Platform
 from jaxengine.runner.devices import build_split, choose_stages
 from jaxengine.runner.heads import heads_of
 from jaxengine.runner.step_programs import StepPrograms
-from models.cache import block_profile, num_places
+from models.cache import block_profile, num_places, of_layer
 from models.causal_lm import CausalLM
 from models.config.model_config import ModelConfig
 from models.layers.attention import (
@@ -238,7 +238,7 @@ class StagePrograms:
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
         kv: Any = self._steps.kv_shapes(num_pages)
         precious = self._precious_pool(kv)
-        kv = self._on_one_device(kv)
+        kv = self._on_one_device(jax.eval_shape(partial(of_layer, index=0), self._on_one_device(kv)))
         batch = self._on_one_device(self._abstract_batch(bucket))
         paging = {"page_size": self.config.block_size, "platform": self._layout}
 

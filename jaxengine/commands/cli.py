@@ -1,4 +1,4 @@
-"""The command `jaxengine`: chat, generate, serve, demo, convert, check and bench.
+"""The command `jaxengine`: chat, generate, serve, demo, convert, calibrate, check and bench.
 
 Owns the command line only. Engine and sampling options come from the dataclasses that define them, and everything heavy
 is imported by the command that needs it, so that `--help` and `--version` answer at once.
@@ -100,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "generate", "Continue prompts from the arguments, a file or standard input.", _add_generate)
     command(commands, "demo", "Answer a handful of prompts at once and say what it took.", _add_demo)
     command(commands, "convert", "Write a model's weights as the devices of an engine hold them.", _add_convert)
+    command(commands, "calibrate", "Measure keys and values over texts, for a cache of codes.", _add_calibrate)
     command(commands, "worker", "Be one of the processes of an engine that host 0 runs.", _add_worker)
     command(commands, "serve", "Answer requests over HTTP (OpenAI's API) and gRPC.", server.add_arguments)
     command(commands, "trace", "Keep a server's timeline in a file for ui.perfetto.dev.", trace_command.add_arguments)
@@ -156,6 +157,23 @@ def _convert(args: argparse.Namespace) -> int:
     from jaxengine.commands.convert import convert
 
     convert(EngineConfig.from_options(**given_options(args, EngineConfig)), Path(args.output))
+    return 0
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("prompts", metavar="TEXTS", help="a file with a prompt on each line")
+    parser.add_argument("output", metavar="FILE", help="what to write; it is for --kv-cache-scales")
+    names = ("revision", "download_dir", "hf_token", "dtype", "disable_log_stats", "max_model_len")
+    add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
+    parser.set_defaults(run=_calibrate)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from jaxengine.commands.calibrate import calibrate
+
+    config = EngineConfig.from_options(**given_options(args, EngineConfig))
+    print(calibrate(config, Path(args.prompts), Path(args.output)))
     return 0
 
 

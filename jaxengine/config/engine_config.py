@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jaxengine.config import vllm_options
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
 from jaxengine.config.platforms import Platform
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
 from jaxengine.config.prefix_caching import settle_snapshots
@@ -66,7 +67,10 @@ class EngineConfig:
       hf_token: a token for the hub; True or None for the stored one, if there is any, False for none.
       dtype: of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere. "half" and "float16" are run
         in bfloat16, which is as large and has float32's range.
-      kv_cache_dtype: of the KV pages; "auto" follows dtype.
+      kv_cache_dtype: of the KV pages; "auto" follows dtype. "fp8" is "fp8_e4m3"; codes of fp8 and int8 have a scale for
+        each layer and kv head.
+      kv_cache_scales: those of codes: a file of `jaxengine calibrate`, "calibrate" to measure them at start on random
+        tokens, "unit" for 1; "auto" takes the checkpoint's, or else measures.
       seed: of everything random that has no seed of its own.
       max_model_len: longest prompt and output together, in tokens. Models with longrope (Phi-3 of 128k tokens,
         Phi-4-mini) run with their short factors where it is at most their original context, else with the long ones.
@@ -134,6 +138,7 @@ class EngineConfig:
     hf_token: str | bool | None = dataclasses.field(default=None, repr=False)
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    kv_cache_scales: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -181,7 +186,8 @@ class EngineConfig:
             object.__setattr__(self, field.name, self._read(field))
         for name, choices in (
             ("load_format", LOAD_FORMATS),
-            *((name, DTYPES) for name in ("dtype", "kv_cache_dtype")),
+            ("dtype", DTYPES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("scheduling_policy", POLICIES),
             ("logprobs_mode", LOGPROBS_MODES),
             ("all2all_backend", (GATHER, RAGGED)),
@@ -211,6 +217,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(name, value, f"{least} to {most}")
+        check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
@@ -286,7 +293,7 @@ class EngineConfig:
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         chosen.update(
             dtype=dtype,
-            kv_cache_dtype=dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype,
+            kv_cache_dtype=kv_dtype(self.kv_cache_dtype, dtype),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,

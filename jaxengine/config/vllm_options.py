@@ -26,6 +26,7 @@ _EXECUTOR = "one process runs all devices of its host; nnodes is for more hosts"
 HARMLESS: dict[str, str] = {
     "aggregate_engine_logging": "all replicas are one engine with one log line",
     "allow_deprecated_quantization": "no way of quantising is deprecated",
+    "calculate_kv_scales": "scales that the checkpoint has not are measured at start, see kv_cache_scales",
     "code_revision": _NO_CODE,
     "data_parallel_backend": _EXECUTOR,
     "disable_cascade_attn": "there is no cascade attention",
@@ -86,7 +87,7 @@ ELSEWHERE: dict[str, str] = {
 EARLIER = frozenset(("override_pooler_config", "task"))
 
 _SWITCHES = """
-    calculate_kv_scales cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
+    cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
     data_parallel_multi_port_external_lb disable_chunked_mm_input disable_sliding_window enable_batch_sharded_sampling
     enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb enable_fault_tolerance
     enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests

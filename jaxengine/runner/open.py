@@ -15,9 +15,11 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxengine.checkpoint.model_source import ModelSource, open_model
-from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
+from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.kv_cache import is_coded
 from jaxengine.config.platforms import PLATFORMS, Platform
 from jaxengine.runner.devices import choose_devices, open_stages
+from jaxengine.runner.kv_scales import known_scales, measure, scales_of
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.peers import ALONE, Peers
 from models.cache import platform_of
@@ -56,9 +58,20 @@ def load_runner(
     peers: Peers = ALONE,
 ) -> ModelRunner:
     """Loads the weights and compiles, as every process of an engine does."""
-    show = not config.disable_log_stats
+    show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
+    scales = known_scales(source, config) if coded else None
     with ProgressBar("Loading weights", "B", show) as bar:
         stages = open_stages(source, config, platform, devices, mesh, progress=bar.update)
+    if coded:
+        if scales is None:
+            if peers is not ALONE:
+                problem = "kv_cache_scales are not in the checkpoint, and several processes measure none"
+                advice = "give a file that `jaxengine calibrate` wrote, or unit"
+                raise ConfigError.because("kv_cache_scales", problem, advice)
+            logger.info("measuring scales of keys and values on random tokens")
+            scales = scales_of(measure(stages, config, platform), config.kv_cache_dtype)
+        for stage in stages:
+            stage.kv_scales = scales
     with ProgressBar("Loading steps", "step", show) as bar:
         for stage in stages:
             stage.executables.on_compile = partial(bar.rename, "Compiling steps")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxengine.runner.heads import HEADS
 from jaxengine.runner.memory import StageNeeds, device_memory, held_bytes, memory_in_use, workspace_bytes
 from jaxengine.runner.step import Forwarded
 from jaxengine.runner.step_programs import Program, StepPrograms
+from models.weights.kv_scales import KVScales
 from scheduler.buckets import Bucket
 from sharding.rules import named_sharding, part_bytes
 
@@ -27,10 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 class StageRunner:
-    """Compiles on demand, allocates when told the number of pages (`plan_pool`, `allocate`), then only executes."""
+    """Compiles on demand, allocates when told the number of pages (`plan_pool`, `allocate`), then only executes.
+
+    Attributes:
+      kv_scales: what the pool's codes stand for, of all layers of the model; to be set before `allocate`.
+    """
 
     def __init__(self, programs: StepPrograms, params: nnx.State, cache_dir: str | None):
         self.programs = programs
+        self.kv_scales: KVScales | None = None
+        self._cache_dir = cache_dir
         self._backend = programs.mesh.devices.flat[0].platform
         devices = list(programs.mesh.devices.flat)
         self._several_processes = len({device.process_index for device in devices}) > 1
@@ -118,7 +126,25 @@ class StageRunner:
     def allocate(self) -> None:
         """Makes the pool and the state of the slots."""
         self._kv = self._compile(self.programs.pool(self._kv_shapes))()
+        if self.kv_scales is not None:
+            k, v = self.kv_scales.of_layers(self.programs.paged_layers)
+            k_scale, v_scale = _on_heads(k, self._kv.k_scale), _on_heads(v, self._kv.v_scale)
+            self._kv = replace(self._kv, k_scale=k_scale, v_scale=v_scale)
         self._state = self._compile(self.programs.state())()
+
+    def with_programs(self, programs: StepPrograms) -> StageRunner:
+        """Another one of the same weights, where nothing has been compiled."""
+        return StageRunner(programs, self._params, self._cache_dir)
+
+    def largest(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """The largest magnitudes of keys and of values that the pool holds, f32[layers with pages, K] each; None of
+        values that lie in keys."""
+        num_heads = self.programs.model.config.num_kv_heads
+        found = self._compile(self.programs.largest(self._kv_shapes))(self._kv)
+        # A head may be stored several times; every rank has pages of its own.
+        k, v = (None if x is None else np.asarray(x)[..., :: x.shape[2] // num_heads].max(axis=0) for x in found)
+        assert k is not None
+        return k, v
 
     def forward(self, bucket: Bucket, message: np.ndarray, hidden: jax.Array | None) -> Any:
         """Dispatches the stage's part of a forward pass: hidden states for the next stage, or Forwarded."""
@@ -202,6 +228,14 @@ class StageRunner:
             donate=program.donate,
             description=self.programs.description,
         )
+
+
+def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | None:
+    """f32[layers, K] in the places of others, which may hold a head several times."""
+    if scales is None or like is None:
+        return None
+    scales = np.repeat(scales, like.shape[1] // scales.shape[1], axis=1)
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: scales[index])
 
 
 def _held_bytes(compiled: jax.stages.Compiled, backend: str, stored: int = 0) -> int:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -37,6 +38,8 @@ from models.cache import (
     KVPages,
     abstract_kv,
     device_kv,
+    largest,
+    num_places,
     page_bytes_of_group,
     paged_groups,
     state_partition,
@@ -274,6 +277,25 @@ class StepPrograms:
     def pool(self, kv: KVPages) -> Program:
         """() -> the KV pool of these shapes, as it begins, each device making its own part."""
         return self._program("pool", partial(device_kv, kv), (), kv, donate=())
+
+    @property
+    def paged_layers(self) -> list[int]:
+        """Layers with pages, by their numbers in the whole model."""
+        return sorted(layer for group in paged_groups(self.groups) for layer in group.layers)
+
+    def largest(self, kv: KVPages) -> Program:
+        """(pool) -> the largest magnitudes of keys and of values, f32[ranks, layers with pages, K] each."""
+        place = {layer: place for group in paged_groups(self.groups) for place, layer in enumerate(group.layers)}
+        of_heads = self._shape((1, 1, 1), np.float32, logical_to_spec(("batch", None, "kv_heads")))
+
+        def function(kv: KVPages) -> tuple[jax.Array, jax.Array | None]:
+            count = kv.num_pages // num_places(self.groups)
+            found = [largest(kv, jnp.int32(place[layer] * count), count) for layer in self.paged_layers]
+            k, v = jnp.stack([k for k, _ in found])[None], [v for _, v in found if v is not None]
+            return k, jnp.stack(v)[None] if v else None
+
+        results = of_heads, None if kv.spec.values_in_keys else of_heads
+        return self._program("largest in the pool", function, (kv,), results, donate=())
 
     def state(self) -> Program:
         """() -> what is kept, before the first request."""

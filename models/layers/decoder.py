@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.build import Build
-from models.cache import Cache, Paged, State, group_layers, num_places, paged_groups
+from models.cache import Cache, Paged, State, group_layers, num_places, of_layer, paged_groups
 from models.config.attention import LayerAttention
 from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
@@ -118,6 +118,7 @@ class Decoder(nnx.Module):
         pool, states = kv if isinstance(kv, Cache) else (kv, ())
         steps, pages, kept = self._step_inputs(batch, pool), self._pages(batch, pool), list(states)
         own_state = {layer: place for place, layer in enumerate(self._state_layers)}
+        num_paged = 0
         with jax.named_scope("embed"):
             x = self.embed_tokens(batch.token_ids) if hidden is None else hidden
         loads: list[jax.Array] = []
@@ -126,7 +127,9 @@ class Decoder(nnx.Module):
             place = own_state.get(self.stage.layers[index])
             with jax.named_scope(f"layer_{index}"):
                 if place is None:
-                    x, pool, load = _run_layer(graph, state, x, pool, pages[index], steps[attention])
+                    own = of_layer(pool, num_paged)
+                    x, own, load = _run_layer(graph, state, x, own, pages[index], steps[attention])
+                    pool, num_paged = replace(pool, data=own.data), num_paged + 1
                 else:
                     x, kept[place], load = _run_layer(graph, state, x, kept[place], batch.state_rows, steps[attention])
             loads += jax.tree.leaves(load)

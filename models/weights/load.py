@@ -21,6 +21,7 @@ from models.build import build_abstract
 from models.causal_lm import CausalLM
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
+from models.weights.kv_scales import KV_SCALES
 from models.weights.parts import (
     Block,
     column_axis,
@@ -184,7 +185,7 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
                 text = f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"
                 raise ModelFileError(source.path, text, HEAD)
             tied_copy = True
-        elif not name.endswith(IGNORABLE_SUFFIXES) and not name.startswith(predicting):
+        elif not name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES)) and not name.startswith(predicting):
             raise ModelFileError(source.path, "the model has no use for this tensor", name)
     if rope_factors:
         _check_rope_factors(source, model, rope_factors)

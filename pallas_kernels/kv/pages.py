@@ -194,6 +194,25 @@ def bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 
+def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.Array | None]:
+    """The largest magnitude of keys and of values in `count` pages from row i32[] `first` on, f32[K] each; None of
+    values that lie in keys.
+
+    Zeros count where nothing was written. Raises ValueError for a pool of codes.
+    """
+    spec = kv.spec
+    if is_quantized(spec):
+        raise ValueError(f"the largest of codes says nothing of what they stand for, got a pool of {spec.dtype}")
+    pages = jnp.abs(from_storage(lax.dynamic_slice_in_dim(kv.data, first, count), spec))
+    if kv.layout == "tpu":
+        pages = pages[..., : spec.num_kv_heads * spec.token_width].reshape(-1, spec.num_kv_heads, spec.token_width)
+        keys = spec.head_dim
+    else:
+        keys = spec.page_size * spec.head_dim
+    k, v = pages[..., :keys], pages[..., keys:]
+    return jnp.max(k, axis=(0, 2)), None if spec.values_in_keys else jnp.max(v, axis=(0, 2))
+
+
 def _parts(spec: KVSpec) -> int:
     """What a canonical page holds of a head: 2, keys and values, or 1, keys with the values in them."""
     if spec.values_in_keys:

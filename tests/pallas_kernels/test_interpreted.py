@@ -72,7 +72,7 @@ def quick_groups() -> list[list[Job]]:
         (TPU_PRODUCTION_LAZY.name, (), PRODUCTION_CASES),
         (TPU_PRODUCTION_EAGER.name, (), PRODUCTION_CASES[:1]),
     ):
-        # Both families where the kernel is tried first; the other ways of copying and its neighbours see the harder one.
+        # Both families where the kernel is tried first; elsewhere the one that finds more.
         families = ("uniform", "needle") if name == TPU_LAZY.name else ("needle",)
         groups.append([("attention", name, case, "bfloat16", *families) for case in batches])
         for cases in (features[: len(features) // 2], features[len(features) // 2 :]):

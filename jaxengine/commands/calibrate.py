@@ -1,0 +1,47 @@
+"""`jaxengine calibrate`: how large a model's keys and values become over texts, for codes of them (kv_cache_scales)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.runner.devices import open_stages
+from jaxengine.runner.kv_scales import measure, write_largest
+from jaxengine.runner.open import ProgressBar, open_resolved
+
+
+def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
+    """Runs each line of a file as a prompt and writes the largest magnitudes of every layer and kv head; a summary.
+
+    Raises ConfigError for a file without texts, for prompts longer than max_model_len, and where nothing can be
+    written, before any weight is loaded.
+    """
+    try:
+        lines = [line for line in texts.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        problem = f"prompts {str(texts)!r} cannot be read ({str(error)[:200]})"
+        raise ConfigError.because("prompts", problem, "give a text file with a prompt on each line") from None
+    if not lines:
+        raise ConfigError("prompts", str(texts), "a file with a prompt on each line")
+    if not output.parent.is_dir():
+        raise ConfigError("output", str(output), "a file in a folder that is there")
+    source, resolved, *place = open_resolved(config)
+    tokenizer = source.load_tokenizer(config)
+    assert tokenizer is not None, "calibrate has no skip_tokenizer_init"
+    prompts = [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(lines)]
+    for number, prompt in enumerate(prompts, 1):
+        if not 1 <= len(prompt) < resolved.max_model_len:
+            problem = f"prompt {number} of {str(texts)!r} has {len(prompt)} tokens"
+            most = resolved.max_model_len - 1
+            raise ConfigError.because("prompts", problem, f"allowed are 1 to {most} (max_model_len - 1)")
+    platform, devices, mesh = place
+    show = not config.disable_log_stats
+    with ProgressBar("Loading weights", "B", show) as bar:
+        stages = open_stages(source, resolved, platform, devices, mesh, progress=bar.update)
+    with ProgressBar("Prompts", "prompt", show) as bar:
+        largest = measure(stages, resolved, platform, prompts, progress=bar.update)
+    write_largest(output, largest)
+    total = sum(map(len, prompts))
+    return f"{len(prompts)} prompts, {total} tokens: the largest of {len(largest.k)} layers are in {output}"

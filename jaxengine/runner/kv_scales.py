@@ -1,0 +1,157 @@
+"""Where the scales of cached keys and values come from: the checkpoint, a file, or what is measured.
+
+Measured is with a pool in the model's dtype and steps of their own: prompts run through the model, and the largest
+magnitudes of each layer and kv head are read out of the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from jaxengine.checkpoint.model_source import ModelSource
+from jaxengine.config.compilation_config import CompilationConfig
+from jaxengine.config.engine_config import ConfigError, ResolvedConfig
+from jaxengine.config.kv_cache import AUTO, CALIBRATE, UNIT
+from jaxengine.config.platforms import Platform
+from jaxengine.runner.model_runner import ModelRunner, Progress
+from jaxengine.runner.stage_runner import StageRunner
+from jaxengine.runner.step_programs import StepPrograms
+from models.config.model_config import ModelConfig
+from models.registry import model_for_hf
+from models.weights.kv_scales import STORED_FOR, KVScales, read_scales, scales_for
+from models.weights.renamed import RenamedSource
+from scheduler.request import POOLED, Request
+from scheduler.scheduler import Scheduler
+from scheduler.token_params import TokenParams
+
+logger = logging.getLogger(__name__)
+
+_NUM_TOKENS = 512  # of random text, where nothing else is measured
+_KEYS, _VALUES = "largest_keys", "largest_values"
+
+
+def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None:
+    """Those that need no measuring; None where they are to be measured. Of a source that is open.
+
+    Raises ConfigError for a file that cannot be used; ModelFileError for scales of a checkpoint that are none.
+    """
+    shape = source.config.num_layers, source.config.num_kv_heads
+    if config.kv_cache_scales == UNIT:
+        logger.warning("kv_cache_scales is unit: what is beyond the range of %s saturates", config.kv_cache_dtype)
+        ones = np.ones(shape, np.float32)
+        return KVScales(ones, None if source.config.attention[0].values_in_keys else ones)
+    if config.kv_cache_scales not in (AUTO, CALIBRATE):
+        return scales_of(read_largest(Path(config.kv_cache_scales), source.config), config.kv_cache_dtype)
+    if config.kv_cache_scales == CALIBRATE or source.weights is None or isinstance(source.weights, Path):
+        return None
+    names = model_for_hf(source.config.architecture).checkpoint_names
+    found = read_scales(RenamedSource(source.weights, names), source.config)
+    if found is not None and config.kv_cache_dtype != STORED_FOR:
+        logger.info("the checkpoint's scales of keys and values are for %s: measured instead", STORED_FOR)
+        return None
+    return found
+
+
+def scales_of(largest: KVScales, dtype: str) -> KVScales:
+    """From the largest magnitudes."""
+    return KVScales(*(None if each is None else scales_for(each, dtype) for each in largest))  # pyright: ignore
+
+
+def measure(
+    stages: Sequence[StageRunner],
+    config: ResolvedConfig,
+    platform: Platform,
+    prompts: Sequence[np.ndarray] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> KVScales:
+    """The largest magnitudes of keys and values of prompts i32[n], None for one of random tokens, f32[layers, K].
+
+    Compiles two steps of its own, which are kept as others are. progress(done, total, what) is called per prompt.
+    """
+    most = min(_NUM_TOKENS, config.max_model_len - 1)
+    if prompts is None:
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, stages[0].programs.model.config.vocab_size, most).astype(np.int32)]
+    longest = max(2, *map(len, prompts))
+    pages = -(-(longest + 1) // config.block_size) + 1
+    plain = replace(
+        config,
+        kv_cache_dtype=config.dtype,
+        kv_cache_scales=AUTO,
+        max_model_len=longest + 1,
+        max_num_seqs=1,
+        max_num_batched_tokens=min(most, config.max_num_batched_tokens),
+        enable_prefix_caching=False,
+        enable_chunked_prefill=True,
+        num_state_snapshots=0,
+        # One group, in which every layer has a place of its own; a page more than a prompt needs.
+        disable_hybrid_kv_cache_manager=True,
+        num_gpu_blocks_override=pages,
+        kv_cache_memory_bytes=None,
+        compilation_config=CompilationConfig(cudagraph_capture_sizes=(1,), prefill_sizes=()),
+    )
+    own = []
+    for stage in stages:
+        own.append(stage.with_programs(StepPrograms(stage.programs.model, plain, platform, stage.programs.mesh)))
+    runner = ModelRunner(own, plain)
+    model = stages[0].programs.model.config
+    k = np.zeros((model.num_layers, model.num_kv_heads), np.float32)
+    v = np.zeros_like(k)
+    for number, prompt in enumerate(prompts, 1):
+        _run(runner, prompt)
+        for stage in own:
+            layers, (keys, values) = stage.programs.paged_layers, stage.largest()
+            k[layers] = np.maximum(k[layers], keys)
+            if values is not None:
+                v[layers] = np.maximum(v[layers], values)
+        if progress is not None:
+            progress(number, len(prompts), f"{len(prompt)} tokens")
+    return KVScales(k, None if model.attention[0].values_in_keys else v)
+
+
+def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
+    """One prompt through the model; its token is not looked at."""
+    config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
+    scheduler = Scheduler(config)
+    stop_token_ids = (POOLED,) if runner.pools else ()
+    scheduler.add_request(Request("0", prompt, TokenParams(), 0 if runner.pools else 1, stop_token_ids))
+    while scheduler.num_unfinished:
+        step = scheduler.schedule()
+        pending = runner.execute(runner.packer.pack(step))
+        (runner.pool if runner.pools else runner.sample)(pending)
+        scheduler.update(step, pending.token_ids())
+
+
+def write_largest(path: Path, largest: KVScales) -> None:
+    """A file that `read_largest` reads: safetensors, f32[layers, K] of keys and of values."""
+    arrays = {_KEYS: largest.k} | ({} if largest.v is None else {_VALUES: largest.v})
+    path.write_bytes(safetensors.numpy.save(arrays))
+
+
+def read_largest(path: Path, config: ModelConfig) -> KVScales:
+    """Raises ConfigError for a file that is none of this model."""
+    try:
+        arrays = safetensors.numpy.load_file(path)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        problem = f"kv_cache_scales {str(path)!r} cannot be read ({str(error)[:200]})"
+        raise ConfigError.because("kv_cache_scales", problem, "give a file that `jaxengine calibrate` wrote") from None
+    shape, wanted = (config.num_layers, config.num_kv_heads), {_KEYS}
+    if not config.attention[0].values_in_keys:
+        wanted.add(_VALUES)
+    fits = arrays.keys() == wanted and all(
+        array.shape == shape and array.dtype == np.float32 and np.isfinite(array).all() and (array >= 0).all()
+        for array in arrays.values()
+    )
+    if not fits:
+        needed = f"{' and '.join(sorted(wanted))} of f32{list(shape)}"
+        problem = f"kv_cache_scales {str(path)!r} is not of this model, which needs {needed}"
+        raise ConfigError.because("kv_cache_scales", problem, "calibrate this one")
+    return KVScales(arrays[_KEYS], arrays.get(_VALUES))

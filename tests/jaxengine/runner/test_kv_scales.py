@@ -1,0 +1,200 @@
+"""Caches of codes: where their scales come from, and that tokens still depend on nothing else in the batch."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+
+from jaxengine import LLM, ConfigError, ModelFileError, SamplingParams
+from jaxengine.commands.calibrate import calibrate
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.kv_cache import kv_dtype
+from jaxengine.runner.kv_scales import read_largest, write_largest
+from models.layers import attention
+from models.weights.kv_scales import KVScales, scales_for
+from pallas_kernels.kv.pages import export_pages
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+# One step of each kind.
+FEW = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
+
+
+@pytest.fixture(scope="module")
+def make(executables_dir):
+    options = {**TINY_OPTIONS, **FEW, "max_model_len": 64, "compile_cache_dir": executables_dir}
+    return lambda model=TINY_CHECKPOINT, **changes: LLM(**{**options, "model": str(model), **changes})
+
+
+@pytest.fixture(scope="module")
+def plain(make):
+    return make()
+
+
+@pytest.fixture(scope="module")
+def coded(make):
+    """Engines with codes of each kind, made once."""
+    made = {}
+    return lambda dtype: made[dtype] if dtype in made else made.setdefault(dtype, make(kv_cache_dtype=dtype))
+
+
+def scales(llm) -> list[np.ndarray]:
+    kv = llm.core.runner._stages[0]._kv
+    return [np.asarray(kv.k_scale), np.asarray(kv.v_scale)]
+
+
+def prompts():
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 128, 12).tolist()
+    return [shared[: 12 * (index % 2)] + rng.integers(0, 128, 1 + 3 * index).tolist() for index in range(10)]
+
+
+def run(llm, prompts):
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def prompt_logprobs(llm):
+    """Of every prompt token, given those before it: keys and values of the prompt are read out of the cache."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate([{"prompt_token_ids": prompts()[-1]}], params, use_tqdm=False)
+    return np.array([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8"])
+def test_logprobs_are_those_of_rounded_keys_and_values(make, plain, monkeypatch, tmp_path, dtype):
+    """Beside a cache of float32 that gets what codes stand for; one scale is for all layers, and some are beyond it."""
+    file, shape = tmp_path / "scales", (2, 2)
+    write_largest(file, KVScales(np.full(shape, 3.0, np.float32), np.full(shape, 0.75, np.float32)))
+    llm = make(kv_cache_dtype=dtype, kv_cache_scales=str(file))
+    name = kv_dtype(dtype, "float32")
+    k_scale, v_scale = (np.float32(np.unique(each)) for each in scales(llm))
+    most = 127 if dtype == "int8" else float(jnp.finfo(name).max)
+    update = attention.kv_cache_update
+
+    def rounded(x, scale):
+        codes = jnp.clip(x / scale, -most, most)
+        return (jnp.round(codes) if dtype == "int8" else codes.astype(name).astype(jnp.float32)) * scale
+
+    def rounding_update(kv, k, v, slots, *, schedule):
+        return update(kv, rounded(k, k_scale), rounded(v, v_scale), slots, schedule=schedule)
+
+    monkeypatch.setattr(attention, "kv_cache_update", rounding_update)
+    jax.clear_caches()  # layers are traced once
+    expected = prompt_logprobs(make(compile_cache_dir="", enforce_eager=True))
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert np.abs(expected - prompt_logprobs(plain)).max() > 0.1
+    np.testing.assert_allclose(prompt_logprobs(llm), expected, atol=1e-3)
+    assert 4 * llm.core.runner.plan.page_bytes == plain.core.runner.plan.page_bytes
+    assert llm.core.runner.compiles.count == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_tokens_are_the_same_alone_in_a_crowd_and_under_preemption(coded, dtype):
+    llm = coded(dtype)
+    use_scheduler(llm, enable_prefix_caching=False)
+    expected = [run(llm, [prompt])[0] for prompt in prompts()]
+    assert len({tuple(tokens) for tokens in expected}) > 5
+    scheduler = use_scheduler(llm, num_pages=20)
+    assert run(llm, prompts()) == expected and scheduler.num_preemptions > 0
+    scheduler = use_scheduler(llm)
+    assert run(llm, prompts()) == run(llm, prompts()) == expected and scheduler.num_prefix_hits > 0
+
+
+def test_what_is_measured_is_what_the_cache_holds(make, plain, coded, tmp_path):
+    """By the public form of pages, after the same tokens; and calibrate writes it."""
+    vocab_size = plain.core.inputs.model_config.vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 63)
+    scheduler = use_scheduler(plain)
+    plain.generate([{"prompt_token_ids": tokens.tolist()}], SamplingParams(max_tokens=1), use_tqdm=False)
+    kv, num_pages = plain.core.runner._stages[0]._kv, scheduler.num_pages
+    held = [export_pages(kv, layer * num_pages + jnp.arange(16)) for layer in range(kv.num_pages // num_pages)]
+    for part, found in enumerate(scales(coded("int8"))):
+        largest = np.stack([np.abs(np.asarray(pages[:, :, part])).max(axis=(0, 1, 3)) for pages in held])
+        np.testing.assert_allclose(found, scales_for(largest, "int8"), rtol=1e-5)
+        assert len(np.unique(found)) == found.size
+
+
+@pytest.fixture(scope="module")
+def with_words(tmp_path_factory) -> str:
+    """The checkpoint with a tokenizer: w7 is the token 7."""
+    folder = tmp_path_factory.mktemp("words") / "model"
+    shutil.copytree(TINY_CHECKPOINT, folder)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{index}": index for index in range(128)}, "w1"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_a_file(make, plain, tmp_path, with_words):
+    texts, file = tmp_path / "texts", tmp_path / "scales"
+    texts.write_text("w3 w9\n\nw5 w7 w11 w2\n")
+    config = EngineConfig(model=with_words, dtype="float32", max_model_len=64, disable_log_stats=True)
+    assert calibrate(config, texts, file).startswith("2 prompts, 6 tokens")
+    llm = make(with_words, kv_cache_dtype="fp8", kv_cache_scales=str(file), enforce_eager=True)
+    largest = read_largest(file, llm.core.inputs.model_config)
+    np.testing.assert_array_equal(scales(llm)[0], scales_for(largest.k, "float8_e4m3fn"))
+    use_scheduler(plain)
+    plain.generate([{"prompt_token_ids": [5, 7, 11, 2]}], SamplingParams(max_tokens=1), use_tqdm=False)
+    longer = np.abs(np.asarray(export_pages(plain.core.runner._stages[0]._kv, jnp.arange(1))[:, :4, 0])).max(
+        axis=(0, 1, 3)
+    )
+    assert (largest.k[0] >= longer * 0.999).all() and (largest.k[0] < longer * 3).all()
+    with pytest.raises(ConfigError, match="kv_cache_scales .* is not of this model"):
+        make(TINY_CHECKPOINT.parent / "qwen3", kv_cache_dtype="fp8", kv_cache_scales=str(file))
+    with pytest.raises(ConfigError, match="kv_cache_scales .* cannot be read"):
+        make(kv_cache_dtype="fp8", kv_cache_scales=str(texts))
+
+
+def test_those_of_a_checkpoint(make, tmp_path):
+    folder = tmp_path / "with scales"
+    shutil.copytree(TINY_CHECKPOINT, folder)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    stored = {f"model.layers.{layer}.self_attn.{kind}_scale": 0.03 for layer in range(2) for kind in "kv"}
+    save = safetensors.numpy.save_file
+    save(tensors | {name: np.float32(value).reshape(1) for name, value in stored.items()}, folder / "model.safetensors")
+    assert [np.unique(each).tolist() for each in scales(make(folder, kv_cache_dtype="fp8", enforce_eager=True))] == [
+        [np.float32(0.03)]
+    ] * 2
+    assert make(folder, enforce_eager=True).core.runner._stages[0]._kv.k_scale is None
+    # They are of another kind of codes.
+    assert np.unique(scales(make(folder, kv_cache_dtype="int8", enforce_eager=True))[0]).size > 1
+    unit = make(folder, kv_cache_dtype="fp8", kv_cache_scales="unit", enforce_eager=True)
+    assert np.unique(scales(unit)[0]).tolist() == [1]
+    save(tensors | {"model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}, folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match="layers.1.self_attn.k_scale"):
+        make(folder, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype is 'fp4'; allowed: auto, float32, bfloat16, fp8"),
+        ({"kv_cache_scales": "unit"}, "kv_cache_scales is 'unit'; allowed: 'auto' where kv_cache_dtype is 'auto'"),
+        ({"kv_cache_dtype": "fp8", "kv_cache_scales": "/no/file"}, "kv_cache_scales '/no/file' cannot be read"),
+    ],
+)
+def test_refused(make, options, said):
+    with pytest.raises(ConfigError, match=said):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("", "a file with a prompt on each line"), ("w4 " * 99, "prompt 1 of .* has .* tokens"), (None, "cannot be read")],
+)
+def test_texts_that_cannot_be_used(with_words, tmp_path, content, said):
+    texts = tmp_path / "texts"
+    if content is not None:
+        texts.write_text(content)
+    config = EngineConfig(model=with_words, max_model_len=64)
+    with pytest.raises(ConfigError, match=said):
+        calibrate(config, texts, tmp_path / "scales")
+    assert not (tmp_path / "scales").exists()

@@ -1,0 +1,97 @@
+"""Scales of cached keys and values as checkpoints have them, and as magnitudes make them."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from models.registry import read_folder
+from models.weights.errors import ModelFileError
+from models.weights.kv_scales import KVScales, read_scales, scales_for
+from tests.conftest import TINY_CHECKPOINT
+
+CONFIG = read_folder(TINY_CHECKPOINT)
+MLA = read_folder(TINY_CHECKPOINT.parent / "deepseek_v3")
+
+
+class Tensors:
+    """A WeightSource of arrays."""
+
+    path = "model.safetensors"
+
+    def __init__(self, tensors):
+        self.tensors = {f"model.layers.{name}": np.asarray(value, np.float32) for name, value in tensors.items()}
+
+    def names(self):
+        return self.tensors
+
+    def read(self, name):
+        return self.tensors[name]
+
+
+def both(k, v, value=0.5):
+    return {f"{layer}.self_attn.{name}": value * (layer + 1) for layer in range(2) for name in (k, v)}
+
+
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        ("k_scale", "v_scale"),
+        ("attn.k_scale", "attn.v_scale"),
+        ("k_proj.k_scale", "v_proj.v_scale"),
+        ("k_proj.output_scale", "v_proj.output_scale"),
+        ("kv_scale", "kv_scale"),
+    ],
+)
+def test_one_number_of_a_layer(k, v):
+    found = read_scales(Tensors(both(k, v)), CONFIG)
+    assert found is not None and found.v is not None
+    for scales in found:
+        np.testing.assert_array_equal(scales, [[0.5] * CONFIG.num_kv_heads, [1.0] * CONFIG.num_kv_heads])
+
+
+def test_a_number_of_each_head():
+    k = np.arange(1, CONFIG.num_kv_heads + 1, dtype=np.float32)
+    found = read_scales(Tensors(both("k_scale", "v_scale") | {"1.self_attn.k_scale": k}), CONFIG)
+    assert found is not None and found.k[1].tolist() == k.tolist() and found.k[0].tolist() == [0.5, 0.5]
+
+
+def test_none_is_no_fault():
+    assert read_scales(Tensors({}), CONFIG) is None
+
+
+def test_latents_have_those_of_keys_only():
+    assert CONFIG.num_layers == MLA.num_layers == 2
+    found = read_scales(Tensors({name: 2 for name in both("k_scale", "v_scale") if name.endswith("k_scale")}), MLA)
+    assert found is not None and found.v is None and found.k.tolist() == [[2.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"1.self_attn.k_scale": None}, "though other layers have theirs .at model.layers.1.self_attn.k_scale"),
+        (
+            {"0.self_attn.v_scale": None, "1.self_attn.v_scale": None},
+            "though the checkpoint has others .at model.layers.0.self_attn.v_scale",
+        ),
+        ({"0.self_attn.k_scale": 0.0}, "must hold finite scales above 0 .at model.layers.0.self_attn.k_scale"),
+        ({"0.self_attn.k_scale": np.nan}, "finite scales above 0"),
+        ({"0.self_attn.k_scale": [1.0, 1.0, 1.0]}, "one for each of 2 kv heads, got 3"),
+    ],
+)
+def test_refused(changes, said):
+    tensors = {name: value for name, value in (both("k_scale", "v_scale") | changes).items() if value is not None}
+    with pytest.raises(ModelFileError, match=said):
+        read_scales(Tensors(tensors), CONFIG)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_the_largest_fits_into_codes(dtype):
+    largest = np.array([[3.0, 0.0], [700.0, 1e-3]], np.float32)
+    scales = scales_for(largest, dtype)
+    assert scales[0, 1] == 1
+    most = 127 if dtype == "int8" else float(ml_dtypes.finfo(dtype).max)
+    codes = largest / scales
+    assert (codes <= most * 1.0001).all() and (codes[largest > 0] >= most / 2.01).all()
+    assert KVScales(scales, None).of_layers([1]).k.tolist() == scales[1:].tolist()
