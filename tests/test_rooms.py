@@ -73,7 +73,7 @@ ROOMS = {
     "jaxengine.parsers": "jaxengine.config",
     "jaxengine.runner": (
         "sharding models.config models.weights:declarations models models.layers models:registry models.weights "
-        "scheduler scheduler.pages jaxengine.sampling jaxengine.config jaxengine.checkpoint"
+        "scheduler scheduler.pages scheduler:loop jaxengine.sampling jaxengine.config jaxengine.checkpoint"
     ),
     "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
     "jaxengine.engine": "scheduler scheduler:loop jaxengine.grammars jaxengine.sampling jaxengine.runner",

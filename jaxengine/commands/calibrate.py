@@ -27,7 +27,7 @@ def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
         raise ConfigError("prompts", str(texts), "a file with a prompt on each line")
     if not output.parent.is_dir():
         raise ConfigError("output", str(output), "a file in a folder that is there")
-    source, resolved, *place = open_resolved(config)
+    source, resolved, platform, devices, mesh = open_resolved(config)
     tokenizer = source.load_tokenizer(config)
     assert tokenizer is not None, "calibrate has no skip_tokenizer_init"
     prompts = [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(lines)]
@@ -36,7 +36,6 @@ def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
             problem = f"prompt {number} of {str(texts)!r} has {len(prompt)} tokens"
             most = resolved.max_model_len - 1
             raise ConfigError.because("prompts", problem, f"allowed are 1 to {most} (max_model_len - 1)")
-    platform, devices, mesh = place
     show = not config.disable_log_stats
     with ProgressBar("Loading weights", "B", show) as bar:
         stages = open_stages(source, resolved, platform, devices, mesh, progress=bar.update)

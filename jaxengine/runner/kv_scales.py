@@ -6,14 +6,14 @@ magnitudes of each layer and kv head are read out of the pool.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.compilation_config import CompilationConfig
@@ -25,7 +25,9 @@ from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.step_programs import StepPrograms
 from models.config.model_config import ModelConfig
 from models.registry import model_for_hf
-from models.weights.kv_scales import STORED_FOR, KVScales, read_scales, scales_for
+from models.weights.errors import ModelFileError
+from models.weights.files import read_object
+from models.weights.kv_scales import STORED_FOR, KVScales, KVShape, read_scales, scales_for
 from models.weights.renamed import RenamedSource
 from scheduler.request import POOLED, Request
 from scheduler.scheduler import Scheduler
@@ -42,17 +44,17 @@ def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None
 
     Raises ConfigError for a file that cannot be used; ModelFileError for scales of a checkpoint that are none.
     """
-    shape = source.config.num_layers, source.config.num_kv_heads
+    shape = _shape(source.config)
     if config.kv_cache_scales == UNIT:
         logger.warning("kv_cache_scales is unit: what is beyond the range of %s saturates", config.kv_cache_dtype)
-        ones = np.ones(shape, np.float32)
-        return KVScales(ones, None if source.config.attention[0].values_in_keys else ones)
+        ones = np.ones((shape.num_layers, shape.num_heads), np.float32)
+        return KVScales(ones, None if shape.values_in_keys else ones)
     if config.kv_cache_scales not in (AUTO, CALIBRATE):
-        return scales_of(read_largest(Path(config.kv_cache_scales), source.config), config.kv_cache_dtype)
+        return scales_of(read_largest(Path(config.kv_cache_scales), shape), config.kv_cache_dtype)
     if config.kv_cache_scales == CALIBRATE or source.weights is None or isinstance(source.weights, Path):
         return None
     names = model_for_hf(source.config.architecture).checkpoint_names
-    found = read_scales(RenamedSource(source.weights, names), source.config)
+    found = read_scales(RenamedSource(source.weights, names), shape)
     if found is not None and config.kv_cache_dtype != STORED_FOR:
         logger.info("the checkpoint's scales of keys and values are for %s: measured instead", STORED_FOR)
         return None
@@ -61,7 +63,7 @@ def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None
 
 def scales_of(largest: KVScales, dtype: str) -> KVScales:
     """From the largest magnitudes."""
-    return KVScales(*(None if each is None else scales_for(each, dtype) for each in largest))  # pyright: ignore
+    return KVScales(scales_for(largest.k, dtype), None if largest.v is None else scales_for(largest.v, dtype))
 
 
 def measure(
@@ -131,27 +133,41 @@ def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
 
 
 def write_largest(path: Path, largest: KVScales) -> None:
-    """A file that `read_largest` reads: safetensors, f32[layers, K] of keys and of values."""
-    arrays = {_KEYS: largest.k} | ({} if largest.v is None else {_VALUES: largest.v})
-    path.write_bytes(safetensors.numpy.save(arrays))
+    """A file that `read_largest` reads: of keys and of values a list of heads for each layer."""
+    kinds = {_KEYS: largest.k} | ({} if largest.v is None else {_VALUES: largest.v})
+    path.write_text(json.dumps({name: kind.tolist() for name, kind in kinds.items()}) + "\n")
 
 
-def read_largest(path: Path, config: ModelConfig) -> KVScales:
+def read_largest(path: Path, shape: KVShape) -> KVScales:
     """Raises ConfigError for a file that is none of this model."""
     try:
-        arrays = safetensors.numpy.load_file(path)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        problem = f"kv_cache_scales {str(path)!r} cannot be read ({str(error)[:200]})"
-        raise ConfigError.because("kv_cache_scales", problem, "give a file that `jaxengine calibrate` wrote") from None
-    shape, wanted = (config.num_layers, config.num_kv_heads), {_KEYS}
-    if not config.attention[0].values_in_keys:
-        wanted.add(_VALUES)
-    fits = arrays.keys() == wanted and all(
-        array.shape == shape and array.dtype == np.float32 and np.isfinite(array).all() and (array >= 0).all()
-        for array in arrays.values()
-    )
-    if not fits:
-        needed = f"{' and '.join(sorted(wanted))} of f32{list(shape)}"
+        content, why = read_object(path.parent, path.name), "there is no such file"
+    except ModelFileError as error:
+        content, why = None, str(error)
+    if content is None:
+        problem = f"kv_cache_scales {str(path)!r} cannot be read ({why})"
+        raise ConfigError.because("kv_cache_scales", problem, "give a file that `jaxengine calibrate` wrote")
+    names = [_KEYS, *([] if shape.values_in_keys else [_VALUES])]
+    kinds = [_numbers(content.get(name), shape) for name in names]
+    if content.keys() != set(names) or any(kind is None for kind in kinds):
+        needed = f"{' and '.join(names)} of {shape.num_heads} heads in {shape.num_layers} layers"
         problem = f"kv_cache_scales {str(path)!r} is not of this model, which needs {needed}"
         raise ConfigError.because("kv_cache_scales", problem, "calibrate this one")
-    return KVScales(arrays[_KEYS], arrays.get(_VALUES))
+    k, *v = (kind for kind in kinds if kind is not None)
+    return KVScales(k, v[0] if v else None)
+
+
+def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
+    """f32[layers, K] of magnitudes; None for anything else."""
+    if not isinstance(rows, list) or len(rows) != shape.num_layers:
+        return None
+    for row in rows:
+        numbers = isinstance(row, list) and len(row) == shape.num_heads and {*map(type, row)} <= {int, float}
+        if not numbers or not all(0 <= number < 1e30 for number in row):
+            return None
+    return np.array(rows, np.float32)
+
+
+def _shape(config: ModelConfig) -> KVShape:
+    paged = tuple(layer for layer, attention in enumerate(config.attention) if attention.state is None)
+    return KVShape(config.num_layers, paged, config.num_kv_heads, config.attention[0].values_in_keys)

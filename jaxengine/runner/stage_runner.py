@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding
 
@@ -35,7 +34,8 @@ class StageRunner:
       kv_scales: what the pool's codes stand for, of all layers of the model; to be set before `allocate`.
     """
 
-    def __init__(self, programs: StepPrograms, params: nnx.State, cache_dir: str | None):
+    def __init__(self, programs: StepPrograms, params: Any, cache_dir: str | None):
+        """params: the model's weights, an nnx.State or its leaves."""
         self.programs = programs
         self.kv_scales: KVScales | None = None
         self._cache_dir = cache_dir

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from models.config.model_config import ModelConfig
 from models.weights.errors import ModelFileError
 from models.weights.source import WeightSource
 
@@ -44,39 +43,51 @@ def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(largest > 0, largest * (_HEADROOM[dtype] / most), 1.0).astype(np.float32)
 
 
-def read_scales(source: WeightSource, config: ModelConfig) -> KVScales | None:
+class KVShape(NamedTuple):
+    """What of a model has scales.
+
+    Attributes:
+      num_layers: of the whole model. paged: the layers with pages among them.
+      num_heads: kv heads of a layer.
+      values_in_keys: whether values are parts of keys, and have no scales of their own.
+    """
+
+    num_layers: int
+    paged: tuple[int, ...]
+    num_heads: int
+    values_in_keys: bool
+
+
+def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
     """The checkpoint's, by the names that the model has for its tensors; None where it has none of any layer.
 
     Raises ModelFileError where it has those of some layers only, or numbers that are none.
     """
     names = set(source.names())
-    layers = [layer for layer, attention in enumerate(config.attention) if attention.state is None]
-    kinds = [_OF_KEYS, *([] if config.attention[0].values_in_keys else [_OF_VALUES])]
-    found = [_read_kind(source, names, layers, kind, config) for kind in kinds]
+    kinds = [_OF_KEYS, *([] if shape.values_in_keys else [_OF_VALUES])]
+    found = [_read_kind(source, names, kind, shape) for kind in kinds]
     if all(scales is None for scales in found):
         return None
     for kind, scales in zip(kinds, found, strict=True):
         if scales is None:
             text = "a scale of cached keys and values is missing, though the checkpoint has others"
-            raise ModelFileError(source.path, text, _name(layers[0], kind[0]))
+            raise ModelFileError(source.path, text, _name(shape.paged[0], kind[0]))
     k, *v = (scales for scales in found if scales is not None)
     return KVScales(k, v[0] if v else None)
 
 
-def _read_kind(
-    source: WeightSource, names: set[str], layers: list[int], kind: tuple[str, ...], config: ModelConfig
-) -> np.ndarray | None:
-    stored = {layer: [name for each in kind if (name := _name(layer, each)) in names] for layer in layers}
+def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], shape: KVShape) -> np.ndarray | None:
+    stored = {layer: [name for each in kind if (name := _name(layer, each)) in names] for layer in shape.paged}
     if not any(stored.values()):
         return None
-    scales = np.ones((config.num_layers, config.num_kv_heads), np.float32)
+    scales = np.ones((shape.num_layers, shape.num_heads), np.float32)
     for layer, candidates in stored.items():
         if not candidates:
             text = "a scale of cached keys and values is missing, though other layers have theirs"
             raise ModelFileError(source.path, text, _name(layer, kind[0]))
         values = source.read(candidates[0]).astype(np.float32).ravel()
-        if values.size not in (1, config.num_kv_heads):
-            text = f"must hold one scale or one for each of {config.num_kv_heads} kv heads, got {values.size}"
+        if values.size not in (1, shape.num_heads):
+            text = f"must hold one scale or one for each of {shape.num_heads} kv heads, got {values.size}"
             raise ModelFileError(source.path, text, candidates[0])
         if not (np.isfinite(values) & (values > 0)).all():
             raise ModelFileError(source.path, "must hold finite scales above 0", candidates[0])

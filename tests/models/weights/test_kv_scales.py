@@ -6,13 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models.registry import read_folder
 from models.weights.errors import ModelFileError
-from models.weights.kv_scales import KVScales, read_scales, scales_for
-from tests.conftest import TINY_CHECKPOINT
+from models.weights.kv_scales import KVScales, KVShape, read_scales, scales_for
 
-CONFIG = read_folder(TINY_CHECKPOINT)
-MLA = read_folder(TINY_CHECKPOINT.parent / "deepseek_v3")
+SHAPE = KVShape(num_layers=2, paged=(0, 1), num_heads=2, values_in_keys=False)
+LATENT = SHAPE._replace(num_heads=1, values_in_keys=True)
 
 
 class Tensors:
@@ -45,25 +43,29 @@ def both(k, v, value=0.5):
     ],
 )
 def test_one_number_of_a_layer(k, v):
-    found = read_scales(Tensors(both(k, v)), CONFIG)
+    found = read_scales(Tensors(both(k, v)), SHAPE)
     assert found is not None and found.v is not None
     for scales in found:
-        np.testing.assert_array_equal(scales, [[0.5] * CONFIG.num_kv_heads, [1.0] * CONFIG.num_kv_heads])
+        np.testing.assert_array_equal(scales, [[0.5] * SHAPE.num_heads, [1.0] * SHAPE.num_heads])
 
 
 def test_a_number_of_each_head():
-    k = np.arange(1, CONFIG.num_kv_heads + 1, dtype=np.float32)
-    found = read_scales(Tensors(both("k_scale", "v_scale") | {"1.self_attn.k_scale": k}), CONFIG)
+    k = np.arange(1, SHAPE.num_heads + 1, dtype=np.float32)
+    found = read_scales(Tensors(both("k_scale", "v_scale") | {"1.self_attn.k_scale": k}), SHAPE)
     assert found is not None and found.k[1].tolist() == k.tolist() and found.k[0].tolist() == [0.5, 0.5]
 
 
+def test_layers_without_pages_have_none():
+    found = read_scales(Tensors({"1.self_attn.k_scale": 3, "1.self_attn.v_scale": 4}), SHAPE._replace(paged=(1,)))
+    assert found is not None and found.k.tolist() == [[1, 1], [3, 3]]
+
+
 def test_none_is_no_fault():
-    assert read_scales(Tensors({}), CONFIG) is None
+    assert read_scales(Tensors({}), SHAPE) is None
 
 
 def test_latents_have_those_of_keys_only():
-    assert CONFIG.num_layers == MLA.num_layers == 2
-    found = read_scales(Tensors({name: 2 for name in both("k_scale", "v_scale") if name.endswith("k_scale")}), MLA)
+    found = read_scales(Tensors({name: 2 for name in both("k_scale", "v_scale") if name.endswith("k_scale")}), LATENT)
     assert found is not None and found.v is None and found.k.tolist() == [[2.0], [2.0]]
 
 
@@ -83,7 +85,7 @@ def test_latents_have_those_of_keys_only():
 def test_refused(changes, said):
     tensors = {name: value for name, value in (both("k_scale", "v_scale") | changes).items() if value is not None}
     with pytest.raises(ModelFileError, match=said):
-        read_scales(Tensors(tensors), CONFIG)
+        read_scales(Tensors(tensors), SHAPE)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])

@@ -15,6 +15,7 @@ from pallas_kernels.kv.pages import (
     alloc,
     export_pages,
     import_pages,
+    largest,
     page_bytes,
     partition_spec,
     pool_shape,
@@ -58,6 +59,20 @@ def test_update_of_keys_that_hold_their_values(pattern, dtype, implementation):
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_pages_move_between_layouts_bit_for_bit(source, target, dtype, in_keys):
     CHECKS["exchange"](source, dtype, in_keys, Implementation(target, target))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "in_keys"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_the_largest_of_some_pages(layout, dtype, in_keys):
+    shape = replace(spec(dtype, num_pages=6), values_in_keys=in_keys)
+    values = np.random.default_rng(0).normal(size=(6, 16, 1 if in_keys else 2, 2, 8)).astype(dtype)
+    kv = import_pages(alloc(shape, layout=layout), jnp.arange(6), jnp.asarray(values))
+    found = largest(kv, jnp.int32(2), 3)
+    expected = np.abs(values[2:5].astype(np.float32)).max(axis=(0, 1, 4))
+    np.testing.assert_array_equal(found[0], expected[0])
+    assert found[1] is None if in_keys else (np.asarray(found[1]) == expected[1]).all()
+    with pytest.raises(ValueError, match="a pool of int8"):
+        largest(alloc(spec("int8"), layout=layout), jnp.int32(0), 1)
 
 
 def test_update_of_one_padding_token_changes_nothing():
