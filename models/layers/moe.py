@@ -156,9 +156,9 @@ class MixtureOfExperts(nnx.Module):
             x = keep_tokens(x, self.axis, "ffn")
             shared = self.shared.partial(x)
             shared = shared if self.shared_gate is None else self._gate(x) * shared
-        # It is split over devices of which the experts' may be more. Devices with the same tokens add up both at once.
+        # Experts may be split over further devices with other tokens. What they share is added up at once.
         with jax.named_scope("combine"):
-            if not apart:
+            if num_shards(self.axis) == num_shards("ffn"):
                 return reduce_tokens((mixed + shared).astype(dtype), "ffn")
             mixed, shared = scatter_tokens(mixed.astype(dtype), self.axis), scatter_tokens(shared.astype(dtype), "ffn")
             return sum_same_tokens(mixed + shared, self.axis)

@@ -301,11 +301,12 @@ LAYOUTS = {
 }
 
 
-# With everything that a layer may have. A shared MLP is added up with the experts; where it is split over fewer devices
-# with other tokens than they are, it leaves each its tokens before that.
+# With everything that a layer may have. A shared MLP is added up with the experts; where its parts are on devices with
+# other tokens, and the experts' on more of these, it leaves each its tokens before that.
 LAYOUTS_OF_ALL = {
     "tp 4, 2 kv heads": (MeshLayout(attn=2, model=2), 3, 1, 1),
     "ep of dp 2, tp 2": (MeshLayout(data=2, model=2, expert_parallel=True), 3, 1, 1),
+    "ep of attn 2, tp 2": (MeshLayout(attn=2, model=2, expert_parallel=True), 3, 1, 1),
     "ep of dp 2, attn 2, tp 2": (MeshLayout(data=2, attn=2, model=2, expert_parallel=True), 3, 1, 2),
 }
 
