@@ -57,9 +57,14 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
 def state_work(state: GatedDelta, bucket: Bucket, dtype: str) -> Work:
     """One layer's states, each read and written once, and the recurrence of every token: read, change, read."""
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
-    sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     flops = 6 * bucket.num_tokens * state.num_v_heads * state.k_head_dim * state.v_head_dim
-    return Work(2 * num_seqs * sum(size * itemsize for size, itemsize in sizes), flops)
+    return Work(_state_bytes(state, num_seqs, dtype), flops)
+
+
+def _state_bytes(state: GatedDelta, num_seqs: int, dtype: str) -> int:
+    """Of one layer's states of so many sequences, read and written."""
+    sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
+    return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
 
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
@@ -93,12 +98,14 @@ class Products:
       weight_bytes: of all weights, experts that no token goes to included: a kernel may have them as operands.
       reached_bytes: of the weights that tokens meet.
       row_bytes: of what goes into the products and comes out of them, each in the model's dtype.
+      state_bytes: of what layers keep of sequences in place of pages, each read and written once.
     """
 
     flops: int
     weight_bytes: int
     reached_bytes: int
     row_bytes: int
+    state_bytes: int
 
 
 def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
@@ -123,7 +130,9 @@ def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
         if len(part) > 1 + (param.decl.num_experts is not None):  # a matrix, no biases
             flops += int(2 * size * rows)
             row_bytes += int(math.prod(part[:-2]) * rows * sum(part[-2:])) * itemsize
-    return Products(flops, weight_bytes, reached_bytes, row_bytes)
+    kinds = (config.attention[layer].state for layer in model.stage.layers)
+    state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
+    return Products(flops, weight_bytes, reached_bytes, row_bytes, state_bytes // mesh.model)
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:
