@@ -27,7 +27,7 @@ ROW = {
     "failures": [],
 }
 NEEDS = {
-    "needs": {"operations": 1_000_000, "flops": 900_000, "weight_bytes": 100 << 20, "row_bytes": 1000, "state_bytes": 0},
+    "needs": {"operations": 1_000_000, "flops": 900_000, "weight_bytes": 100 << 20, "row_bytes": 9, "state_bytes": 0},
     "dtype": "bfloat16",
     "operations": {"bf16": 990_000, "f32": 10_000},
     "moved_bytes": 110 << 20,

@@ -50,7 +50,8 @@ def test_every_row_is_added_once_and_in_order(sizes):
     for row, token in zip(y[: sum(sizes)], tokens, strict=False):
         wanted[token] += row
     for block in (2, 7, TOKENS * len(sizes)):
-        np.testing.assert_array_equal(summed(block)(y, tokens, jnp.asarray(sizes, jnp.int32)), wanted, err_msg=str(block))
+        got = summed(block)(y, tokens, jnp.asarray(sizes, jnp.int32))
+        np.testing.assert_array_equal(got, wanted, err_msg=str(block))
 
 
 def test_blocks_are_of_the_groups_that_have_rows():

@@ -353,7 +353,9 @@ def check_routing(layout: MeshLayout) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["", "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'grouped_tiles', 128"], ids=["cpu", "gpu"]
+    "arguments",
+    ["", "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'grouped_tiles', 128"],
+    ids=["cpu", "gpu"],
 )
 def test_devices_share_the_experts(arguments):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
