@@ -6,7 +6,8 @@
     NAME.experts.down_proj_bias      [E, D]              experts.{e}.down_proj.bias [D]
 
 or matrices [2F, D] and [D, F], as linear layers have them, or, in MXFP4 (OCP Microscaling Formats 1.0),
-`gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and so for `down_proj`. Knows nothing of file formats.
+`gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and so for `down_proj`. Knows
+nothing of file formats.
 """
 
 from __future__ import annotations
