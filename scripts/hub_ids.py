@@ -54,4 +54,5 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "HunYuanDenseV1ForCausalLM": ("tencent/Hunyuan-0.5B-Instruct", "tencent/Hunyuan-7B-Instruct"),
     "Mistral3ForConditionalGeneration": ("mistralai/Mistral-Small-3.1-24B-Instruct-2503",),
     "Qwen3NextForCausalLM": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen/Qwen3.5-35B-A3B",),
 }

@@ -40,15 +40,31 @@ def gather_tokens(x: jax.Array, axis: str) -> jax.Array:
     return lax.all_gather(x, over, axis=0, tiled=True) if over else x
 
 
+def keep_tokens(x: jax.Array, axis: str, part: str) -> jax.Array:
+    """Of x, gathered for `axis`, what `gather_tokens` would give for `part`, whose devices are some of the axis's."""
+    over = tuple(name for name in _other_tokens(axis) if name not in _other_tokens(part))
+    size = x.shape[0] // lax.axis_size(over) if over else 0
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(over) * size, size) if over else x
+
+
+def scatter_tokens(x: jax.Array, axis: str) -> jax.Array:
+    """The sums of partial results [n * T, ...] over devices with other tokens: each keeps its own, [T, ...]."""
+    over = _other_tokens(axis)
+    return lax.psum_scatter(x, over, scatter_dimension=0, tiled=True) if over else x
+
+
+def sum_same_tokens(x: jax.Array, axis: str) -> jax.Array:
+    """The sum of partial results [T, ...] over the devices that hold parts of `axis` and the same tokens."""
+    over = _same_tokens(axis)
+    return lax.psum(x, over) if over else x
+
+
 def reduce_tokens(x: jax.Array, axis: str) -> jax.Array:
     """The sum of partial results [n * T, ...] over the devices that hold parts of `axis`; each keeps its own tokens.
 
     The counterpart of `gather_tokens`.
     """
-    scattered = _other_tokens(axis)
-    summed = tuple(name for name in split_over(axis) if name not in scattered)
-    x = lax.psum(x, summed) if summed else x
-    return lax.psum_scatter(x, scattered, scatter_dimension=0, tiled=True) if scattered else x
+    return sum_same_tokens(scatter_tokens(x, axis), axis)
 
 
 def gather_parts(x: jax.Array, axis: str, *, dimension: int) -> jax.Array:

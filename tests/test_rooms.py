@@ -51,7 +51,7 @@ ROOMS = {
         "models.weights:declarations models.quantization"
     ),
     "models.layers": (
-        "sharding pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
+        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
         "models.weights:declarations models"
     ),
     "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers",

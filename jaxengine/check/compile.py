@@ -234,6 +234,9 @@ class Compiler:
             row["attention_kernels"] = hlo.attending_places(module)
             if self.target.backend == "tpu":
                 row["fast_bytes"] = inspect.vmem_bytes(text)
+                if (on_device := inspect.device_bytes(Path(self.request.dumps))) is not None:
+                    least = row["argument_bytes"] + row["workspace_bytes"]
+                    row["peak_bytes"] = max(least, on_device) + row["code_bytes"]
             if program.block is not None:
                 sizes = program.block.sizes[0]
                 row["block"] = {"name": program.block.name, "trips": program.block.trips}

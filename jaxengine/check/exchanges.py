@@ -203,8 +203,9 @@ def layer_exchanges(mesh: MeshLayout, *, experts: ExpertsConfig | None, head_nor
     """Of one layer by kind: attention adds up its output over the heads' devices, the feed-forward part gathers the
     tokens of all ranks that share its weights, adds up over all devices that do and leaves each rank its tokens. With
     experts the routing, weights and ids, is gathered too. Where devices send rows to experts they gather how many rows,
-    and the devices of a rank gather what became of each one's share of the tokens. A shared MLP beside whole experts
-    exchanges what a dense one does, and beside slices of experts nothing. A norm over all heads adds up squares.
+    and the devices of a rank gather what became of each one's share of the tokens; a shared MLP beside them exchanges
+    what a dense one does. Beside experts to which all tokens are gathered it at most leaves each rank its tokens, where
+    these experts are on devices of more ranks than it. A norm over all heads adds up squares.
     """
     found: Counter[str] = Counter()
     found["all-reduce"] = (1 + head_norms) * (mesh.model > 1)
@@ -212,10 +213,11 @@ def layer_exchanges(mesh: MeshLayout, *, experts: ExpertsConfig | None, head_nor
         found += _of_mlp(mesh, "ffn", gathered=1)
     elif mesh.sends_rows:
         found += Counter({"all-gather": 1 + (mesh.model > 1), "ragged-all-to-all": 2})
+        found += _of_mlp(mesh, "ffn", gathered=1) if experts.shared_intermediate_size else Counter()
     else:
         found += _of_mlp(mesh, "experts" if mesh.expert_parallel else "ffn", gathered=3)
-    if experts is not None and mesh.expert_parallel and experts.shared_intermediate_size:
-        found += _of_mlp(mesh, "ffn", gathered=1)
+        apart = mesh.expert_parallel and mesh.data > 1 and mesh.attn > 1
+        found["reduce-scatter"] += bool(apart and experts.shared_intermediate_size)
     return {kind: count for kind, count in found.items() if count}
 
 

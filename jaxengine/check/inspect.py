@@ -13,6 +13,7 @@ from jax.experimental import serialize_executable
 
 from jaxengine.runner.memory import workspace_bytes
 
+_DEFAULT_SPACE = re.compile(r"^Memory Space: default .*\nTotal bytes: (\d+)", re.MULTILINE)
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[(.*?)\]')
 _SCOPED_VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -44,6 +45,15 @@ def program_text(compiled: Any, dumps: Path | None) -> str:
             if files:
                 return files[-1].read_text()
     return compiled.as_text()
+
+
+def device_bytes(dumps: Path) -> int | None:
+    """What arguments and temporaries of a TPU program take of device memory at most, by the report that its compiler
+    left; None where it left none. The peak that it tells a program of has on-chip memory in it."""
+    for path in dumps.glob("*memory-usage-report.txt"):
+        if found := _DEFAULT_SPACE.search(path.read_text()):
+            return int(found[1])
+    return None
 
 
 def vmem_bytes(text: str) -> int | None:

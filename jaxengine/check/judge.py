@@ -25,6 +25,8 @@ WIDE_SHARE = 0.02
 # that it splits, sixteen at most.
 WEIGHTS_SLACK = 1.1
 ROWS_SLACK = {"tpu": 3, "cuda": 24, "cpu": 12}
+# Where states fit on the chip XLA:TPU brings all of a layer there and back, those of snapshots and of no sequence too.
+STATES_SLACK = 1.5
 # Tables, messages and the state of slots.
 SMALL_BYTES = 8 << 20
 MIB = 2**20
@@ -96,6 +98,6 @@ def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
     rows = ROWS_SLACK[target.backend] * needs["row_bytes"]
     # XLA:CPU brings bfloat16 weights into float32 before it multiplies.
     weights = needs["weight_bytes"] * (WEIGHTS_SLACK if target.backend != "cpu" else 6)
-    if row["moved_bytes"] > (most := int(weights + rows) + SMALL_BYTES):
+    if row["moved_bytes"] > (most := int(weights + rows + STATES_SLACK * needs["state_bytes"]) + SMALL_BYTES):
         found.append(f"moves {row['moved_bytes']:,} bytes to and from memory, at most {most:,} are the model's")
     return found

@@ -323,7 +323,7 @@ class StagePrograms:
 
     def _precious(self, num_logits: int, kv: Any) -> Precious:
         named = zip(declared_params(self.model), self._params, strict=True)
-        weights = {math.prod(part_shape(leaf)): param.name for param, leaf in named if len(param.shape) > 1}
+        weights = {math.prod(part_shape(leaf)): param.name for param, leaf in named if _is_matrix(param.shape)}
         # The logits of a step over all slots look like a state array.
         logits = f"f32[{num_logits},{self._steps.own_vocab_size}]"
         states = {}
@@ -372,6 +372,11 @@ def _limit(spec: AttentionSpec) -> str:
         if getattr(spec, name) is not None:
             return f" {name} {getattr(spec, name)}"
     return ""
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    """A matrix of one column is a vector."""
+    return sum(size > 1 for size in shape) > 1
 
 
 def _hlo_type(dtype: Any) -> str:

@@ -17,6 +17,7 @@ from jaxengine.runner.heads import SAMPLE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.attention import LayerAttention
 from models.config.state import GatedDelta
+from models.layers.expert_rows import rows_of_block
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 
@@ -57,9 +58,14 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
 def state_work(state: GatedDelta, bucket: Bucket, dtype: str) -> Work:
     """One layer's states, each read and written once, and the recurrence of every token: read, change, read."""
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
-    sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     flops = 6 * bucket.num_tokens * state.num_v_heads * state.k_head_dim * state.v_head_dim
-    return Work(2 * num_seqs * sum(size * itemsize for size, itemsize in sizes), flops)
+    return Work(_state_bytes(state, num_seqs, dtype), flops)
+
+
+def _state_bytes(state: GatedDelta, num_seqs: int, dtype: str) -> int:
+    """Of one layer's states of so many sequences, read and written."""
+    sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
+    return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
 
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
@@ -92,13 +98,16 @@ class Products:
       flops: operations.
       weight_bytes: of all weights, experts that no token goes to included: a kernel may have them as operands.
       reached_bytes: of the weights that tokens meet.
-      row_bytes: of what goes into the products and comes out of them, each in the model's dtype.
+      row_bytes: of what goes into the products and comes out of them, each in the model's dtype; of experts that are
+        split over devices also of what all tokens are gathered to and added up in.
+      state_bytes: of what layers keep of sequences in place of pages, each read and written once.
     """
 
     flops: int
     weight_bytes: int
     reached_bytes: int
     row_bytes: int
+    state_bytes: int
 
 
 def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1) -> Products:
@@ -108,6 +117,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = flops = row_bytes = 0
+    block = _expert_rows(model, bucket)
     for param in declared_params(model):
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in param.decl.axes]
         part = [size // shards for size, shards in zip(param.shape, over, strict=True)]
@@ -117,17 +127,36 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
             continue
         rows = bucket.num_seqs if embedding or param.path[0] == "lm_head" else bucket.num_tokens
         rows *= math.prod(mesh.ranks_sharing(axis) for axis in param.decl.axes if axis is not None)
-        reached = 1.0
+        reached, at_once = 1.0, rows
         if param.decl.num_experts is not None:
             picked = rows * config.experts.num_per_token / param.decl.num_experts
             reached = min(1.0, picked)
             rows = max(picked, reached * expert_rows)
+            at_once = rows if block is None else block / part[0]
         weight_bytes += size * jnp.dtype(param.dtype).itemsize
         reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
         if len(part) > 1 + (param.decl.num_experts is not None):  # a matrix, no biases
             flops += int(2 * size * rows)
-            row_bytes += int(math.prod(part[:-2]) * rows * sum(part[-2:])) * itemsize
-    return Products(flops, weight_bytes, reached_bytes, row_bytes)
+            row_bytes += int(math.prod(part[:-2]) * at_once * sum(part[-2:])) * itemsize
+    if block is not None:
+        # The tokens of all ranks and their sums, and a block's results beside what they are added to, in float32.
+        gathered = bucket.num_tokens * mesh.ranks_sharing("experts")
+        sparse = sum(layer not in config.experts.dense_layers for layer in model.stage.layers)
+        row_bytes += sparse * config.hidden_size * (gathered * (itemsize + 4) + block * 8)
+    kinds = (config.attention[layer].state for layer in model.stage.layers)
+    state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
+    return Products(flops, weight_bytes, reached_bytes, row_bytes, state_bytes // mesh.model)
+
+
+def _expert_rows(model: Any, bucket: Bucket) -> int | None:
+    """Rows that a device with whole experts takes at a time, where it takes its own from those of all devices; else
+    None. Of a loop over blocks, whose trips are data, one is counted."""
+    experts, mesh = model.config.experts, model.mesh
+    if experts is None or not mesh.expert_parallel or mesh.size == 1 or mesh.sends_rows:
+        return None
+    num_tokens, devices = bucket.num_tokens * mesh.ranks_sharing("experts"), mesh.num_shards("experts")
+    own = min(experts.num_per_token, experts.num_experts // devices)
+    return rows_of_block(num_tokens * own, -(-num_tokens * experts.num_per_token // devices))
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:

@@ -20,18 +20,23 @@ from jax import lax
 from models.build import Build
 from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
+from models.layers.expert_rows import add_rows, in_blocks, mix, rows_of_block, tokens_per_expert
 from models.layers.mlp import GatedMLP
 from models.layers.rows import Rows
 from models.weights.declare import ParamDecl, Source, declare
+from pallas_kernels.zeros import zeros_in_layer
 from sharding.collectives import (
     exchange_rows,
     gather_tokens,
     join_tokens,
+    keep_tokens,
     num_shards,
     reduce_tokens,
+    scatter_tokens,
     shard_index,
     share_tokens,
     stack_parts,
+    sum_same_tokens,
 )
 
 
@@ -128,8 +133,10 @@ class MixtureOfExperts(nnx.Module):
             weights, ids = self.route(x)
             ids = jnp.where(rows.is_token[:, None], ids, num_experts)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
-        y = self._send_rows(x, weights, ids) if self.sends_rows else self._gather_tokens(x, weights, ids)
-        if self.shared is None or self.axis == "ffn":
+        if not self.sends_rows:
+            return self._gather_tokens(x, weights, ids)
+        y = self._send_rows(x, weights, ids)
+        if self.shared is None:
             return y
         with jax.named_scope("shared"):
             shared = self.shared(x, rows)
@@ -137,22 +144,64 @@ class MixtureOfExperts(nnx.Module):
 
     def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
         """Every token to every device that shares the weights; the sum of what each made of it."""
+        dtype = x.dtype
         with jax.named_scope("group"):
             x, weights, ids = (gather_tokens(part, self.axis) for part in (x, weights, ids))
+        apart = self.axis == "experts" and num_shards(self.axis) > 1
+        mixed = self._own_experts(x, weights, ids) if apart else self._every_expert(x, weights, ids)
+        if self.shared is None:
+            with jax.named_scope("combine"):
+                return reduce_tokens(mixed.astype(dtype), self.axis)
+        with jax.named_scope("shared"):
+            x = keep_tokens(x, self.axis, "ffn")
+            shared = self.shared.partial(x)
+            shared = shared if self.shared_gate is None else self._gate(x) * shared
+        # Experts may be split over further devices with other tokens. What they share is added up at once.
+        with jax.named_scope("combine"):
+            if num_shards(self.axis) == num_shards("ffn"):
+                return reduce_tokens((mixed + shared).astype(dtype), "ffn")
+            mixed, shared = scatter_tokens(mixed.astype(dtype), self.axis), scatter_tokens(shared.astype(dtype), "ffn")
+            return sum_same_tokens(mixed + shared, self.axis)
+
+    def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        """f32[T, D] of tokens x [T, D], where this device has all experts or a slice of each."""
+        with jax.named_scope("group"):
             order = jnp.argsort(ids.ravel(), stable=True)
             rows = self._inputs(x, weights, order)
             sizes = tokens_per_expert(ids, self.experts.num_experts)
-            first = shard_index("experts") * self._num_own if self.axis == "experts" else 0
-        y = self._multiply(rows, sizes, first, jnp.float32)
+        y = self._multiply(rows, sizes, jnp.float32)
         with jax.named_scope("combine"):
-            mixed = self._mix(y, weights, order)
-        if self.shared is not None and self.axis == "ffn":
-            # Split over the same devices as the experts, so that both are added up at once.
-            with jax.named_scope("shared"):
-                shared = self.shared.partial(x)
-                mixed = mixed + (shared if self.shared_gate is None else self._gate(x) * shared)
-        with jax.named_scope("combine"):
-            return reduce_tokens(mixed.astype(x.dtype), self.axis)
+            return self._mix(y, weights, order)
+
+    def _own_experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        """f32[T, D] of tokens x [T, D]: what the experts of this device add to them, in the order of the experts.
+
+        Memory beside the result is for a block of rows; how many blocks are gone through follows the routing.
+        """
+        (num_tokens, k), own = ids.shape, self._num_own
+        most_of_token = min(k, own)
+        most = num_tokens * most_of_token
+        block = rows_of_block(most, -(-num_tokens * k // num_shards(self.axis)))
+        with jax.named_scope("group"):
+            ids = (ids - shard_index(self.axis) * own).ravel()
+            ids = jnp.where((ids >= 0) & (ids < own), ids, own)
+            order = jnp.pad(jnp.argsort(ids, stable=True)[:most], (0, -most % block))
+            sizes = tokens_per_expert(ids, own)
+            mixed = zeros_in_layer(weights, x.shape)
+
+        def add_block(first: jax.Array, sizes: jax.Array, mixed: jax.Array) -> jax.Array:
+            with jax.named_scope("group"):
+                picked = lax.dynamic_slice_in_dim(order, first, block)
+                rows = self._inputs(x, weights, picked)
+            y = self._multiply(rows, sizes, jnp.float32)
+            with jax.named_scope("combine"):
+                if not self.experts.apply_router_weight_on_input:
+                    y = y * weights.ravel()[picked, None]
+                tokens = jnp.where(jnp.arange(block) < jnp.sum(sizes), picked // k, num_tokens)
+                # Products are rounded before they are added, whichever addition it is.
+                return add_rows(mixed, lax.optimization_barrier(y), tokens, most_of_token)
+
+        return in_blocks(sizes, most, block, add_block, mixed)
 
     def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
         """Each token's rows, one for each of its experts, to the devices that hold these, and their results back.
@@ -171,7 +220,7 @@ class MixtureOfExperts(nnx.Module):
             room = lax.empty((sizes.shape[0] * x.shape[0] * min(k, own), x.shape[1]), x.dtype)
             rows = exchange_rows(self._inputs(x, weights, order), room, sizes, self.axis)
             own_sizes = lax.dynamic_slice_in_dim(jnp.sum(sizes, axis=0), shard_index(self.axis) * own, own)
-        y = self._multiply(rows, own_sizes, 0, x.dtype)
+        y = self._multiply(rows, own_sizes, x.dtype)
         with jax.named_scope("combine"):
             y = exchange_rows(y, jnp.zeros((order.size, y.shape[1]), y.dtype), sizes, self.axis, back=True)
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
@@ -191,18 +240,18 @@ class MixtureOfExperts(nnx.Module):
         assert self.shared_gate is not None
         return jax.nn.sigmoid(self.shared_gate.matmul(x))
 
-    def _multiply(self, rows: jax.Array, sizes: jax.Array, first: Any, out_dtype: Any) -> jax.Array:
-        """The experts' MLPs for rows [M, D] sorted by expert, `sizes` of each, of which those here begin at `first`."""
+    def _multiply(self, rows: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
+        """The MLPs of the experts here for rows [M, D] sorted by expert, `sizes` of each."""
         with jax.named_scope("gate_up"):
-            inner = self.gate_up.grouped_matmul(rows, sizes, first, rows.dtype)
+            inner = self.gate_up.grouped_matmul(rows, sizes, 0, rows.dtype)
             if self.gate_up_bias is not None and self.down_bias is not None:
-                # Of each row, counted from the first expert here; rows of others, and behind the last, have none.
-                expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right") - first
+                # Of each row; behind the last there is none.
+                expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
                 inner = inner + _rows_of(self.gate_up_bias[...], expert)
             gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
             inner = self.activation(gate, up).astype(rows.dtype)
         with jax.named_scope("down"):
-            y = self.down.grouped_matmul(inner, sizes, first, out_dtype)
+            y = self.down.grouped_matmul(inner, sizes, 0, out_dtype)
             if self.gate_up_bias is not None and self.down_bias is not None:
                 # Devices with slices of all experts are added up: one of them has the bias.
                 adds = True if self.axis == "experts" else shard_index("ffn") == 0
@@ -263,20 +312,3 @@ def _rows_of(table: jax.Array, index: jax.Array) -> jax.Array:
     """Rows i32[M] of a table [E, F], f32[M, F]; zeros where there is no such row."""
     rows = table.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     return rows.astype(jnp.float32)
-
-
-def tokens_per_expert(ids: jax.Array, num_experts: int) -> jax.Array:
-    """i32[num_experts]: how often each expert occurs in ids i32[T, k]; other ids are not counted."""
-    return jnp.sum(ids.reshape(-1, 1) == jnp.arange(num_experts, dtype=ids.dtype), axis=0, dtype=jnp.int32)
-
-
-def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-    """Results y [T * k, D], row i of token order[i] // k, and weights f32[T, k] to f32[T, D].
-
-    One addition after the other, in the order of k: no token's sum depends on another's.
-    """
-    y = y[jnp.argsort(order)].reshape(*weights.shape, -1)
-    mixed = jnp.zeros((y.shape[0], y.shape[2]))
-    for k in range(weights.shape[1]):
-        mixed = mixed + weights[:, k, None] * y[:, k]
-    return mixed

@@ -16,9 +16,11 @@ class StackedExperts(NamedTuple):
     """That a family stores the matrices of all experts of a layer in one tensor, see models.weights.stacked.
 
     interleaved: rows of gate and up take turns; otherwise all of gate come first.
+    out_first: a matrix is [out, in], as a linear layer's is; otherwise [in, out].
     """
 
     interleaved: bool = False
+    out_first: bool = False
 
 
 class CheckpointNames(NamedTuple):

@@ -5,8 +5,9 @@
     NAME.experts.down_proj           [E, F, D]           experts.{e}.down_proj.weight [D, F]
     NAME.experts.down_proj_bias      [E, D]              experts.{e}.down_proj.bias [D]
 
-or, in MXFP4 (OCP Microscaling Formats 1.0), `gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales`
-[E, 2F, D / 32], and so for `down_proj`. Knows nothing of file formats.
+or matrices [2F, D] and [D, F], as linear layers have them, or, in MXFP4 (OCP Microscaling Formats 1.0),
+`gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and so for `down_proj`. Knows
+nothing of file formats.
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class StackedSource(WrappedSource):
             span = slice(own.start - own.start % part.step, own.stop - 1 + part.step - (own.stop - 1) % part.step)
             matrix = self._read_blocks(part, span)
             return matrix[own.start - span.start : own.stop - span.start : part.step, columns]
+        if self._stacked.out_first:
+            expert = slice(part.expert, part.expert + 1)
+            return self._source.read(part.stack, expert, own)[0, :: part.step, columns]
         return self._read_matrix(part, columns)[:, own.start : own.stop : part.step].T
 
     def _add(self, name: str, prefix: str, end: str) -> None:
@@ -93,8 +97,9 @@ class StackedSource(WrappedSource):
             raise ModelFileError(self.path, text, name)
         if kind == BLOCKS:
             self._check_scales(name.removesuffix(BLOCKS) + SCALES, shape)
-        out = {"weight": shape[-1], "bias": shape[1], BLOCKS: shape[1]}[kind]
-        inner = {"weight": shape[1:2], "bias": (), BLOCKS: (32 * shape[2],) if len(shape) > 2 else ()}[kind]
+        matrix = shape[1:] if self._stacked.out_first else shape[:0:-1]
+        out = {"weight": matrix[0], "bias": shape[1], BLOCKS: shape[1]}[kind]
+        inner = {"weight": matrix[1:], "bias": (), BLOCKS: (32 * shape[2],) if len(shape) > 2 else ()}[kind]
         modules = ("gate_proj", "up_proj") if stem == GATE_UP else (DOWN,)
         if out % len(modules):
             raise ModelFileError(self.path, f"gate and up must be equally many rows, got {out} between them", name)

@@ -105,6 +105,20 @@ LATENT = DENSE | {
 }
 # Norms over all heads of q and of k, which devices share.
 OLMO2 = DENSE | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_key_value_heads": 2}
+# States in the place of keys and values in half of the layers, and experts beside a gated shared MLP in half of them.
+STATES = MOE | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "mlp_only_layers": [1, 2],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 32,
+}
 MODELS = {
     "dense": DENSE,
     "tied": DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -117,6 +131,7 @@ MODELS = {
     "gemma2": GEMMA2,
     "latent": LATENT,
     "olmo2": OLMO2,
+    "states": STATES,
 }
 RAGGED = {"all2all_backend": "ragged_all_to_all"}
 # model, engine options; `first` is the first of the eight devices to take from
@@ -179,6 +194,12 @@ CASES |= {
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
     ),
     "gpt_oss tp4 ep ragged": ("gpt_oss", {"tensor_parallel_size": 4, "enable_expert_parallel": True} | RAGGED),
+    "states tp2": ("states", {"tensor_parallel_size": 2}),
+    "states pp2": ("states", {"pipeline_parallel_size": 2}),
+    "states tp2 dp2 ep": (
+        "states",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
     "glm4 tp4": ("glm4", {"tensor_parallel_size": 4}),
     "glm4 tp2 pp2": ("glm4", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "glm4 tp4 dp2 ep": (

@@ -45,6 +45,8 @@ def test_tokens_equal_those_of_one_device(tmp_path, executables_dir, report, tho
     assert sorted(row["case"] for row in rows) == sorted(CASES if thorough else SHORT)
     for row in rows:
         assert not row["wrong"], (row["case"], row["wrong"])
-        assert row["compilations"] == 0 and row["prefix_hits"] > 0, row
+        assert row["compilations"] == 0, row
+        # Whether a state was kept where a common prefix ends, chunks decide.
+        assert row["prefix_hits"] > 0 or CASES[row["case"]][0] == "states", row
         report(f"{row['case']}: as one device, {row['preemptions']} preemptions, {row['prefix_hits']} prefix hits")
     assert sum(row["preemptions"] > 0 for row in rows) > len(rows) / 2

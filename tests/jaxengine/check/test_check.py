@@ -332,6 +332,14 @@ def test_few_rows_of_an_expert_are_a_tile():
     assert tiled == plain
 
 
+def test_states_are_read_and_written_once():
+    """Of Qwen3-Next: 32 matrices of 128 x 128 in float32 and three tokens of 8,192 channels, over two devices."""
+    model = build_model(model_config("qwen3-next-80b-a3b:4"), Build("bfloat16", MeshLayout(attn=4, model=2)))
+    of_one = 4 * 32 * 128 * 128 + 2 * 3 * 8192
+    for bucket in (Bucket(5, 5), Bucket(64, 5)):
+        assert product_work(model, bucket, "bfloat16").state_bytes == 3 * 2 * 5 * of_one // 2
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -352,6 +360,7 @@ def test_few_rows_of_an_expert_are_a_tile():
         ("gemma-3-27b", 27.009),
         ("mistral-7b-v0.1", 7.242),
         ("gpt-oss-120b", 116.83),
+        ("qwen3-next-80b-a3b", 79.67),
         ("deepseek-v3", 671.03),
         ("kimi-k2", 1026.4),
     ],

@@ -155,3 +155,11 @@ def test_layers_that_attend_with_a_kernel():
     line = f'%k = f32[8]{{0}} custom-call(%p), custom_call_target="mosaic_gpu_v2", {alone}'
     assert attending_places(module(P, line)) == 1
     assert attending_places(module(P, f'%k = f32[8]{{0}} custom-call(%p), custom_call_target="Sharding", {alone}')) == 0
+
+
+def test_what_the_next_run_begins_with_is_fetched_once():
+    """As libtpu 0.0.52 fetches a table of the embedding; without the second fetch the first is made in every run."""
+    results = f"(bf16[64,128]{LAYOUT[:-1]}S(1)}}, bf16[64,128]{LAYOUT}, u32[]{{:S(2)}})"
+    first, last = (f"%{name} = {results} copy-start(%w)" for name in "ab")
+    first += ", cross_program_prefetch_index=0"
+    assert moved_bytes(module(W, first, last), ()) == moved_bytes(module(W, first), ()) == 64 * 128 * 2

@@ -81,6 +81,12 @@ def test_what_layers_with_experts_exchange():
     shared = replace(experts, shared_intermediate_size=16)
     assert layer_exchanges(MeshLayout(model=4, **ragged), experts=shared) == sent | {"all-reduce": 2}
     assert layer_exchanges(MeshLayout(model=4), experts=shared) == {"all-reduce": 2}
+    gathered = {"all-reduce": 2, "all-gather": 3, "reduce-scatter": 1}
+    assert layer_exchanges(MeshLayout(data=2, model=2, expert_parallel=True), experts=shared) == gathered
+    assert layer_exchanges(MeshLayout(attn=2, model=2, expert_parallel=True), experts=shared) == gathered
+    both = MeshLayout(data=2, attn=2, model=2, expert_parallel=True)
+    assert layer_exchanges(both, experts=shared) == gathered | {"reduce-scatter": 2}
+    assert layer_exchanges(both, experts=experts) == gathered
 
 
 def test_the_operand_of_a_reduce_scatter_is_the_larger_one():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxengine.check import baseline, cycles, report
-from jaxengine.check.inspect import mosaic_gpu, vmem_bytes
+from jaxengine.check.inspect import device_bytes, mosaic_gpu, vmem_bytes
 from jaxengine.check.judge import failures, overfull
 from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler, split_targets
 from jaxengine.config.engine_config import ConfigError
@@ -27,7 +27,7 @@ ROW = {
     "failures": [],
 }
 NEEDS = {
-    "needs": {"operations": 1_000_000, "flops": 900_000, "weight_bytes": 100 << 20, "row_bytes": 1000},
+    "needs": {"operations": 1_000_000, "flops": 900_000, "weight_bytes": 100 << 20, "row_bytes": 9, "state_bytes": 0},
     "dtype": "bfloat16",
     "operations": {"bf16": 990_000, "f32": 10_000},
     "moved_bytes": 110 << 20,
@@ -222,3 +222,12 @@ def test_what_compilers_print():
     assert mosaic_gpu("") == {"registers": None, "spill_bytes": None, "fast_bytes": None}
     config = '"used_scoped_memory_configs":[{"memory_space":"1","offset":"1024","size":"4096"}]'
     assert vmem_bytes(config) == 5120 and vmem_bytes("") is None
+
+
+def test_device_memory_of_a_tpu_program(tmp_path):
+    """As libtpu 0.0.52 reports it: by kind of memory, device memory first."""
+    assert device_bytes(tmp_path) is None
+    report = "Memory Space: default (color=0)\nTotal bytes: 1268643936 (1.18GiB)\n  cumulative_size;\n\n"
+    report += "Memory Space: vmem (color=1)\nTotal bytes: 133366272 (127.19MiB)\n"
+    (tmp_path / "module_0018.jit_forward.after_optimizations-memory-usage-report.txt").write_text(report)
+    assert device_bytes(tmp_path) == 1268643936

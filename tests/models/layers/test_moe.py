@@ -23,6 +23,7 @@ from models.config.experts import ExpertsConfig
 from models.config.fields import ModelConfigError
 from models.config.hf import read_config_json
 from models.config.model_config import ModelConfig
+from models.layers import expert_rows
 from models.layers.mlp import GatedMLP
 from models.layers.moe import ExpertLoad, MixtureOfExperts
 from models.layers.rows import Rows
@@ -250,8 +251,9 @@ def by_parts(gate_up: np.ndarray, parts: int) -> np.ndarray:
     return gate_up.reshape(*gate_up.shape[:-1], 2, parts, -1).swapaxes(-3, -2).reshape(gate_up.shape)
 
 
-def split_over(layout: MeshLayout, config: ModelConfig) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
-    """What `layout` makes of the tokens: all ranks' results and loads, and the number of collectives by kind."""
+def split_over(layout: MeshLayout, config: ModelConfig, *several: jax.Array):
+    """What `layout` makes of the tokens, or of several others: all ranks' results and loads, and the number of
+    collectives by kind."""
     layer = MixtureOfExperts(config, source="m", build=Build(jnp.float32, layout))
     parts = {"gate_up": 1 if layout.expert_parallel else layout.num_shards("ffn")}
     parts |= {"gate_up_bias": parts["gate_up"], "shared": layout.num_shards("ffn")}
@@ -277,11 +279,13 @@ def split_over(layout: MeshLayout, config: ModelConfig) -> tuple[np.ndarray, np.
     batch = PartitionSpec(("data", "attn"))
     mesh = make_mesh(layout)
     sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs, batch, batch), out_specs=(batch, batch), check_vma=False)
-    program = jax.jit(sharded).lower(state, tokens(), jnp.arange(NUM_TOKENS) % 5 > 0).compile()
+    is_token = jnp.arange(NUM_TOKENS) % 5 > 0
+    program = jax.jit(sharded).lower(state, tokens(), is_token).compile()
     text = program.as_text()
     kinds = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-    y, load = program(state, tokens(), jnp.arange(NUM_TOKENS) % 5 > 0)
-    return np.asarray(y), np.asarray(load), {kind: text.count(f" {kind}(") for kind in kinds}
+    counted = {kind: text.count(f" {kind}(") for kind in kinds}
+    made = [tuple(map(np.asarray, program(state, x, is_token))) for x in several or (tokens(),)]
+    return made, counted
 
 
 # tokens are gathered with their weights and experts; name: layout, gathers, all-reduces, reduce-scatters
@@ -297,20 +301,25 @@ LAYOUTS = {
 }
 
 
-# With everything that a layer may have. A shared MLP beside slices of experts exchanges nothing more; beside whole
-# ones it exchanges what a dense one does, which XLA may join with what the experts do.
+# With everything that a layer may have. A shared MLP is added up with the experts; where its parts are on devices with
+# other tokens, and the experts' on more of these, it leaves each its tokens before that.
 LAYOUTS_OF_ALL = {
     "tp 4, 2 kv heads": (MeshLayout(attn=2, model=2), 3, 1, 1),
-    "ep of dp 2, tp 2": (MeshLayout(data=2, model=2, expert_parallel=True), None, None, None),
-    "ep of attn 2, tp 2": (MeshLayout(attn=2, model=2, expert_parallel=True), None, None, None),
+    "ep of dp 2, tp 2": (MeshLayout(data=2, model=2, expert_parallel=True), 3, 1, 1),
+    "ep of attn 2, tp 2": (MeshLayout(attn=2, model=2, expert_parallel=True), 3, 1, 1),
+    "ep of dp 2, attn 2, tp 2": (MeshLayout(data=2, attn=2, model=2, expert_parallel=True), 3, 1, 2),
 }
 
 
-def check_layouts(names: Sequence[str] = (*LAYOUTS, *LAYOUTS_OF_ALL), grouped: str = "grouped_xla") -> None:
+def check_layouts(
+    names: Sequence[str] = (*LAYOUTS, *LAYOUTS_OF_ALL), grouped: str = "grouped_xla", block: int = 8
+) -> None:
     """Run in a process with eight devices: the same result as one device, exchanging no more than it must.
 
     grouped: the implementation of grouped products that all of them have, one device's being the CPU's.
+    block: rows that a device with whole experts takes at a time.
     """
+    expert_rows._LEAST_ROWS = expert_rows._MOST_ROWS = block
     assert jax.device_count() == 8
     is_token = np.arange(NUM_TOKENS) % 5 > 0
     assert registry._MODULES["grouped_matmul", "cpu"] == "matmul.grouped_xla"
@@ -320,18 +329,33 @@ def check_layouts(names: Sequence[str] = (*LAYOUTS, *LAYOUTS_OF_ALL), grouped: s
     cases = [(name, CONFIG, *LAYOUTS[name]) for name in LAYOUTS if name in names]
     cases += [(name, everything, *LAYOUTS_OF_ALL[name]) for name in LAYOUTS_OF_ALL if name in names]
     for name, config, layout, gathers, all_reduces, reduce_scatters in cases:
-        (y, total), (got, load, collectives) = expected[config], split_over(layout, config)
+        (y, total), ([(got, load)], collectives) = expected[config], split_over(layout, config)
         np.testing.assert_allclose(got, y, rtol=0, atol=1e-5 * np.abs(y).max(), err_msg=name)
         assert load.shape == (layout.num_ranks, 8), name
         np.testing.assert_array_equal(load.sum(axis=0), total, err_msg=name)
         wanted = {"all-gather": gathers, "all-reduce": all_reduces, "reduce-scatter": reduce_scatters}
         counted = collectives == wanted | {"all-to-all": 0, "collective-permute": 0}
-        assert counted or gathers is None, (name, collectives)
+        assert counted, (name, collectives)
+    check_routing(MeshLayout(data=2, model=2, expert_parallel=True))
     print("as on one device")
 
 
+def check_routing(layout: MeshLayout) -> None:
+    """Whole experts: what a token gets is the same bit for bit among others, however many blocks these make, and right
+    where all go to the same experts."""
+    x, alike = tokens(), jnp.repeat(tokens()[1:2], NUM_TOKENS, axis=0)
+    among = alike.at[11:15].set(x[11:15])
+    (found, of_alike, of_among), _ = split_over(layout, CONFIG, x, alike, among)
+    np.testing.assert_array_equal(of_among[0][11:15], found[0][11:15])
+    np.testing.assert_array_equal(of_among[0][6], found[0][1])
+    assert (of_alike[1].sum(axis=0) > 0).sum() == EXPERTS.num_per_token
+    np.testing.assert_array_equal(of_alike[0][1::5], np.repeat(found[0][1:2], len(alike[1::5]), axis=0))
+
+
 @pytest.mark.parametrize(
-    "arguments", ["", "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'grouped_tiles'"], ids=["cpu", "gpu"]
+    "arguments",
+    ["", "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'grouped_tiles', 128"],
+    ids=["cpu", "gpu"],
 )
 def test_devices_share_the_experts(arguments):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"

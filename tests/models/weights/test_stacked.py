@@ -91,6 +91,27 @@ def test_parts_of_a_stack(tmp_path, mxfp4, interleaved):
         np.testing.assert_array_equal(source.read(f"{name}.bias"), stacked[f"{PREFIX}.down_proj_bias"][expert])
 
 
+def test_stacks_of_matrices_as_linear_layers_have_them(tmp_path):
+    """The same parts of the same matrices, whichever way round they lie."""
+    tensors = stacks(np.random.default_rng(0), mxfp4=False)
+    turned = {
+        name: np.ascontiguousarray(values.swapaxes(1, 2)) if values.ndim == 3 else values
+        for name, values in tensors.items()
+    }
+    sources = []
+    for name, held, stacked in (("in", tensors, StackedExperts()), ("out", turned, StackedExperts(out_first=True))):
+        (tmp_path / name).mkdir()
+        save_file(held, tmp_path / name / "model.safetensors")
+        sources.append(StackedSource(SafetensorsCheckpoint(tmp_path / name), stacked, EXPERTS))
+    one, other = sources
+    assert list(one.names()) == list(other.names())
+    for name in one.names():
+        assert one.shape(name) == other.shape(name)
+        parts = [(slice(None), slice(None)), (slice(3, 20), slice(1, 9))]
+        for rows, columns in parts if len(one.shape(name)) == 2 else [(slice(2, 5), slice(None))]:
+            np.testing.assert_array_equal(one.read(name, rows, columns), other.read(name, rows, columns), err_msg=name)
+
+
 def test_a_whole_checkpoint_in_mxfp4(tmp_path):
     """Its weights are those of the same numbers stored as they are."""
     folder, rng = checkpoint("gpt_oss"), np.random.default_rng(0)

@@ -1,0 +1,50 @@
+"""Qwen3.5 with experts (Qwen Team 2026), the text part: Qwen3.5's layers with experts beside a gated shared MLP.
+
+Layers that predict further tokens are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.hf import text_fields
+from models.families.qwen2_moe import gated_experts
+from models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+from models.families.qwen3_next import hybrid_fields
+from models.weights.source import CheckpointNames, StackedExperts
+
+# Matrices of all experts in one tensor, each as a linear layer stores it.
+_STACKED = StackedExperts(out_first=True)
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """Gated delta nets, gated attention and experts."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForCausalLM.checkpoint_names._replace(stacked_experts=_STACKED)
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        # No layer has a dense MLP, and none is given a size.
+        experts = replace(gated_experts(fields, norm_weights=True), dense_layers=())
+        sized = fields.with_defaults(intermediate_size=experts.intermediate_size)
+        return hybrid_fields(sized) | {"experts": experts}
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        return self.make_experts(build)
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
+    """As published: it sees as well, and what it sees with is not read."""
+
+    checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForConditionalGeneration.checkpoint_names._replace(
+        stacked_experts=_STACKED
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return super().read_hf(text_fields(fields))

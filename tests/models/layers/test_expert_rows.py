@@ -1,0 +1,70 @@
+"""Blocks of a device's rows, and their sums, which no block's end and no other token may change."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.layers.expert_rows import add_rows, in_blocks, rows_of_block
+
+TOKENS, WIDTH = 9, 5
+SIZES = ([0, 7, 0, 1, 5], [0, 0, 0, 0, 0], [9, 9, 2, 9, 9], [0, 0, 0, 0, 1])
+
+
+@cache
+def summed(block: int):
+    """(rows [G * T, D], their tokens, sizes) -> what add_rows makes of all of them, so many at a time."""
+    most = TOKENS * len(SIZES[0])
+
+    def run(y, tokens, sizes):
+        y, tokens = jnp.pad(y, ((0, -most % block), (0, 0))), jnp.pad(tokens, (0, -most % block))
+
+        def step(first, sizes, total):
+            there = jnp.arange(block) < jnp.sum(sizes)
+            own = jnp.where(there, jax.lax.dynamic_slice_in_dim(tokens, first, block), TOKENS)
+            rows = jnp.where(there[:, None], jax.lax.dynamic_slice_in_dim(y, first, block), jnp.nan)
+            return add_rows(total, rows, own, len(SIZES[0]))
+
+        return in_blocks(sizes, most, block, step, jnp.zeros((TOKENS, WIDTH)))
+
+    return jax.jit(run)
+
+
+def routed(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of groups of these sizes and their tokens, none of which a group has twice; behind them anything."""
+    rng = np.random.default_rng(sum(sizes))
+    tokens = np.concatenate([np.sort(rng.permutation(TOKENS)[:size]) for size in sizes])
+    most = TOKENS * len(sizes)
+    y = rng.standard_normal((most, WIDTH)).astype(np.float32)
+    return y, np.pad(tokens, (0, most - len(tokens))).astype(np.int32)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_row_is_added_once_and_in_order(sizes):
+    y, tokens = routed(sizes)
+    wanted = np.zeros((TOKENS, WIDTH), np.float32)
+    for row, token in zip(y[: sum(sizes)], tokens, strict=False):
+        wanted[token] += row
+    for block in (2, 7, TOKENS * len(sizes)):
+        got = summed(block)(y, tokens, jnp.asarray(sizes, jnp.int32))
+        np.testing.assert_array_equal(got, wanted, err_msg=str(block))
+
+
+def test_blocks_are_of_the_groups_that_have_rows():
+    def note(first, sizes, seen):
+        return seen.at[first // 4].set(jnp.append(sizes, first))
+
+    seen = jax.jit(lambda sizes: in_blocks(sizes, 20, 4, note, jnp.full((5, 4), -1)))(jnp.array([3, 0, 6]))
+    np.testing.assert_array_equal(seen, [[3, 0, 1, 0], [0, 0, 4, 4], [0, 0, 1, 8], [-1] * 4, [-1] * 4])
+
+
+@pytest.mark.parametrize(
+    ("most", "average", "block"),
+    [(64, 4, 64), (4096, 256, 384), (4096, 1, 128), (65536, 32768, 4096), (16384, 512, 640)],
+)
+def test_a_block_holds_some_more_rows_than_there_are_on_average(most, average, block):
+    assert rows_of_block(most, average) == block
