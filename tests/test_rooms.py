@@ -45,18 +45,20 @@ ROOMS = {
     ),
     "models.weights:declarations": "sharding",
     "models.config": "models.weights:declarations",
-    "models.quantization": "pallas_kernels.matmul models.weights:declarations",
+    "models.quantization": "sharding pallas_kernels.matmul models.config models.weights:declarations",
     "models": (
         "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
         "models.weights:declarations models.quantization"
     ),
     "models.layers": (
         "sharding pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
-        "models.weights:declarations models"
+        "models.weights:declarations models.quantization models"
     ),
     "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers",
-    "models:registry": "sharding models.config models.weights:declarations models models.families",
-    "models.weights": "sharding models.weights:declarations models",
+    "models:registry": (
+        "sharding models.config models.weights:declarations models.quantization models models.families"
+    ),
+    "models.weights": "sharding models.weights:declarations models.quantization models",
     "scheduler": "models",
     "scheduler.pages": "scheduler",
     "scheduler.policy": "scheduler",

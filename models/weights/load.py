@@ -31,6 +31,7 @@ from models.weights.parts import (
     source_row,
     tensor_name,
 )
+from models.weights.quantized import QuantizedSource
 from models.weights.renamed import RenamedSource
 from models.weights.source import WHOLE, WeightSource
 from models.weights.stacked import StackedSource
@@ -73,7 +74,9 @@ def load_params(
         source = StackedSource(source, names.stacked_experts, experts.num_experts)
     for param in params:
         num_parts(param, mesh)
-    loader = _Loader(source, mesh, _check_names(model_abstract, source))
+    whole = _whole(model_abstract)
+    source = QuantizedSource(source, whole)
+    loader = _Loader(source, mesh, _check_names(whole, source))
     total = sum(param.num_bytes for param in params)
     done, loaded = 0, []
     for param in params:
@@ -157,14 +160,19 @@ def _columns(param: DeclaredParam, host: np.ndarray, columns: slice) -> np.ndarr
     return host if axis is None else host[tuple(columns if each == axis else WHOLE for each in range(host.ndim))]
 
 
-def _check_names(model: CausalLM, source: WeightSource) -> bool:
-    """Every tensor the model needs is there with its shape, and every tensor that is there is needed.
+def _whole(model: CausalLM) -> CausalLM:
+    """The model of which this is a stage."""
+    if len(model.stage.layers) == model.config.num_layers:
+        return model
+    return build_abstract(type(model), model.config, replace(model.build, stage=None))
 
-    Of the whole model, whichever stage of it is to be loaded. Returns whether a tied checkpoint stores the embedding a
-    second time as the output head. Some do; that both are equal shows when the embedding is read.
+
+def _check_names(model: CausalLM, source: WeightSource) -> bool:
+    """Every tensor the whole model needs is there with its shape, and every tensor that is there is needed.
+
+    Returns whether a tied checkpoint stores the embedding a second time as the output head. Some do; that both are
+    equal shows when the embedding is read.
     """
-    if len(model.stage.layers) < model.config.num_layers:
-        model = build_abstract(type(model), model.config, replace(model.build, stage=None))
     present, tied_copy, rope_factors = set(source.names()), False, []
     config = model.config
     predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))
