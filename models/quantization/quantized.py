@@ -56,7 +56,7 @@ class QuantizedWeight(nnx.Module):
         self.input_axis = axes[-2] if input_parts > 1 else None
         count = 1 if stored.group is None else size // math.gcd(stored.group, size // input_parts)
 
-        def part(kind: str, rows: int, dtype: str, **init: float) -> nnx.Param:
+        def part(kind: str, rows: int, dtype: str, **init: Any) -> nnx.Param:
             axis = axes[-2] if rows > 1 else None
             tensors = tuple(source.tensor(kind) for source in sources)
             decl = ParamDecl((*axes[:-2], axis, axes[-1]), tensors, transposed=True, num_experts=num_experts, **init)

@@ -79,23 +79,35 @@ class StoredModule(NamedTuple):
 
 
 class Stored(Protocol):
-    """How matrices of some modules are kept. Frozen and hashable, with a repr that says all.
+    """How matrices of some modules are kept. Frozen and hashable, with a repr that says all."""
 
-    Attributes:
-      format: for people.
-      dtype: of codes.
-      group: inputs of a scale; None for all.
-      has_zeros: whether there are zeros.
-      reordered: whether inputs lie in an order of their own, in which neighbours share scales.
-      activation: None for rows as they are.
-    """
+    @property
+    def format(self) -> str:
+        """For people."""
+        ...
 
-    format: Any
-    dtype: Any
-    group: Any
-    has_zeros: Any
-    reordered: Any
-    activation: Any
+    @property
+    def dtype(self) -> str:
+        """Of codes."""
+        ...
+
+    @property
+    def group(self) -> int | None:
+        """Inputs of a scale; None for all."""
+        ...
+
+    @property
+    def has_zeros(self) -> bool: ...
+
+    @property
+    def reordered(self) -> bool:
+        """Whether inputs lie in an order of their own, in which neighbours share scales."""
+        ...
+
+    @property
+    def activation(self) -> Activation | None:
+        """None for rows as they are."""
+        ...
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         """The tensors that the module must have, and the shapes that each may have."""

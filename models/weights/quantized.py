@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from models.causal_lm import CausalLM
@@ -52,7 +53,7 @@ class QuantizedSource(WrappedSource):
         scheme, module = self._modules[module_name]
         if kind == CODES:
             codes = scheme.stored.codes(module, rows, columns)
-            return codes.astype(scheme.stored.dtype, copy=False)
+            return codes.astype(jnp.dtype(scheme.stored.dtype), copy=False)
         if kind in (ORDER, INPUT_SCALE):
             return self._of_inputs(name)[rows]
         if kind == VALUES:

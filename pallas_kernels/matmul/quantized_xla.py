@@ -97,10 +97,8 @@ def _columns_product(
     def multiply(block, out):
         # The last block begins where it must to end with the matrix: slices clamp, and what is made twice is alike.
         matrix, block = lax.optimization_barrier(((codes, scales, zeros), block))
-        parts = [
-            None if part is None else lax.dynamic_slice_in_dim(part, block * width, width, axis=1) for part in matrix
-        ]
-        y = jnp.dot(x, widened_matrix(*parts, dtype), preferred_element_type=jnp.float32)
+        parts = jax.tree.map(lambda part: lax.dynamic_slice_in_dim(part, block * width, width, axis=1), matrix)
+        y = jnp.dot(x, widened_matrix(parts[0], parts[1], parts[2], dtype), preferred_element_type=jnp.float32)
         return lax.dynamic_update_slice(out, y, (0, block * width))
 
     out = zeros_in_layer(scales, (x.shape[0], out_size))
