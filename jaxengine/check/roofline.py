@@ -19,6 +19,7 @@ from models.config.attention import LayerAttention
 from models.config.state import GatedDelta
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
+from sharding.rules import array_bytes
 
 DECODE_CONTEXT = 1024
 
@@ -80,7 +81,7 @@ def head_work(model: Any, name: str, size: int) -> Work:
     if name == SAMPLE:
         return Work(4 * size * columns, 0)
     weight = config.hidden_size * columns
-    itemsize = jnp.dtype(next(iter(declared_params(model))).dtype).itemsize
+    itemsize = jnp.dtype(model.build.dtype).itemsize
     return Work(-(-size // PROMPT_BLOCK_ROWS) * weight * itemsize, 2 * size * weight)
 
 
@@ -118,9 +119,10 @@ def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
         if param.decl.num_experts is not None:
             picked = rows * config.experts.num_per_token / param.decl.num_experts
             reached, rows = min(1.0, picked), picked
-        weight_bytes += size * jnp.dtype(param.dtype).itemsize
-        reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
-        if len(part) > 1 + (param.decl.num_experts is not None):  # a matrix, no biases
+        weight_bytes += array_bytes((size,), param.dtype)
+        reached_bytes += array_bytes((int(size * reached),), param.dtype)
+        scales = param.path[-1] in ("scales", "zeros")
+        if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
             flops += int(2 * size * rows)
             row_bytes += int(math.prod(part[:-2]) * rows * sum(part[-2:])) * itemsize
     return Products(flops, weight_bytes, reached_bytes, row_bytes)
