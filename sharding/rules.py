@@ -6,12 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.layout import RULES
-
-_HALF_BYTES = ("int4", "uint4", "float4_e2m1fn")
 
 
 def logical_to_spec(axes: tuple[str | None, ...], rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionSpec:
@@ -47,13 +44,7 @@ def part_shape(leaf: Any) -> tuple[int, ...]:
 
 def part_bytes(leaf: Any) -> int:
     """The bytes of that part."""
-    return array_bytes(part_shape(leaf), leaf.dtype)
-
-
-def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """The bytes of an array where devices hold it: two numbers of four bits share one."""
-    dtype = jnp.dtype(dtype)
-    return -(-math.prod(shape) * (4 if dtype.name in _HALF_BYTES else 8 * dtype.itemsize) // 8)
+    return math.prod(part_shape(leaf)) * leaf.dtype.itemsize
 
 
 def named_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:

@@ -19,7 +19,6 @@ from models.config.attention import LayerAttention
 from models.config.state import GatedDelta
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
-from sharding.rules import array_bytes
 
 DECODE_CONTEXT = 1024
 
@@ -119,11 +118,11 @@ def product_work(model: Any, bucket: Bucket, dtype: str) -> Products:
         if param.decl.num_experts is not None:
             picked = rows * config.experts.num_per_token / param.decl.num_experts
             reached, rows = min(1.0, picked), picked
-        weight_bytes += array_bytes((size,), param.dtype)
-        reached_bytes += array_bytes((int(size * reached),), param.dtype)
+        weight_bytes += size * jnp.dtype(param.dtype).itemsize
+        reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
         scales = param.path[-1] in ("scales", "zeros")
         if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
-            flops += int(2 * size * rows)
+            flops += int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)  # two codes of four bits a byte
             row_bytes += int(math.prod(part[:-2]) * rows * sum(part[-2:])) * itemsize
     return Products(flops, weight_bytes, reached_bytes, row_bytes)
 

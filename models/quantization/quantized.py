@@ -2,9 +2,11 @@
 
     weight = codes * scales - zeros     codes [in, out], scales and zeros [n, out], each for in / n neighbouring inputs
 
-n is 1 for a scale a channel; a scale of the whole tensor, or of a block, is repeated over its outputs. Where inputs are
-split over devices, and their groups are not, scales are repeated for smaller groups. So the parts of a matrix, joined
-or split, are made as those of a plain one. Knows nothing of files: what is read is models.quantization.stored's.
+Codes of four bits lie in pairs, [in / 2, out] (pallas_kernels.matmul.nibbles), where two inputs have one scale, and
+else as int8. n is 1 for a scale a channel; a scale of the whole tensor, or of a block, is repeated over its outputs.
+Where inputs are split over devices, and their groups are not, scales are repeated for smaller groups. So the parts of a
+matrix, joined or split, are made as those of a plain one. Knows nothing of files: what is read is
+models.quantization.stored's.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_
 from sharding.collectives import largest_of_parts
 
 # Kinds of tensors that no file has: what models.weights.quantized makes of those that it has.
-CODES, SCALES, ZEROS, VALUES = "weight:codes", "weight:scales", "weight:zeros", "weight:values"
+CODES, PAIRS, SCALES, ZEROS = "weight:codes", "weight:pairs", "weight:scales", "weight:zeros"
+VALUES = "weight:values"
 ORDER, INPUT_SCALE = "input:order", "input:scale"
 # Of dummy codes: a quarter of the largest ones.
-_STD = {"int8": 32.0, "float8_e4m3fn": 112.0, "int4": 2.0, "uint4": 2.0, "float4_e2m1fn": 1.5}
+_STD = {"int8": 32.0, "float8_e4m3fn": 112.0, "int4": 4.6}
 
 
 class QuantizedWeight(nnx.Module):
@@ -69,7 +72,12 @@ class QuantizedWeight(nnx.Module):
             return declare((*stack, count), jnp.dtype(dtype), decl)
 
         std = _STD[stored.dtype]
-        self.codes = part(CODES, size, stored.dtype, init_std=std)
+        if stored.dtype != "int4":
+            self.codes = part(CODES, size, stored.dtype, init_std=std)
+        elif in_pairs(size // input_parts, size // count):
+            self.codes = part(PAIRS, size // 2, "uint8", init_std=std)
+        else:
+            self.codes = part(CODES, size, "int8", init_std=std)
         self.scales = part(SCALES, count, "float32", init_value=size**-0.5 / std)
         self.zeros = part(ZEROS, count, "float32", init_value=0.0) if stored.has_zeros else None
         self.order = of_inputs(ORDER, size, "int32") if stored.reordered else None
@@ -130,6 +138,11 @@ class QuantizedWeight(nnx.Module):
         count = largest.shape[1]
         padded = jnp.pad(largest, ((0, 0), (0, -count % each))).reshape(len(largest), -1, each)
         return jnp.repeat(jnp.max(padded, axis=2), each, axis=1)[:, :count]
+
+
+def in_pairs(size: int, group: int) -> bool:
+    """Whether codes of four bits of `size` inputs of a device, `group` of which share a scale, lie in pairs."""
+    return size % 2 == 0 and group % 2 == 0
 
 
 @dataclass(frozen=True)

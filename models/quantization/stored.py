@@ -122,7 +122,7 @@ class Stored(Protocol):
         ...
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
-        """[rows, columns] in `dtype`."""
+        """[rows, columns] in `dtype`, in memory of their own; int8 for int4."""
         ...
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:

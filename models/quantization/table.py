@@ -41,7 +41,7 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
         )
         row["bytes"] += param.num_bytes
         if kind in ("values", "codes"):
-            row["dtype"] = str(param.dtype)
+            row["dtype"] = str(param.dtype) if stored is None else stored.dtype
     return list(rows.values())
 
 

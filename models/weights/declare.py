@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sharding.layout import MeshLayout
-from sharding.rules import array_bytes
 
 
 class Source(NamedTuple):
@@ -125,7 +124,7 @@ class DeclaredParam:
 
     @property
     def num_bytes(self) -> int:
-        return array_bytes(self.shape, self.dtype)
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def most_parts(self, axis: int) -> int:
         """The number that parts of an axis must divide, for all to be equal: of each source, and in whole groups."""

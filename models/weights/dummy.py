@@ -80,7 +80,8 @@ def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDec
         contributed = _numbers(here[joined], source.num_contributed // parts[joined])
         rows = _mixed(keys[:, number, None] ^ _mixed(source_row(source, contributed)))
         # Like a checkpoint's tensor, [experts, rows, columns].
-        drawn = _drawn(_mixed(rows[:, :, None] ^ _mixed(columns)), decl)
+        bits = _mixed(rows[:, :, None] ^ _mixed(columns))
+        drawn = (bits & 0xFF) if dtype == jnp.uint8 else _drawn(bits, decl)
         padding = contributed >= source.rows * source.repeat
         blocks.append(jnp.where(padding[:, None], 0, drawn).astype(dtype))
     weight = jnp.concatenate(blocks, axis=1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.causal_lm import CausalLM
-from models.quantization.quantized import CODES, INPUT_SCALE, ORDER, SCALES, VALUES, ZEROS, Quantized
+from models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS, Quantized
 from models.quantization.stored import StoredModule, input_scale, num_groups
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
@@ -53,7 +53,11 @@ class QuantizedSource(WrappedSource):
         scheme, module = self._modules[module_name]
         if kind == CODES:
             codes = scheme.stored.codes(module, rows, columns)
-            return codes.astype(jnp.dtype(scheme.stored.dtype), copy=False)
+            return codes if scheme.stored.dtype == "int4" else codes.astype(jnp.dtype(scheme.stored.dtype), copy=False)
+        if kind == PAIRS:
+            first, last, _ = columns.indices(self._shapes[name][1])
+            codes = scheme.stored.codes(module, rows, slice(2 * first, 2 * last)).view(np.uint8)
+            return (codes[:, 0::2] & 15) | codes[:, 1::2] << 4
         if kind in (ORDER, INPUT_SCALE):
             return self._of_inputs(name)[rows]
         if kind == VALUES:
@@ -67,15 +71,16 @@ class QuantizedSource(WrappedSource):
         for declared in param.decl.sources:
             module_of, _, kind = declared.name.rpartition(".")
             scheme = scheme_of(module_of)
-            if kind not in (VALUES, CODES, SCALES, ZEROS, ORDER, INPUT_SCALE):
+            if kind not in (VALUES, CODES, PAIRS, SCALES, ZEROS, ORDER, INPUT_SCALE):
                 continue
             assert isinstance(scheme, Quantized)
             shape = param.source_shape(declared)
             for expert in range(param.decl.num_experts or 1):
                 name = tensor_name(declared, expert)
                 module_name = name.rpartition(".")[0]
-                if kind in (VALUES, CODES) and module_name not in self._modules:
-                    module = StoredModule(self._source, module_name, (shape[0], shape[1]), self._present)
+                if kind in (VALUES, CODES, PAIRS) and module_name not in self._modules:
+                    size = shape[1] * (2 if kind == PAIRS else 1)
+                    module = StoredModule(self._source, module_name, (shape[0], size), self._present)
                     self._modules[module_name] = scheme, module
                     self._exchange(scheme, module)
                 self._names[name] = None
@@ -105,7 +110,7 @@ class QuantizedSource(WrappedSource):
     def _check_alike(self, param: DeclaredParam) -> None:
         """What all modules of one product must have alike, and only the first of them is read for."""
         kinds = {declared.name.rpartition(".")[2] for declared in param.decl.sources}
-        if kinds != {CODES}:
+        if not kinds <= {CODES, PAIRS}:
             return
         for expert in range(param.decl.num_experts or 1):
             names = [tensor_name(declared, expert).rpartition(".")[0] for declared in param.decl.sources]

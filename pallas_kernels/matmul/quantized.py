@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.registry import PLATFORM_ROWS, kernel
 
-CODES = ("int8", "float8_e4m3fn", "int4", "uint4", "float4_e2m1fn")
+# The last stands for two int4 a byte: see nibbles.
+CODES = ("int8", "float8_e4m3fn", "uint8")
 
 
 def quantized_matmul(
@@ -36,7 +38,8 @@ def quantized_matmul(
     Args:
       x: bfloat16 or float32, or rows that have been rounded, whose scales divide `in` as those of the matrix do, or
         more coarsely.
-      codes: [in, out], of a dtype of CODES.
+      codes: [in, out] int8 or float8_e4m3fn, or [in / 2, out] uint8, pairs of four-bit codes (see nibbles). A pair then
+        has one scale.
       scales: [n, out], bfloat16 or float32.
       zeros: [n, out], the zero points times their scales; None for none.
       dtype: in which codes are widened; x's, and to be given where x is rounded.
@@ -95,7 +98,8 @@ def _check(
     name: str, x: jax.Array | RoundedRows, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, rank: int
 ) -> None:
     values = x.codes if isinstance(x, RoundedRows) else x
-    if values.ndim != 2 or codes.ndim != rank or codes.shape[-2] != values.shape[1]:
+    inputs = codes.shape[-2] * per_byte(codes.dtype) if codes.ndim == rank else 0
+    if values.ndim != 2 or inputs != values.shape[1]:
         raise ValueError(f"{name}: x [M, in] and codes [..., in, out] must agree, got {values.shape} and {codes.shape}")
     if str(codes.dtype) not in CODES:
         raise ValueError(f"{name}: codes must be one of {', '.join(CODES)}, got {codes.dtype}")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.matmul.nibbles import code_parts, row_parts
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.zeros import zeros_in_layer
 
@@ -37,8 +38,9 @@ def columns_product(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, index: jax.Array
 ) -> jax.Array:
     """x f32[M, in] times matrix `index` of codes [G, in, out]: f32[M, out]."""
-    _, size, out_size = codes.shape
-    num_scales, width = scales.shape[1], min(BLOCK_COLUMNS, out_size)
+    out_size, num_scales = codes.shape[2], scales.shape[1]
+    width = min(BLOCK_COLUMNS, out_size)
+    rows = row_parts(x, codes.dtype)
 
     def multiply(block, out):
         # Without the barrier XLA:CPU widens all of the codes before the loop. The last block begins where it must to
@@ -46,17 +48,18 @@ def columns_product(
         matrices, block = lax.optimization_barrier(((codes, scales, zeros), block))
 
         def columns(array):
-            part = lax.dynamic_slice(array, (index, 0, block * width), (1, array.shape[1], width))[0]
-            return part.astype(jnp.float32)
+            return lax.dynamic_slice(array, (index, 0, block * width), (1, array.shape[1], width))[0]
 
-        wide = columns(matrices[0])
+        wide = [part.astype(jnp.float32) for part in code_parts(columns(matrices[0]))]
+        scale = columns(matrices[1]).astype(jnp.float32)
+        zero = None if zeros is None else columns(matrices[2]).astype(jnp.float32)
         if num_scales > 1:
-            grouped = wide.reshape(num_scales, size // num_scales, width) * columns(matrices[1])[:, None]
-            grouped = grouped if zeros is None else grouped - columns(matrices[2])[:, None]
-            y = x @ grouped.reshape(size, width)
+            wide = [part.reshape(num_scales, -1, width) * scale[:, None] for part in wide]
+            wide = [part if zero is None else part - zero[:, None] for part in wide]
+            y = sum(own @ part.reshape(-1, width) for own, part in zip(rows, wide, strict=True))
         else:
-            y = x @ wide * columns(matrices[1])
-            y = y if zeros is None else y - jnp.sum(x, axis=1, keepdims=True) * columns(matrices[2])
+            y = sum(own @ part for own, part in zip(rows, wide, strict=True)) * scale
+            y = y if zero is None else y - jnp.sum(x, axis=1, keepdims=True) * zero
         return lax.dynamic_update_slice(out, y, (0, block * width))
 
     out = zeros_in_layer(scales, (x.shape[0], out_size))

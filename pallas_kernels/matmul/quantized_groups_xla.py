@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.matmul.grouped_tiles import over_tiles
-from pallas_kernels.matmul.quantized_xla import multiplied, widened_matrix
+from pallas_kernels.matmul.nibbles import code_parts, per_byte, row_parts
+from pallas_kernels.matmul.quantized_xla import multiplied, widened_parts
 from pallas_kernels.matmul.rounding import RoundedRows
 
 
@@ -29,20 +30,24 @@ def quantized_grouped_matmul(
     out_dtype: Any,
 ) -> jax.Array:
     """[M, out] in out_dtype; arguments as the public operation has checked them."""
-    num_groups, _, out_size = codes.shape
+    num_groups, out_size = codes.shape[0], codes.shape[2]
     by_channel = scales.shape[1] == 1 and zeros is None and (x_scales is None or x_scales.shape[1] == 1)
     if not by_channel and x_scales is not None:
         x, x_scales = RoundedRows(x, x_scales).widened(dtype), None
     batched = (((2,), (1,)), ((0,), (0,)))
 
     def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
-        rows = x.at[row].get(mode="clip")
+        rows = row_parts(x.at[row].get(mode="clip"), codes.dtype)
+        if by_channel:
+            matrices = code_parts(codes[group])
+        else:
+            matrices = widened_parts(codes[group], scales[group], None if zeros is None else zeros[group], dtype)
+        y = sum(multiplied(own, part, batched, dtype) for own, part in zip(rows, matrices, strict=True))
         if not by_channel:
-            matrices = widened_matrix(codes[group], scales[group], None if zeros is None else zeros[group], dtype)
-            return multiplied(rows, matrices, batched, dtype)
-        y = multiplied(rows, codes[group], batched, dtype) * scales[group].astype(jnp.float32)
+            return y
+        y = y * scales[group].astype(jnp.float32)
         return y if x_scales is None else y * x_scales.at[row].get(mode="clip")
 
     shape = x.shape[0], out_size
-    matrix_bytes = codes[0].size * jnp.dtype(dtype).itemsize
+    matrix_bytes = codes[0].size * per_byte(codes.dtype) * jnp.dtype(dtype).itemsize
     return over_tiles(shape, num_groups, matrix_bytes, group_sizes, group_offset, multiply, out_dtype)

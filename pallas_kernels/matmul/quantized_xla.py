@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.matmul.nibbles import code_parts, row_parts
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.zeros import zeros_in_layer
 
@@ -47,8 +48,8 @@ def quantized_matmul(
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
     """f32 product of rows or their codes with codes: in eight bits where both are, else in `dtype`."""
-    if x.dtype == jnp.int8 and jnp.issubdtype(codes.dtype, jnp.integer):
-        y = lax.dot_general(x, codes.astype(jnp.int8), dims, preferred_element_type=jnp.int32)
+    if x.dtype == jnp.int8 and codes.dtype == jnp.int8:
+        y = lax.dot_general(x, codes, dims, preferred_element_type=jnp.int32)
         return y.astype(jnp.float32)
     if x.dtype == jnp.float8_e4m3fn and codes.dtype != x.dtype:
         x = x.astype(dtype)
@@ -57,24 +58,29 @@ def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Arr
     return lax.dot_general(x, wide, dims, preferred_element_type=jnp.float32)
 
 
-def widened_matrix(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any) -> jax.Array:
-    """codes * scales - zeros of [..., in, out], rounded to `dtype` once."""
-    shape = *codes.shape[:-2], scales.shape[-2], codes.shape[-2] // scales.shape[-2], codes.shape[-1]
-    wide = codes.astype(jnp.float32).reshape(shape) * scales.astype(jnp.float32)[..., None, :]
-    wide = wide if zeros is None else wide - zeros.astype(jnp.float32)[..., None, :]
-    return wide.reshape(codes.shape).astype(dtype)
+def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any) -> list[jax.Array]:
+    """codes * scales - zeros of [..., in, out], rounded to `dtype` once, in the parts that codes have."""
+    wide = []
+    for part in code_parts(codes):
+        shape = *part.shape[:-2], scales.shape[-2], part.shape[-2] // scales.shape[-2], part.shape[-1]
+        own = part.astype(jnp.float32).reshape(shape) * scales.astype(jnp.float32)[..., None, :]
+        own = own if zeros is None else own - zeros.astype(jnp.float32)[..., None, :]
+        wide.append(own.reshape(part.shape).astype(dtype))
+    return wide
 
 
 def _group_sums(
     x: jax.Array, x_scales: jax.Array | None, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any
 ) -> jax.Array:
     """The sum over groups of inputs of (x @ codes) * scales, whatever is a scale's group."""
-    (rows, size), (count, out_size) = x.shape, scales.shape
-    if count == 1:
-        y = multiplied(x, codes, (((1,), (0,)), ((), ())), dtype)[None]
-    else:
-        grouped = x.reshape(rows, count, size // count), codes.reshape(count, size // count, out_size)
-        y = multiplied(*grouped, (((2,), (1,)), ((1,), (0,))), dtype)
+    rows, (count, out_size) = x.shape[0], scales.shape
+    y = jnp.zeros(())
+    for own, part in zip(row_parts(x, codes.dtype), code_parts(codes), strict=True):
+        if count == 1:
+            y = y + multiplied(own, part, (((1,), (0,)), ((), ())), dtype)[None]
+        else:
+            grouped = own.reshape(rows, count, -1), part.reshape(count, -1, out_size)
+            y = y + multiplied(*grouped, (((2,), (1,)), ((1,), (0,))), dtype)
     sums = None if zeros is None else jnp.sum(x.astype(jnp.float32).reshape(rows, count, -1), axis=2)
     y = y * scales.astype(jnp.float32)[:, None]
     if x_scales is not None:
@@ -91,14 +97,15 @@ def _columns_product(
     x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any
 ) -> jax.Array:
     """x [M, in] in `dtype` times columns that are widened some at a time."""
-    out_size = codes.shape[1]
+    out_size, rows = codes.shape[1], row_parts(x, codes.dtype)
     width = min(BLOCK_COLUMNS, out_size)
 
     def multiply(block, out):
         # The last block begins where it must to end with the matrix: slices clamp, and what is made twice is alike.
         matrix, block = lax.optimization_barrier(((codes, scales, zeros), block))
         parts = jax.tree.map(lambda part: lax.dynamic_slice_in_dim(part, block * width, width, axis=1), matrix)
-        y = jnp.dot(x, widened_matrix(parts[0], parts[1], parts[2], dtype), preferred_element_type=jnp.float32)
+        wide = widened_parts(parts[0], parts[1], parts[2], dtype)
+        y = sum(jnp.dot(own, part, preferred_element_type=jnp.float32) for own, part in zip(rows, wide, strict=True))
         return lax.dynamic_update_slice(out, y, (0, block * width))
 
     out = zeros_in_layer(scales, (x.shape[0], out_size))

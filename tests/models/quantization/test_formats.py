@@ -71,7 +71,11 @@ def weights_of(model) -> dict[str, QuantizedWeight]:
 
 def dequantized(weight: QuantizedWeight) -> np.ndarray:
     """f32 [..., in, out], inputs in the order of the layer."""
-    codes, scales = np.float32(weight.codes[...]), np.asarray(weight.scales[...])
+    codes, scales = np.asarray(weight.codes[...]), np.asarray(weight.scales[...])
+    if codes.dtype == np.uint8:  # two inputs a byte, the first in the low bits; four bits and a sign
+        pairs = np.stack([codes & 15, codes >> 4], axis=-2).reshape(*codes.shape[:-2], -1, codes.shape[-1])
+        codes = np.where(pairs < 8, pairs.astype(np.int8), pairs.astype(np.int8) - 16)
+    codes = codes.astype(np.float32)
     group = codes.shape[-2] // scales.shape[-2]
     values = codes * np.repeat(scales, group, axis=-2)
     if weight.zeros is not None:

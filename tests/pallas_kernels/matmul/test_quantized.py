@@ -30,11 +30,17 @@ def error(got, exact) -> float:
 
 
 def codes_of(rng, shape, dtype):
-    if dtype == "float4_e2m1fn":
-        return jnp.asarray(rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6], shape), dtype)
-    low, high = {"int8": (-127, 128), "int4": (-8, 8), "uint4": (0, 16)}.get(dtype, (0, 0))
-    values = np.clip(rng.standard_normal(shape) * 100, -448, 448) if low == high else rng.integers(low, high, shape)
-    return jnp.asarray(values, jnp.float32 if low == high else jnp.int32).astype(dtype)
+    if dtype == "float8_e4m3fn":
+        return jnp.asarray(np.clip(rng.standard_normal(shape) * 100, -448, 448), jnp.float32).astype(dtype)
+    low, high = (-127, 128) if dtype == "int8" else (-8, 8)
+    return rng.integers(low, high, shape, np.int8)
+
+
+def stored(codes, dtype):
+    """Codes as the operation takes them."""
+    if dtype != "uint8":
+        return jnp.asarray(codes)
+    return jnp.asarray((codes[..., 0::2, :].view(np.uint8) & 15) | codes[..., 1::2, :].view(np.uint8) << 4)
 
 
 def matrix_of(rng, size, out, num_scales, dtype, zeros, stack=()):
@@ -53,11 +59,11 @@ def compiled(function, dtype):
 CASES = [
     (1, 96, 136, 1, "int8", False, "float32"),
     (3, 96, 136, 1, "float8_e4m3fn", False, "bfloat16"),
-    (7, 257, 131, 1, "int4", True, "bfloat16"),
-    (1, 96, 136, 3, "int4", False, "bfloat16"),  # groups of 32
-    (64, 192, 136, 3, "uint4", True, "float32"),  # of 64
-    (65, 384, 600, 3, "int4", True, "bfloat16"),  # of 128; more than one block of columns, the last cut short
-    (3, 96, 600, 3, "float4_e2m1fn", False, "bfloat16"),
+    (7, 258, 131, 1, "uint8", True, "bfloat16"),
+    (1, 96, 136, 3, "uint8", False, "bfloat16"),  # groups of 32
+    (64, 192, 136, 3, "uint8", True, "float32"),  # of 64
+    (65, 384, 600, 3, "uint8", True, "bfloat16"),  # of 128; more than one block of columns, the last cut short
+    (3, 96, 600, 3, "uint8", False, "bfloat16"),
     (65, 384, 140, 3, "float8_e4m3fn", False, "bfloat16"),
     (33, 160, 129, 10, "int8", True, "float32"),
 ]
@@ -73,7 +79,7 @@ def test_against_float64(case):
         np.asarray(x, np.float64), *(None if m is None else np.asarray(m) for m in matrix)
     )
     for function, name in DENSE.items():
-        got = compiled(function, dtype)(x, None, *matrix)
+        got = compiled(function, dtype)(x, None, stored(matrix[0], codes_dtype), *matrix[1:])
         assert (got.dtype, got.shape) == (jnp.float32, (rows, out))
         assert error(got, exact) < ERROR, name
 
@@ -112,7 +118,9 @@ SIZES = [5, 0, 17, 11]
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (1, 3)])
-@pytest.mark.parametrize(("num_scales", "codes", "zeros"), [(1, "int8", False), (3, "int4", True)])
+@pytest.mark.parametrize(
+    ("num_scales", "codes", "zeros"), [(1, "int8", False), (1, "uint8", False), (3, "uint8", True)]
+)
 @pytest.mark.parametrize("rounding", [None, "int8"])
 def test_groups(first, end, num_scales, codes, zeros, rounding):
     rng = np.random.default_rng(0)
@@ -127,26 +135,28 @@ def test_groups(first, end, num_scales, codes, zeros, rounding):
         own = slice(ends[group] - SIZES[group], ends[group])
         parts = (None if m is None else np.asarray(m)[group - first] for m in matrix)
         exact[own] = reference.quantized_matmul(np.asarray(x)[own], *parts)
+    given = stored(matrix[0], codes), *matrix[1:]
     for function, name in GROUPED.items():
-        got = compiled(function, "float32")(*rows, *matrix, jnp.asarray(SIZES, jnp.int32), jnp.int32(first))
+        got = compiled(function, "float32")(*rows, *given, jnp.asarray(SIZES, jnp.int32), jnp.int32(first))
         assert error(got, exact) < 1e-6, name
         assert not np.asarray(got)[exact.sum(axis=1) == 0].any(), name
     call = rows[0] if rounding is None else RoundedRows(*rows)
     sizes = jnp.asarray(SIZES, jnp.int32)
-    got = quantized_grouped_matmul(call, *matrix, sizes, group_offset=first, dtype=jnp.float32)
+    got = quantized_grouped_matmul(call, *given, sizes, group_offset=first, dtype=jnp.float32)
     assert error(got, exact) < 1e-6
 
 
 @pytest.mark.parametrize("num_scales", [1, 16])
-@pytest.mark.parametrize("codes", ["int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("codes", ["int8", "uint8", "float8_e4m3fn"])
 @pytest.mark.parametrize("rows", [1, 64])
 def test_no_whole_matrix_is_widened_on_a_cpu(num_scales, codes, rows):
     size, out = 512, 16384
-    shapes = (jax.ShapeDtypeStruct((rows, size), jnp.float32), jax.ShapeDtypeStruct((size, out), jnp.dtype(codes)))
+    weight_bytes = size * out // (2 if codes == "uint8" else 1)
+    matrix = jax.ShapeDtypeStruct((weight_bytes // out, out), jnp.dtype(codes))
+    shapes = (jax.ShapeDtypeStruct((rows, size), jnp.float32), matrix)
     scales = jax.ShapeDtypeStruct((num_scales, out), jnp.float32)
     analysis = jax.jit(quantized_matmul).lower(*shapes, scales).compile().memory_analysis()
     assert analysis is not None
-    weight_bytes = size * out // (2 if codes == "int4" else 1)
     # Beside the sums of a row, which a plain product has as well.
     assert analysis.temp_size_in_bytes < weight_bytes // 8 + 2 * rows * out * 4
 
