@@ -1,5 +1,5 @@
 """gpt-oss (OpenAI 2025, arXiv:2508.10925): attention sinks, a window in every second layer, experts with biases and a
-clamped activation. Its MXFP4 checkpoints are read into the model's dtype."""
+clamped activation."""
 
 from __future__ import annotations
 

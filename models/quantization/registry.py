@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from models.quantization import compressed_tensors, four_bits, fp8
+from models.quantization import compressed_tensors, four_bits, fp8, mxfp4
 from models.quantization.online import Rounded
 from models.quantization.plain import Plain
 from models.quantization.rules import LINEAR, Quantization, bad
@@ -34,8 +34,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     fp8.FBGEMM: fp8.read_fbgemm,
     four_bits.AWQ: four_bits.read_awq,
     four_bits.GPTQ: four_bits.read_gptq,
-    # Experts in MXFP4 are dequantised as they are read (models.weights.stacked).
-    "mxfp4": lambda settings: Quantization("mxfp4", ()),
+    mxfp4.METHOD: mxfp4.read,
 }
 # How a checkpoint that is not quantised can be rounded as it is read.
 ROUNDED: dict[str, Rounded] = {

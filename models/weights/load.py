@@ -19,6 +19,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from models.build import build_abstract
 from models.causal_lm import CausalLM
+from models.quantization.rules import Quantization
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
 from models.weights.parts import (
@@ -71,7 +72,8 @@ def load_params(
     params = list(declared_params(model_abstract))
     source = RenamedSource(source, names := model_abstract.checkpoint_names)
     if names.stacked_experts is not None and (experts := model_abstract.config.experts) is not None:
-        source = StackedSource(source, names.stacked_experts, experts.num_experts)
+        as_stored = isinstance(model_abstract.build.scheme, Quantization)
+        source = StackedSource(source, names.stacked_experts, experts.num_experts, as_stored=as_stored)
     for param in params:
         num_parts(param, mesh)
     whole = _whole(model_abstract)
