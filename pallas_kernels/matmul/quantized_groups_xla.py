@@ -42,7 +42,8 @@ def quantized_grouped_matmul(
             matrices = code_parts(codes[group])
         else:
             matrices = widened_parts(codes[group], scales[group], None if zeros is None else zeros[group], dtype)
-        y = sum(multiplied(own, part, batched, dtype) for own, part in zip(rows, matrices, strict=True))
+        parts = zip(rows, matrices, strict=True)
+        y = sum((multiplied(own, part, batched, dtype) for own, part in parts), jnp.zeros(()))
         if not by_channel:
             return y
         y = y * scales[group].astype(jnp.float32)
