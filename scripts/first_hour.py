@@ -100,7 +100,7 @@ jaxengine serve model --kv-cache-memory-bytes 4G --no-enable-prefix-caching
 jaxengine serve model --dtype half
 jaxengine serve model -O3
 jaxengine serve model -cc 3 --swap-space 4
-jaxengine serve model --quantization awq
+jaxengine serve model --quantization fp8
 jaxengine serve model --enable-lora
 jaxengine serve model --trust-remote-code
 jaxengine serve model --enable-auto-tool-choice
