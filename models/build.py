@@ -58,7 +58,9 @@ class Build:
         schemes = {self.scheme(name) for name in names}
         if len(schemes) != 1:
             raise ValueError(f"{', '.join(names)} are one product and must share a scheme, got {schemes}")
-        return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, num_experts=num_experts, table=table)
+        parts = 1 if table or axes[-2] is None else self.mesh.num_shards(axes[-2])
+        options: dict[str, Any] = {"num_experts": num_experts, "table": table, "input_parts": parts}
+        return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, **options)
 
 
 def build_abstract(model_class: Callable[[Config, Build], Model], config: Config, build: Build) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ from models.families.qwen3_next import Qwen3NextForCausalLM
 from models.families.seed_oss import SeedOssForCausalLM
 from models.families.smollm3 import SmolLM3ForCausalLM
 from models.families.starcoder2 import Starcoder2ForCausalLM
+from models.quantization.registry import PLAIN, read_quantization
 from models.weights.declare import declared_params
 from models.weights.errors import ModelFileError
 from sharding.layout import MeshLayout
@@ -121,6 +123,7 @@ MODELS: dict[str, type[CausalLM]] = {
 }
 
 
+QUANTIZATION = "quantization_config"
 # What the classes of a family's pooling models are called, and what these do. Their layers are those of *ForCausalLM.
 POOLING_SUFFIXES = {"ForSequenceClassification": "classify", "Model": "embed"}
 
@@ -168,7 +171,12 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     model = model_for_hf(hf_architecture(fields))
     if pooler is not None and not fields.boolean("is_causal", True):
         raise fields.fail("is_causal", "true or absent: tokens see only those before them")
-    return ModelConfig(architecture=model.__name__, pooler=pooler, **model.read_hf(fields))
+    stored = fields.value(QUANTIZATION, None)
+    if stored is None and (text := fields.mapping("text_config")) is not None:
+        stored = text.get(QUANTIZATION)
+    quantization = read_quantization(stored, model.checkpoint_names.prefixes)
+    shape = model.read_hf(fields)
+    return ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
 
 
 def read_folder(folder: Path, raw: Mapping[str, Any] | None = None, pooler: Pooler | None = None) -> ModelConfig:
@@ -205,7 +213,13 @@ def build_model(config: ModelConfig, build: Build) -> CausalLM:
 
     Raises ValueError for a mesh over which its weights cannot be split.
     """
-    return build_abstract(model_for_hf(config.architecture), config, build)
+    return build_abstract(model_for_hf(config.architecture), config, _as_stored(config, build))
+
+
+def _as_stored(config: ModelConfig, build: Build) -> Build:
+    """The build with matrices as the configuration says, unless the build says itself."""
+    asked = config.quantization is not None and build.scheme == PLAIN
+    return replace(build, scheme=config.quantization) if asked else build
 
 
 def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], limit: int = 16) -> list[int]:
@@ -214,7 +228,7 @@ def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], lim
     sizes = []
     for size in range(1, limit + 1):
         mesh = mesh_for(size)
-        model = nnx.eval_shape(lambda mesh=mesh: model_class(config, Build("bfloat16", mesh)))
+        model = nnx.eval_shape(lambda mesh=mesh: model_class(config, _as_stored(config, Build("bfloat16", mesh))))
         if all(param.splits_over(mesh) for param in declared_params(model)):
             sizes.append(size)
     return sizes

@@ -100,6 +100,23 @@ def kv_cache_update(
     return k_pages, v_pages
 
 
+def quantized_matmul(
+    x: np.ndarray,  # [M, in]
+    codes: np.ndarray,  # [in, out]
+    scales: np.ndarray,  # [n, out]
+    zeros: np.ndarray | None,  # [n, out]
+) -> np.ndarray:
+    """x times codes * scales - zeros, float64 [M, out]; an input's scale is that of its n-th part of all inputs."""
+    y = np.zeros((x.shape[0], codes.shape[1]))
+    for i in range(codes.shape[0]):
+        scale = i * scales.shape[0] // codes.shape[0]
+        weights = codes[i].astype(np.float64) * scales[scale].astype(np.float64)
+        if zeros is not None:
+            weights = weights - zeros[scale].astype(np.float64)
+        y += np.outer(x[:, i].astype(np.float64), weights)
+    return y
+
+
 def causal_conv(
     x: np.ndarray,  # [T, C]
     weight: np.ndarray,  # [C, k]

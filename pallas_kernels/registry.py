@@ -36,6 +36,14 @@ _MODULES: dict[tuple[str, str], str] = {
     ("grouped_matmul", "gpu"): "matmul.grouped_tiles",
     ("grouped_matmul", "gpu_xla"): "matmul.grouped_tiles",
     ("grouped_matmul", "tpu"): "matmul.grouped_ragged_dot",
+    ("quantized_matmul", "cpu"): "matmul.quantized_cpu",
+    ("quantized_matmul", "gpu"): "matmul.quantized_xla",
+    ("quantized_matmul", "gpu_xla"): "matmul.quantized_xla",
+    ("quantized_matmul", "tpu"): "matmul.quantized_xla",
+    ("quantized_grouped_matmul", "cpu"): "matmul.quantized_groups_cpu",
+    ("quantized_grouped_matmul", "gpu"): "matmul.quantized_groups_xla",
+    ("quantized_grouped_matmul", "gpu_xla"): "matmul.quantized_groups_xla",
+    ("quantized_grouped_matmul", "tpu"): "matmul.quantized_groups_xla",
     ("causal_conv", "cpu"): "state.conv_xla",
     ("causal_conv", "gpu"): "state.conv_xla",
     ("causal_conv", "gpu_xla"): "state.conv_xla",
@@ -57,15 +65,20 @@ PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 _MOSAIC_CAPABILITIES = ("9.0",)
 
 
-def kernel(op: str, platform: str) -> Callable:
-    """The implementation of `op` on `platform`; raises ValueError naming the platforms that have one."""
+def kernel_module(op: str, platform: str) -> str:
+    """The module that implements `op` on `platform`; raises ValueError naming the platforms that have one."""
     module = _MODULES.get((op, platform))
     if module is None:
         platforms = sorted(row_platform for row_op, row_platform in _MODULES if row_op == op)
         raise ValueError(
             f"{op} is not implemented for platform {platform!r}, allowed: {', '.join(platforms) or 'none'}"
         )
-    return getattr(importlib.import_module(f"pallas_kernels.{module}"), op)
+    return module
+
+
+def kernel(op: str, platform: str) -> Callable:
+    """The implementation of `op` on `platform`; raises as `kernel_module`."""
+    return getattr(importlib.import_module(f"pallas_kernels.{kernel_module(op, platform)}"), op)
 
 
 def block_profile(platform: str) -> Callable | None:

@@ -70,6 +70,7 @@ LLM("model", tokenizer_revision="main")
 LLM("model", override_generation_config={"temperature": 0.5})
 LLM("model", override_generation_config={"top": 1})
 LLM("model", quantization="awq")
+LLM("model", quantization="fp8")
 LLM("model", speculative_config={"method": "ngram"})
 LLM("model", enable_lora=True)
 LLM("model", attention_backend="FLASH_ATTN")
@@ -99,7 +100,7 @@ jaxengine serve model --kv-cache-memory-bytes 4G --no-enable-prefix-caching
 jaxengine serve model --dtype half
 jaxengine serve model -O3
 jaxengine serve model -cc 3 --swap-space 4
-jaxengine serve model --quantization awq
+jaxengine serve model --quantization fp8
 jaxengine serve model --enable-lora
 jaxengine serve model --trust-remote-code
 jaxengine serve model --enable-auto-tool-choice

@@ -112,8 +112,8 @@ chunks, preempted, with prefix hits, on two devices.
 
 Repositories named here publish a configuration and weights that are read, in bfloat16, float16 or float32 safetensors
 (gpt-oss in MXFP4); they are examples, and a fine-tune of one is as good. They were not downloaded for this table:
-what was compared is the family, on the recorded checkpoints. DeepSeek-V3 and R1, Kimi K2 and MiniMax-M2 are
-published in FP8, which is not read; a copy of them in bfloat16 is.
+what was compared is the family, on the recorded checkpoints. Quantised ones are read too, as compressed-tensors, fp8,
+fbgemm_fp8, AWQ and GPTQ have them: [quantization.md](quantization.md).
 
 | architecture | GGUF | repositories | checkpoints | error | what it is |
 |---|---|---|---:|---:|---|
@@ -121,7 +121,7 @@ published in FP8, which is not read; a copy of them in bfloat16 is.
 
 Weights: safetensors (one file or several; MXFP4 in gpt-oss), GGUF (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
 Q4_K, Q5_K, Q6_K, MXFP4; quantised weights are dequantised at load), or what `jaxengine convert` wrote. Computation is
-in float32 or bfloat16; quantised computation, LoRA and images are not built yet.
+in float32 or bfloat16, of [quantised weights](quantization.md) too; LoRA and images are not built yet.
 
 Of a hub repository the configuration, the tokenizer and the weights that `model.safetensors.index.json` lists are
 downloaded, once: no `consolidated.safetensors`, no `original/`, no pickles. A GGUF file in one is named as

@@ -67,6 +67,12 @@ def reduce_tokens(x: jax.Array, axis: str) -> jax.Array:
     return sum_same_tokens(scatter_tokens(x, axis), axis)
 
 
+def largest_of_parts(x: jax.Array, axis: str) -> jax.Array:
+    """The largest values over the devices that hold parts of `axis`, which have the same tokens."""
+    over = split_over(axis)
+    return lax.pmax(x, over) if over else x
+
+
 def gather_parts(x: jax.Array, axis: str, *, dimension: int) -> jax.Array:
     """x with dimension `dimension`, which is split over `axis` among devices with the same tokens, whole."""
     over = split_over(axis)

@@ -45,18 +45,22 @@ ROOMS = {
     ),
     "models.weights:declarations": "sharding",
     "models.config": "models.weights:declarations",
-    "models.quantization": "pallas_kernels.matmul models.weights:declarations",
+    "models.quantization": (
+        "sharding pallas_kernels:base pallas_kernels.matmul models.config models.weights:declarations"
+    ),
     "models": (
         "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
         "models.weights:declarations models.quantization"
     ),
     "models.layers": (
         "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
-        "models.weights:declarations models"
+        "models.weights:declarations models.quantization models"
     ),
     "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers",
-    "models:registry": "sharding models.config models.weights:declarations models models.families",
-    "models.weights": "sharding models.weights:declarations models",
+    "models:registry": (
+        "sharding models.config models.weights:declarations models.quantization models models.families"
+    ),
+    "models.weights": "sharding models.weights:declarations models.quantization models",
     "scheduler": "models",
     "scheduler.pages": "scheduler",
     "scheduler.policy": "scheduler",
@@ -68,12 +72,14 @@ ROOMS = {
     "jaxengine.tokens": "models.weights:declarations scheduler jaxengine.workers",
     "jaxengine.config": "sharding models.config scheduler",
     "jaxengine.checkpoint": (
-        "models.config models.weights:declarations models:registry models.weights jaxengine.tokens jaxengine.config"
+        "models.config models.weights:declarations models.quantization models:registry models.weights "
+        "jaxengine.tokens jaxengine.config"
     ),
     "jaxengine.parsers": "jaxengine.config",
     "jaxengine.runner": (
-        "sharding models.config models.weights:declarations models models.layers models:registry models.weights "
-        "scheduler scheduler.pages scheduler:loop jaxengine.sampling jaxengine.config jaxengine.checkpoint"
+        "sharding models.config models.weights:declarations models.quantization models models.layers models:registry "
+        "models.weights scheduler scheduler.pages scheduler:loop jaxengine.sampling jaxengine.config "
+        "jaxengine.checkpoint"
     ),
     "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
     "jaxengine.engine": "scheduler scheduler:loop jaxengine.grammars jaxengine.sampling jaxengine.runner",
@@ -81,8 +87,8 @@ ROOMS = {
         "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.checkpoint jaxengine.engine"
     ),
     "jaxengine.api": (
-        "models.config models models:registry scheduler jaxengine.grammars jaxengine.config jaxengine.runner "
-        "jaxengine.cluster jaxengine.engine jaxengine.requests"
+        "models.config models.quantization models models:registry scheduler jaxengine.grammars jaxengine.config "
+        "jaxengine.runner jaxengine.cluster jaxengine.engine jaxengine.requests"
     ),
     "jaxengine": (
         "models.config models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.requests "

@@ -29,6 +29,7 @@ from jaxengine.requests.prepared import PreparedRequest
 from jaxengine.runner.model_runner import ModelRunner
 from jaxengine.runner.open import load_runner, open_resolved
 from jaxengine.runner.peers import ALONE
+from models.quantization.table import weight_table
 from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request
 
@@ -69,6 +70,8 @@ class EngineCore:
                 self._cluster.shutdown(f"start-up failed: {error}")
             raise
         if not config.disable_log_stats:
+            if self.inputs.model_config.quantization is not None:
+                logger.info("weights:\n%s", weight_table(self.runner.weight_rows))
             logger.info("memory of a device:\n%s", self.runner.plan.table())
         self.engine = Engine(self.runner, _request_masks(self.inputs, self.runner))
         self._refused: list[tuple[str, RequestError]] = []
@@ -90,6 +93,7 @@ class EngineCore:
             "metrics": self.metrics.snapshot,
             "status": lambda: engine_status(self.engine, self.metrics),
             "trace": self._trace,
+            "weights": lambda: self.runner.weight_rows,
             "count_rejections": self._count_rejections,
         }
 

@@ -86,7 +86,7 @@ def head_work(model: Any, name: str, size: int) -> Work:
     if name == SAMPLE:
         return Work(4 * size * columns, 0)
     weight = config.hidden_size * columns
-    itemsize = jnp.dtype(next(iter(declared_params(model))).dtype).itemsize
+    itemsize = jnp.dtype(model.build.dtype).itemsize
     return Work(-(-size // PROMPT_BLOCK_ROWS) * weight * itemsize, 2 * size * weight)
 
 
@@ -135,8 +135,9 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
             at_once = rows if block is None else block / part[0]
         weight_bytes += size * jnp.dtype(param.dtype).itemsize
         reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
-        if len(part) > 1 + (param.decl.num_experts is not None):  # a matrix, no biases
-            flops += int(2 * size * rows)
+        scales = param.path[-1] in ("scales", "zeros")
+        if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
+            flops += int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)  # two codes of four bits a byte
             row_bytes += int(math.prod(part[:-2]) * at_once * sum(part[-2:])) * itemsize
     if block is not None:
         # The tokens of all ranks and their sums, and a block's results beside what they are added to, in float32.

@@ -20,6 +20,7 @@ from models.config.fields import MAX_HEAD_DIM, ModelConfigError
 from models.config.gguf import RopeFactors
 from models.config.hf import CONFIG_FILE, read_config_json
 from models.config.model_config import ModelConfig
+from models.quantization.registry import ALIASES, ROUNDED, rounded
 from models.registry import read_folder, read_gguf
 from models.weights.errors import ModelFileError
 from models.weights.files import inside, read_object
@@ -94,11 +95,28 @@ def open_model(config: EngineConfig) -> ModelSource:
     """
     path = default_model_path() if config.model is None else _find(config)
     source = _open_gguf(path, config) if path.is_file() else _open_folder(path, config)
+    source = replace(source, config=_as_asked(source, config.quantization))
     longest = config.max_model_len or source.config.max_position_embeddings
     source = replace(source, config=source.config.up_to(longest))
     if config.skip_tokenizer_init:
         return source
     return replace(source, tokenizer_path=_find_tokenizer(config))
+
+
+def _as_asked(source: ModelSource, asked: str | None) -> ModelConfig:
+    """The model with its matrices as `quantization` says: as the checkpoint has them, or rounded as they are read."""
+    model = source.config
+    if asked is None:
+        return model
+    method = "gguf" if source.path.is_file() else getattr(model.quantization, "method", None)
+    if method is None and asked in ROUNDED:
+        return replace(model, quantization=rounded(asked))
+    if method is not None and ALIASES.get(asked, asked) == method:
+        return model
+    allowed = [method, *(alias for alias, name in ALIASES.items() if name == method)] if method else [*ROUNDED]
+    kind = f"quantised as {method!r}" if method else "not quantised"
+    problem = f"quantization is {asked[:100]!r}, but the checkpoint is {kind}"
+    raise ConfigError.because("quantization", problem, f"leave it out, or give {' or '.join(map(repr, allowed))}")
 
 
 def _find_tokenizer(config: EngineConfig) -> Path | None:

@@ -21,7 +21,7 @@ from jaxengine.config.platforms import Platform
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
-from jaxengine.config.values import dtype_name, plain, read_size, whole_number
+from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
 from scheduler.buckets import Buckets
 from scheduler.config import POLICIES, SchedulerConfig
 from scheduler.token_params import MAX_LOGPROBS
@@ -35,12 +35,6 @@ logger = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "orbax", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-_KINDS: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"),
-    "bool": (bool, "True or False"),
-    "float": ((int, float), "a number"),
-    "str": (str, "text"),
-}
 SIZES = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")  # options that also take "4k" or "4G"
 # Options that are more than a value.
 _READERS = {
@@ -67,6 +61,8 @@ class EngineConfig:
       hf_token: a token for the hub; True or None for the stored one, if there is any, False for none.
       dtype: of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere. "half" and "float16" are run
         in bfloat16, which is as large and has float32's range.
+      quantization: what the checkpoint's quantization_config says, or None for that; of one without, "int8", "fp8" or
+        "int4" rounds the matrices of layers as they are read.
       kv_cache_dtype: of the KV pages; "auto" follows dtype. "fp8" is "fp8_e4m3"; codes of fp8 and int8 have a scale for
         each layer and kv head.
       kv_cache_scales: those of codes: a file of `jaxengine calibrate`, "calibrate" to measure them at start on random
@@ -137,6 +133,7 @@ class EngineConfig:
     download_dir: str | None = None
     hf_token: str | bool | None = dataclasses.field(default=None, repr=False)
     dtype: str = "auto"
+    quantization: str | None = None
     kv_cache_dtype: str = "auto"
     kv_cache_scales: str = "auto"
     seed: int = 0
@@ -197,7 +194,8 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 raise ConfigError(name, getattr(self, name), ", ".join(choices))
         for field in dataclasses.fields(self):
-            self._check_type(field.name, str(field.type))
+            if wanted := kind_missed(getattr(self, field.name), str(field.type)):
+                raise ConfigError(field.name, getattr(self, field.name), wanted)
         for name, least, most in (
             ("seed", -(2**63), 2**63 - 1),
             ("max_model_len", 2, 2**24),
@@ -336,15 +334,6 @@ class EngineConfig:
             except ValueError as error:
                 raise ConfigError.because(name, f"{name} cannot be read: {error}", "write 4096, 4k or 4G") from None
         return whole_number(value) if str(field.type).startswith("int") else value
-
-    def _check_type(self, name: str, annotation: str) -> None:
-        value = getattr(self, name)
-        if value is None and "None" in annotation:
-            return
-        kind = annotation.removesuffix(" | None")
-        types, said = _KINDS.get(kind, (object, ""))
-        if not isinstance(value, types) or (isinstance(value, bool) and kind in ("int", "float")):
-            raise ConfigError(name, value, said + (" or None" if "None" in annotation else ""))
 
 
 EngineArgs = EngineConfig  # vLLM's name for the dataclass of all options

@@ -69,3 +69,22 @@ def dtype_name(value: Any) -> Any:
             except TypeError:
                 return value
     return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"),
+    "bool": (bool, "True or False"),
+    "float": ((int, float), "a number"),
+    "str": (str, "text"),
+}
+
+
+def kind_missed(value: Any, annotation: str) -> str | None:
+    """What a value must be that is not of its field's type; None for one that is."""
+    if value is None and "None" in annotation:
+        return None
+    kind = annotation.removesuffix(" | None")
+    types, said = _KINDS.get(kind, (object, ""))
+    if isinstance(value, types) and not (isinstance(value, bool) and kind in ("int", "float")):
+        return None
+    return said + (" or None" if "None" in annotation else "")

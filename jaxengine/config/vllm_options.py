@@ -115,7 +115,7 @@ _UNSET = """
     max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens media_io_kwargs mm_encoder_attn_backend
     mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_processor_kwargs
     model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
-    prefix_match_unit profiler_config quantization quantization_config
+    prefix_match_unit profiler_config quantization_config
     reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
     spec_method spec_model spec_tokens speculative_config video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls

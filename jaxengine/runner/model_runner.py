@@ -35,6 +35,8 @@ from jaxengine.runner.step import Forwarded
 from jaxengine.sampling.logprobs import TokenLogprobs
 from jaxengine.sampling.sampler import SampleOutput
 from jaxengine.sampling.state import NEUTRAL
+from models.cache import platform_of
+from models.quantization.table import weight_rows
 from scheduler.buckets import Bucket
 from scheduler.packing import StepInput, delta_chunks
 
@@ -120,6 +122,8 @@ class ModelRunner:
         self.num_ranks = stages[0].programs.model.mesh.num_ranks
         self.windows = stages[0].programs.windows
         self.pools = stages[0].programs.model.config.pooler is not None
+        models = [stage.programs.model for stage in stages]
+        self.weight_rows = weight_rows(models, platform_of(stages[0].programs.mesh.devices.flat[0]))
         self._stages = stages
         self._last = stages[-1]
         self._peers = peers

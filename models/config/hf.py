@@ -70,8 +70,6 @@ def hf_fields(
       eps: what the file calls the one of norms.
       attention: further fields of every layer's LayerAttention.
     """
-    if fields.has("quantization_config"):
-        raise ModelConfigError("quantization_config is not supported: load the unquantized checkpoint")
     if fields.text(activation.field, activation.values[0]) not in activation.values:
         raise fields.fail(activation.field, repr(activation.values[0]))
     num_heads = fields.integer("num_attention_heads")

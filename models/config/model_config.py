@@ -6,7 +6,9 @@ models/registry.py). Only data is read: `auto_map` and every other pointer to co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
@@ -39,7 +41,9 @@ class ModelConfig:
     embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
     what logits are. `rms_norm_eps` is that of all norms, of whatever kind. A checkpoint may have
     `num_nextn_predict_layers` layers behind the last that predict further tokens; they are not read. `pooler` is None
-    for a model that generates. Token ids are None or empty where the checkpoint names none.
+    for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` says
+    how matrices are stored, by their checkpoint modules' names (models.quantization.rules.Quantization); None as they
+    are.
     """
 
     architecture: str
@@ -60,6 +64,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pooler: Pooler | None = None
+    quantization: Callable[[str], Any] | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():

@@ -1,5 +1,5 @@
 """gpt-oss (OpenAI 2025, arXiv:2508.10925): attention sinks, a window in every second layer, experts with biases and a
-clamped activation. Its MXFP4 checkpoints are read into the model's dtype."""
+clamped activation."""
 
 from __future__ import annotations
 
@@ -39,12 +39,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
             swiglu_limit=fields.number("swiglu_limit", 7.0),
         )
         bias = fields.boolean("attention_bias", True)
-        plain = ConfigFields({name: value for name, value in fields.raw.items() if name != "quantization_config"})
-        quantized = fields.mapping("quantization_config")
-        if quantized is not None and quantized.get("quant_method") != "mxfp4":
-            method = str(quantized.get("quant_method"))[:80]
-            raise ModelConfigError(f"quantization_config: quant_method must be 'mxfp4' or absent, got {method!r}")
-        shared = hf_fields(plain, windows=windows, head_dim=64, sinks=True, bias=bias, output_bias=bias)
+        shared = hf_fields(fields, windows=windows, head_dim=64, sinks=True, bias=bias, output_bias=bias)
         return shared | {"experts": experts}
 
     @classmethod

@@ -23,6 +23,7 @@ from models.config.model_config import ModelConfig
 from models.layers.expert_rows import add_rows, in_blocks, mix, rows_of_block, tokens_per_expert
 from models.layers.mlp import GatedMLP
 from models.layers.rows import Rows
+from models.quantization.registry import PLAIN
 from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.zeros import zeros_in_layer
 from sharding.collectives import (
@@ -95,7 +96,9 @@ class MixtureOfExperts(nnx.Module):
         over, within = ("experts", None) if build.mesh.expert_parallel else (None, "ffn")
         router = Source(f"{source}.{names.router}", count)
         self.router_dtype = router_dtype or build.dtype
-        self.router = replace(build, dtype=self.router_dtype).weight((size, count), (router,), ("embed", None))
+        # What decides between experts is stored as it is in every checkpoint.
+        plain = replace(build, scheme=PLAIN)
+        self.router = replace(plain, dtype=self.router_dtype).weight((size, count), (router,), ("embed", None))
         prefix = f"{source}.experts.{{expert}}"
         gate_up = Source(f"{prefix}.{names.gate}", ffn), Source(f"{prefix}.{names.up}", ffn)
         down = (Source(f"{prefix}.{names.down}", size),)
@@ -115,7 +118,7 @@ class MixtureOfExperts(nnx.Module):
         shared, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
         self.shared = GatedMLP(size, ffn, source=shared, build=build) if ffn else None
-        self.shared_gate = build.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
+        self.shared_gate = plain.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
         """f32[E], or [1, E]; float32 whatever the model's dtype: it decides between scores that differ by little."""

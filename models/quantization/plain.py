@@ -39,7 +39,12 @@ class PlainWeight(nnx.Module):
 
 @dataclass(frozen=True)
 class Plain:
-    """models.quantization.scheme.Scheme of weights that are not quantised."""
+    """models.quantization.scheme.Scheme of weights that are not quantised.
+
+    tensor: of each module.
+    """
+
+    tensor: str = "weight"
 
     def declare(
         self,
@@ -50,10 +55,12 @@ class Plain:
         dtype: Any,
         num_experts: int | None = None,
         table: bool = False,
+        input_parts: int = 1,
     ) -> PlainWeight:
+        del input_parts
         decl = ParamDecl(
             axes,
-            tuple(source.tensor("weight") for source in sources),
+            tuple(source.tensor(self.tensor) for source in sources),
             transposed=not table,
             init_std=shape[-1 if table else -2] ** -0.5,
             num_experts=num_experts,

@@ -1,10 +1,15 @@
-"""The schemes there are, one row each, and the choice of one for all modules of a model."""
+"""The ways of storing weights that there are, one row each, and the choice of one for all modules of a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+from models.quantization import compressed_tensors, four_bits, fp8, mxfp4
+from models.quantization.online import Rounded
 from models.quantization.plain import Plain
+from models.quantization.rules import LINEAR, Quantization, bad
 from models.quantization.scheme import Scheme
 
 SCHEMES: dict[str, Scheme] = {"plain": Plain()}
@@ -21,3 +26,39 @@ class Everywhere:
 
 
 PLAIN = Everywhere(SCHEMES["plain"])
+
+# quant_method of a checkpoint's quantization_config -> how the rest of it is read.
+METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    compressed_tensors.METHOD: compressed_tensors.read,
+    fp8.METHOD: fp8.read,
+    fp8.FBGEMM: fp8.read_fbgemm,
+    four_bits.AWQ: four_bits.read_awq,
+    four_bits.GPTQ: four_bits.read_gptq,
+    mxfp4.METHOD: mxfp4.read,
+}
+# How a checkpoint that is not quantised can be rounded as it is read.
+ROUNDED: dict[str, Rounded] = {
+    "int8": Rounded("int8 (rounded at load)", "int8"),
+    "fp8": Rounded("fp8 (rounded at load)", "float8_e4m3fn"),
+    "int4": Rounded("int4 (rounded at load)", "int4", group=128),
+}
+# Other names, vLLM's, for the kind of checkpoint.
+ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
+
+
+def read_quantization(settings: Any, prefixes: tuple[tuple[str, str], ...] = ()) -> Quantization | None:
+    """A checkpoint's quantization_config; None for none. Raises ModelConfigError for one that is not read.
+
+    prefixes: beginnings of the checkpoint's names, and what the model has instead.
+    """
+    if settings is None:
+        return None
+    if not isinstance(settings, Mapping) or settings.get("quant_method") not in METHODS:
+        method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+        raise bad("quant_method", method, " or ".join(map(repr, METHODS)))
+    return replace(METHODS[settings["quant_method"]](settings), prefixes=prefixes)
+
+
+def rounded(name: str) -> Quantization:
+    """All matrices but tables, heads and routers rounded as they are read, by a name of ROUNDED."""
+    return Quantization(name, (((LINEAR,), ROUNDED[name]),))

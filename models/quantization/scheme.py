@@ -41,7 +41,8 @@ class Weight(Protocol):
 class Scheme(Protocol):
     """One way of storing matrices. Frozen and hashable, with a repr that says all: part of a stored executable's key.
 
-    Depends on no mesh: what a device holds of each array follows from the array's declaration.
+    Of the mesh it knows one number, over how many devices inputs are split: what a device holds of each array follows
+    from the array's declaration.
     """
 
     def declare(
@@ -53,6 +54,7 @@ class Scheme(Protocol):
         dtype: Any,
         num_experts: int | None = None,
         table: bool = False,
+        input_parts: int = 1,
     ) -> Weight:
         """A weight of this logical shape.
 
@@ -62,5 +64,8 @@ class Scheme(Protocol):
           dtype: of the model.
           num_experts: size of the first axis of a stack; names of its sources hold "{expert}".
           table: [rows, D], as a checkpoint has it; read row by row.
+          input_parts: devices that split the axis `in` of a matrix or of a stack.
+
+        Raises ValueError where what is stored cannot be split so.
         """
         ...

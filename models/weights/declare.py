@@ -78,7 +78,7 @@ class ParamDecl:
 
     Attributes:
       axes: logical axes of the weight, sharding.rules' words.
-      init_std: scale of dummy weights; None means ones.
+      init_std: scale of dummy weights; None means that all are `init_value`.
       row_major: rows are read one by one, so each is stored in one piece. A TPU would else choose columns where that
         saves padding, and then turn the whole weight around in every step.
     """
@@ -87,6 +87,7 @@ class ParamDecl:
     sources: tuple[Source, ...]
     transposed: bool = False
     init_std: float | None = None
+    init_value: float = 1.0
     num_experts: int | None = None
     row_major: bool = False
 

@@ -80,7 +80,8 @@ def _fill(keys: jax.Array, *, shape: tuple[int, ...], dtype: Any, decl: ParamDec
         contributed = _numbers(here[joined], source.num_contributed // parts[joined])
         rows = _mixed(keys[:, number, None] ^ _mixed(source_row(source, contributed)))
         # Like a checkpoint's tensor, [experts, rows, columns].
-        drawn = _drawn(_mixed(rows[:, :, None] ^ _mixed(columns)), decl.init_std)
+        bits = _mixed(rows[:, :, None] ^ _mixed(columns))
+        drawn = (bits & 0xFF) if dtype == jnp.uint8 else _drawn(bits, decl)
         padding = contributed >= source.rows * source.repeat
         blocks.append(jnp.where(padding[:, None], 0, drawn).astype(dtype))
     weight = jnp.concatenate(blocks, axis=1)
@@ -92,10 +93,10 @@ def _numbers(part: Any, size: int) -> jax.Array:
     return jnp.uint32(part) * jnp.uint32(size) + jnp.arange(size, dtype=jnp.uint32)
 
 
-def _drawn(bits: jax.Array, std: float | None) -> jax.Array:
-    """u32[...] -> f32[...], ones or nearly normal: a sum of four random bytes is the same on every platform."""
-    if std is None:
-        return jnp.ones(bits.shape, jnp.float32)
+def _drawn(bits: jax.Array, decl: ParamDecl) -> jax.Array:
+    """u32[...] -> f32[...], all alike or nearly normal: a sum of four random bytes is the same on every platform."""
+    if (std := decl.init_std) is None:
+        return jnp.full(bits.shape, decl.init_value, jnp.float32)
     total = (bits & 0xFF) + (bits >> 8 & 0xFF) + (bits >> 16 & 0xFF) + (bits >> 24)
     return (total.astype(jnp.float32) - _BYTES_MEAN) * jnp.float32(std / _BYTES_STD)
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from models.build import build_abstract
 from models.causal_lm import CausalLM
+from models.quantization.rules import Quantization
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
 from models.weights.kv_scales import KV_SCALES
@@ -32,6 +33,7 @@ from models.weights.parts import (
     source_row,
     tensor_name,
 )
+from models.weights.quantized import QuantizedSource
 from models.weights.renamed import RenamedSource
 from models.weights.source import WHOLE, WeightSource
 from models.weights.stacked import StackedSource
@@ -71,10 +73,13 @@ def load_params(
     params = list(declared_params(model_abstract))
     source = RenamedSource(source, names := model_abstract.checkpoint_names)
     if names.stacked_experts is not None and (experts := model_abstract.config.experts) is not None:
-        source = StackedSource(source, names.stacked_experts, experts.num_experts)
+        as_stored = isinstance(model_abstract.build.scheme, Quantization)
+        source = StackedSource(source, names.stacked_experts, experts.num_experts, as_stored=as_stored)
     for param in params:
         num_parts(param, mesh)
-    loader = _Loader(source, mesh, _check_names(model_abstract, source))
+    whole = _whole(model_abstract)
+    source = QuantizedSource(source, whole)
+    loader = _Loader(source, mesh, _check_names(whole, source))
     total = sum(param.num_bytes for param in params)
     done, loaded = 0, []
     for param in params:
@@ -158,14 +163,19 @@ def _columns(param: DeclaredParam, host: np.ndarray, columns: slice) -> np.ndarr
     return host if axis is None else host[tuple(columns if each == axis else WHOLE for each in range(host.ndim))]
 
 
-def _check_names(model: CausalLM, source: WeightSource) -> bool:
-    """Every tensor the model needs is there with its shape, and every tensor that is there is needed.
+def _whole(model: CausalLM) -> CausalLM:
+    """The model of which this is a stage."""
+    if len(model.stage.layers) == model.config.num_layers:
+        return model
+    return build_abstract(type(model), model.config, replace(model.build, stage=None))
 
-    Of the whole model, whichever stage of it is to be loaded. Returns whether a tied checkpoint stores the embedding a
-    second time as the output head. Some do; that both are equal shows when the embedding is read.
+
+def _check_names(model: CausalLM, source: WeightSource) -> bool:
+    """Every tensor the whole model needs is there with its shape, and every tensor that is there is needed.
+
+    Returns whether a tied checkpoint stores the embedding a second time as the output head. Some do; that both are
+    equal shows when the embedding is read.
     """
-    if len(model.stage.layers) < model.config.num_layers:
-        model = build_abstract(type(model), model.config, replace(model.build, stage=None))
     present, tied_copy, rope_factors = set(source.names()), False, []
     config = model.config
     predicting = tuple(f"model.layers.{config.num_layers + n}." for n in range(config.num_nextn_predict_layers))

@@ -35,7 +35,7 @@ class _Part(NamedTuple):
     """
 
     stack: str
-    kind: str  # "weight", "bias" or BLOCKS
+    kind: str  # "weight", "bias", BLOCKS or SCALES
     expert: int
     first: int
     step: int
@@ -45,11 +45,15 @@ class _Part(NamedTuple):
 class StackedSource(WrappedSource):
     """The WeightSource of a checkpoint whose experts are stacked; one that has no such tensors is as it is.
 
+    as_stored: MXFP4 is handed out as it is, experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] in place of
+    .weight, and so for the others.
+
     Raises ModelFileError for stacks of other shapes than `num_experts` experts have.
     """
 
-    def __init__(self, source: WeightSource, stacked: StackedExperts, num_experts: int):
+    def __init__(self, source: WeightSource, stacked: StackedExperts, num_experts: int, *, as_stored: bool = False):
         super().__init__(source)
+        self._as_stored = as_stored
         self._stacked, self._num_experts = stacked, num_experts
         self._parts: dict[str, _Part | None] = {}
         self._last: tuple[tuple, np.ndarray] | None = None
@@ -75,6 +79,9 @@ class StackedSource(WrappedSource):
         own = slice(part.first + first * part.step, part.first + (last - 1) * part.step + 1)
         if part.kind == "bias":
             return self._source.read(part.stack, slice(part.expert, part.expert + 1), own)[0, :: part.step]
+        if self._as_stored and part.kind in (BLOCKS, SCALES):
+            held = self._source.read(part.stack + part.kind, slice(part.expert, part.expert + 1), own)[0, :: part.step]
+            return held.reshape(len(held), -1)[:, columns]
         if part.kind == BLOCKS:
             # What gate and up have together where they take turns, so that both are made of one reading.
             span = slice(own.start - own.start % part.step, own.stop - 1 + part.step - (own.stop - 1) % part.step)
@@ -109,8 +116,12 @@ class StackedSource(WrappedSource):
             for number, module in enumerate(modules):
                 first, step = (number, 2) if interleaved else (number * rows, 1)
                 part = _Part(name.removesuffix(BLOCKS), kind, expert, first, step, (rows, *inner))
-                tensor = "bias" if kind == "bias" else "weight"
-                self._parts[f"{prefix}.{expert}.{module}.{tensor}"] = part
+                tensor = f"{prefix}.{expert}.{module}"
+                if kind == BLOCKS and self._as_stored:
+                    self._parts[f"{tensor}.blocks"] = part._replace(shape=(rows, inner[0] // 2))
+                    self._parts[f"{tensor}.scales"] = part._replace(kind=SCALES, shape=(rows, inner[0] // 32))
+                else:
+                    self._parts[f"{tensor}.{'bias' if kind == 'bias' else 'weight'}"] = part
 
     def _check_scales(self, name: str, blocks: tuple[int, ...]) -> None:
         scales = tuple(self._source.shape(name)) if name in set(self._source.names()) else None

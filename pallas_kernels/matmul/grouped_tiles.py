@@ -9,6 +9,7 @@ kernel would save that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,15 +27,40 @@ def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, out_dtype: Any
 ) -> jax.Array:
     """[M, out] in out_dtype; arguments as the public operation has checked them."""
-    (num_rows, _), num_groups = x.shape, w.shape[0]
+
+    def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
+        rows = x.at[row].get(mode="clip")
+        return lax.dot_general(rows, w[group], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+
+    matrix_bytes = w[0].size * w.dtype.itemsize
+    return over_tiles(
+        (x.shape[0], w.shape[2]), w.shape[0], matrix_bytes, group_sizes, group_offset, multiply, out_dtype
+    )
+
+
+def over_tiles(
+    shape: tuple[int, int],
+    num_groups: int,
+    matrix_bytes: int,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    multiply: Callable[[jax.Array, jax.Array], jax.Array],
+    out_dtype: Any,
+) -> jax.Array:
+    """The result [M, out] of that shape, a tile of rows of one group after the other.
+
+    multiply: rows by their numbers i32[n, tile], some of them too large, times the matrices i32[n]: f32[n, tile, out].
+    matrix_bytes: what a trip takes in memory for each of them.
+    """
+    num_rows = shape[0]
     tile, most_tiles = tile_rows_of(num_rows, group_sizes.size), most_tiles_of(num_rows, num_groups, group_sizes.size)
-    trip = max(1, min(most_tiles, _TRIP_BYTES // (w[0].size * w.dtype.itemsize), _TRIP_ROWS // tile))
+    trip = max(1, min(most_tiles, _TRIP_BYTES // matrix_bytes, _TRIP_ROWS // tile))
     sizes = lax.dynamic_slice_in_dim(group_sizes, group_offset, num_groups)
     ends = lax.dynamic_slice_in_dim(jnp.cumsum(group_sizes), group_offset, num_groups)
     tiles = -(-sizes // tile)
     last_tiles = jnp.cumsum(tiles)
 
-    def multiply(index, out):
+    def add_trip(index, out):
         numbers = index * trip + jnp.arange(trip, dtype=jnp.int32)
         # Compared rather than searched: a search is a loop of its own. Tiles past the last one are of no group.
         groups = jnp.sum(numbers[:, None] >= last_tiles, axis=1, dtype=jnp.int32)
@@ -42,16 +68,15 @@ def grouped_matmul(
         first = (ends - sizes)[group] + (numbers - (last_tiles - tiles)[group]) * tile
         row = first[:, None] + jnp.arange(tile, dtype=jnp.int32)
         is_own = (row < ends[group][:, None]) & (groups < num_groups)[:, None]
-        rows = x.at[row].get(mode="clip")
-        y = lax.dot_general(rows, w[group], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        y = multiply(row, group)
         # A row of a tile that is not its group's has a place of its own behind the result, where it is dropped.
         place = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
         return out.at[place].set(y.astype(out_dtype), mode="drop", unique_indices=True)
 
-    out = zeros_in_layer(group_sizes, (num_rows, w.shape[2]), out_dtype)
+    out = zeros_in_layer(group_sizes, shape, out_dtype)
     if most_tiles <= trip:
-        return multiply(jnp.int32(0), out)
-    return lax.fori_loop(0, -(-last_tiles[-1] // trip), multiply, out)
+        return add_trip(jnp.int32(0), out)
+    return lax.fori_loop(0, -(-last_tiles[-1] // trip), add_trip, out)
 
 
 def tile_rows_of(num_rows: int, num_groups: int) -> int:

@@ -6,6 +6,7 @@ non-empty group at a time and reads its matrix once, and an inner one multiplies
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +22,27 @@ def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, out_dtype: Any
 ) -> jax.Array:
     """[M, out] in out_dtype; arguments as the public operation has checked them."""
-    num_rows, num_groups = x.shape[0], w.shape[0]
+
+    def matrix_of(group: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        # Without the barrier XLA:CPU converts all of a bfloat16 w to float32 before the loop.
+        matrices, group = lax.optimization_barrier((w, group))
+        matrix = lax.dynamic_index_in_dim(matrices, group, keepdims=False)
+        return lambda rows: lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    return over_groups(x, w.shape[0], w.shape[2], group_sizes, group_offset, matrix_of, out_dtype)
+
+
+def over_groups(
+    x: jax.Array,
+    num_groups: int,
+    out_size: int,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    matrix_of: Callable[[jax.Array], Callable[[jax.Array], jax.Array]],
+    out_dtype: Any,
+) -> jax.Array:
+    """[M, out]: rows of each group that is here through what `matrix_of` makes of its index, [n, in] -> f32[n, out]."""
+    num_rows = x.shape[0]
     block = block_rows_of(num_rows, group_sizes.size)
     sizes = lax.dynamic_slice_in_dim(group_sizes, group_offset, num_groups)
     ends = lax.dynamic_slice_in_dim(jnp.cumsum(group_sizes), group_offset, num_groups)
@@ -32,21 +53,18 @@ def grouped_matmul(
     def add_group(index, out):
         group = non_empty[index]
         end, start = ends[group], ends[group] - sizes[group]
-        # Without the barrier XLA:CPU converts all of a bfloat16 w to float32 before the loop.
-        matrices, group = lax.optimization_barrier((w, group))
-        matrix = lax.dynamic_index_in_dim(matrices, group, keepdims=False)
+        multiply = matrix_of(group)
 
         def add_block(index, out):
             row = start + index * block
-            rows = lax.dynamic_slice_in_dim(padded, row, block)
-            y = lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            y = multiply(lax.dynamic_slice_in_dim(padded, row, block))
             # A group's last block runs over the next group's rows, which are written later: groups are in order.
             y = jnp.where(row + row_in_block < end, y, 0).astype(out_dtype)
             return lax.dynamic_update_slice_in_dim(out, y, row, 0)
 
         return lax.fori_loop(0, -(-(end - start) // block), add_block, out)
 
-    init = zeros_in_layer(group_sizes, (num_rows + block, w.shape[2]), out_dtype)
+    init = zeros_in_layer(group_sizes, (num_rows + block, out_size), out_dtype)
     return lax.fori_loop(0, jnp.sum(sizes > 0), add_group, init)[:num_rows]
 
 

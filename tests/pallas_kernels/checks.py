@@ -267,8 +267,19 @@ def exchange(source: str, dtype: str, *in_keys_and_implementation) -> None:
         np.testing.assert_array_equal(got, want)
 
 
+def quantized(number: int, implementation: Implementation) -> None:
+    """One of the cases of products with quantised matrices, for all implementations: each compiles for the CPU."""
+    from tests.pallas_kernels.matmul.test_quantized import CASES, test_against_float64
+
+    del implementation
+    test_against_float64(CASES[number])
+
+
 INVARIANTS = [page_ids, neighbours, order, halves, update_then_attend, one_program_per_bucket, local_heads]
 CHECKS: dict[str, Callable[..., None]] = {
     check.__name__: check
-    for check in (attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange, *INVARIANTS)
+    for check in (
+        *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange, quantized),
+        *INVARIANTS,
+    )
 }

@@ -8,6 +8,7 @@ from pallas_kernels.registry import KERNELS, kernel
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, IN_PROCESS
 from tests.pallas_kernels.matmul.test_dense import IMPLEMENTATIONS as DENSE
 from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED
+from tests.pallas_kernels.matmul.test_quantized import IMPLEMENTATIONS as QUANTIZED
 from tests.pallas_kernels.state.test_conv import IMPLEMENTATIONS as CONV
 from tests.pallas_kernels.state.test_delta import IMPLEMENTATIONS as DELTA
 from tests.pallas_kernels.test_interpreted import quick_groups
@@ -25,7 +26,7 @@ def run_by_tests() -> set:
     jobs = {(job[0], job[1]) for group in quick_groups() for job in group}
     jobs |= {(check, implementation.name) for implementation in IN_PROCESS for check in CHECKED}
     ops = ((op, IMPLEMENTATIONS[name].platform) for check, name in jobs for op in CHECKED.get(check, ()))
-    return {kernel(*row) for row in ops} | set(GROUPED) | set(DENSE) | set(CONV) | set(DELTA)
+    return {kernel(*row) for row in ops} | set(GROUPED) | set(DENSE) | set(QUANTIZED) | set(CONV) | set(DELTA)
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=str)

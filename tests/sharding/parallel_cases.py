@@ -119,6 +119,23 @@ STATES = MOE | {
     "linear_conv_kernel_dim": 4,
     "shared_expert_intermediate_size": 32,
 }
+# Eight bits for weights and for what they are multiplied with, also between experts; and groups of 32 inputs, of which
+# two devices share some.
+INT8 = MOE | {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+}
+AWQ = DENSE | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
 MODELS = {
     "dense": DENSE,
     "tied": DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -132,6 +149,8 @@ MODELS = {
     "latent": LATENT,
     "olmo2": OLMO2,
     "states": STATES,
+    "int8": INT8,
+    "awq": AWQ,
 }
 RAGGED = {"all2all_backend": "ragged_all_to_all"}
 # model, engine options; `first` is the first of the eight devices to take from
@@ -207,6 +226,11 @@ CASES |= {
         {"tensor_parallel_size": 4, "data_parallel_size": 2, "enable_expert_parallel": True},
     ),
     "glm4 tp4 ep ragged": ("glm4", {"tensor_parallel_size": 4, "enable_expert_parallel": True} | RAGGED),
+}
+CASES |= {
+    "int8 tp2 pp2": ("int8", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "int8 tp2 dp2 ep": ("int8", {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}),
+    "awq tp2 pp2": ("awq", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
 # Small enough that requests are preempted all the time, in every rank.
 OPTIONS = {

@@ -75,9 +75,10 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """The settings in force; no keys."""
+        """The settings in force, and as what matrices are stored and multiplied; no keys."""
         hidden = {"api_key"}
         server = {name: value for name, value in dataclasses.asdict(config).items() if name not in hidden}
-        return {"engine": dataclasses.asdict(engine.inputs.config), "server": server}
+        weights = await engine.utility("weights")
+        return {"engine": dataclasses.asdict(engine.inputs.config), "server": server, "weights": weights}
 
     return routes

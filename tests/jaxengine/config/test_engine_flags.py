@@ -73,18 +73,18 @@ def test_names_of_vllm_reach_the_engine_and_not_the_help():
         "swap_space": 4,
         "hf_overrides": {"a": 1},
     }
-    assert "--quantization" not in build_parser().format_help()
+    assert "--enable-lora" not in build_parser().format_help()
 
 
 @pytest.mark.parametrize("command", ["serve", "generate --file nothing", "chat", "convert out"])
 def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
-    option = "--dtype fp6" if command == "convert out" else "--quantization awq"
+    option = "--dtype fp6" if command == "convert out" else "--enable-lora"
     if command != "convert out":
         monkeypatch.setattr("jaxengine.commands.cli._prompts", lambda args: ["x"])
     assert main([*command.split(), *option.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("jaxengine: error: ") and said.count("\n") == 1
-    assert ("quantization is 'awq', which is not supported yet" in said) == (option == "--quantization awq")
+    assert ("enable_lora is True, which is not supported yet" in said) == (option == "--enable-lora")
 
 
 @pytest.mark.parametrize(

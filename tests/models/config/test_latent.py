@@ -278,7 +278,7 @@ def test_minicpm3():
         ({**DEEPSEEK_V2, "qk_rope_head_dim": 7}, "rotary_dim.*must be even"),
         ({**DEEPSEEK_V3, "topk_method": "greedy"}, "topk_method"),
         ({**DEEPSEEK_V3, "rope_interleave": "yes"}, "rope_interleave must be true or false"),
-        ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+        ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "quark"}}, "quant_method must be"),
         ({**MINICPM3, "scale_depth": None}, "scale_depth is missing"),
         ({**GLM_FLASH, "mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 47 of dense, sparse"),
     ],

@@ -113,7 +113,7 @@ def test_stacks_of_matrices_as_linear_layers_have_them(tmp_path):
 
 
 def test_a_whole_checkpoint_in_mxfp4(tmp_path):
-    """Its weights are those of the same numbers stored as they are."""
+    """Its weights, kept quantised, are those of the same numbers stored as they are."""
     folder, rng = checkpoint("gpt_oss"), np.random.default_rng(0)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if re.search(r"experts\.\w+_proj$", name)]:
@@ -132,9 +132,22 @@ def test_a_whole_checkpoint_in_mxfp4(tmp_path):
         save_file(held, tmp_path / name / "model.safetensors")
         model = build_model(read_folder(tmp_path / name), Build(jnp.float32))
         loaded.append(load_params(model, SafetensorsCheckpoint(tmp_path / name)))
+    for quantized, plain_weights in zip(*(state["layers"].values() for state in loaded), strict=True):
+        for name in ("gate_up", "down"):
+            held, values = quantized["mlp"].pop(name), plain_weights["mlp"].pop(name)["values"][...]
+            assert (held["codes"][...].dtype, held["scales"][...].shape[1]) == (jnp.int8, values.shape[1] // 32)
+            scales = np.repeat(held["scales"][...], 32, axis=1)
+            np.testing.assert_array_equal(held["codes"][...].astype(jnp.float32) * scales, values)
     jax.tree.map(np.testing.assert_array_equal, *loaded)
-    with pytest.raises(ModelConfigError, match="quant_method must be 'mxfp4' or absent, got 'fp8'"):
-        read_hf(raw | {"quantization_config": {"quant_method": "fp8"}})
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 2] = 255
+    save_file(tensors, tmp_path / "quantized" / "model.safetensors")
+    model = build_model(read_folder(tmp_path / "quantized"), Build(jnp.float32))
+    with pytest.raises(
+        ModelFileError, match="255 stands for no number .at model.layers.0.mlp.experts.1.down_proj.scales"
+    ):
+        load_params(model, SafetensorsCheckpoint(tmp_path / "quantized"))
+    with pytest.raises(ModelConfigError, match="quant_method must be .* or 'mxfp4', got 'mxfp6'"):
+        read_hf(raw | {"quantization_config": {"quant_method": "mxfp6"}})
 
 
 @pytest.mark.parametrize(

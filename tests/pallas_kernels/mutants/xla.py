@@ -17,6 +17,9 @@ _ANY = _on("mixed", "q tile straddles a kv block")
 _WINDOW = _on("window 16")
 _WRITE = (("update", "cpu", "float32", "scattered 40"),)
 _CODES = _on("fp8 e4m3 keys and values")
+_PAIRS, _LOOP, _SUMS = "matmul/nibbles", "matmul/quantized_cpu", "matmul/quantized_xla"
+# Of tests.pallas_kernels.matmul.test_quantized.CASES.
+_ONE, _FOUR, _ZEROS, _MANY = ((("quantized", "cpu", number),) for number in (2, 3, 4, 5))
 
 MUTANTS = [
     Mutant("causal sees one too many", _SCHEDULE, "position + 1 if", "position + 2 if", _ANY),
@@ -128,4 +131,26 @@ MUTANTS = [
         "to_storage(v * 0 + 1, spec, kv.layout, kv.v_scale)",
         _WRITE,
     ),
+    Mutant("quantized: halves swapped", _PAIRS, "x[..., first::count]", "x[..., count - 1 - first :: count]", _FOUR),
+    Mutant("quantized: low half without its sign", _PAIRS, "lax.shift_left(pairs, four), four)", "pairs, four)", _FOUR),
+    Mutant("quantized: zeros added", _LOOP, "part - zero[:, None]", "part + zero[:, None]", _ZEROS),
+    Mutant(
+        "quantized: zeros of a channel without its rows",
+        _LOOP,
+        "jnp.sum(x, axis=1, keepdims=True) * zero",
+        "zero",
+        _ONE,
+    ),
+    Mutant("quantized: last columns not reached", _LOOP, "-(-out_size // width)", "out_size // width", _FOUR),
+    Mutant("quantized: first scale for all groups", _LOOP, "* scale[:, None] for", "* scale[:1, None] for", _FOUR),
+    Mutant(
+        "quantized: groups take turns",
+        _SUMS,
+        "own.reshape(rows, count, -1)",
+        "own.reshape(rows, -1, count).swapaxes(1, 2)",
+        _FOUR,
+    ),
+    Mutant("quantized: sums of groups without zeros", _SUMS, "return y - jnp.dot(", "return y + 0 * jnp.dot(", _ZEROS),
+    Mutant("quantized: last widened columns not reached", _SUMS, "-(-out_size // width)", "out_size // width", _MANY),
+    Mutant("quantized: widened without a scale", _SUMS, "y * scales.astype(jnp.float32)[:, None]", "y", _FOUR),
 ]

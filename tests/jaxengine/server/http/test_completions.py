@@ -320,4 +320,6 @@ async def test_operators_may_abort_and_forget(chat_engine, tmp_path):
         assert (await client.post("/abort_requests", json={"request_ids": ["cmpl-one"]})).status_code == 200
         assert (await task).json()["choices"][0]["finish_reason"] == "abort"
         assert (await client.post("/reset_prefix_cache")).json() == {"success": True}
-        assert (await client.get("/server_info")).json()["engine"]["max_model_len"] == 256
+        info = (await client.get("/server_info")).json()
+        assert info["engine"]["max_model_len"] == 256
+        assert {row["format"] for row in info["weights"]} == {"as it is"} and info["weights"][0]["bytes"] > 0

@@ -1,0 +1,81 @@
+"""compressed-tensors checkpoints (github.com/neuralmagic/compressed-tensors): float-quantized, int-quantized and
+pack-quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
+from models.quantization.rules import Quantization, bad, block_size, group_size, names_in, one_of, refuse
+from models.quantization.stored import Activation, Stored
+from models.quantization.words import Packed
+
+METHOD = "compressed-tensors"
+FLOAT, INT, PACKED, NAIVE = "float-quantized", "int-quantized", "pack-quantized", "naive-quantized"
+FORMATS = (FLOAT, INT, PACKED, NAIVE)
+_DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
+
+
+def read(settings: Mapping[str, Any]) -> Quantization:
+    """Raises ModelConfigError for what is not read."""
+    one_of(settings, "quantization_status", ("compressed", "frozen"), "compressed")
+    refuse(settings, "kv_cache_scheme", "transform_config")
+    sparsity = settings.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        raise bad("sparsity_config", sparsity, "absent or dense: sparse weights are not supported")
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(each, Mapping) for each in groups.values()):
+        raise bad("config_groups", groups, "a mapping of groups")
+    rules = tuple((names_in(group, "targets"), _stored(group, settings)) for group in groups.values())
+    return Quantization(METHOD, rules, ignored=names_in(settings, "ignore"), with_heads=True)
+
+
+def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
+    refuse(group, "output_activations")
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise bad("weights", weights, "a mapping in every group")
+    kept = one_of({"format": group.get("format") or settings.get("format")}, "format", FORMATS)
+    kind = one_of(weights, "type", ("int", "float"), "int")
+    symmetric = one_of(weights, "symmetric", (True, False), True)
+    one_of(weights, "dynamic", (False,), False)
+    activation = _activation(group.get("input_activations"))
+    name = f"{METHOD} {kept}"
+    if kept == PACKED:
+        if kind != "int" or activation is not None:
+            raise bad("weights", dict(weights), f"integers, and input_activations absent, for {PACKED}")
+        bits = one_of(weights, "num_bits", (4, 8))
+        strategy = one_of(weights, "strategy", ("channel", "group"))
+        order = one_of(weights, "actorder", (False, "weight", "static", "group", "dynamic"), False)
+        return Packed(
+            name,
+            bits,
+            None if strategy == "channel" else group_size(weights),
+            not symmetric,
+            reordered=order in ("group", "dynamic"),
+        )
+    if not symmetric or (kept, kind) in ((FLOAT, "int"), (INT, "float")):
+        raise bad("weights", dict(weights), f"symmetric and of the type that {kept} says")
+    one_of(weights, "num_bits", (8,))
+    strategy = one_of(weights, "strategy", (TENSOR, CHANNEL, BLOCK))
+    block = block_size(weights, "block_structure") if strategy == BLOCK else None
+    if strategy == BLOCK and block is None:
+        raise bad("block_structure", None, "two whole numbers where strategy is block")
+    return EightBits(name, _DTYPES[kind], strategy, activation, block)
+
+
+def _activation(settings: Any) -> Activation | None:
+    """What `input_activations` says."""
+    if settings is None:
+        return None
+    if not isinstance(settings, Mapping):
+        raise bad("input_activations", settings, "a mapping or absent")
+    one_of(settings, "num_bits", (8,))
+    one_of(settings, "symmetric", (True,), True)
+    dtype = _DTYPES[one_of(settings, "type", ("int", "float"), "int")]
+    dynamic = one_of(settings, "dynamic", (True, False), False)
+    # A dynamic scale for all tokens together would make a token depend on what else is in the batch.
+    strategy = one_of(settings, "strategy", ("token", "group") if dynamic else ("tensor",))
+    group = group_size(settings) if strategy == "group" else None
+    return Activation(dtype, group=group, static=not dynamic)

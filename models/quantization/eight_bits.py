@@ -1,0 +1,73 @@
+"""Matrices of one e4m3 or int8 number a weight, with a scale for the tensor, for each channel or for each block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.quantization.stored import SCALAR, Activation, InOrder, Shape, StoredModule, input_scale, num_groups
+from models.weights.source import WHOLE
+
+TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"
+_SCALES = ("weight_scale", "weight_scale_inv")
+
+
+@dataclass(frozen=True)
+class EightBits(InOrder):
+    """`weight` [out, in] and `weight_scale` or `weight_scale_inv`, which multiply both.
+
+    Attributes:
+      strategy: TENSOR, one scale; CHANNEL, [out, 1]; BLOCK, [out / rows, in / columns], the last blocks cut off.
+      block: (rows, columns) of a block.
+    """
+
+    format: str
+    dtype: str
+    strategy: str
+    activation: Activation | None = None
+    block: tuple[int, int] | None = None
+    has_zeros: bool = False
+
+    @property
+    def group(self) -> int | None:
+        return None if self.block is None else self.block[1]
+
+    def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        out, size = module.shape
+        shapes: tuple[Shape, ...] = SCALAR if self.strategy == TENSOR else ((out, 1), (out,))
+        if self.block is not None:
+            shapes = ((num_groups(out, self.block[0]), num_groups(size, self.block[1])),)
+        needed: dict[str, tuple[Shape, ...]] = {"weight": ((out, size),), module.first_of(*_SCALES): shapes}
+        if self.activation is not None and self.activation.static:
+            needed[input_scale(module)] = SCALAR
+        return needed
+
+    def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        # Zero points of symmetric rounding, and bounds that the configuration says as well.
+        return {
+            "weight_zero_point": (*SCALAR, (module.shape[0], 1)),
+            "input_zero_point": SCALAR,
+            "input_scale_ub": SCALAR,
+        }
+
+    def check(self, module: StoredModule) -> None:
+        module.read("weight", self.dtype, slice(0, 1))
+        for kind in ("weight_zero_point", "input_zero_point"):
+            if module.has(kind) and np.any(module.source.read(module.tensor(kind)).astype(np.float32)):
+                raise module.fail(kind, "must be all zeros, for the configuration says symmetric")
+
+    def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
+        return module.read("weight", self.dtype, rows, columns)
+
+    def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        out, _ = module.shape
+        first, last, _ = rows.indices(out)
+        kind = module.first_of(*_SCALES)
+        if self.block is None:
+            held = module.read(kind).reshape(-1) if self.strategy == TENSOR else module.read(kind, None, rows).ravel()
+            return np.broadcast_to(held, (last - first,)).reshape(-1, 1), None
+        height = self.block[0]
+        held = module.read(kind, None, slice(first // height, num_groups(last, height)), WHOLE)
+        return np.repeat(held, height, axis=0)[first - first // height * height :][: last - first], None

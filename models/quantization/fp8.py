@@ -1,0 +1,35 @@
+"""Checkpoints of e4m3 weights whose quantization_config says "fp8" (DeepSeek, Qwen3-FP8, Ministral) or "fbgemm_fp8"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
+from models.quantization.rules import LINEAR, Quantization, bad, block_size, names_in, one_of
+from models.quantization.stored import Activation
+
+METHOD, FBGEMM = "fp8", "fbgemm_fp8"
+_E4M3 = "float8_e4m3fn"
+
+
+def read(settings: Mapping[str, Any]) -> Quantization:
+    """Raises ModelConfigError for what is not read."""
+    one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    block = block_size(settings, "weight_block_size")
+    static = one_of(settings, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+    if block is not None and static:
+        raise bad("activation_scheme", "static", "'dynamic' beside weight_block_size")
+    activation = Activation(_E4M3, group=None if block is None else block[1], static=static)
+    stored = EightBits(METHOD, _E4M3, TENSOR if block is None else BLOCK, activation, block)
+    listed = names_in(settings, "modules_to_not_convert") + names_in(settings, "ignored_layers")
+    return Quantization(METHOD, (((LINEAR,), stored),), listed=listed)
+
+
+def read_fbgemm(settings: Mapping[str, Any]) -> Quantization:
+    """Raises ModelConfigError for what is not read."""
+    bound = settings.get("activation_scale_ub", 1200.0)
+    if type(bound) not in (int, float) or not 0 < bound < float("inf"):
+        raise bad("activation_scale_ub", bound, "a finite number > 0")
+    stored = EightBits(FBGEMM, _E4M3, CHANNEL, Activation(_E4M3, bound=float(bound)))
+    return Quantization(FBGEMM, (((LINEAR,), stored),), listed=names_in(settings, "modules_to_not_convert"))

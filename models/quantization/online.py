@@ -1,0 +1,66 @@
+"""Matrices of a checkpoint that is not quantised, rounded as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from models.quantization.stored import InOrder, Shape, StoredModule
+
+_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+@dataclass(frozen=True)
+class Rounded(InOrder):
+    """`weight` [out, in] of floating-point numbers, rounded to the nearest codes.
+
+    int8 and e4m3 have a scale a channel, its largest weight by the largest code. int4 has scales and zero points, of
+    groups of inputs, that take a group's smallest and largest weight, 0 among them, to the ends of the codes.
+    """
+
+    format: str
+    dtype: str
+    group: int | None = None
+    activation: None = None
+
+    @property
+    def has_zeros(self) -> bool:
+        return self.dtype == "int4"
+
+    def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        return {"weight": (module.shape,)}
+
+    def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
+        weight = module.read("weight", None, rows)
+        scales, points = self._fitted(weight)
+        codes = weight / self._spread(scales, weight.shape[1])
+        if self.dtype == "float8_e4m3fn":
+            return np.clip(codes, -448, 448).astype(ml_dtypes.float8_e4m3fn)[:, columns]
+        if self.dtype == "int8":
+            return np.rint(codes).astype(np.int8)[:, columns]
+        codes = np.rint(codes) + self._spread(points, weight.shape[1])
+        return (np.clip(codes, 0, 15) - 8).astype(np.int8)[:, columns]
+
+    def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        scales, points = self._fitted(module.read("weight", None, rows))
+        return scales, (points - 8) * scales if self.has_zeros else None
+
+    def _fitted(self, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scales and zero points f32 [rows, n] of weights f32 [rows, in]."""
+        size = weight.shape[1]
+        starts = np.arange(0, size, self.group or size)
+        low = np.minimum(np.minimum.reduceat(weight, starts, axis=1), 0)
+        high = np.maximum(np.maximum.reduceat(weight, starts, axis=1), 0)
+        if self.has_zeros:
+            scales = np.where(high > low, (high - low) / np.float32(15), np.float32(1))
+            return scales, np.rint(-low / scales)
+        largest = np.maximum(high, -low)
+        scales = np.where(largest > 0, largest / np.float32(_LARGEST[self.dtype]), np.float32(1))
+        return scales, np.zeros_like(scales)
+
+    def _spread(self, groups: np.ndarray, size: int) -> np.ndarray:
+        """[rows, n] to [rows, in]"""
+        return np.repeat(groups, self.group or size, axis=1)[:, :size]

@@ -1,0 +1,179 @@
+"""Weights as codes, scales and zeros: the one form in which devices hold what a checkpoint keeps quantised.
+
+    weight = codes * scales - zeros     codes [in, out], scales and zeros [n, out], each for in / n neighbouring inputs
+
+Codes of four bits lie in pairs, [in / 2, out] (pallas_kernels.matmul.nibbles), where two inputs have one scale, and
+else as int8. n is 1 for a scale a channel; a scale of the whole tensor, or of a block, is repeated over its outputs.
+Where inputs are split over devices, and their groups are not, scales are repeated for smaller groups. So the parts of a
+matrix, joined or split, are made as those of a plain one. Knows nothing of files: what is read is
+models.quantization.stored's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.quantization.plain import Plain
+from models.quantization.scheme import Weight
+from models.quantization.stored import Activation, Stored
+from models.weights.declare import ParamDecl, Source, declare
+from pallas_kernels.matmul.quantized import quantized_grouped_matmul, quantized_matmul
+from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
+from sharding.collectives import largest_of_parts
+
+# Kinds of tensors that no file has: what models.weights.quantized makes of those that it has.
+CODES, PAIRS, SCALES, ZEROS = "weight:codes", "weight:pairs", "weight:scales", "weight:zeros"
+VALUES = "weight:values"
+ORDER, INPUT_SCALE = "input:order", "input:scale"
+# Of dummy codes: a quarter of the largest ones.
+_STD = {"int8": 32.0, "float8_e4m3fn": 112.0, "int4": 4.6}
+
+
+class QuantizedWeight(nnx.Module):
+    """models.quantization.scheme.Weight of a matrix or a stack of them.
+
+    format: what stands in the checkpoint, for people.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        shape: tuple[int, ...],
+        sources: Sequence[Source],
+        axes: tuple[str | None, ...],
+        *,
+        dtype: Any,
+        num_experts: int | None,
+        input_parts: int,
+    ):
+        self.activation: Activation | None = stored.activation
+        self.dtype = jnp.dtype(dtype).name
+        size, out, stack = shape[-2], shape[-1], shape[:-2]
+        self.input_axis = axes[-2] if input_parts > 1 else None
+        count = 1 if stored.group is None else size // math.gcd(stored.group, size // input_parts)
+
+        def part(kind: str, rows: int, dtype: str, **init: Any) -> nnx.Param:
+            axis = axes[-2] if rows > 1 else None
+            tensors = tuple(source.tensor(kind) for source in sources)
+            decl = ParamDecl((*axes[:-2], axis, axes[-1]), tensors, transposed=True, num_experts=num_experts, **init)
+            return declare((*stack, rows, out), jnp.dtype(dtype), decl)
+
+        def of_inputs(kind: str, count: int, dtype: str) -> nnx.Param:
+            """What all sources have alike, read of the first."""
+            source = Source(sources[0].tensor(kind).name, count)
+            decl = ParamDecl((*axes[:-2], None), (source,), num_experts=num_experts)
+            return declare((*stack, count), jnp.dtype(dtype), decl)
+
+        std = _STD[stored.dtype]
+        if stored.dtype != "int4":
+            self.codes = part(CODES, size, stored.dtype, init_std=std)
+        elif in_pairs(size // input_parts, size // count):
+            self.codes = part(PAIRS, size // 2, "uint8", init_std=std)
+        else:
+            self.codes = part(CODES, size, "int8", init_std=std)
+        self.scales = part(SCALES, count, "float32", init_value=size**-0.5 / std)
+        self.zeros = part(ZEROS, count, "float32", init_value=0.0) if stored.has_zeros else None
+        self.order = of_inputs(ORDER, size, "int32") if stored.reordered else None
+        static = self.activation is not None and self.activation.static
+        self.input_scale = of_inputs(INPUT_SCALE, 1, "float32") if static else None
+
+    def matmul(self, x: jax.Array, *, contract: int = 0) -> jax.Array:
+        if contract != 0:
+            raise ValueError(f"a quantised matrix is multiplied over its inputs, axis 0, got {contract}")
+        scale = None if self.input_scale is None else self.input_scale[...].reshape(1, 1)
+        return quantized_matmul(self._rows(x, scale), *self._matrix, dtype=self.dtype)
+
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, group_offset: Any, out_dtype: Any) -> jax.Array:
+        scale = None
+        if self.input_scale is not None:
+            # Of each row's group; rows of groups elsewhere get whatever is near.
+            group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right") - group_offset
+            scale = self.input_scale[...].at[group].get(mode="clip")
+        options = {"group_offset": group_offset, "dtype": self.dtype, "out_dtype": out_dtype}
+        return quantized_grouped_matmul(self._rows(x, scale), *self._matrix, group_sizes, **options)
+
+    def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
+        raise ValueError("tables are stored as they are")
+
+    def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
+        raise ValueError("tables are stored as they are")
+
+    @property
+    def _matrix(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        return self.codes[...], self.scales[...], None if self.zeros is None else self.zeros[...]
+
+    def _rows(self, x: jax.Array, static_scale: jax.Array | None) -> jax.Array | RoundedRows:
+        """Rows in the order of the codes, rounded if they are to be."""
+        if self.order is not None:
+            x = jnp.take(x, self.order[...], axis=1)
+        if self.activation is None:
+            return x
+        dtype = self.activation.dtype
+        if static_scale is not None:
+            return rounded_rows(x, static_scale, dtype)
+        largest = self._largest(x, x.shape[1])
+        if self.activation.bound is not None:
+            largest = jnp.minimum(largest, self.activation.bound)
+        return rounded_rows(x, dynamic_scales(largest, dtype), dtype)
+
+    def _largest(self, x: jax.Array, size: int) -> jax.Array:
+        """What scales of rows [M, in] are made of, f32 [M, n]."""
+        assert self.activation is not None
+        group = self.activation.group
+        if group is None:
+            largest = largest_values(x, size)
+            return largest if self.input_axis is None else largest_of_parts(largest, self.input_axis)
+        step = math.gcd(group, size)
+        largest, each = largest_values(x, step), group // step
+        if each == 1:
+            return largest
+        # The last group is cut off: all have a scale for each `step` inputs, equal within a group.
+        count = largest.shape[1]
+        padded = jnp.pad(largest, ((0, 0), (0, -count % each))).reshape(len(largest), -1, each)
+        return jnp.repeat(jnp.max(padded, axis=2), each, axis=1)[:, :count]
+
+
+def in_pairs(size: int, group: int) -> bool:
+    """Whether codes of four bits of `size` inputs of a device, `group` of which share a scale, lie in pairs."""
+    return size % 2 == 0 and group % 2 == 0
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """models.quantization.scheme.Scheme of modules that a checkpoint keeps quantised.
+
+    Tables are dequantised as they are read: their rows are looked up, and few checkpoints quantise them.
+    """
+
+    stored: Stored
+
+    def declare(
+        self,
+        shape: tuple[int, ...],
+        sources: Sequence[Source],
+        axes: tuple[str | None, ...],
+        *,
+        dtype: Any,
+        num_experts: int | None = None,
+        table: bool = False,
+        input_parts: int = 1,
+    ) -> Weight:
+        if table:
+            return Plain(VALUES).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=True)
+        stored, own = self.stored, shape[-2] // input_parts
+        group = stored.activation.group if stored.activation is not None else None
+        if input_parts > 1 and (stored.reordered or (group is not None and own % group)):
+            why = "lie in an order of their own (act-order)" if stored.reordered else f"are rounded {group} at a time"
+            text = f"{shape[-2]} inputs, which {why}, cannot be split over {input_parts} devices"
+            raise ValueError(f"{sources[0].name}: {stored.format}: {text}")
+        if stored.reordered and num_experts is not None:
+            raise ValueError(f"{sources[0].name}: {stored.format}: experts in act-order are not supported")
+        options: dict[str, Any] = {"dtype": dtype, "num_experts": num_experts, "input_parts": input_parts}
+        return QuantizedWeight(stored, shape, sources, axes, **options)

@@ -1,0 +1,147 @@
+"""Which modules of a checkpoint are quantised, and how: a choice by the names that the checkpoint has for them.
+
+Knows no layout of tensors and nothing of what the names mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from models.config.fields import ModelConfigError
+from models.quantization.plain import Plain
+from models.quantization.quantized import Quantized
+from models.quantization.scheme import Scheme
+from models.quantization.stored import Stored
+
+LINEAR = "Linear"
+HEADS = ("lm_head", "score")
+_MAX_PATTERN, _MAX_PATTERNS, _MAX_REPEATS = 256, 1 << 16, 4
+_PLAIN = Plain()
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint's modules are stored: the `scheme` of a models.build.Build.
+
+    Attributes:
+      method: vLLM's name for the kind of checkpoint, or how one that is not quantised is rounded.
+      rules: names of modules and how they are stored; the first that fits counts. A name is a module's, LINEAR for
+        every matrix, or "re:" and a regular expression that must fit its beginning.
+      ignored: such names of modules that are stored as they are, whatever the rules say.
+      listed: further ones as transformers has them: a part of a name between dots, with "*" for anything.
+      with_heads: whether LINEAR stands for the head too.
+      prefixes: beginnings of the checkpoint's names, and what the model has instead.
+    """
+
+    method: str
+    rules: tuple[tuple[tuple[str, ...], Stored], ...]
+    ignored: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
+    with_heads: bool = False
+    prefixes: tuple[tuple[str, str], ...] = ()
+
+    def __call__(self, module: str) -> Scheme:
+        return _chosen(self, module.replace("{expert}", "0"))
+
+    def names_of(self, module: str) -> list[str]:
+        """What the checkpoint may call a module of the model."""
+        renamed = [old + module[len(new) :] for old, new in self.prefixes if module.startswith(new)]
+        return [module, *renamed]
+
+
+@cache
+def _chosen(quantization: Quantization, module: str) -> Scheme:
+    names = quantization.names_of(module)
+    if any(_fits(entry, name) for entry in quantization.ignored for name in names if entry != LINEAR):
+        return _PLAIN
+    if any(_is_listed(entry, name) for entry in quantization.listed for name in names):
+        return _PLAIN
+    linear = quantization.with_heads or module not in HEADS
+    for targets, stored in quantization.rules:
+        if any(linear if entry == LINEAR else _fits(entry, name) for entry in targets for name in names):
+            return Quantized(stored)
+    return _PLAIN
+
+
+def _fits(entry: str, name: str) -> bool:
+    return re.match(entry[3:], name) is not None if entry.startswith("re:") else entry == name
+
+
+def _is_listed(entry: str, name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in (entry, f"{entry}.*", f"*.{entry}", f"*.{entry}.*"))
+
+
+def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """A list of names of a quantization_config, () where there is none. Raises ModelConfigError.
+
+    A regular expression that might take forever is refused: somebody else wrote it.
+    """
+    entries = settings.get(field) or []
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_PATTERNS:
+        raise bad(field, entries, f"a list of at most {_MAX_PATTERNS} names")
+    for entry in entries:
+        if not isinstance(entry, str) or len(entry) > _MAX_PATTERN:
+            raise bad(field, entry, f"names of at most {_MAX_PATTERN} characters")
+        if entry.startswith("re:"):
+            _check_pattern(field, entry)
+    return tuple(entries)
+
+
+def _check_pattern(field: str, entry: str) -> None:
+    repeats = len(re.findall(r"(?<!\\)[*+{]", entry))
+    if repeats > _MAX_REPEATS or re.search(r"\)[*+{]|\\[0-9]|\(\?", entry):
+        text = f"a regular expression with at most {_MAX_REPEATS} repetitions, none of a group, and no lookaround"
+        raise bad(field, entry, text)
+    try:
+        re.compile(entry[3:])
+    except re.error as error:
+        raise bad(field, entry, f"a regular expression: {error}") from None
+
+
+def bad(field: str, value: Any, allowed: str) -> ModelConfigError:
+    """The error of a field of a quantization_config."""
+    return ModelConfigError(f"quantization_config: {field} must be {allowed}, got {repr(value)[:200]}")
+
+
+def one_of(settings: Mapping[str, Any], field: str, allowed: Sequence[Any], default: Any = None) -> Any:
+    """A field that has one of these values, of their types too."""
+    value = settings.get(field)
+    value = default if value is None else value
+    if not any(type(value) is type(each) and value == each for each in allowed):
+        raise bad(field, value, " or ".join(map(repr, allowed)))
+    return value
+
+
+def group_size(settings: Mapping[str, Any], field: str = "group_size", default: int | None = None) -> int | None:
+    """Inputs of a scale; None (-1 there) for all."""
+    value = settings.get(field)
+    value = default if value is None else value
+    if type(value) is not int or not (value == -1 or 1 <= value <= 1 << 20):
+        raise bad(field, value, "-1 or a whole number of 1 to 2^20")
+    return None if value == -1 else value
+
+
+def block_size(settings: Mapping[str, Any], field: str) -> tuple[int, int] | None:
+    """[rows, columns] of the blocks that have a scale each; None where there are none."""
+    value = settings.get(field)
+    if value is None:
+        return None
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or any(type(n) is not int or not 1 <= n <= 1 << 20 for n in value)
+    ):
+        raise bad(field, value, "two whole numbers of 1 to 2^20")
+    return value[0], value[1]
+
+
+def refuse(settings: Mapping[str, Any], *fields: str) -> None:
+    """ModelConfigError for a field that asks for something which is not built."""
+    for field in fields:
+        if settings.get(field):
+            raise bad(field, settings[field], "absent or empty: it is not supported")

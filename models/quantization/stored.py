@@ -1,0 +1,170 @@
+"""Stored: how a checkpoint keeps a quantised matrix, and what is read of it.
+
+Whatever a file's own layout, what is handed out is codes [out, in], scales [out, n] and, for some, zeros [out, n], with
+a weight of codes * scales - zeros: n scales along the inputs, each for in / n neighbours, the last perhaps for fewer.
+Knows no layer, no mesh and no file format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from models.weights.errors import ModelFileError
+from models.weights.source import WHOLE, WeightSource
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """To what the rows are rounded that a matrix is multiplied with.
+
+    Attributes:
+      dtype: "int8" or "float8_e4m3fn".
+      group: inputs that share a scale, which is made of their largest value; None for the whole row.
+      static: the checkpoint has one scale for all rows (tensor `input_scale` or `activation_scale` of the module).
+      bound: values beyond it do not make a scale larger.
+    """
+
+    dtype: str
+    group: int | None = None
+    static: bool = False
+    bound: float | None = None
+
+    def __str__(self) -> str:
+        how = "static" if self.static else "dynamic" if self.group is None else f"dynamic, groups of {self.group}"
+        return f"{self.dtype} ({how})"
+
+
+class StoredModule(NamedTuple):
+    """One module of an open checkpoint whose matrix is quantised.
+
+    Attributes:
+      shape: (out, in) of the matrix.
+    """
+
+    source: WeightSource
+    name: str
+    shape: tuple[int, int]
+    present: frozenset[str] | set[str]
+
+    def tensor(self, kind: str) -> str:
+        return f"{self.name}.{kind}"
+
+    def has(self, kind: str) -> bool:
+        return self.tensor(kind) in self.present
+
+    def first_of(self, *kinds: str) -> str:
+        """The first of these tensors that is there; the first of all where none is."""
+        return next((kind for kind in kinds if self.has(kind)), kinds[0])
+
+    def read(self, kind: str, dtype: str | None = None, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        """A part of a tensor. ModelFileError unless it holds `dtype`; None: floating-point numbers, made f32."""
+        array = self.source.read(self.tensor(kind), rows, columns)
+        if dtype is not None:
+            if str(array.dtype) != dtype:
+                raise self.fail(kind, f"must hold {dtype}, got {array.dtype}")
+            return array
+        if not np.issubdtype(array.dtype, np.floating) and array.dtype not in (ml_dtypes.bfloat16,):
+            raise self.fail(kind, f"scales must be float32, bfloat16 or float16, got {array.dtype}")
+        return array.astype(np.float32)
+
+    def fail(self, kind: str, text: str) -> ModelFileError:
+        return ModelFileError(self.source.path, text, self.tensor(kind))
+
+
+class Stored(Protocol):
+    """How matrices of some modules are kept. Frozen and hashable, with a repr that says all."""
+
+    @property
+    def format(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of codes."""
+        ...
+
+    @property
+    def group(self) -> int | None:
+        """Inputs of a scale; None for all."""
+        ...
+
+    @property
+    def has_zeros(self) -> bool: ...
+
+    @property
+    def reordered(self) -> bool:
+        """Whether inputs lie in an order of their own, in which neighbours share scales."""
+        ...
+
+    @property
+    def activation(self) -> Activation | None:
+        """None for rows as they are."""
+        ...
+
+    def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        """The tensors that the module must have, and the shapes that each may have."""
+        ...
+
+    def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        """The same of tensors that it may have."""
+        ...
+
+    def check(self, module: StoredModule) -> None:
+        """Raises ModelFileError for values that the format does not allow. Reads no whole matrix."""
+        ...
+
+    def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
+        """[rows, columns] in `dtype`, in memory of their own; int8 for int4."""
+        ...
+
+    def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Scales f32 [rows, n], and zeros of that shape."""
+        ...
+
+    def order(self, module: StoredModule) -> np.ndarray:
+        """Which input each column of codes belongs to, i32[in]."""
+        ...
+
+
+class InOrder:
+    """The part of a Stored that those share whose inputs are in order."""
+
+    reordered: Any = False
+
+    def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        del module
+        return {}
+
+    def check(self, module: StoredModule) -> None:
+        del module
+
+    def order(self, module: StoredModule) -> np.ndarray:
+        return np.arange(module.shape[1], dtype=np.int32)
+
+
+def num_groups(size: int, group: int | None) -> int:
+    """Scales along `size` inputs."""
+    return 1 if group is None else -(-size // group)
+
+
+def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """int32 words [..., n] to what they hold, u8[..., n * 32 / bits], the lowest bits first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
+    return values.astype(np.uint8).reshape(*words.shape[:-1], -1)
+
+
+def input_scale(module: StoredModule) -> str:
+    """The tensor of a static scale of rows."""
+    return module.first_of("input_scale", "activation_scale")
+
+
+SCALAR: tuple[Shape, ...] = ((1,), ())

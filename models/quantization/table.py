@@ -1,0 +1,57 @@
+"""What a model's matrices are stored as and multiplied by, for people: a row for each kind of module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.quantization.quantized import Quantized
+from models.weights.declare import declared_params
+from pallas_kernels.registry import kernel_module
+
+_AS_IS = "as it is"
+
+
+def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
+    """The matrices of abstract models, the stages of one, in order; the same module of all layers is one row.
+
+    platform: the row of the kernel registry. Each has modules, format (the checkpoint's, or how it is rounded), dtype,
+    bytes (of the whole model, scales included), product (what multiplies with it) and activations (what the rows are
+    rounded to).
+    """
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for param in (param for model in models for param in declared_params(model)):
+        name, _, kind = ".".join("*" if isinstance(part, int) else str(part) for part in param.path).rpartition(".")
+        if not name.endswith("weight") or kind not in ("values", "codes", "scales", "zeros", "order", "input_scale"):
+            continue
+        module = param.decl.sources[0].name.rpartition(".")[0]
+        scheme = models[0].build.scheme(module)
+        stored = scheme.stored if isinstance(scheme, Quantized) and kind != "values" else None
+        op = "matmul" if stored is None else "quantized_matmul"
+        op = op if param.decl.num_experts is None else op.replace("matmul", "grouped_matmul")
+        row = rows.setdefault(
+            (name, _AS_IS if stored is None else stored.format),
+            {
+                "modules": name.removesuffix(".weight"),
+                "format": _AS_IS if stored is None else stored.format,
+                "dtype": "",
+                "bytes": 0,
+                "product": kernel_module(op, platform),
+                "activations": _AS_IS if stored is None or stored.activation is None else str(stored.activation),
+            },
+        )
+        row["bytes"] += param.num_bytes
+        if kind in ("values", "codes"):
+            row["dtype"] = str(param.dtype) if stored is None else stored.dtype
+    return list(rows.values())
+
+
+def weight_table(rows: list[dict[str, Any]]) -> str:
+    """Rows of `weight_rows` for a person to read, and the bytes of each dtype."""
+    shown = [(*map(str, row.values()),) for row in ({**row, "bytes": f"{row['bytes']:,}"} for row in rows)]
+    shown.insert(0, tuple(rows[0]))
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in shown]
+    by_dtype = {row["dtype"]: 0 for row in rows}
+    for row in rows:
+        by_dtype[row["dtype"]] += row["bytes"]
+    return "\n".join([*lines, "  " + ", ".join(f"{dtype} {size / 2**20:,.1f} MiB" for dtype, size in by_dtype.items())])

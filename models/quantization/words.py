@@ -1,0 +1,197 @@
+"""Matrices of a few bits a weight in int32 words: the layouts of AWQ, GPTQ and compressed-tensors.
+
+AWQ's (gemm) and GPTQ's words and scales lie the other way around, [in, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.quantization.stored import InOrder, Shape, StoredModule, num_groups, unpacked
+
+# A word of AWQ's holds columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, the lowest bits first; so column c is in place:
+_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+
+
+@dataclass(frozen=True)
+class Words(InOrder):
+    """What the layouts share. Codes are shifted by half their range, so that they have a sign."""
+
+    format: str
+    bits: int
+    group: int | None
+    has_zeros: bool
+    activation: None = None
+
+    @property
+    def dtype(self) -> str:
+        return "int8" if self.bits == 8 else "int4"
+
+    @property
+    def half(self) -> int:
+        return 1 << self.bits - 1
+
+    @property
+    def per_word(self) -> int:
+        return 32 // self.bits
+
+    def signed(self, values: np.ndarray) -> np.ndarray:
+        """u8 values to codes."""
+        return (values.astype(np.int16) - self.half).astype(np.int8)
+
+    def zeros_of(self, points: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Zero points as stored, without a sign, to what is subtracted from codes * scales."""
+        return (points.astype(np.float32) - self.half) * scales
+
+    def word_span(self, part: slice, size: int) -> tuple[slice, slice]:
+        """The words that hold `part` of `size` values, and the part among theirs."""
+        first, last, _ = part.indices(size)
+        start = first // self.per_word
+        return slice(start, num_groups(last, self.per_word)), slice(
+            first - start * self.per_word, last - start * self.per_word
+        )
+
+
+@dataclass(frozen=True)
+class AwqGemm(Words):
+    """qweight [in, out / 8], qzeros [n, out / 8], scales [n, out]."""
+
+    def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        (out, size), count = module.shape, num_groups(module.shape[1], self.group)
+        words = num_groups(out, self.per_word)
+        needed: dict[str, tuple[Shape, ...]] = {"qweight": ((size, words),), "scales": ((count, out),)}
+        return needed | ({"qzeros": ((count, words),)} if self.has_zeros else {})
+
+    def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        shape = num_groups(module.shape[1], self.group), num_groups(module.shape[0], self.per_word)
+        return {} if self.has_zeros else {"qzeros": (shape,)}
+
+    def check(self, module: StoredModule) -> None:
+        module.read("qweight", "int32", slice(0, 1))
+
+    def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
+        return self.signed(self._columns(module, "qweight", rows, columns)).T
+
+    def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        scales = module.read("scales", None, slice(None), rows)
+        if not self.has_zeros:
+            return scales.T, None
+        return scales.T, self.zeros_of(self._columns(module, "qzeros", rows, slice(None)), scales).T
+
+    def _columns(self, module: StoredModule, kind: str, outputs: slice, lines: slice) -> np.ndarray:
+        """u8 [lines, outputs]"""
+        words, part = self.word_span(outputs, module.shape[0])
+        values = unpacked(module.read(kind, "int32", lines, words), self.bits)
+        values = values.reshape(len(values), -1, self.per_word)[:, :, _AWQ_PLACES]
+        return values.reshape(len(values), -1)[:, part]
+
+
+@dataclass(frozen=True)
+class Gptq(Words):
+    """qweight [in * bits / 32, out], qzeros [n, out * bits / 32], scales [n, out], g_idx [in].
+
+    Attributes:
+      one_less: stored zero points are one less than meant, as in the first version of the format.
+      reordered: g_idx says which group an input belongs to ("act-order"); otherwise neighbours form groups.
+    """
+
+    one_less: bool = True
+    reordered: bool = False
+
+    def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        (out, size), count = module.shape, num_groups(module.shape[1], self.group)
+        needed: dict[str, tuple[Shape, ...]] = {
+            "qweight": ((num_groups(size, self.per_word), out),),
+            "qzeros": ((count, num_groups(out, self.per_word)),),
+            "scales": ((count, out),),
+        }
+        return needed | ({"g_idx": ((size,),)} if self.reordered else {})
+
+    def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        return {} if self.reordered else {"g_idx": ((module.shape[1],),)}
+
+    def check(self, module: StoredModule) -> None:
+        module.read("qweight", "int32", slice(0, 1))
+        points = self._points(module, slice(None))
+        if not self.has_zeros and np.any(points != self.half):
+            raise module.fail("qzeros", f"zero points must all be {self.half}, for the configuration says sym")
+        if not module.has("g_idx"):
+            return
+        group = module.shape[1] if self.group is None else self.group
+        numbers = module.read("g_idx", "int32")
+        numbers = np.sort(numbers) if self.reordered else numbers
+        if not np.array_equal(numbers, np.arange(module.shape[1]) // group):
+            text = f"must name groups of {group} inputs each" + ("" if self.reordered else ", in order: no desc_act")
+            raise module.fail("g_idx", text)
+
+    def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
+        size = module.shape[1]
+        words, part = (slice(None), slice(0, size)) if self.reordered else self.word_span(columns, size)
+        values = unpacked(np.ascontiguousarray(module.read("qweight", "int32", words, rows).T), self.bits)[:, part]
+        return self.signed(values[:, self.order(module)][:, columns] if self.reordered else values)
+
+    def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        scales = module.read("scales", None, slice(None), rows)
+        return scales.T, self.zeros_of(self._points(module, rows), scales).T if self.has_zeros else None
+
+    def order(self, module: StoredModule) -> np.ndarray:
+        return np.argsort(module.read("g_idx", "int32"), kind="stable").astype(np.int32)
+
+    def _points(self, module: StoredModule, outputs: slice) -> np.ndarray:
+        """Zero points u8 [n, outputs]."""
+        words, part = self.word_span(outputs, module.shape[0])
+        points = unpacked(module.read("qzeros", "int32", slice(None), words), self.bits)[:, part]
+        return (points + np.uint8(self.one_less)) & np.uint8(2**self.bits - 1)
+
+
+@dataclass(frozen=True)
+class Packed(Words):
+    """compressed-tensors: weight_packed [out, in * bits / 32], weight_scale [out, n], weight_shape [2], and
+    weight_zero_point [out * bits / 32, n], packed along the outputs.
+
+    reordered: weight_g_idx [in] says which group an input belongs to; otherwise neighbours form groups.
+    """
+
+    reordered: bool = False
+
+    def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        (out, size), count = module.shape, num_groups(module.shape[1], self.group)
+        needed: dict[str, tuple[Shape, ...]] = {
+            "weight_packed": ((out, num_groups(size, self.per_word)),),
+            "weight_scale": ((out, count),),
+            "weight_shape": ((2,),),
+        }
+        if self.has_zeros:
+            needed["weight_zero_point"] = ((num_groups(out, self.per_word), count),)
+        return needed | ({"weight_g_idx": ((size,),)} if self.reordered else {})
+
+    def check(self, module: StoredModule) -> None:
+        module.read("weight_packed", "int32", slice(0, 1))
+        stored = tuple(module.source.read(module.tensor("weight_shape")).tolist())
+        if stored != module.shape:
+            raise module.fail("weight_shape", f"must be {module.shape}, got {stored}")
+        if self.reordered:
+            group = module.shape[1] if self.group is None else self.group
+            numbers = np.sort(module.read("weight_g_idx", "int32"))
+            if not np.array_equal(numbers, np.arange(module.shape[1]) // group):
+                raise module.fail("weight_g_idx", f"must name groups of {group} inputs each")
+
+    def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
+        size = module.shape[1]
+        words, part = (slice(None), slice(0, size)) if self.reordered else self.word_span(columns, size)
+        values = unpacked(module.read("weight_packed", "int32", rows, words), self.bits)[:, part]
+        return self.signed(values[:, self.order(module)][:, columns] if self.reordered else values)
+
+    def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        scales = module.read("weight_scale", None, rows)
+        if not self.has_zeros:
+            return scales, None
+        words, part = self.word_span(rows, module.shape[0])
+        packed = np.ascontiguousarray(module.read("weight_zero_point", "int32", words).T)
+        return scales, self.zeros_of(unpacked(packed, self.bits)[:, part].T, scales)
+
+    def order(self, module: StoredModule) -> np.ndarray:
+        return np.argsort(module.read("weight_g_idx", "int32"), kind="stable").astype(np.int32)

@@ -1,0 +1,116 @@
+"""The product of rows with a quantised matrix, codes * scales - zeros: the public operations, dense and by groups.
+
+Owns validation and the choice of implementation. Knows nothing of layers or of how checkpoints store codes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.matmul.nibbles import per_byte
+from pallas_kernels.matmul.rounding import RoundedRows
+from pallas_kernels.registry import PLATFORM_ROWS, kernel
+
+# The last stands for two int4 a byte: see nibbles.
+CODES = ("int8", "float8_e4m3fn", "uint8")
+
+
+def quantized_matmul(
+    x: jax.Array | RoundedRows,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    *,
+    dtype: Any = None,
+) -> jax.Array:
+    """x [M, in] times codes * scales - zeros [in, out]: float32 [M, out].
+
+    A scale, and a zero, belongs to in / n neighbouring inputs of one output; n = 1 is a scale a channel. Sums are
+    float32 ones; where a matrix is widened before it is multiplied it is rounded to `dtype`.
+
+    The implementation is chosen when the program is compiled, by the platform it is compiled for.
+
+    Args:
+      x: bfloat16 or float32, or rows that have been rounded, whose scales divide `in` as those of the matrix do, or
+        more coarsely.
+      codes: [in, out] int8 or float8_e4m3fn, or [in / 2, out] uint8, pairs of four-bit codes (see nibbles). A pair then
+        has one scale.
+      scales: [n, out], bfloat16 or float32.
+      zeros: [n, out], the zero points times their scales; None for none.
+      dtype: in which codes are widened; x's, and to be given where x is rounded.
+
+    Raises ValueError when shapes or dtypes do not fit together.
+    """
+    _check("quantized_matmul", x, codes, scales, zeros, 2)
+    values, x_scales, dtype = _parts(x, dtype)
+    by_platform = {
+        platform: partial(kernel("quantized_matmul", row), dtype=dtype) for platform, row in PLATFORM_ROWS.items()
+    }
+    return lax.platform_dependent(values, x_scales, codes, scales, zeros, **by_platform)
+
+
+def quantized_grouped_matmul(
+    x: jax.Array | RoundedRows,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    group_offset: Any = 0,
+    dtype: Any = None,
+    out_dtype: Any = None,
+) -> jax.Array:
+    """Rows times the quantised matrix of their group: [M, out] in `out_dtype`, by default `dtype`.
+
+    Rows and groups are those of pallas_kernels.matmul.grouped, matrices those of `quantized_matmul` with a first axis
+    of groups: codes [G, in, out], scales and zeros [G, n, out].
+
+    Raises ValueError when shapes or dtypes do not fit together.
+    """
+    _check("quantized_grouped_matmul", x, codes, scales, zeros, 3)
+    if group_sizes.dtype != jnp.int32 or group_sizes.ndim != 1 or group_sizes.size < codes.shape[0]:
+        got = f"{group_sizes.dtype} {group_sizes.shape}"
+        raise ValueError(
+            f"quantized_grouped_matmul: group_sizes must be int32 [E] with E >= {codes.shape[0]}, got {got}"
+        )
+    values, x_scales, dtype = _parts(x, dtype)
+    out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
+    by_platform = {
+        platform: partial(kernel("quantized_grouped_matmul", row), dtype=dtype, out_dtype=out_dtype)
+        for platform, row in PLATFORM_ROWS.items()
+    }
+    operands = (values, x_scales, codes, scales, zeros, group_sizes, jnp.int32(group_offset))
+    return lax.platform_dependent(*operands, **by_platform)
+
+
+def _parts(x: jax.Array | RoundedRows, dtype: Any) -> tuple[jax.Array, jax.Array | None, Any]:
+    if isinstance(x, RoundedRows):
+        return x.codes, x.scales, jnp.dtype(jnp.float32 if dtype is None else dtype)
+    return x, None, jnp.dtype(x.dtype if dtype is None else dtype)
+
+
+def _check(
+    name: str, x: jax.Array | RoundedRows, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, rank: int
+) -> None:
+    values = x.codes if isinstance(x, RoundedRows) else x
+    inputs = codes.shape[-2] * per_byte(codes.dtype) if codes.ndim == rank else 0
+    if values.ndim != 2 or inputs != values.shape[1]:
+        raise ValueError(f"{name}: x [M, in] and codes [..., in, out] must agree, got {values.shape} and {codes.shape}")
+    if str(codes.dtype) not in CODES:
+        raise ValueError(f"{name}: codes must be one of {', '.join(CODES)}, got {codes.dtype}")
+    wanted = (*codes.shape[:-2], "n", codes.shape[-1])
+    fits = scales.ndim == rank and (*scales.shape[:-2], scales.shape[-1]) == (*codes.shape[:-2], codes.shape[-1])
+    if not fits or not scales.shape[-2] or codes.shape[-2] % scales.shape[-2]:
+        raise ValueError(f"{name}: scales must be {wanted} where n divides {codes.shape[-2]}, got {scales.shape}")
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"{name}: zeros must have the shape of scales, {scales.shape}, got {zeros.shape}")
+    if isinstance(x, RoundedRows):
+        count = x.scales.shape[-1] if x.scales.ndim == 2 and len(x.scales) == len(values) else 0
+        if not count or values.shape[1] % count or (scales.shape[-2] % count and count % scales.shape[-2]):
+            text = f"scales of rows must be [M, n] where n and {scales.shape[-2]} divide one another"
+            raise ValueError(f"{name}: {text}, got {x.scales.shape}")

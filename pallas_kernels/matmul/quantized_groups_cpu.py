@@ -1,0 +1,32 @@
+"""Products of groups of rows with quantised matrices for the CPU: group after group, some columns widened at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.matmul.grouped_xla import over_groups
+from pallas_kernels.matmul.quantized_cpu import columns_product, widened_rows
+
+
+def quantized_grouped_matmul(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    *,
+    dtype: Any,
+    out_dtype: Any,
+) -> jax.Array:
+    """[M, out] in out_dtype; arguments as the public operation has checked them. All in float32, whatever `dtype`."""
+    del dtype
+    wide = widened_rows(x, x_scales)
+
+    def matrix_of(group: jax.Array):
+        return lambda rows: columns_product(rows, codes, scales, zeros, group)
+
+    return over_groups(wide, codes.shape[0], codes.shape[2], group_sizes, group_offset, matrix_of, out_dtype)

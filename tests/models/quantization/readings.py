@@ -1,0 +1,70 @@
+"""What quantised checkpoints say, read one number at a time from the published layouts: f32 matrices [out, in].
+
+For the reader, not for speed; shares no code with models/quantization.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Tensors = dict[str, np.ndarray]
+
+
+def bits_at(words: np.ndarray, place: tuple[int, ...], axis: int, bits: int) -> int:
+    """Number `place` of an array packed along an axis into int32 words, the lowest bits first."""
+    index = list(place)
+    word, rest = divmod(index[axis] * bits, 32)
+    index[axis] = word
+    return (int(words[tuple(index)]) >> rest) & (2**bits - 1)
+
+
+def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple[int, int]) -> np.ndarray:
+    """The weight of a module of shape (out, in)."""
+    own = {name.removeprefix(f"{module}."): value for name, value in tensors.items() if name.startswith(f"{module}.")}
+    method = settings["quant_method"]
+    if method == "awq":
+        read = _awq
+    elif method == "gptq":
+        read = _gptq
+    elif "weight_packed" in own:
+        read, settings = _packed, settings["config_groups"]["group_0"]["weights"]
+    else:
+        read = _eight_bits
+        if method == "compressed-tensors":
+            settings = {"weight_block_size": settings["config_groups"]["group_0"]["weights"].get("block_structure")}
+    out, size = shape
+    values = [[read(own, settings, o, i) for i in range(size)] for o in range(out)]
+    return np.array(values, np.float32)
+
+
+def _eight_bits(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    scales = own["weight_scale_inv" if "weight_scale_inv" in own else "weight_scale"]
+    block = settings.get("weight_block_size")
+    if block:
+        scale = scales[o // block[0], i // block[1]]
+    else:
+        scale = scales[0] if scales.size == 1 else scales[o, 0]
+    return np.float32(own["weight"][o, i]) * np.float32(scale)
+
+
+def _packed(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    bits, half = settings["num_bits"], 2 ** (settings["num_bits"] - 1)
+    scales = own["weight_scale"]
+    group = own["weight_g_idx"][i] if "weight_g_idx" in own else i // settings.get("group_size", 1 << 30)
+    point = bits_at(own["weight_zero_point"], (o, group), 0, bits) - half if "weight_zero_point" in own else 0
+    return np.float32(bits_at(own["weight_packed"], (o, i), 1, bits) - half - point) * np.float32(scales[o, group])
+
+
+def _awq(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    column = o // 8 * 8 + (0, 4, 1, 5, 2, 6, 3, 7)[o % 8]
+    group = i // settings["group_size"]
+    value, point = bits_at(own["qweight"], (i, column), 1, 4), bits_at(own["qzeros"], (group, column), 1, 4)
+    return np.float32(value - point) * np.float32(own["scales"][group, o])
+
+
+def _gptq(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    bits, group = settings["bits"], own["g_idx"][i]
+    point = bits_at(own["qzeros"], (group, o), 1, bits) + (settings.get("checkpoint_format") != "gptq_v2")
+    return np.float32(bits_at(own["qweight"], (i, o), 0, bits) - point) * np.float32(own["scales"][group, o])

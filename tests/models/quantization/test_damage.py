@@ -1,0 +1,176 @@
+"""Quantised checkpoints that cannot be trusted are refused by name, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from models.build import Build
+from models.config.fields import ModelConfigError
+from models.quantization.rules import Quantization
+from models.registry import build_model, read_hf
+from models.weights import load
+from models.weights.errors import ModelFileError
+from models.weights.load import load_params
+from models.weights.safetensors import SafetensorsCheckpoint
+from sharding.layout import MeshLayout
+from tests.fixtures.quantized_models import CONFIG, FORMATS, write
+from tests.models.weights.test_load import ArraySource
+
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def opened(tmp_path, name):
+    """(model, tensors by name) of a format."""
+    folder = write(tmp_path, name)
+    source = SafetensorsCheckpoint(folder)
+    model = build_model(read_hf(json.loads((folder / "config.json").read_text())), Build("float32"))
+    return model, {tensor: source.read(tensor) for tensor in source.names()}
+
+
+def with_nan(array):
+    array = array.copy()
+    array.ravel()[:3] = np.nan
+    return array
+
+
+# format, tensor, what becomes of it (None: nothing is left), what is said
+DAMAGE = [
+    ("ct int channel", f"{Q}.weight_scale", None, f"a tensor of .* is missing .at {Q}.weight_scale"),
+    ("ct int channel", f"{Q}.weight_scale", lambda a: a[:-1], r"shape must be \(64, 1\) or \(64,\) for"),
+    ("ct int channel", f"{Q}.weight_scale", with_nan, f"3 of 64 scales are not finite numbers .at {Q}"),
+    ("ct int channel", f"{Q}.weight", lambda a: a.astype(np.int16), "must hold int8, got int16"),
+    ("ct int channel", f"{Q}.weight", lambda a: a[:, :-1], r"shape must be \(64, 64\) for"),
+    ("ct int channel", f"{Q}.weight_scale", lambda a: a.astype(np.int32), "scales must be float32, .*got int32"),
+    ("fp8 block", f"{DOWN}.weight_scale_inv", lambda a: a[:, :1], r"shape must be \(2, 2\) for fp8, got \(2, 1\)"),
+    (
+        "fp8 block",
+        f"{DOWN}.weight",
+        lambda a: a.astype(ml_dtypes.float8_e5m2),
+        "must hold float8_e4m3fn, got float8_e5m2",
+    ),
+    ("fp8 tensor static", f"{Q}.activation_scale", lambda a: a * 2, "must have the same static scale of inputs"),
+    ("fp8 tensor static", f"{DOWN}.activation_scale", lambda a: a * 0, "scale of inputs must be finite and > 0"),
+    ("ct packed 4", f"{Q}.weight_scale", lambda a: a[:, :1], r"shape must be \(64, 2\) for .*, got \(64, 1\)"),
+    ("ct packed 4", f"{Q}.weight_shape", lambda a: a + 1, r"must be \(64, 64\), got \(65, 65\)"),
+    ("ct packed 4", f"{Q}.weight_packed", lambda a: a.astype(np.int64), "must hold int32, got int64"),
+    ("awq", f"{Q}.qzeros", None, "is missing"),
+    ("awq", f"{Q}.scales", with_nan, "3 of 128 scales are not finite"),
+    ("gptq 4", f"{Q}.qzeros", lambda a: a + 1, "zero points must all be 8, for the configuration says sym"),
+    ("gptq 4", f"{Q}.g_idx", lambda a: a[::-1].copy(), "must name groups of 32 inputs each, in order: no desc_act"),
+    ("gptq 4 v2 act-order", f"{Q}.g_idx", lambda a: a * 0, "must name groups of 32 inputs each"),
+    ("gptq 4 v2 act-order", f"{Q}.g_idx", lambda a: a[::-1].copy(), "must have the same order of inputs"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "change", "message"), DAMAGE)
+def test_damaged(tmp_path, monkeypatch, name, tensor, change, message):
+    model, tensors = opened(tmp_path, name)
+    if change is None:
+        del tensors[tensor]
+    else:
+        tensors[tensor] = change(tensors[tensor])
+    monkeypatch.setattr(load._Loader, "load", lambda *_: pytest.fail("something was loaded"))
+    with pytest.raises(ModelFileError, match=message):
+        load_params(model, ArraySource(tensors))
+
+
+def test_a_tensor_of_a_module_that_is_not_quantised(tmp_path):
+    model, tensors = opened(tmp_path, "fp8 block")
+    with pytest.raises(ModelFileError, match="the model has no use for this tensor .at lm_head.weight_scale_inv"):
+        load_params(model, ArraySource(tensors | {"lm_head.weight_scale_inv": np.ones((2, 2), np.float32)}))
+
+
+COMPRESSED = FORMATS["ct packed 4"][0]
+CHANGED = {
+    "kv_cache_scheme": {"num_bits": 8},
+    "format": "nvfp4-pack-quantized",
+    "ignore": "lm_head",
+    "config_groups": {},
+    "quantization_status": "initialized",
+    "sparsity_config": {"format": "sparse-24-bitmask"},
+}
+
+
+def settings(**changes):
+    return {**CONFIG, "quantization_config": changes}
+
+
+@pytest.mark.parametrize("field", CHANGED)
+def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
+    with pytest.raises(ModelConfigError, match=f"quantization_config: {field} must be"):
+        read_hf(settings(**COMPRESSED | {field: CHANGED[field]}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method must be .*, got 'bitsandbytes'"),
+        ({"quant_method": "awq", "bits": 3}, "bits must be 4, got 3"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version must be 'gemm' or 'GEMM'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size must be -1 or"),
+        ({"quant_method": "gptq", "bits": 3}, "bits must be 2 or 4 or 8, got 3"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down.*": {}}}, "dynamic must be absent or empty"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"}, "activation_scheme must"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "activation_scale_ub must be a finite number"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_its_field(changes, message):
+    with pytest.raises(ModelConfigError, match=f"quantization_config: {message}"):
+        read_hf(settings(**changes))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["re:(a+)+$", "re:.*a.*b.*c.*d.*e", "re:(?=a)b", r"re:(a)\1", "re:[", "re:" + "a" * 300]
+)
+def test_regular_expressions_that_might_take_forever_are_refused(pattern):
+    with pytest.raises(ModelConfigError, match="ignore must be"):
+        read_hf(settings(**COMPRESSED | {"ignore": [pattern]}))
+
+
+def kinds(quantization: Quantization, *modules: str) -> list[str]:
+    return [type(quantization(f"model.layers.3.{module}")).__name__ for module in modules]
+
+
+def test_modules_are_chosen_by_the_names_of_the_checkpoint():
+    chosen = read_hf(
+        settings(**COMPRESSED | {"ignore": ["re:.*self_attn.*", "model.layers.3.mlp.down_proj"]})
+    ).quantization
+    names = ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj", "mlp.experts.{expert}.up_proj")
+    assert kinds(chosen, *names) == ["Plain", "Plain", "Quantized", "Quantized"]
+    assert type(chosen("lm_head")).__name__ == "Quantized", "LINEAR stands for it, and it is not ignored"
+    fp8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    chosen = read_hf(settings(**fp8, modules_to_not_convert=["mlp.down_proj", "model.layers.*.self_attn"])).quantization
+    assert kinds(chosen, *names) == ["Plain", "Plain", "Quantized", "Quantized"]
+    assert type(chosen("lm_head")).__name__ == "Plain"
+    group = COMPRESSED["config_groups"]["group_0"]
+    groups = {"a": {**group, "targets": ["re:.*up_proj$"]}, "b": {**group, "targets": ["model.layers.3.mlp.down_proj"]}}
+    chosen = read_hf(settings(**COMPRESSED | {"config_groups": groups})).quantization
+    assert kinds(chosen, *names) == ["Plain", "Quantized", "Quantized", "Quantized"]
+
+
+def test_names_of_a_model_of_more_than_text():
+    """Those of the checkpoint begin in another way than the model's."""
+    quantization = Quantization(
+        "x", (), ignored=("model.language_model.layers.0.a",), prefixes=(("model.language_model.", "model."),)
+    )
+    assert quantization.names_of("model.layers.0.a") == ["model.layers.0.a", "model.language_model.layers.0.a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gptq 4 v2 act-order", "act-order.*cannot be split over 2 devices"),
+        ("fp8 block", "rounded 48 at a time, cannot be"),
+    ],
+)
+def test_inputs_that_cannot_be_split_over_devices(name, message):
+    config = read_hf({**CONFIG, "quantization_config": FORMATS[name][0]})
+    with pytest.raises(ValueError, match=message):
+        build_model(config, Build("float32", MeshLayout(model=2)))

@@ -1,0 +1,187 @@
+"""Products with quantised matrices against float64 on the codes, for every implementation, compiled for the CPU."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import reference
+from pallas_kernels.matmul.quantized import CODES, quantized_grouped_matmul, quantized_matmul
+from pallas_kernels.matmul.quantized_xla import MOST_GROUP_ROWS
+from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
+from pallas_kernels.registry import KERNELS, kernel
+
+IMPLEMENTATIONS = {
+    kernel(op, platform): platform for op, platform in KERNELS if op in ("quantized_matmul", "quantized_grouped_matmul")
+}
+DENSE = {function: name for function, name in IMPLEMENTATIONS.items() if function.__name__ == "quantized_matmul"}
+GROUPED = {function: name for function, name in IMPLEMENTATIONS.items() if function not in DENSE}
+ERROR = 2e-3  # relative root of the mean square
+
+
+def error(got, exact) -> float:
+    got = np.asarray(got, np.float64)
+    assert np.isfinite(got).all()
+    return float(np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)))
+
+
+def codes_of(rng, shape, dtype):
+    if dtype == "float8_e4m3fn":
+        return jnp.asarray(np.clip(rng.standard_normal(shape) * 100, -448, 448), jnp.float32).astype(dtype)
+    low, high = (-127, 128) if dtype == "int8" else (-8, 8)
+    return rng.integers(low, high, shape, np.int8)
+
+
+def stored(codes, dtype):
+    """Codes as the operation takes them."""
+    if dtype != "uint8":
+        return jnp.asarray(codes)
+    return jnp.asarray((codes[..., 0::2, :].view(np.uint8) & 15) | codes[..., 1::2, :].view(np.uint8) << 4)
+
+
+def matrix_of(rng, size, out, num_scales, dtype, zeros, stack=()):
+    codes = codes_of(rng, (*stack, size, out), dtype)
+    scales = jnp.asarray(2.0 ** rng.uniform(-9, -3, (*stack, num_scales, out)), jnp.float32)
+    return codes, scales, jnp.asarray(rng.standard_normal(scales.shape) * 4, jnp.float32) * scales if zeros else None
+
+
+@cache
+def compiled(function, dtype):
+    options = {"out_dtype": jnp.float32} if function in GROUPED else {}
+    return jax.jit(partial(function, dtype=jnp.dtype(dtype), **options))
+
+
+# rows, inputs, outputs, scales along the inputs, dtype of codes, whether there are zeros, dtype of rows
+CASES = [
+    (1, 96, 136, 1, "int8", False, "float32"),
+    (3, 96, 136, 1, "float8_e4m3fn", False, "bfloat16"),
+    (7, 258, 131, 1, "uint8", True, "bfloat16"),
+    (1, 96, 136, 3, "uint8", False, "bfloat16"),  # groups of 32
+    (64, 192, 136, 3, "uint8", True, "float32"),  # of 64
+    (65, 384, 600, 3, "uint8", True, "bfloat16"),  # of 128; more than one block of columns, the last cut short
+    (3, 96, 600, 3, "uint8", False, "bfloat16"),
+    (65, 384, 140, 3, "float8_e4m3fn", False, "bfloat16"),
+    (33, 160, 129, 10, "int8", True, "float32"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case):
+    rows, size, out, num_scales, codes_dtype, zeros, dtype = case
+    rng = np.random.default_rng(rows * size)
+    x = jnp.asarray(rng.standard_normal((rows, size)) + 0.3, dtype)
+    matrix = matrix_of(rng, size, out, num_scales, codes_dtype, zeros)
+    exact = reference.quantized_matmul(
+        np.asarray(x, np.float64), *(None if m is None else np.asarray(m) for m in matrix)
+    )
+    for function, name in DENSE.items():
+        got = compiled(function, dtype)(x, None, stored(matrix[0], codes_dtype), *matrix[1:])
+        assert (got.dtype, got.shape) == (jnp.float32, (rows, out))
+        assert error(got, exact) < ERROR, name
+
+
+@pytest.mark.parametrize("rounding", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("rows", "x_scales", "num_scales"), [(1, 1, 1), (5, 1, 1), (5, 3, 3), (70, 3, 6), (5, 1, 3)])
+def test_rounded_rows(rounding, rows, x_scales, num_scales):
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, 192)), jnp.float32)
+    codes = "int8" if rounding == "int8" else rounding
+    matrix = matrix_of(rng, 192, 40, num_scales, codes, False)
+    rounded = rounded_rows(x, dynamic_scales(largest_values(x, 192 // x_scales), rounding), rounding)
+    wide = np.float64(np.float32(rounded.codes)) * np.repeat(rounded.scales, 192 // x_scales, axis=1)
+    exact = reference.quantized_matmul(wide, np.asarray(matrix[0]), np.asarray(matrix[1]), None)
+    for function, name in DENSE.items():
+        assert error(compiled(function, "float32")(*rounded, *matrix), exact) < 1e-6, name
+        # Many rows with scales of groups are rounded to bfloat16 once more, as the matrix is.
+        allowed = 3e-3 if rows > MOST_GROUP_ROWS else ERROR
+        assert error(compiled(function, "bfloat16")(*rounded, *matrix), exact) < allowed, name
+
+
+def test_rounding():
+    x = jnp.asarray([[0.5, 1.5, -2.5, 127.0], [0, 0, 0, 0], [-1e9, 1e-9, 3, 4]], jnp.float32)
+    rounded = rounded_rows(x, dynamic_scales(largest_values(x, 4), "int8"), "int8")
+    np.testing.assert_array_equal(rounded.codes[0], [0, 2, -2, 127])
+    np.testing.assert_array_equal(rounded.codes[1], 0)
+    np.testing.assert_array_equal(rounded.codes[2], [-127, 0, 0, 0])
+    np.testing.assert_allclose(rounded.scales[:, 0], [1, 1, 1e9 / 127], rtol=1e-6)
+    # One scale for all rows: what does not fit saturates, and no code of fp8 is a NaN.
+    static = rounded_rows(x, jnp.full((1, 1), 0.01, jnp.float32), "float8_e4m3fn")
+    np.testing.assert_array_equal(np.float32(static.codes[2]), [-448, 0, 288, 384])
+    assert static.scales.shape == (3, 1)
+
+
+SIZES = [5, 0, 17, 11]
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 4), (1, 3)])
+@pytest.mark.parametrize(
+    ("num_scales", "codes", "zeros"), [(1, "int8", False), (1, "uint8", False), (3, "uint8", True)]
+)
+@pytest.mark.parametrize("rounding", [None, "int8"])
+def test_groups(first, end, num_scales, codes, zeros, rounding):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((37, 96)), jnp.float32)
+    matrix = matrix_of(rng, 96, 136, num_scales, codes, zeros, (end - first,))
+    rows = x, None
+    if rounding is not None:
+        rows = rounded_rows(x, dynamic_scales(largest_values(x, 96), rounding), rounding)
+        x = rows.widened(jnp.float32)
+    exact, ends = np.zeros((37, 136)), np.cumsum(SIZES)
+    for group in range(first, end):
+        own = slice(ends[group] - SIZES[group], ends[group])
+        parts = (None if m is None else np.asarray(m)[group - first] for m in matrix)
+        exact[own] = reference.quantized_matmul(np.asarray(x)[own], *parts)
+    given = stored(matrix[0], codes), *matrix[1:]
+    for function, name in GROUPED.items():
+        got = compiled(function, "float32")(*rows, *given, jnp.asarray(SIZES, jnp.int32), jnp.int32(first))
+        assert error(got, exact) < 1e-6, name
+        assert not np.asarray(got)[exact.sum(axis=1) == 0].any(), name
+    call = rows[0] if rounding is None else RoundedRows(*rows)
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    got = quantized_grouped_matmul(call, *given, sizes, group_offset=first, dtype=jnp.float32)
+    assert error(got, exact) < 1e-6
+
+
+@pytest.mark.parametrize("num_scales", [1, 16])
+@pytest.mark.parametrize("codes", ["int8", "uint8", "float8_e4m3fn"])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_no_whole_matrix_is_widened_on_a_cpu(num_scales, codes, rows):
+    size, out = 512, 16384
+    weight_bytes = size * out // (2 if codes == "uint8" else 1)
+    matrix = jax.ShapeDtypeStruct((weight_bytes // out, out), jnp.dtype(codes))
+    shapes = (jax.ShapeDtypeStruct((rows, size), jnp.float32), matrix)
+    scales = jax.ShapeDtypeStruct((num_scales, out), jnp.float32)
+    analysis = jax.jit(quantized_matmul).lower(*shapes, scales).compile().memory_analysis()
+    assert analysis is not None
+    # Beside the sums of a row, which a plain product has as well.
+    assert analysis.temp_size_in_bytes < weight_bytes // 8 + 2 * rows * out * 4
+
+
+@pytest.mark.parametrize(
+    ("x", "codes", "scales", "zeros", "message"),
+    [
+        ((2, 8), (6, 4), (1, 4), None, "must agree"),
+        ((2, 8), (8, 4), (3, 4), None, "where n divides 8"),
+        ((2, 8), (8, 4), (2, 3), None, "scales must be"),
+        ((2, 8), (8, 4), (2, 4), (1, 4), "zeros must have the shape"),
+    ],
+)
+def test_shapes_that_do_not_fit(x, codes, scales, zeros, message):
+    zeros = None if zeros is None else jnp.zeros(zeros)
+    with pytest.raises(ValueError, match=f"quantized_matmul: .*{message}"):
+        quantized_matmul(jnp.zeros(x), jnp.zeros(codes, jnp.int8), jnp.zeros(scales), zeros)
+
+
+def test_operands_of_other_kinds():
+    with pytest.raises(ValueError, match=f"codes must be one of {', '.join(CODES)}, got float32"):
+        quantized_matmul(jnp.zeros((2, 8)), jnp.zeros((8, 4)), jnp.zeros((1, 4)))
+    rounded = RoundedRows(jnp.zeros((2, 8), jnp.int8), jnp.zeros((1, 2)))
+    with pytest.raises(ValueError, match="scales of rows must be"):
+        quantized_matmul(rounded, jnp.zeros((8, 4), jnp.int8), jnp.zeros((1, 4)))
+    with pytest.raises(ValueError, match="group_sizes must be int32"):
+        sizes = jnp.zeros(1, jnp.int32)
+        quantized_grouped_matmul(jnp.zeros((2, 8)), jnp.zeros((2, 8, 4), jnp.int8), jnp.zeros((2, 1, 4)), None, sizes)
