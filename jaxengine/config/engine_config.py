@@ -63,8 +63,8 @@ class EngineConfig:
         in bfloat16, which is as large and has float32's range.
       quantization: what the checkpoint's quantization_config says, or None for that; of one without, "int8", "fp8" or
         "int4" rounds the matrices of layers as they are read.
-      kv_cache_dtype: of the KV pages; "auto" follows dtype. "fp8" is "fp8_e4m3"; codes of fp8 and int8 have a scale for
-        each layer and kv head.
+      kv_cache_dtype: of the KV pages; "auto" is what the checkpoint says, or else dtype. "fp8" is "fp8_e4m3"; codes of
+        fp8 and int8 have a scale for each layer and kv head.
       kv_cache_scales: those of codes: a file of `jaxengine calibrate`, "calibrate" to measure them at start on random
         tokens, "unit" for 1; "auto" takes the checkpoint's, or else measures.
       seed: of everything random that has no seed of its own.
@@ -291,7 +291,7 @@ class EngineConfig:
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         chosen.update(
             dtype=dtype,
-            kv_cache_dtype=kv_dtype(self.kv_cache_dtype, dtype),
+            kv_cache_dtype=kv_dtype(self.kv_cache_dtype, getattr(model.quantization, "kv_dtype", None) or dtype),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,

@@ -20,7 +20,7 @@ _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 def read(settings: Mapping[str, Any]) -> Quantization:
     """Raises ModelConfigError for what is not read."""
     one_of(settings, "quantization_status", ("compressed", "frozen"), "compressed")
-    refuse(settings, "kv_cache_scheme", "transform_config")
+    refuse(settings, "transform_config")
     sparsity = settings.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise bad("sparsity_config", sparsity, "absent or dense: sparse weights are not supported")
@@ -28,7 +28,19 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(each, Mapping) for each in groups.values()):
         raise bad("config_groups", groups, "a mapping of groups")
     rules = tuple((names_in(group, "targets"), _stored(group, settings)) for group in groups.values())
-    return Quantization(METHOD, rules, ignored=names_in(settings, "ignore"), with_heads=True)
+    kv_dtype = _kv_dtype(settings.get("kv_cache_scheme"))
+    return Quantization(METHOD, rules, names_in(settings, "ignore"), with_heads=True, kv_dtype=kv_dtype)
+
+
+def _kv_dtype(scheme: Any) -> str | None:
+    """What `kv_cache_scheme` says of keys and values; their scales are models.weights.kv_scales' affair."""
+    if scheme is None:
+        return None
+    wanted = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True}
+    said = {**wanted, "strategy": TENSOR, **scheme} if isinstance(scheme, Mapping) else {}
+    if any(said.get(name) != value for name, value in wanted.items()) or said["strategy"] not in (TENSOR, "attn_head"):
+        raise bad("kv_cache_scheme", scheme, f"absent, or {wanted} by {TENSOR} or attn_head")
+    return _DTYPES["float"]
 
 
 def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:

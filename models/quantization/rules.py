@@ -36,6 +36,7 @@ class Quantization:
       listed: further ones as transformers has them: a part of a name between dots, with "*" for anything.
       with_heads: whether LINEAR stands for the head too.
       prefixes: beginnings of the checkpoint's names, and what the model has instead.
+      kv_dtype: of the keys and values that the checkpoint has scales for; None where it says nothing of them.
     """
 
     method: str
@@ -44,6 +45,7 @@ class Quantization:
     listed: tuple[str, ...] = ()
     with_heads: bool = False
     prefixes: tuple[tuple[str, str], ...] = ()
+    kv_dtype: str | None = None
 
     def __call__(self, module: str) -> Scheme:
         return _chosen(self, module.replace("{expert}", "0"))

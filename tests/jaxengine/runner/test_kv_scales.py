@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import jax
@@ -171,6 +172,31 @@ def test_those_of_a_checkpoint(make, tmp_path):
     save(tensors | {"model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}, folder / "model.safetensors")
     with pytest.raises(ModelFileError, match="layers.1.self_attn.k_scale"):
         make(folder, kv_cache_dtype="fp8")
+
+
+def test_a_checkpoint_that_says_what_its_cache_is(make, tmp_path):
+    """compressed-tensors with the matrices as they are, and scales of keys and values."""
+    folder = tmp_path / "says so"
+    shutil.copytree(TINY_CHECKPOINT, folder)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    stored = {f"model.layers.{layer}.self_attn.{kind}_scale": 0.03 for layer in range(2) for kind in "kv"}
+    safetensors.numpy.save_file(
+        tensors | {name: np.float32(value).reshape(1) for name, value in stored.items()}, folder / "model.safetensors"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["re:nothing"], "weights": weights}},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    llm = make(folder, enforce_eager=True)
+    assert llm.core.runner.config.kv_cache_dtype == "float8_e4m3fn"
+    assert [np.unique(each).tolist() for each in scales(llm)] == [[np.float32(0.03)]] * 2
+    plain = make(folder, enforce_eager=True, kv_cache_dtype="float32")
+    assert plain.core.runner._stages[0]._kv.k_scale is None
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_tensor_of_a_module_that_is_not_quantised(tmp_path):
 
 COMPRESSED = FORMATS["ct packed 4"][0]
 CHANGED = {
-    "kv_cache_scheme": {"num_bits": 8},
+    "kv_cache_scheme": {"num_bits": 8, "type": "int"},
     "format": "nvfp4-pack-quantized",
     "ignore": "lm_head",
     "config_groups": {},
