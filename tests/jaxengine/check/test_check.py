@@ -23,7 +23,7 @@ from models.config.experts import ExpertsConfig
 from models.registry import build_model
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
-from sharding.layout import MeshLayout
+from sharding.layout import GATHER, RAGGED, MeshLayout
 from tests.models.tiny import with_attention
 
 CONFIG = {
@@ -318,6 +318,21 @@ def test_a_device_does_its_share_of_a_step():
     # Three tokens go to at most six experts, those of two ranks to all of a device's two.
     assert alone.num_bytes // 2 - share.num_bytes < 2 * 3 * 1024 * 32
     assert share.num_bytes > 2 * 2 * 3 * 1024 * 32
+
+
+def test_a_block_of_rows_and_all_tokens_are_counted_where_devices_have_experts():
+    """Of 6 tokens on four devices 3 rows are a device's, 12 at most and in one block; beside experts that are sent rows."""
+    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
+    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
+    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
+    gathers, sends = (
+        product_work(
+            build_model(config, Build("bfloat16", MeshLayout(2, 1, 2, True, backend))), Bucket(3, 3), "bfloat16"
+        ).row_bytes
+        for backend in (GATHER, RAGGED)
+    )
+    matrices = (1024 + 2 * 32) + (32 + 1024)
+    assert gathers - sends == 2 * (12 - 3) * matrices + 1024 * (6 * (2 + 4) + 12 * 8)
 
 
 def test_states_are_read_and_written_once():
