@@ -321,7 +321,7 @@ def test_a_device_does_its_share_of_a_step():
 
 
 def test_a_block_of_rows_and_all_tokens_are_counted_where_devices_have_experts():
-    """Of 6 tokens on four devices 3 rows are a device's, 12 at most and in one block; beside experts that are sent rows."""
+    """Of 6 tokens on four devices 3 rows are a device's, and 12 at most: one block. Others are sent rows."""
     experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
     config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
     config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
