@@ -23,7 +23,7 @@ from models.config.experts import ExpertsConfig
 from models.registry import build_model
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
-from sharding.layout import MeshLayout
+from sharding.layout import GATHER, RAGGED, MeshLayout
 from tests.models.tiny import with_attention
 
 CONFIG = {
@@ -330,6 +330,21 @@ def test_few_rows_of_an_expert_are_a_tile():
     assert tiled - plain == 6 * (16 - 1) * of_an_expert
     plain, tiled = (product_work(model, Bucket(64, 3), "bfloat16", expert_rows=rows).flops for rows in (1, 16))
     assert tiled == plain
+
+
+def test_a_block_of_rows_and_all_tokens_are_counted_where_devices_have_experts():
+    """Of 6 tokens on four devices 3 rows are a device's, and 12 at most: one block. Others are sent rows."""
+    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
+    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
+    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
+    gathers, sends = (
+        product_work(
+            build_model(config, Build("bfloat16", MeshLayout(2, 1, 2, True, backend))), Bucket(3, 3), "bfloat16"
+        ).row_bytes
+        for backend in (GATHER, RAGGED)
+    )
+    matrices = (1024 + 2 * 32) + (32 + 1024)
+    assert gathers - sends == 2 * (12 - 3) * matrices + 1024 * (6 * (2 + 4) + 12 * 8)
 
 
 def test_states_are_read_and_written_once():
