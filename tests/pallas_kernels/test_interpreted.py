@@ -46,7 +46,7 @@ GPU_FEATURES = (
     "fp8 e4m3 keys and values",
     "tree branches",
 )
-GPU_LATENT = ("latent mixed", "latent decodes", "latent of many heads")
+GPU_LATENT = ("latent decodes", "latent of many heads")
 GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits", "many_parts")
 PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[0].name, PRODUCTION[-1].name)
 EAGER_BATCHES = ("mixed", "q tile straddles a kv block", "block edges")
