@@ -146,10 +146,11 @@ def decode_attention(
     if spec.values_in_keys:
         spec = tiled_heads(spec)
         tiles = spec.num_kv_heads // stored_heads
-        shape, attend = LatentShape(spec, tiles, kv.page_size, width, q.dtype, sizes.decode_stages), latent_partials
+        shape = LatentShape(spec, tiles, kv.page_size, width, q.dtype, sizes.decode_stages)
+        attend = functools.partial(latent_partials, shape=shape)
     else:
         shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype, sizes.decode_stages)
-        attend = decode_partials
+        attend = functools.partial(decode_partials, shape=shape)
     num_kv_heads, group = spec.num_kv_heads, spec.group_size
     padding = shape.rows - width * group
     is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
@@ -165,7 +166,8 @@ def decode_attention(
         sinks = jnp.tile(sinks.reshape(num_kv_heads, group), (1, width))
         sinks = jnp.pad(sinks, ((0, 0), (0, padding)), constant_values=-jnp.inf)
 
-    partials = attend(rows, kv.data.reshape(-1, head_dim), batch.page_table, scale, items, shape, interpret=interpret)
+    pool = kv.data.reshape(-1, head_dim)
+    partials = attend(rows, pool, batch.page_table, scale, items, interpret=interpret)
     o, lse = merge_partials(*partials, items, sinks, v_scale, q.dtype, sizes=sizes, interpret=interpret)
 
     def by_token(x, fill):

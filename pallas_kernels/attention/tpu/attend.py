@@ -135,12 +135,11 @@ def _attend(
         ),
     )
     # The end of a latent comes from elsewhere than its beginning, and would be joined to it for the kernel alone.
+    arrange = functools.partial(_arrange_queries, plan=plan, num_kv_heads=num_kv_heads, padded_tokens=padded_tokens)
+    o_dtype, q = q.dtype, q.astype(plan.operand_dtype)
     split = q.shape[2] // LANES * LANES if num_kv_heads == 1 else 0
-    parts = jnp.split(q.astype(plan.operand_dtype), [split], axis=2) if 0 < split < q.shape[2] else [q, None]
-    queries, rest = (
-        part if part is None else _arrange_queries(part.astype(plan.operand_dtype), plan, num_kv_heads, padded_tokens)
-        for part in parts
-    )
+    rest = arrange(q[..., split:]) if 0 < split < q.shape[2] else None
+    queries = arrange(q if rest is None else q[..., :split])
     o, lse = _call_kernel(
         walk,
         *_place_page_table(batch.page_table, sizes),
@@ -151,7 +150,7 @@ def _attend(
         None if tree_mask is None else _pad_rows(lax.bitcast_convert_type(tree_mask, jnp.int32), padded_tokens),
         kv.data,
         plan=plan,
-        o_dtype=q.dtype,
+        o_dtype=o_dtype,
         vmem_limit_bytes=sizes.vmem_limit_bytes,
         interpret=interpret,
         body=body,

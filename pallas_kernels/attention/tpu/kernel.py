@@ -121,7 +121,7 @@ def _counts(plan: Plan) -> list[int]:
     return [count for count in range(1, parts + 1) if parts % count == 0]
 
 
-def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array:
+def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array | int:
     """The least of `_counts` whose parts hold all keys that the segment sees of a block."""
     *counts, parts = _counts(plan)
     live = pl.cdiv((segment.end_key - first_key) * parts, plan.block_kv)
