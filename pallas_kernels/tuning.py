@@ -44,6 +44,8 @@ class TpuAttention(_Sizes):
     max_heads: int = 8  # kv heads worked on together
     max_buffers: int = 8  # blocks in VMEM
     buffer_bytes: int = 24 << 20  # for all blocks in VMEM together
+    single_parts: int = 4  # blocks of single_keys at a time, where a single kv head would wait for each of its steps
+    part_rows: int = 512  # of a run tile with a single kv head, worked on at a time
     score_bytes: int = 3 << 20  # for scores and weights of the heads worked on together; twice that is alive
     # A block in flight hides the latency of the next: about 2 us at the 3 TB/s of the fastest chip.
     in_flight_bytes: int = 6 << 20

@@ -167,16 +167,18 @@ QUANTIZED = [
     Case("codes with window and sinks", SMALL_Q, SMALL_KV, window=16, sinks="mixed", **_CODES),
 ]
 # Keys that begin with their values. What follows in a key is what tells it from others, in the needle family.
-_LATENT = {"heads": (8, 1), "dims": (40, 24), "values_in_keys": True}
+_LATENT = {"heads": (16, 1), "values_in_keys": True}
 LATENT = [
     Case("latent mixed", MIXED_Q, MIXED_KV, **_LATENT),
-    Case("latent page edges", (1, 1, 1, 1), (15, 16, 17, 32), **_LATENT),
+    Case("latent page edges", (1, 1, 1, 1), (15, 16, 17, 32), **_LATENT | {"heads": (8, 1)}),
     Case("latent prefill", (1, 2, 15, 16, 17, 32), (1, 2, 15, 16, 17, 32), **_LATENT),
     Case("latent verify tails", (2, 3, 4, 5, 6, 7, 8), (130, 3, 68, 129, 16, 257, 40), **_LATENT),
     Case("latent shared prefix", (1, 1, 8, 1), (90, 83, 88, 130), shared_pages=5, **_LATENT),
     Case("latent, infinite unseen slots", MIXED_Q, MIXED_KV, unseen=float("inf"), **_LATENT),
     Case("latent decodes", (1,) * 8, (1, 15, 16, 17, 128, 129, 300, 31), num_tokens=8, **_LATENT),
-    Case("latent codes", SMALL_Q, SMALL_KV, **_CODES | _LATENT, dtypes=BF16),
+    Case("latent of many heads", SMALL_Q, SMALL_KV, **SMALL | _LATENT | {"heads": (80, 1)}, dtypes=BF16),
+    Case("latent codes", SMALL_Q, SMALL_KV, **_CODES | _LATENT | {"heads": (8, 1)}, dtypes=BF16),
+    Case("latent window, sinks", (1, 40, 3, 1, 12), (200, 150, 131, 16, 300), window=16, sinks="mixed", **_LATENT),
     Case("latent of two kv heads", SMALL_Q, SMALL_KV, **SMALL | _LATENT | {"heads": (6, 2)}, dtypes=BF16),
 ]
 _LONG = {"heads": (2, 1), "num_tokens": 6, "max_seqs": 2, "page_size": 128, "max_pages": 514, "pool_pages": 520}

@@ -38,6 +38,7 @@ class Implementation:
     refuses: Callable[[Case, str], str | None] = lambda case, dtype: None
     elsewhere: Callable[[Case, str], str | None] | None = None
     default_dims: tuple[int, int] = (16, 16)
+    latent_dims: tuple[int, int] = (40, 24)  # of values in keys
     tuning: Tuning | None = None
     overrides: dict[str, Callable] = field(default_factory=dict, hash=False, compare=False)
 
@@ -70,11 +71,13 @@ class Implementation:
         if self.elsewhere is None or self.elsewhere(case, dtype) is not None:
             return set()
         always, with_runs = _KERNELS[self.platform]
+        if self.platform == "gpu" and case.values_in_keys:
+            return {"paged_attention_latent", "paged_attention_merge"}
         return always | with_runs if case.num_tokens > case.max_seqs else always
 
     def adapted(self, case: Case) -> Case:
         """The case with this implementation's sizes where it does not ask for its own."""
-        return case.with_defaults(self.default_dims)
+        return case.with_defaults(self.default_dims, self.latent_dims)
 
     def start(self) -> None:
         """Once per process, before the first kernel."""
@@ -123,10 +126,12 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
     pool_dtype = case.pool_dtype(dtype)
     quantized = pool_dtype in QUANTIZED
     reasons = {
-        "values in keys": case.values_in_keys,
-        "head dims differ": case.dims[0] != case.dims[1],
-        "head dim": case.dims[0] % (32 if quantized else 16) or case.dims[0] > (192 if quantized else 256),
-        "group": case.heads[0] // case.heads[1] > 64,
+        "codes of values in keys": case.values_in_keys and quantized,
+        "latent dims": case.values_in_keys and case.dims not in ((192, 128), (96, 64), (576, 512)),
+        "head dims differ": not case.values_in_keys and case.dims[0] != case.dims[1],
+        "head dim": not case.values_in_keys
+        and (case.dims[0] % (32 if quantized else 16) or case.dims[0] > (192 if quantized else 256)),
+        "group": not case.values_in_keys and case.heads[0] // case.heads[1] > 64,
         "page size": case.page_size % 64 and case.page_size not in (8, 16, 32),
         "tree mask": case.tree is not None,
         "queries": dtype == "float32",
@@ -137,7 +142,7 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
 
 # Blocks of 128 keys in three buffers, writes of four groups, so that small problems meet every border there is.
 _SMALL_TPU = Tuning(
-    tpu_attention=TpuAttention(single_keys=128, run_keys=128, single_tiles=3, max_heads=1, max_buffers=3),
+    tpu_attention=TpuAttention(single_keys=128, run_keys=128, part_rows=64, single_tiles=3, max_heads=1, max_buffers=3),
     tpu_update=TpuUpdate(groups_in_flight=4, reads_ahead=2, window_bytes=1),
 )
 # As on a chip of two cores with wide matrix units whose scalar memory does not hold the page table.
@@ -174,6 +179,7 @@ MOSAIC_GPU = Implementation(
     lambda: _mosaic_gpu_interpreter().interpret_params(),
     elsewhere=_not_mosaic_gpu,
     default_dims=(64, 64),
+    latent_dims=(192, 128),
     tuning=Tuning(hopper_attention=HopperAttention(num_ctas=3)),
 )
 ACCELERATOR = None if jax.default_backend() == "cpu" else platform_of(jax.devices()[0])
@@ -187,6 +193,7 @@ DEVICE = (
             refuses=_tpu_refuses if ACCELERATOR == "tpu" else lambda case, dtype: None,
             elsewhere={"gpu": _not_mosaic_gpu, "tpu": _always_itself}.get(ACCELERATOR),
             default_dims=(64, 64),
+            latent_dims=(192, 128) if ACCELERATOR == "gpu" else (40, 24),
         )
     ]
 )

@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from tests.pallas_kernels.mutants import gpu_decode, gpu_prefill, tpu, tpu_write, xla
+from tests.pallas_kernels.mutants import gpu_decode, gpu_latent, gpu_prefill, tpu, tpu_write, xla
 from tests.pallas_kernels.mutants.mutant import Mutant
 from tests.pallas_kernels.worker import ROOT, Worker
 
@@ -29,6 +29,7 @@ GATES: dict[str, ModuleType] = {
     "tpu-write": tpu_write,
     "gpu-decode": gpu_decode,
     "gpu-prefill": gpu_prefill,
+    "gpu-latent": gpu_latent,
 }
 
 

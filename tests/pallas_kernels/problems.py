@@ -60,9 +60,11 @@ class Case:
     def pool_dtype(self, dtype: str) -> str:
         return self.kv_dtype or dtype
 
-    def with_defaults(self, dims: tuple[int, int]) -> Case:
-        """The case with other head dims, unless it asks for its own."""
-        return replace(self, dims=dims) if self.dims == Case.dims else self
+    def with_defaults(self, dims: tuple[int, int], latent_dims: tuple[int, int]) -> Case:
+        """The case with other head dims, unless it asks for its own; those of latents where values lie in keys."""
+        if self.dims != Case.dims:
+            return self
+        return replace(self, dims=latent_dims if self.values_in_keys else dims)
 
 
 class Problem(NamedTuple):

@@ -16,13 +16,14 @@ from pallas_kernels.attention.tpu.tiles import Blocks, buffer_lanes, choose_bloc
 from pallas_kernels.registry import kernel
 from pallas_kernels.tuning import TpuAttention
 from tests.pallas_kernels.attention.test_paged_attention import cases_for
-from tests.pallas_kernels.cases import BY_NAME, LATENT, PRODUCTION, PRODUCTION_BLOCKS
+from tests.pallas_kernels.cases import BY_NAME, PRODUCTION, PRODUCTION_BLOCKS
 from tests.pallas_kernels.conformance import check_runs_kernels, replaced
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, MOSAIC_GPU, TPU_PRODUCTION_LAZY, Implementation
 from tests.pallas_kernels.problems import Case
 from tests.pallas_kernels.test_interpreted import quick_groups
 
 GPU_KERNELS = ("paged_attention_decode", "paged_attention_merge", "paged_attention_prefill")
+GPU_LATENT_KERNEL = "paged_attention_latent"
 TPU_KERNELS = ("paged_attention_single", "paged_attention_runs")
 HEAD_DIMS, PAGE_SIZES = {64, 96, 128, 192, 256}, {8, 16, 32, 64, 128, 256}
 GROUPS = {1, 2, 7, 8, 16}  # query heads that share a kv head
@@ -48,6 +49,14 @@ def on_device(platform: Implementation) -> list[Row]:
 
 def rows_of(name: str, rows: list[Row]) -> list[Row]:
     return [(one, case, dtype) for one, case, dtype in rows if name in one.kernels(case, dtype)]
+
+
+@pytest.mark.parametrize("rows", [interpreted("gpu"), on_device(MOSAIC_GPU)], ids=["interpreted", "compiled"])
+def test_the_gpu_kernel_over_latents_meets_every_shape_that_is_served(rows):
+    cases = [case for _, case, dtype in rows_of(GPU_LATENT_KERNEL, rows) if dtype == "bfloat16"]
+    assert (576, 512) in {case.dims for case in cases}
+    assert {case.heads[0] > 64 for case in cases} == {True, False}, "one tile of heads and several"
+    assert {case.num_tokens > case.max_seqs for case in cases} == {True, False}, "runs and rows of one token"
 
 
 @pytest.mark.parametrize("rows", [interpreted("gpu"), on_device(MOSAIC_GPU)], ids=["interpreted", "compiled"])
@@ -99,8 +108,7 @@ def test_what_kernels_leave_to_xla_is_known(platform):
         assert left == set()
         return
     wide = "production 8/1 heads of 256, pages of 64, float8_e4m3fn"
-    latent = {case.name for case in [*LATENT, *PRODUCTION] if case.values_in_keys}
-    assert left == {"tree chain", "tree branches", "dims (192, 128)", "page size 48", wide, *latent}
+    assert left == {"tree chain", "tree branches", "dims (192, 128)", "page size 48", wide, "latent codes"}
 
 
 def test_a_silent_fallback_fails():
@@ -131,5 +139,6 @@ def test_the_short_run_has_a_job_of_every_kernel():
     assert named <= set(jobs), f"no such jobs: {sorted(named - set(jobs))}"
     attention = [job for job in map(jobs.get, named) if job is not None and job[0] == "attention"]
     rows = [(IMPLEMENTATIONS[name], BY_NAME[case], dtype) for _, name, case, dtype, *_ in attention]
-    assert set.union(*(one.kernels(case, dtype) for one, case, dtype in rows)) == {*GPU_KERNELS, *TPU_KERNELS}
+    ran = set.union(*(one.kernels(one.adapted(case), dtype) for one, case, dtype in rows))
+    assert ran == {*GPU_KERNELS, GPU_LATENT_KERNEL, *TPU_KERNELS}
     assert any(job.startswith("update tpu") for job in named)

@@ -34,7 +34,7 @@ from tests.pallas_kernels.worker import Job
 
 GPU_BATCHES = ("mixed", "q tile straddles a kv block", "single tokens behind runs", "long runs", "empty sequences")
 GPU_FEATURES = (
-    *(case.name for case in PRODUCTION if not case.values_in_keys),
+    *(case.name for case in PRODUCTION),
     "window 400 of 900",
     "decode bucket",
     "skewed decodes",
@@ -46,6 +46,7 @@ GPU_FEATURES = (
     "fp8 e4m3 keys and values",
     "tree branches",
 )
+GPU_LATENT = ("latent decodes", "latent of many heads")
 GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits", "many_parts")
 PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[0].name, PRODUCTION[-1].name)
 EAGER_BATCHES = ("mixed", "q tile straddles a kv block", "block edges")
@@ -65,6 +66,7 @@ def quick_groups() -> list[list[Job]]:
     groups: list[list[Job]] = []
     for name, batches, features in (
         (MOSAIC_GPU.name, GPU_BATCHES, GPU_FEATURES),
+        (MOSAIC_GPU.name, (), GPU_LATENT),
         (TPU_LAZY.name, QUICK_BATCHES, QUICK_FEATURES),
         (TPU_EAGER.name, EAGER_BATCHES, EAGER_FEATURES),
         (TPU_FAR_LAZY.name, EAGER_BATCHES[:2], ()),

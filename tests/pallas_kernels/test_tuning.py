@@ -8,12 +8,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.attention.hopper.attend import why_not
 from pallas_kernels.attention.hopper.decode import DecodeShape
+from pallas_kernels.attention.hopper.latent import LatentShape
 from pallas_kernels.attention.hopper.prefill_load import Shape
-from pallas_kernels.attention.hopper.schedule import prefill_block_q
+from pallas_kernels.attention.hopper.schedule import head_tiles, prefill_block_q, tiled_heads
 from pallas_kernels.attention.ragged_batch import AttentionSpec
 from pallas_kernels.attention.tpu.schedule import block_q_of
-from pallas_kernels.attention.tpu.tiles import SUBLANES, buffer_lanes, choose_blocks, fits_smem
+from pallas_kernels.attention.tpu.tiles import SUBLANES, buffer_lanes, choose_blocks, choose_parts, fits_smem
 from pallas_kernels.attention.xla.schedule import block_kv_of
 from pallas_kernels.kv.pages import LANES
 from pallas_kernels.tuning import HopperAttention, TpuAttention, Tuning, XlaAttention, tuning_of
@@ -40,7 +42,7 @@ TPU_TILES = [
     ((32, 8), 128, 128, 1, 256, 257, 32, (8, 4, 8, 8), (4, 7, 1, 4)),
     ((32, 8), 128, 128, 4, 512, 3, 64, (3, 3, 8, 8), (3, 3, 1, 4)),
     ((8, 1), 128, 16, 2, 8192, 513, 64, (64, 8, 8, 1), (32, 8, 1, 1)),
-    ((8, 1), 128, 128, 1, 256, 257, 32, (8, 8, 8, 1), (4, 8, 1, 1)),
+    ((8, 1), 128, 128, 1, 256, 257, 32, (32, 7, 8, 1), (4, 8, 1, 1)),
     ((14, 2), 64, 16, 2, 8192, 513, 64, (64, 8, 8, 2), (32, 8, 1, 1)),
     ((14, 2), 64, 128, 1, 256, 257, 32, (8, 8, 8, 2), (4, 8, 1, 2)),
     ((28, 4), 128, 16, 2, 8192, 513, 64, (64, 4, 8, 4), (32, 7, 1, 1)),
@@ -101,6 +103,27 @@ def test_tpu_tiles(heads, head_dim, page_size, itemsize, num_tokens, columns, bl
 
     assert blocks(-(-group // SUBLANES) * SUBLANES, num_tokens, True) == single
     assert blocks(group * block_q, -(-num_tokens // block_q), False) == runs
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group", "block_q", "pages", "page_size", "parts"),
+    [(8, 4, 1, 8, 128, 1), (1, 128, 1, 32, 128, 4), (1, 128, 1, 8, 128, 4), (1, 16, 1, 6, 64, 3), (1, 16, 1, 1, 128, 1)]
+    + [(1, 128, 16, 4, 128, 4), (1, 16, 16, 4, 128, 1), (1, 20, 64, 4, 128, 1), (1, 96, 16, 4, 128, 2)],
+)
+def test_parts_of_a_single_kv_head(num_kv_heads, group, block_q, pages, page_size, parts):
+    shape = {"num_kv_heads": num_kv_heads, "group": group, "block_q": block_q}
+    assert choose_parts(TpuAttention(), **shape, pages=pages, page_size=page_size) == parts
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "tiles", "stages"),
+    [(128, (576, 512), 2, 2), (64, (576, 512), 1, 2), (96, (576, 512), 2, 2), (40, (288, 256), 1, 5)],
+)
+def test_hopper_latents(heads, dims, tiles, stages):
+    spec = AttentionSpec(heads, 1, *dims, 1.0, values_in_keys=True)
+    assert head_tiles(spec) == tiles and why_not(spec, 64) is None
+    shape = LatentShape(tiled_heads(spec), tiles, 64, 1, jnp.dtype("bfloat16"), HopperAttention().decode_stages)
+    assert shape.stages() == (stages, 1)
 
 
 @pytest.mark.parametrize(

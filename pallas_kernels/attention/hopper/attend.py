@@ -1,7 +1,8 @@
 """Paged attention on NVIDIA GPUs of compute capability 9.0 (Hopper): the row functions of platform "gpu".
 
 Owns the way from the public operation to the kernels: rows of few new tokens go to the split-KV decode kernels, longer
-runs to the prefill kernel, and what neither takes (`why_not`) to the XLA work list, which reads the same pool.
+runs to the prefill kernel, latents of both to theirs, and what none of them takes (`why_not`) to the XLA work list,
+which reads the same pool.
 
 The pool's layout is [P, K, page_size * 2 * H] in its own dtype; see decode.py for the view the
 kernels take. Inside shard_map `spec` counts the heads of the shard, in the schedule as in the attention.
@@ -18,10 +19,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.hopper import schedule as kernel_schedule
 from pallas_kernels.attention.hopper.decode import DecodeShape, decode_partials
+from pallas_kernels.attention.hopper.latent import LatentShape, latent_partials, why_not_latent
 from pallas_kernels.attention.hopper.merge import merge_partials
 from pallas_kernels.attention.hopper.mosaic_gpu import WARPGROUP_ROWS
 from pallas_kernels.attention.hopper.prefill import prefill_attention
-from pallas_kernels.attention.hopper.schedule import DECODE_KEYS
+from pallas_kernels.attention.hopper.schedule import DECODE_KEYS, tiled_heads
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.attention.xla import attend as xla_attend
 from pallas_kernels.attention.xla import schedule as xla_schedule
@@ -43,14 +45,15 @@ def why_not(
 
     q_dtype, kv_dtype: None where not known yet: a schedule is built before them.
     """
-    if spec.values_in_keys:
-        return "values lie in keys"
-    if spec.head_dim != spec.v_head_dim:
-        return f"head_dim {spec.head_dim} and v_head_dim {spec.v_head_dim} differ"
     width = 32 if kv_dtype is not None and jnp.dtype(kv_dtype).itemsize == 1 else 16
-    if spec.head_dim % width or spec.head_dim > MAX_HEAD_DIM:
+    if spec.values_in_keys:
+        if (reason := why_not_latent(spec)) is not None:
+            return reason
+    elif spec.head_dim != spec.v_head_dim:
+        return f"head_dim {spec.head_dim} and v_head_dim {spec.v_head_dim} differ"
+    elif spec.head_dim % width or spec.head_dim > MAX_HEAD_DIM:
         return f"head_dim {spec.head_dim} is no multiple of {width} up to {MAX_HEAD_DIM}"
-    if spec.group_size > WARPGROUP_ROWS:
+    elif spec.group_size > WARPGROUP_ROWS:
         return f"{spec.group_size} query heads per kv head are more than {WARPGROUP_ROWS}"
     if page_size % DECODE_KEYS and (DECODE_KEYS % page_size or page_size < MIN_PAGE_SIZE):
         return f"page_size {page_size} is neither 8, 16, 32 nor a multiple of {DECODE_KEYS}"
@@ -64,6 +67,8 @@ def why_not(
         name = jnp.dtype(kv_dtype).name
         if name not in KV_DTYPES:
             return f"keys and values of {name}"
+        if width == 32 and spec.values_in_keys:
+            return f"values that lie in keys of {name}"
         if width == 32 and spec.head_dim > MAX_ONE_BYTE_HEAD_DIM:
             return f"head_dim {spec.head_dim} over {name}, whose blocks do not fit shared memory"
         if jnp.dtype(kv_dtype).itemsize == 2 and q_dtype is not None and kv_dtype != q_dtype:
@@ -134,11 +139,19 @@ def decode_attention(
     sizes: HopperAttention,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """o [T, N, H] and lse f32 [T, N] of the tokens that stand in rows of `items`, 0 and -inf for all others."""
+    """o [T, N, Hv] and lse f32 [T, N] of the tokens that stand in rows of `items`, 0 and -inf for all others."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, group = spec.num_kv_heads, spec.group_size
     num_rows, width = items.row_tokens.shape
-    shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype, sizes.decode_stages)
+    stored_heads = spec.num_kv_heads
+    if spec.values_in_keys:
+        spec = tiled_heads(spec)
+        tiles = spec.num_kv_heads // stored_heads
+        shape = LatentShape(spec, tiles, kv.page_size, width, q.dtype, sizes.decode_stages)
+        attend = functools.partial(latent_partials, shape=shape)
+    else:
+        shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype, sizes.decode_stages)
+        attend = functools.partial(decode_partials, shape=shape)
+    num_kv_heads, group = spec.num_kv_heads, spec.group_size
     padding = shape.rows - width * group
     is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
     rows = q if is_identity else q[jnp.minimum(items.row_tokens, num_tokens - 1)]
@@ -153,9 +166,8 @@ def decode_attention(
         sinks = jnp.tile(sinks.reshape(num_kv_heads, group), (1, width))
         sinks = jnp.pad(sinks, ((0, 0), (0, padding)), constant_values=-jnp.inf)
 
-    partials = decode_partials(
-        rows, kv.data.reshape(-1, head_dim), batch.page_table, scale, items, shape, interpret=interpret
-    )
+    pool = kv.data.reshape(-1, head_dim)
+    partials = attend(rows, pool, batch.page_table, scale, items, interpret=interpret)
     o, lse = merge_partials(*partials, items, sinks, v_scale, q.dtype, sizes=sizes, interpret=interpret)
 
     def by_token(x, fill):

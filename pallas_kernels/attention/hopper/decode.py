@@ -53,6 +53,9 @@ class DecodeShape:
     kv_dtype: Any
     max_stages: int  # blocks in shared memory
 
+    parts = 2  # a block of the pool is keys and values
+    head_tiles = 1  # of query heads that share a kv head
+
     @property
     def rows(self) -> int:
         """Rows of queries, maxima and sums that a (row, kv head) pair takes in global memory."""
@@ -163,20 +166,25 @@ def _body(shape: DecodeShape, refs: _Refs) -> None:
 
     @pl.when(warpgroup == 1)
     def _():
-        _load(shape, refs, first, end)
+        load(shape, refs, first, end)
 
     @pl.when(warpgroup == 0)
     def _():
         _attend(shape, refs, first, end)
 
 
-def _load(shape: DecodeShape, refs: _Refs, first, end) -> None:
-    """Bring the queries and the blocks of items [first, end), as far ahead as there is room."""
+def load(shape: Any, refs: Any, first, end) -> None:
+    """Bring the queries and the blocks of items [first, end), as far ahead as there is room.
+
+    shape, refs: of this kernel or of latent.py's, whose rings and barriers have the same names.
+    """
     (blocks, queries), rows = shape.stages(), shape.rows
-    num_heads, page_size = shape.spec.num_kv_heads, shape.page_size
+    num_heads, page_size, parts = shape.spec.num_kv_heads // shape.head_tiles, shape.page_size, shape.parts
 
     def load_item(item, step):
         seq, head = refs.items[item, DECODE_SEQ], refs.items[item, DECODE_HEAD]
+        if shape.head_tiles > 1:
+            head = lax.div(head, jnp.int32(shape.head_tiles))
         slot = lax.rem(item - first, jnp.int32(queries))
 
         @pl.when(item - first >= queries)
@@ -198,8 +206,8 @@ def _load(shape: DecodeShape, refs: _Refs, first, end) -> None:
 
             size = min(page_size, DECODE_KEYS)
             for index, (page, offset) in enumerate(sources):
-                for part in range(2):
-                    source = pl.ds(((page * num_heads + head) * 2 + part) * page_size + offset, size)
+                for part in range(parts):
+                    source = pl.ds(((page * num_heads + head) * parts + part) * page_size + offset, size)
                     target = refs.kv_smem.at[slot, pl.ds(part * DECODE_KEYS + index * size, size)]
                     plgpu.copy_gmem_to_smem(refs.pool.at[source], target, refs.kv_full.at[slot])
             return step + 1
@@ -216,7 +224,7 @@ def _load(shape: DecodeShape, refs: _Refs, first, end) -> None:
                 plgpu.barrier_wait(barriers.at[slot])
 
 
-def _box_rows(shape: DecodeShape, page_table, seq, block, low, high) -> list[tuple[Any, Any]]:
+def _box_rows(shape: Any, page_table, seq, block, low, high) -> list[tuple[Any, Any]]:
     """(page, offset in it) of each box of a block; page-table columns outside [low, high] may hold anything."""
     if shape.page_size >= DECODE_KEYS:
         parts = shape.page_size // DECODE_KEYS
@@ -250,7 +258,9 @@ def _attend(shape: DecodeShape, refs: _Refs, first, end) -> None:
                 return accumulator[...]
 
             products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, DECODE_KEYS), jnp.float32))
-            logits = _logits(shape, products, scale, begin - start, stop - start, position - start)
+            logits = masked_logits(
+                shape.spec, shape.tokens, products, scale, begin - start, stop - start, position - start
+            )
             new_largest = jnp.maximum(largest, logits.max(axis=1))
             decay = jnp.exp2(largest - new_largest)
             weights = jnp.exp2(logits - lax.broadcast_in_dim(new_largest, logits.shape, [0]))
@@ -320,12 +330,12 @@ def _widen(codes, dtype):
     return codes.astype(dtype) if codes.dtype == jnp.int8 else codes.astype(jnp.float16).astype(dtype)
 
 
-def _logits(shape: DecodeShape, products, scale, begin, end, position):
+def masked_logits(spec: AttentionSpec, tokens: int, products, scale, begin, end, position):
     """Logits in base 2 of a block's products f32 [64, block], -inf where a row does not see a key.
 
-    begin, end, position: the row's range of keys and its first token's position, counted from the block's first key.
+    tokens: most of a row. begin, end, position: the row's range of keys and its first token's position, counted from
+    the block's first key.
     """
-    spec = shape.spec
     if (cap := spec.soft_cap) is None:
         logits = products * (scale * LOG2E)
     else:  # tanh(x) = 1 - 2 / (1 + e^2x): the card's own tanh is good to 11 bits
@@ -333,7 +343,7 @@ def _logits(shape: DecodeShape, products, scale, begin, end, position):
         logits = (cap * LOG2E) - (2 * cap * LOG2E) / (1.0 + exponential)
     key = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     seen = key < end
-    if shape.tokens == 1 or not spec.causal:
+    if tokens == 1 or not spec.causal:
         if spec.window is not None:
             seen = seen & (key >= begin)
     else:

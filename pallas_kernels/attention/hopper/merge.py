@@ -1,4 +1,4 @@
-"""Results of split-KV attention on a GPU from the partial softmaxes of decode.py.
+"""Results of split-KV attention on a GPU from the partial softmaxes of decode.py and latent.py.
 
 Owns one Mosaic GPU kernel: a unit of work merges 8 rows of a (row, kv head) pair by log-sum-exp, in item order, so
 that the result is the same on every run. In XLA a scatter-add would use atomics, and a dense gather would read for
@@ -19,13 +19,14 @@ from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, LOG2E, launch
 from pallas_kernels.attention.hopper.schedule import DecodeItems
 from pallas_kernels.tuning import HopperAttention
 
+BOX_COLUMNS = 256  # most of a TMA box
 NOTHING = -1e30  # maximum of a row that has seen nothing, the logit of a sink that is not there
 
 
 class _Refs(NamedTuple):
     """Operands, results and shared memory of the kernel, in launch order."""
 
-    o: Any  # f32 [I, M, H]
+    o: Any  # [I, M, H]
     largest: Any  # f32 [I, M]
     total: Any  # f32 [I, M]
     pair_items: Any  # i32 [R * K + 1]
@@ -55,12 +56,17 @@ def merge_partials(
 ) -> tuple[jax.Array, jax.Array]:
     """Output [R * K, M, H] of `dtype` and log-sum-exp f32 [R * K, M] of every pair.
 
-    o, largest, total: of `decode_partials`. sinks: f32 [K, M] logits, None for none. v_scale: f32 [K] multiplies the
-    output. A row that saw nothing gives 0, and -inf unless it has a sink.
+    o, largest, total: of `decode_partials` or `latent_partials`. sinks: f32 [K, M] logits, None for none.
+    v_scale: f32 [K] multiplies the output. A row that saw nothing gives 0, and -inf unless it has a sink.
     """
     stages = sizes.merge_stages
-    num_pairs, (_, rows, head_dim) = items.pair_items.shape[0] - 1, o.shape
-    base2 = jnp.full((v_scale.shape[0], rows), NOTHING) if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING)
+    num_pairs, num_rows, width = items.pair_items.shape[0] - 1, largest.shape[1], o.shape[2]
+    base2 = jnp.full((v_scale.shape[0], num_rows), NOTHING) if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING)
+    # A row that is wider than a TMA box is several rows, alike in all else.
+    parts = pl.cdiv(width, BOX_COLUMNS)
+    largest, total, base2 = (jnp.repeat(x, parts, axis=1) for x in (largest, total, base2))
+    rows, head_dim = num_rows * parts, width // parts
+    o = o.reshape(o.shape[0], -1, head_dim)
     out, largest, total = launch(
         lambda *refs: _body(_Refs(*refs)),
         *(o, largest, total, items.pair_items, base2, v_scale),
@@ -71,7 +77,7 @@ def merge_partials(
             jax.ShapeDtypeStruct((num_pairs, rows), jnp.float32),
         ],
         scratch=[
-            plgpu.SMEM((stages, BOX_ROWS, head_dim), jnp.float32),
+            plgpu.SMEM((stages, BOX_ROWS, head_dim), o.dtype),
             plgpu.SMEM((stages, BOX_ROWS), jnp.float32),
             plgpu.SMEM((stages, BOX_ROWS), jnp.float32),
             plgpu.SMEM((BOX_ROWS, head_dim), dtype),
@@ -81,7 +87,7 @@ def merge_partials(
         num_warpgroups=1,
         interpret=interpret,
     )
-    return out, largest / LOG2E + jnp.log(total)
+    return out.reshape(num_pairs, num_rows, width), (largest / LOG2E + jnp.log(total))[:, ::parts]
 
 
 def _body(refs: _Refs) -> None:
@@ -135,7 +141,7 @@ def _merge(refs: _Refs, pair, group, step):
         decay = [jnp.exp2(a - b) for a, b in zip(largest, new_largest, strict=True)]
         weight = [jnp.exp2(a - b) for a, b in zip(item_largest, new_largest, strict=True)]
         total = [total[r] * decay[r] + refs.total_smem[slot, r] * weight[r] for r in range(BOX_ROWS)]
-        acc = acc * spread(decay) + refs.o_smem[slot] * spread(weight)
+        acc = acc * spread(decay) + refs.o_smem[slot].astype(jnp.float32) * spread(weight)
         return acc, new_largest, total
 
     sinks = [refs.sinks[head, group * BOX_ROWS + r] for r in range(BOX_ROWS)]

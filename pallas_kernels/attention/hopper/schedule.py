@@ -6,6 +6,7 @@ schedule; XLA computes it once per step. Two kernels read it:
 - `DecodeItems`: rows of few new tokens. All blocks of keys of all (row, kv head) pairs stand in one line, which is cut
   into equal parts, one per CTA ("stream-K", Osama et al. 2023, arXiv 2301.03598). A pair that a cut falls into has
   several items, whose partial softmaxes are merged by log-sum-exp; there are at most pairs + CTAs - 1 items.
+  Latents, which have no kernel of their own for prefill, are cut into such rows whole.
 - `PrefillItems`: tiles of up to `prefill_block_q` tokens of the longer runs. Queries stay where they are: a tile loads
   from the multiple of 8 tokens before its first one, as a tiled TMA box must, so tiles end at such multiples.
 
@@ -19,7 +20,7 @@ Its results are used for the tokens with `token_item[t] < I` and for no others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -81,6 +82,17 @@ class Schedule:
     tuning: Tuning = field(metadata={"static": True})  # that the work was cut to
 
 
+def head_tiles(spec: AttentionSpec) -> int:
+    """How many tiles of equally many query heads, each at most the rows of a warpgroup, share a kv head."""
+    least = -(-spec.group_size // WARPGROUP_ROWS)
+    return next(count for count in range(least, spec.group_size + 1) if spec.group_size % count == 0)
+
+
+def tiled_heads(spec: AttentionSpec) -> AttentionSpec:
+    """`spec` with every tile of query heads as a kv head."""
+    return replace(spec, num_kv_heads=spec.num_kv_heads * head_tiles(spec))
+
+
 def prefill_block_q(spec: AttentionSpec) -> int:
     """Tokens of a prefill tile, which takes as many heads of a group as are a power of two: 128 rows of queries."""
     heads = spec.group_size & -spec.group_size
@@ -101,11 +113,16 @@ def attention_schedule(
     there = seqs < batch.num_seqs
     seqs = jnp.minimum(seqs, num_seqs - 1)
     index = tokens - batch.cu_q_lens[seqs]  # of a token in its sequence
+    if spec.values_in_keys:
+        spec = tiled_heads(spec)
     if num_tokens <= num_seqs:
         position = kv_lens[seqs] - q_lens[seqs] + index
         pairs = _pairs(seqs, position, there.astype(jnp.int32), kv_lens[seqs], spec)
         places = jnp.where(there, tokens, num_tokens)
         return Schedule(DecodeItems(*_cut(pairs, spec, sizes), places[:, None], places), None, tuning)
+    if spec.values_in_keys:
+        token_seqs = jnp.where(there, seqs, num_seqs)
+        return Schedule(_rows_of_runs(q_lens, batch.cu_q_lens, kv_lens, token_seqs, index, spec, sizes), None, tuning)
     width = min(num_tokens // num_seqs, sizes.decode_tokens, WARPGROUP_ROWS // spec.group_size)
     counts = jnp.where(q_lens <= width, q_lens, 0)
     rows = jnp.arange(num_seqs, dtype=jnp.int32)
@@ -119,6 +136,28 @@ def attention_schedule(
     most = min(num_seqs, num_tokens // (width + 1))
     token_seqs = jnp.where(there & ~in_row, seqs, num_seqs)
     return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec), tuning)
+
+
+def _rows_of_runs(q_lens, cu_q_lens, kv_lens, token_seqs, index, spec: AttentionSpec, sizes) -> DecodeItems:
+    """All new tokens, each sequence's cut into rows of as many as fill a warpgroup.
+
+    token_seqs: i32 [T] the sequence of each token, S for those of none; index: its place there.
+    """
+    num_seqs, num_tokens, width = q_lens.shape[0], token_seqs.shape[0], WARPGROUP_ROWS // spec.group_size
+    num_rows = min(num_tokens // width + num_seqs, num_tokens)
+    row_counts = (q_lens + width - 1) // width
+    ends = jnp.cumsum(row_counts, dtype=jnp.int32)
+    first_rows = ends - row_counts
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    seq = jnp.minimum(jnp.sum(row[:, None] >= ends, axis=-1, dtype=jnp.int32), num_seqs - 1)
+    first = (row - first_rows[seq]) * width
+    counts = jnp.clip(q_lens[seq] - first, 0, width)
+    pairs = _pairs(seq, kv_lens[seq] - q_lens[seq] + first, counts, kv_lens[seq], spec)
+    places = jnp.arange(width, dtype=jnp.int32)
+    row_tokens = jnp.where(places < counts[:, None], (cu_q_lens[seq] + first)[:, None] + places, num_tokens)
+    of = jnp.minimum(token_seqs, num_seqs - 1)
+    token_places = jnp.where(token_seqs < num_seqs, first_rows[of] * width + index, num_rows * width)
+    return DecodeItems(*_cut(pairs, spec, sizes), row_tokens, token_places)
 
 
 class _Pairs(NamedTuple):

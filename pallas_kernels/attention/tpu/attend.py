@@ -29,6 +29,7 @@ from pallas_kernels.attention.tpu.tiles import (
     check_dtypes,
     check_page_size,
     choose_blocks,
+    choose_parts,
     fits_smem,
     key_windows,
     value_windows,
@@ -67,12 +68,14 @@ def ragged_paged_attention(
     block_q = schedules.block_q_of(schedule.sizes, num_tokens, spec.group_size)
     o, lse = call(q, tree_mask, schedule.runs, block_q=block_q)
     head_of = functools.partial(lax.slice_in_dim, start_index=0, limit_index=num_seqs)
+    # By themselves, or XLA would copy what it reads and updates in one go.
+    run_o, run_lse = lax.optimization_barrier((head_of(o), head_of(lse)))
     tree_head = None if tree_mask is None else head_of(tree_mask)
     single_o, single_lse = call(head_of(q), tree_head, schedule.single, block_q=1)
     is_single = (jnp.arange(num_seqs) < jnp.minimum(batch.num_decode, batch.num_seqs))[:, None]
     # Updated in place: a select over all tokens would read and write the results of the runs once more.
-    o = o.at[:num_seqs].set(jnp.where(is_single[..., None], single_o, head_of(o)))
-    return o, lse.at[:num_seqs].set(jnp.where(is_single, single_lse, head_of(lse)))
+    o = o.at[:num_seqs].set(jnp.where(is_single[..., None], single_o, run_o))
+    return o, lse.at[:num_seqs].set(jnp.where(is_single, single_lse, run_lse))
 
 
 def _attend(
@@ -122,18 +125,32 @@ def _attend(
         0 if tree_mask is None else tree_mask.shape[1],
         cores,
         sizes.mxu_columns,
+        choose_parts(
+            sizes,
+            num_kv_heads=num_kv_heads,
+            group=padded_group,
+            block_q=block_q,
+            pages=blocks.pages,
+            page_size=kv.page_size,
+        ),
     )
-    queries = _arrange_queries(q.astype(plan.operand_dtype), plan, num_kv_heads, padded_tokens)
+    # The end of a latent comes from elsewhere than its beginning, and would be joined to it for the kernel alone.
+    arrange = functools.partial(_arrange_queries, plan=plan, num_kv_heads=num_kv_heads, padded_tokens=padded_tokens)
+    o_dtype, q = q.dtype, q.astype(plan.operand_dtype)
+    split = q.shape[2] // LANES * LANES if num_kv_heads == 1 else 0
+    rest = arrange(q[..., split:]) if 0 < split < q.shape[2] else None
+    queries = arrange(q if rest is None else q[..., :split])
     o, lse = _call_kernel(
         walk,
         *_place_page_table(batch.page_table, sizes),
         *_scales(kv, spec, num_kv_heads),
         None if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING_SEEN).reshape(num_kv_heads, group),
         queries,
+        rest,
         None if tree_mask is None else _pad_rows(lax.bitcast_convert_type(tree_mask, jnp.int32), padded_tokens),
         kv.data,
         plan=plan,
-        o_dtype=q.dtype,
+        o_dtype=o_dtype,
         vmem_limit_bytes=sizes.vmem_limit_bytes,
         interpret=interpret,
         body=body,
@@ -158,11 +175,12 @@ def _scales(kv: KVPages, spec: AttentionSpec, num_kv_heads: int) -> tuple[jax.Ar
 
 
 def _arrange_queries(q: jax.Array, plan: Plan, num_kv_heads: int, padded_tokens: int) -> jax.Array:
-    """q [T, N, H] as the kernel reads it: [T', K, G', width] for single tokens, else [K, G, T', width]."""
+    """q [T, N, H] as the kernel reads it: [T', K, G', width] if `plan.by_token`, else [K, G, T', width]."""
     q = _pad_rows(q, padded_tokens).reshape(padded_tokens, num_kv_heads, -1, q.shape[-1])
     q = _pad_axis(q, 2, plan.group)
-    q = _move_to_windows(q, plan.keys)
-    return q if plan.block_q == 1 else q.transpose(1, 2, 0, 3)
+    if num_kv_heads > 1:  # the only head begins where its window does, and the kernel adds what is missing at its end
+        q = _move_to_windows(q, plan.keys)
+    return q if plan.by_token else q.transpose(1, 2, 0, 3)
 
 
 def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
@@ -181,10 +199,13 @@ def _move_to_windows(q: jax.Array, windows: tuple[Window, ...]) -> jax.Array:
 def _arrange_results(o, lse, plan: Plan, group: int, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     """o [T, N, Hv] and lse [T, N] from what the kernel wrote."""
     tiles, num_kv_heads, _ = lse.shape
-    lse = lse[:, :, : plan.rows].reshape(tiles, num_kv_heads, plan.group, plan.block_q)
-    lse = lse.transpose(0, 3, 1, 2).reshape(tiles * plan.block_q, num_kv_heads, plan.group)
-    if plan.block_q > 1:
+    lse = lse[:, :, : plan.rows]
+    if plan.by_token:
+        lse = lse.reshape(tiles, num_kv_heads, plan.block_q, plan.group).transpose(0, 2, 1, 3)
+    else:
+        lse = lse.reshape(tiles, num_kv_heads, plan.group, plan.block_q).transpose(0, 3, 1, 2)
         o = o.transpose(2, 0, 1, 3)
+    lse = lse.reshape(tiles * plan.block_q, num_kv_heads, plan.group)
     o, lse = o[:num_tokens, :, :group], lse[:num_tokens, :, :group]
     return o.reshape(num_tokens, num_kv_heads * group, -1), lse.reshape(num_tokens, num_kv_heads * group)
 
@@ -197,6 +218,7 @@ def _call_kernel(
     value_scale: jax.Array,
     sinks: jax.Array | None,
     q: jax.Array,
+    q_rest: jax.Array | None,
     tree: jax.Array | None,
     pool: jax.Array,
     *,
@@ -209,7 +231,7 @@ def _call_kernel(
     """The pallas_call; operands as `Refs` describes them, for all tiles."""
     num_kv_heads, blocks, block_q = len(plan.keys), plan.blocks, plan.block_q
     v_head_dim = plan.spec.v_head_dim
-    num_tiles = (q.shape[0] if block_q == 1 else q.shape[2]) // block_q
+    num_tiles = (q.shape[0] if plan.by_token else q.shape[2]) // block_q
     steps = num_tiles // (blocks.tiles * plan.cores)
     lse_width = -(-plan.rows // LANES) * LANES
 
@@ -223,8 +245,8 @@ def _call_kernel(
 
     def per_token(width):
         """Blocks of queries or results, as `_arrange_queries` lays them out."""
-        if block_q == 1:
-            return blocked((blocks.tiles, num_kv_heads, plan.group, width))
+        if plan.by_token:
+            return blocked((blocks.tiles * block_q, num_kv_heads, plan.group, width))
         return blocked((num_kv_heads, plan.group, block_q, width), axis=2)
 
     smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
@@ -242,6 +264,7 @@ def _call_kernel(
                 smem,
                 None if sinks is None else smem,
                 per_token(q.shape[-1]),
+                None if q_rest is None else per_token(q_rest.shape[-1]),
                 None if tree is None else blocked((blocks.tiles * block_q, tree.shape[1])),
                 hbm,
             ],
@@ -267,7 +290,7 @@ def _call_kernel(
         ),
         interpret=interpret,
         name="paged_attention_single" if block_q == 1 else "paged_attention_runs",
-    )(walk, page_table, far_page_table, logit_scale, value_scale, sinks, q, tree, pool)
+    )(walk, page_table, far_page_table, logit_scale, value_scale, sinks, q, q_rest, tree, pool)
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:

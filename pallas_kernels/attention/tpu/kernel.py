@@ -5,12 +5,13 @@ the segments of schedule.py. One flat walk over all sequences, so that copies ne
 them, is the idea of jax's and tpu-inference's ragged paged attention (arXiv 2604.15464).
 
 Rows of a tile are ordered (head of the group, token), so that the tokens of one head are neighbours in memory and in
-the mask. Owns the arithmetic; how pages arrive is in pages.py. Knows nothing of how queries got
-into that order, nor of sizes other than those in its `Plan`.
+the mask, or (token, head), as queries come, where all heads are one group of many. Owns the arithmetic; how pages
+arrive is in pages.py. Knows nothing of how queries got into that order, nor of sizes other than those in its `Plan`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -23,6 +24,7 @@ from pallas_kernels.attention.tpu.pages import (
     FETCH_SEGMENT,
     SLOT,
     Item,
+    Part,
     Plan,
     Refs,
     Segment,
@@ -94,8 +96,13 @@ def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) 
         refs.total[...] = jnp.zeros_like(refs.total)
         refs.acc[...] = jnp.zeros_like(refs.acc)
 
-    zero_unseen_values(refs, plan, segment, first_key, slot)
-    if plan.block_q == 1:  # one row: its mask costs less than a second copy of the program
+    counts, live = _counts(plan), _live_parts(plan, segment, first_key)
+    zero_unseen_values(refs, plan, segment, first_key, slot, live * (plan.blocks.pages // counts[-1]))
+    if len(counts) > 1:
+        for count in counts:
+            fold = functools.partial(_fold_block, refs, plan, segment, first_key, slot, sub, masked=True, parts=count)
+            pl.when(live == count)(fold)
+    elif plan.block_q == 1:  # one row: its mask costs less than a second copy of the program
         _fold_block(refs, plan, segment, first_key, slot, sub, masked=True)
     else:
         whole = _is_whole(plan, segment, first_key)
@@ -106,6 +113,19 @@ def _work_item(refs: Refs, plan: Plan, segment: Segment, item: Item, slot, sub) 
     def _():
         for head in range(len(plan.keys)):
             _close_head(refs, plan, sub, head)
+
+
+def _counts(plan: Plan) -> list[int]:
+    """Of how many parts of a block's pages there is a program of its own, the last one for all."""
+    parts = plan.parts if plan.block_q == 1 else 1
+    return [count for count in range(1, parts + 1) if parts % count == 0]
+
+
+def _live_parts(plan: Plan, segment: Segment, first_key) -> jax.Array | int:
+    """The least of `_counts` whose parts hold all keys that the segment sees of a block."""
+    *counts, parts = _counts(plan)
+    live = pl.cdiv((segment.end_key - first_key) * parts, plan.block_kv)
+    return functools.reduce(lambda most, count: jnp.where(live <= count, count, most), reversed(counts), parts)
 
 
 def _is_whole(plan: Plan, segment: Segment, first_key) -> jax.Array:
@@ -149,69 +169,92 @@ def _visible(refs: Refs, plan: Plan, segment: Segment, first_key, sub) -> tuple[
     return visible, member
 
 
-def _fold_block(refs: Refs, plan: Plan, segment: Segment, first_key, slot, sub, *, masked: bool) -> None:
-    """Scores of some heads, then softmax and values of the heads before them.
+def _fold_block(
+    refs: Refs, plan: Plan, segment: Segment, first_key, slot, sub, *, masked: bool, parts: int | None = None
+) -> None:
+    """Scores of a phase, then softmax and values of the phase before it.
 
-    The steps of one head depend on each other and leave the matrix unit idle in turn; those of several heads do not.
+    The steps of one head depend on each other and leave the matrix unit idle in turn; those of several heads do not,
+    nor do the scores of another part of the only one. parts: how many of those hold keys, None for all.
     """
     visible = member = None
     if masked:
         visible, member = _visible(refs, plan, segment, first_key, sub)
-    num_heads, phase = len(plan.keys), plan.blocks.heads
-    scores, waiting = {}, range(0)
-    for first in range(0, num_heads + phase, phase):
-        heads = range(first, min(first + phase, num_heads))
-        scores |= {head: _scores(refs, plan, slot, sub, head, visible) for head in heads}
-        _fold_scores(refs, plan, slot, {head: scores.pop(head) for head in waiting}, member)
-        waiting = heads
+    scores, waiting = {}, ()
+    for phase in (*plan.phases[:parts], ()):
+        scores |= {part: _scores(refs, plan, slot, sub, part, visible) for part in phase}
+        _fold_scores(refs, plan, slot, {part: scores.pop(part) for part in waiting}, member)
+        waiting = phase
 
 
-def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[int, jax.Array], member) -> None:
-    """Fold the scores [rows, block_kv] of some heads and their values into the running softmax."""
-    largest = {head: jnp.maximum(refs.largest[head], _row_max(score)) for head, score in scores.items()}
+def _fold_scores(refs: Refs, plan: Plan, slot, scores: dict[Part, jax.Array], member) -> None:
+    """Fold the scores [rows, keys] of some parts and their values into the running softmax."""
+    rows = {part: (part.head, slice(part.first_row, part.end_row)) for part in scores}
+    largest = {part: jnp.maximum(refs.largest[rows[part]], _row_max(score)) for part, score in scores.items()}
     weights, sums, decay = {}, {}, {}
-    for head, score in scores.items():
-        weight = jnp.exp2(score - _across(largest[head], plan.block_kv))
-        decay[head] = jnp.exp2(refs.largest[head] - largest[head])
-        if not plan.sums_beside_values(head):
-            sums[head] = sum(weight[:, lane : lane + LANES] for lane in range(0, plan.block_kv, LANES))
-        refs.largest[head] = largest[head]
-        weights[head] = weight.astype(plan.operand_dtype)
-    for head, weight in weights.items():
-        window = plan.values[head]
-        values = _operand(refs, plan, slot, window)
-        if plan.sums_beside_values(head):
+    for part, score in scores.items():
+        num_keys = score.shape[1]
+        weight = jnp.exp2(score - _across(largest[part], num_keys))
+        decay[part] = jnp.exp2(refs.largest[rows[part]] - largest[part])
+        if not plan.sums_beside_values(part.head):
+            sums[part] = sum(weight[:, lane : lane + LANES] for lane in range(0, num_keys, LANES))
+        refs.largest[rows[part]] = largest[part]
+        weights[part] = weight.astype(plan.operand_dtype)
+    for part, weight in weights.items():
+        window = plan.values[part.head]
+        values = _operand(refs, plan, slot, window, part)
+        if plan.sums_beside_values(part.head):
             values = jnp.concatenate([values, _ones_in_first_lane(values)], axis=1)
         product = lax.dot(weight, values, precision=_precision(plan), preferred_element_type=jnp.float32)
-        if plan.sums_beside_values(head):
-            product, sums[head] = product[:, : window.size], product[:, window.size :]
-        refs.total[head] = decay[head] * refs.total[head] + sums[head]
+        if plan.sums_beside_values(part.head):
+            product, sums[part] = product[:, : window.size], product[:, window.size :]
+        refs.total[rows[part]] = decay[part] * refs.total[rows[part]] + sums[part]
         if member is not None and plan.block_q > 1:
             # A value that is not finite stays with the sequence it belongs to: 0 * inf is NaN.
-            product = _where_token(member, product, 0.0)
-        refs.acc[head, :, : window.size] = (
-            _across(decay[head], window.size) * refs.acc[head, :, : window.size] + product
-        )
+            product = _where_token(plan, part, member, product, 0.0)
+        place = (*rows[part], slice(0, window.size))
+        refs.acc[place] = _across(decay[part], window.size) * refs.acc[place] + product
 
 
-def _scores(refs: Refs, plan: Plan, slot, sub, head: int, visible) -> jax.Array:
-    """Logits [rows, block_kv] to base 2."""
-    window = plan.keys[head]
-    q = (refs.q[sub, head] if plan.block_q == 1 else refs.q[head].reshape(plan.rows, -1))[:, : window.size]
+def _scores(refs: Refs, plan: Plan, slot, sub, part: Part, visible) -> jax.Array:
+    """Logits [rows, keys] of a part to base 2."""
+    window, q = plan.keys[part.head], _queries(refs, plan, sub, part)
+    keys = _operand(refs, plan, slot, window, part)
     contract_last = (((1,), (1,)), ((), ()))
     scores = lax.dot_general(
-        q, _operand(refs, plan, slot, window), contract_last, _precision(plan), preferred_element_type=jnp.float32
+        q[:, : window.size], keys, contract_last, _precision(plan), preferred_element_type=jnp.float32
     )
-    scores *= refs.logit_scale[head]
+    scores *= refs.logit_scale[part.head]
     if (cap := plan.spec.soft_cap) is not None:
         scores = jnp.tanh(scores / cap) * (cap * LOG2E)
-    return scores if visible is None else _where_token(visible, scores, MASKED)
+    if visible is None:
+        return scores
+    first_key = part.first_page * plan.page_size
+    return _where_token(plan, part, visible[:, first_key : first_key + scores.shape[1]], scores, MASKED)
 
 
-def _operand(refs: Refs, plan: Plan, slot, window: Window) -> jax.Array:
-    """Keys or values [block_kv, size] of one head."""
-    tile = refs.buffer[slot, :, :, window.start : window.start + window.size]
-    return tile.reshape(plan.block_kv, window.size).astype(plan.operand_dtype)
+def _queries(refs: Refs, plan: Plan, sub, part: Part) -> jax.Array:
+    """Queries [rows, width] of a part, zeros where a key's window holds more than the key."""
+
+    def rows_of(ref):
+        if plan.block_q == 1:
+            return ref[sub, part.head]
+        if plan.by_token:
+            tokens = ref[part.first_row // plan.group : part.end_row // plan.group, part.head]
+            return tokens.reshape(part.end_row - part.first_row, -1)
+        return ref[part.head].reshape(plan.rows, -1)
+
+    pieces = [rows_of(ref) for ref in (refs.q, refs.q_rest) if ref is not None]
+    missing = plan.keys[part.head].size - sum(piece.shape[1] for piece in pieces)
+    if missing > 0:
+        pieces.append(jnp.zeros((pieces[0].shape[0], missing), pieces[0].dtype))
+    return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
+
+
+def _operand(refs: Refs, plan: Plan, slot, window: Window, part: Part) -> jax.Array:
+    """Keys or values [keys, size] of a part."""
+    tile = refs.buffer[slot, part.first_page : part.end_page, :, window.start : window.start + window.size]
+    return tile.reshape(-1, window.size).astype(plan.operand_dtype)
 
 
 def _ones_in_first_lane(values: jax.Array) -> jax.Array:
@@ -224,12 +267,15 @@ def _precision(plan: Plan) -> lax.Precision:
     return lax.Precision.HIGHEST if plan.operand_dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def _where_token(condition: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
-    """x [rows, n] where its token's condition [block_q, n or 1] holds."""
-    block_q = condition.shape[0]
-    if block_q == 1:
+def _where_token(plan: Plan, part: Part, condition: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
+    """x [rows of the part, n] where its token's condition [block_q, n or 1] holds."""
+    if plan.block_q == 1:
         return jnp.where(condition, x, otherwise)
-    by_head = x.reshape(-1, block_q, x.shape[1])
+    if plan.by_token:
+        condition = condition[part.first_row // plan.group : part.end_row // plan.group, None]
+        by_token = x.reshape(-1, plan.group, x.shape[1])
+        return jnp.where(condition, by_token, otherwise).reshape(x.shape)
+    by_head = x.reshape(-1, plan.block_q, x.shape[1])
     return jnp.where(condition[None], by_head, otherwise).reshape(x.shape)
 
 
@@ -262,6 +308,8 @@ def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
     o = o[:, window.offset : window.offset + width].astype(refs.o.dtype)
     if plan.block_q == 1:
         refs.o[sub, head] = o
+    elif plan.by_token:
+        refs.o[:, head] = o.reshape(plan.block_q, plan.group, width)
     else:
         refs.o[head] = o.reshape(plan.group, plan.block_q, width)
     _store_lse(refs, sub, head, lse)
@@ -269,7 +317,8 @@ def _close_head(refs: Refs, plan: Plan, sub, head: int) -> None:
 
 def _sink_rows(refs: Refs, plan: Plan, head: int) -> jax.Array:
     """f32 [rows, LANES]: the sink of each row's query head."""
-    member = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0) // plan.block_q
+    row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
+    member = row % plan.group if plan.by_token else row // plan.block_q
     sink = jnp.full((plan.rows, LANES), NOTHING_SEEN, jnp.float32)
     for index in range(plan.spec.group_size):
         sink = jnp.where(member == index, refs.sinks[head, index], sink)

@@ -24,9 +24,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention.ragged_batch import AttentionSpec
 from pallas_kernels.attention.tpu.schedule import Walk
-from pallas_kernels.attention.tpu.tiles import LANES, Blocks, Window
+from pallas_kernels.attention.tpu.tiles import LANES, Blocks, Window, lies_by_token
 
 Item = tuple[jax.Array, jax.Array]  # i32 (segment, block)
+
+
+class Part(NamedTuple):
+    """Rows of a tile and pages of a block that are worked on for one kv head."""
+
+    head: int
+    first_row: int
+    end_row: int
+    first_page: int
+    end_page: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Plan:
     num_tree_words: int  # 0 without a tree mask
     cores: int
     mxu_columns: int  # of the matrix unit
+    parts: int  # of the work on a single kv head
 
     def sums_beside_values(self, head: int) -> bool:
         """Whether the matrix unit has columns to spare that add up a head's weights while it weighs the values.
@@ -60,6 +71,31 @@ class Plan:
         return self.group * self.block_q
 
     @property
+    def by_token(self) -> bool:
+        """Whether queries and results lie as they come, token by token, and so do the rows of a tile; else by head.
+
+        The heads of a group have to be whole tiles of registers for that.
+        """
+        return self.block_q == 1 or lies_by_token(len(self.keys), self.group)
+
+    @property
+    def phases(self) -> list[list[Part]]:
+        """What is worked on together: some kv heads, or a part of the only one.
+
+        Parts of rows share the keys that are brought into the matrix unit for each; where rows are so few that this
+        is what takes time, parts of pages do not.
+        """
+        blocks, num_heads, parts = self.blocks, len(self.keys), self.parts
+        if parts == 1:
+            whole = [Part(head, 0, self.rows, 0, blocks.pages) for head in range(num_heads)]
+            return [whole[first : first + blocks.heads] for first in range(0, num_heads, blocks.heads)]
+        if self.block_q > 1:
+            size = self.rows // parts
+            return [[Part(0, first, first + size, 0, blocks.pages)] for first in range(0, self.rows, size)]
+        size = blocks.pages // parts
+        return [[Part(0, 0, self.rows, first, first + size)] for first in range(0, blocks.pages, size)]
+
+    @property
     def block_kv(self) -> int:
         return self.blocks.pages * self.page_size
 
@@ -73,7 +109,8 @@ class Refs(NamedTuple):
     logit_scale: Any  # SMEM f32 [K] of q.k, for logits to base 2 (natural logits under a soft cap)
     value_scale: Any  # SMEM f32 [K]
     sinks: Any  # SMEM f32 [K, G] to base 2, or None
-    q: Any  # [tiles, K, G, width] (single) or [K, G, block_q, width] (runs), queries moved to their key window
+    q: Any  # [tokens, K, G, width] (plan.by_token) or [K, G, block_q, width], queries moved to their key window
+    q_rest: Any  # as q, what follows its last axis; or None
     tree: Any  # i32 [tiles * block_q, words] or None
     pool: Any  # HBM [P, page_size, K * (H + Hv)]
     o: Any  # as q, last axis Hv
@@ -224,8 +261,11 @@ def _enter_segment(refs: Refs, plan: Plan, segment, end) -> None:
     pl.when(following < end)(lambda: _table_row_copy(refs, following, 1 - row).start())
 
 
-def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot) -> None:
-    """Values outside of what the segment sees become 0: their weight is 0, but what they hold may be NaN."""
+def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot, end_page) -> None:
+    """Values outside of what the segment sees become 0: their weight is 0, but what they hold may be NaN.
+
+    end_page: of the block's pages, one past the last that anybody looks at.
+    """
     low = 0
     if plan.spec.window is not None:
         low = jnp.maximum(segment.position + segment.first_row + 1 - plan.spec.window - first_key, 0)
@@ -251,4 +291,4 @@ def zero_unseen_values(refs: Refs, plan: Plan, segment: Segment, first_key, slot
     first_unseen = jnp.maximum(high, 0) // plan.page_size
     if plan.spec.window is not None or plan.spec.chunk is not None:
         pl.when((low > 0) & (first_unseen > 0))(lambda: zero_page(0))  # a window starts inside the first page
-    lax.fori_loop(first_unseen, plan.blocks.pages, lambda page, _: zero_page(page), None)
+    lax.fori_loop(first_unseen, end_page, lambda page, _: zero_page(page), None)

@@ -21,6 +21,7 @@ from pallas_kernels.attention.tpu import kernel
 from pallas_kernels.attention.tpu.attend import ragged_paged_attention
 from pallas_kernels.attention.tpu.pages import Plan, Refs, read_segment
 from pallas_kernels.attention.tpu.schedule import attention_schedule, block_q_of
+from pallas_kernels.attention.tpu.tiles import LANES
 from pallas_kernels.kv.pages import KVSpec, alloc
 from pallas_kernels.tuning import tuning_of
 
@@ -56,6 +57,9 @@ def block_profile(
     if part not in PARTS:
         raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}")
     sizes: list[Sizes] = []
+    if spec.num_kv_heads == 1 and spec.values_in_keys:
+        # A key's window as a whole: the end of its queries would be a copy within the chip, at which a profile ends.
+        spec = replace(spec, head_dim=-(-spec.head_dim // LANES) * LANES)
 
     def body(*refs: Any, plan: Plan) -> None:
         if (plan.block_q == 1) == decode:  # a step with runs has a kernel for single tokens too

@@ -17,6 +17,8 @@ from pallas_kernels.kv.pages import LANES
 from pallas_kernels.tuning import TpuAttention
 
 SUBLANES = 8
+MOST_COPIES = 64  # of the pages of a block, when it is joined of several
+PACKED_SUBLANES = 16  # rows of a register of bfloat16
 
 
 class Window(NamedTuple):
@@ -59,6 +61,11 @@ def _window(column: int, size: int) -> Window:
     return Window(start, _round_up(column + size, LANES) - start, column - start)
 
 
+def lies_by_token(num_kv_heads: int, group: int) -> bool:
+    """Whether tiles of several tokens take their rows token by token, so that nobody turns queries and results."""
+    return num_kv_heads == 1 and group % PACKED_SUBLANES == 0
+
+
 def buffer_lanes(row_lanes: int) -> int:
     """Lanes that a row of `row_lanes` takes in VMEM.
 
@@ -87,6 +94,8 @@ def choose_blocks(
     # Keys lie along lanes in the scores: a block is a whole number of lane tiles.
     unit = LANES // math.gcd(page_size, LANES)
     wanted = sizes.single_keys if single else sizes.run_keys
+    if single and num_kv_heads == 1:  # as long as the copies of its pages are not too many to be written out
+        wanted = max(wanted, min(wanted * sizes.single_parts, MOST_COPIES * page_size))
     fitting = sizes.buffer_bytes // 3 // (row_bytes * page_size)
     pages = max(min(wanted // page_size, fitting, _round_up(max_pages, unit)) // unit, 1) * unit
     block_bytes = pages * page_size * row_bytes
@@ -97,6 +106,19 @@ def choose_blocks(
     phases = -(-num_kv_heads // max(min(sizes.score_bytes // scores, sizes.max_heads), 1))
     heads = -(-num_kv_heads // phases)
     return Blocks(pages, buffers, min(sizes.single_tiles, num_tiles) if single else 1, heads)
+
+
+def choose_parts(
+    sizes: TpuAttention, *, num_kv_heads: int, group: int, block_q: int, pages: int, page_size: int
+) -> int:
+    """Into how many parts the work of a tile on a block of `pages` is cut, of which one has its softmax while the next
+    has its scores: of its pages for a tile of one token, else of its tokens. 1 where several heads do that."""
+    if num_kv_heads > 1 or (block_q > 1 and not lies_by_token(num_kv_heads, group)):
+        return 1
+    if block_q == 1:  # a part is a whole number of lane tiles
+        counts = range(1, sizes.single_parts + 1)
+        return max(count for count in counts if pages % count == 0 and pages // count * page_size % LANES == 0)
+    return min(1 << max(group * block_q // sizes.part_rows, 1).bit_length() - 1, block_q)
 
 
 def fits_smem(sizes: TpuAttention, page_table_shape: tuple[int, ...]) -> bool:

@@ -79,7 +79,7 @@ MUTANTS = [
         "page off by one", _DECODE, "block * shape.boxes + index, low", "block * shape.boxes + index + 1, low", _ANY
     ),
     Mutant("page table read past the end", _DECODE, "index, low, high) for", "index, low, high + 9) for", _ANY),
-    Mutant("keys and values swapped", _DECODE, "+ head) * 2 + part)", "+ head) * 2 + 1 - part)", _ANY),
+    Mutant("keys and values swapped", _DECODE, "+ head) * parts + part)", "+ head) * parts + 1 - part)", _ANY),
     Mutant("wrong key head", _DECODE, "(page * num_heads + head)", "(page * num_heads + head * 0)", _ANY),
     Mutant("last key dropped", _DECODE, "    seen = key < end\n", "    seen = key < end - 1\n", _ANY),
     Mutant("one key too many", _DECODE, "    seen = key < end\n", "    seen = key < end + 1\n", _ANY),

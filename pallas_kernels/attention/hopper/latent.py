@@ -1,0 +1,309 @@
+"""Attention over latents on a Hopper GPU: split-KV, in Mosaic GPU, of keys that begin with their values.
+
+Owns the kernel that turns `DecodeItems` over latents into partial softmaxes, for decodes, verified tokens and prefill
+alike; merge.py makes results of them. A block of keys is loaded once and is keys and values both. Its width (512 + 64
+in DeepSeek-AI 2024, arXiv:2405.04434) makes 64 rows of results more than one warpgroup has registers for, so two share
+them, as in FlashMLA (DeepSeek-AI 2025): each has the scores of half of the keys and half of the columns of the values,
+and what the other needs, row maxima and weights, goes through shared memory. Nothing is computed twice. A third
+warpgroup keeps the ring of blocks filled by TMA.
+
+The M = 64 rows of a wgmma are the new tokens of a row times up to 64 query heads; more heads are several tiles, each a
+(row, kv head) pair of its own to the schedule. The pool [P, K, page * H] is seen as rows [P * K * page, H].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.hopper.decode import NOTHING, load, masked_logits
+from pallas_kernels.attention.hopper.mosaic_gpu import (
+    BOX_ROWS,
+    SHARED_MEMORY_BYTES,
+    WARPGROUP_ROWS,
+    launch,
+    swizzle_of,
+    tiles,
+)
+from pallas_kernels.attention.hopper.schedule import (
+    DECODE_BEGIN,
+    DECODE_END,
+    DECODE_END_BLOCK,
+    DECODE_FIRST_BLOCK,
+    DECODE_HEAD,
+    DECODE_KEYS,
+    DECODE_POSITION,
+    DecodeItems,
+)
+from pallas_kernels.attention.ragged_batch import AttentionSpec
+
+COMPUTING = 2  # warpgroups that share the rows' results; the one after them loads
+LOADER_REGISTERS, COMPUTE_REGISTERS = 40, 232  # an SM has 512 per lane of its warpgroups
+REDUCTION_BYTES = 1024  # of shared memory, for maxima and sums across warps
+STATISTICS_BYTES = 2 * COMPUTING * WARPGROUP_ROWS * 4
+BARRIER_BYTES = 256
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """What the kernel is compiled for."""
+
+    spec: AttentionSpec  # its kv heads are tiles of at most 64 query heads
+    head_tiles: int  # that share a kv head of the pool
+    page_size: int
+    tokens: int  # most new tokens of a row
+    dtype: Any  # of queries and pool
+    max_stages: int  # blocks in shared memory
+
+    parts = 1  # a block of the pool is keys alone
+
+    @property
+    def rows(self) -> int:
+        """Rows of queries, maxima and sums that a (row, tile of heads) pair takes in global memory."""
+        return -(-self.tokens * self.spec.group_size // 8) * 8
+
+    @property
+    def boxes(self) -> int:
+        """TMA boxes that bring the keys of a block."""
+        return max(DECODE_KEYS // self.page_size, 1)
+
+    @property
+    def columns(self) -> int:
+        """Of the values, that one warpgroup has."""
+        return self.spec.v_head_dim // COMPUTING
+
+    def stages(self) -> tuple[int, int]:
+        """Blocks and queries in flight."""
+        width = jnp.dtype(self.dtype).itemsize
+        fixed = REDUCTION_BYTES + STATISTICS_BYTES + BARRIER_BYTES + WARPGROUP_ROWS * DECODE_KEYS * width
+        query, block = (rows * self.spec.head_dim * width for rows in (WARPGROUP_ROWS, DECODE_KEYS))
+        return min((SHARED_MEMORY_BYTES - fixed - query) // block, self.max_stages), 1
+
+
+def why_not_latent(spec: AttentionSpec) -> str | None:
+    """Why the kernel does not take keys and values of these widths, None if it does."""
+    dims = f"values of {spec.v_head_dim} in keys of {spec.head_dim}"
+    if spec.head_dim > 576 or spec.v_head_dim > 512:
+        return f"{dims}: more than 512 in 576"
+    if spec.head_dim % 32 or spec.v_head_dim % (COMPUTING * swizzle_of(spec.head_dim, jnp.dtype("bfloat16")) // 2):
+        return f"{dims}: half of the values is not a whole number of swizzled tiles of a key"
+    return None
+
+
+class _Refs(NamedTuple):
+    """Operands, results and shared memory of the kernel, in launch order."""
+
+    q: Any  # [R * K * M, H]
+    pool: Any  # rows [P * K * page, H]
+    page_table: Any  # i32 [S, W]
+    scale: Any  # f32 [K]
+    cta_items: Any
+    items: Any
+    o: Any  # [I, M, Hv]
+    lse: Any  # f32 [I, M]
+    q_smem: Any  # [queries, 64, H], then the results of the rows
+    kv_smem: Any  # [blocks, block, H]
+    weight_smem: Any  # [64, block]
+    statistics_smem: (
+        Any  # f32 [4 * 64] maxima of the rows over each warpgroup's keys, then sums; one buffer: it is full
+    )
+    kv_full: Any  # barriers
+    kv_free: Any
+    q_full: Any
+    q_free: Any
+    values_there: Any
+    maxima_there: Any
+    weights_there: Any
+    totals_there: Any
+
+
+def latent_partials(
+    q: jax.Array,
+    pool: jax.Array,
+    page_table: jax.Array,
+    scale: jax.Array,
+    items: DecodeItems,
+    shape: LatentShape,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Softmax of every item: mean values [I, M, Hv] in q's dtype, their log-sum-exp in base 2 f32 [I, M], and 1 in its
+    shape: what merge.py takes for partial sums, maxima and denominators.
+
+    q: [R * K * M, H] with M = shape.rows and K = shape.spec.num_kv_heads. pool: rows [P * (K / head_tiles) * page, H].
+    scale: f32 [K], what a product of query and key is multiplied by, log2(e) not included.
+    """
+    num_items, rows, spec = items.items.shape[0], shape.rows, shape.spec
+    blocks, queries = shape.stages()
+    o, lse = launch(
+        lambda *refs: _body(shape, _Refs(*refs)),
+        *(q, pool, page_table, scale, items.cta_items, items.items),
+        name="paged_attention_latent",
+        outputs=[
+            jax.ShapeDtypeStruct((num_items, rows, spec.v_head_dim), shape.dtype),
+            jax.ShapeDtypeStruct((num_items, rows), jnp.float32),
+        ],
+        scratch=[
+            tiles((queries, WARPGROUP_ROWS, spec.head_dim), shape.dtype),
+            tiles((blocks, DECODE_KEYS, spec.head_dim), shape.dtype),
+            plgpu.SMEM((WARPGROUP_ROWS, DECODE_KEYS), shape.dtype),
+            plgpu.SMEM((2 * COMPUTING * WARPGROUP_ROWS,), jnp.float32),
+            plgpu.Barrier(num_barriers=blocks, num_arrivals=shape.boxes),
+            plgpu.Barrier(num_barriers=blocks, num_arrivals=COMPUTING),
+            plgpu.Barrier(num_barriers=queries),
+            plgpu.Barrier(num_barriers=queries, num_arrivals=COMPUTING),
+            *[plgpu.Barrier(num_arrivals=COMPUTING)] * 4,
+        ],
+        num_ctas=items.cta_items.shape[0] - 1,
+        num_warpgroups=COMPUTING + 1,
+        interpret=interpret,
+        reduction_scratch_bytes=REDUCTION_BYTES,
+    )
+    return o, lse, jnp.ones_like(lse)
+
+
+def _body(shape: LatentShape, refs: _Refs) -> None:
+    warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
+    first, end = refs.cta_items[cta], refs.cta_items[cta + 1]
+
+    @pl.when(warpgroup == COMPUTING)
+    def _():
+        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+        load(shape, refs, first, end)
+
+    for own in range(COMPUTING):  # what a warpgroup has must be known where it is compiled
+
+        @pl.when(warpgroup == own)
+        def _(own=own):
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            _attend(shape, refs, own, first, end)
+
+
+def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
+    """Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) of items [first, end): warpgroup `own`'s part."""
+    blocks, queries = shape.stages()
+    half = DECODE_KEYS // COMPUTING
+    columns = pl.ds(own * shape.columns, shape.columns)
+
+    def attend_item(item, step):
+        q_slot = lax.rem(item - first, jnp.int32(queries))
+        scale = refs.scale[refs.items[item, DECODE_HEAD]]
+        begin, stop = refs.items[item, DECODE_BEGIN], refs.items[item, DECODE_END]
+        position = refs.items[item, DECODE_POSITION]
+        plgpu.barrier_wait(refs.q_full.at[q_slot])
+
+        def attend_block(block, carry):
+            step, acc, largest, total = carry
+            slot = lax.rem(step, jnp.int32(blocks))
+            plgpu.barrier_wait(refs.kv_full.at[slot])
+            start = block * DECODE_KEYS
+            # The place of the queries is made to depend on the block: what describes it to 36 instructions would
+            # otherwise be kept in 72 registers from block to block, and others spilled for it.
+            q = refs.q_smem.at[q_slot + lax.div(block, jnp.int32(1 << 30))]
+            _zero_unseen(shape, refs, own, slot, begin - start, stop - start)
+
+            def multiply(accumulator):
+                keys = refs.kv_smem.at[slot, pl.ds(own * half, half)]
+                plgpu.wgmma(accumulator, q, keys.transpose((1, 0)))
+                return accumulator[...]
+
+            products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, half), jnp.float32))
+            bounds = (edge - (start + own * half) for edge in (begin, stop, position))
+            logits = masked_logits(shape.spec, shape.tokens, products, scale, *bounds)
+            new_largest = jnp.maximum(largest, _exchange_maxima(refs, own, logits.max(axis=1)))
+            decay = jnp.exp2(largest - new_largest)
+            weights = jnp.exp2(logits - lax.broadcast_in_dim(new_largest, logits.shape, [0]))
+            total = total * decay + weights.sum(axis=1)
+            refs.weight_smem[:, pl.ds(own * half, half)] = weights.astype(shape.dtype)
+            acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+            _meet(refs.weights_there)
+            weights = refs.weight_smem[...]
+            values = refs.kv_smem.at[slot, :, columns]
+            acc = pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, weights, values))(
+                plgpu.WGMMAAccumulatorRef.init(acc)
+            )
+            plgpu.barrier_arrive(refs.kv_free.at[slot])
+            return step + 1, acc, new_largest, total
+
+        nothing = (
+            jnp.zeros((WARPGROUP_ROWS, shape.columns), jnp.float32),
+            jnp.full((WARPGROUP_ROWS,), NOTHING, jnp.float32),
+            jnp.zeros((WARPGROUP_ROWS,), jnp.float32),
+        )
+        step, acc, largest, total = lax.fori_loop(
+            refs.items[item, DECODE_FIRST_BLOCK], refs.items[item, DECODE_END_BLOCK], attend_block, (step, *nothing)
+        )
+        _store(shape, refs, own, item, q_slot, acc, largest, total)
+        plgpu.barrier_arrive(refs.q_free.at[q_slot])
+        return step
+
+    lax.fori_loop(first, end, attend_item, jnp.int32(0))
+
+
+def _meet(barrier) -> None:
+    """Go on when the other warpgroup is here too; each sees what the other has written to shared memory."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def _exchange_maxima(refs: _Refs, own: int, maxima):
+    """The maxima f32 [64] of the rows over both warpgroups' keys.
+
+    What is written here was last read before the warpgroups met over the weights of the block before.
+    """
+    refs.statistics_smem[pl.ds(own * WARPGROUP_ROWS, WARPGROUP_ROWS)] = maxima
+    _meet(refs.maxima_there)
+    return jnp.maximum(maxima, refs.statistics_smem[pl.ds((1 - own) * WARPGROUP_ROWS, WARPGROUP_ROWS)])
+
+
+def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) -> None:
+    """Values of the warpgroup's own columns outside of keys [begin, end) of the block become 0.
+
+    Those slots may hold NaN, and 0 * NaN is not 0.
+    """
+    unseen = end < DECODE_KEYS
+    if shape.spec.window is not None:
+        unseen = unseen | (begin > 0)
+
+    @pl.when(unseen)
+    def _():
+        width = swizzle_of(shape.spec.head_dim, shape.dtype) // jnp.dtype(shape.dtype).itemsize
+        row = lax.broadcasted_iota(jnp.int32, (DECODE_KEYS, width), 0)
+        seen = row < end
+        if shape.spec.window is not None:
+            seen = seen & (row >= begin)
+        # In parts: beside the results there are not registers for all of them.
+        for column in range(own * shape.columns, (own + 1) * shape.columns, width):
+            values = refs.kv_smem.at[slot, :, pl.ds(column, width)]
+            values[...] = jnp.where(seen, values[...], jnp.zeros((DECODE_KEYS, width), shape.dtype))
+        _meet(refs.values_there)  # the other's scores read these columns
+
+
+def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest, total) -> None:
+    """Send the warpgroup's columns of an item's rows, and their log-sum-exp, to global memory.
+
+    By way of the queries' place, which neither warpgroup reads any more since they met over the last block.
+    """
+    of = [pl.ds((COMPUTING + warpgroup) * WARPGROUP_ROWS, WARPGROUP_ROWS) for warpgroup in (own, 1 - own)]
+    refs.statistics_smem[of[0]] = total
+    _meet(refs.totals_there)
+    total = total + refs.statistics_smem[of[1]]
+    divisor = jnp.where(total > 0, total, 1.0)
+    columns = pl.ds(own * shape.columns, shape.columns)
+    results = refs.q_smem.at[q_slot, :, columns]
+    results[...] = (acc / lax.broadcast_in_dim(divisor, acc.shape, [0])).astype(shape.dtype)
+    if own == 0:
+        refs.statistics_smem[pl.ds(0, WARPGROUP_ROWS)] = largest + jnp.log2(total)
+    plgpu.commit_smem()
+    if own == 0:
+        plgpu.copy_smem_to_gmem(refs.statistics_smem.at[pl.ds(0, shape.rows)], refs.lse.at[item])
+    for row in range(0, shape.rows, BOX_ROWS):  # of a part of the columns no more rows are contiguous
+        rows = pl.ds(row, BOX_ROWS)
+        plgpu.copy_smem_to_gmem(refs.q_smem.at[q_slot, rows, columns], refs.o.at[item, rows, columns])
+    plgpu.wait_smem_to_gmem(0)
