@@ -21,7 +21,7 @@ PYTEST_JOBS ?= -n 2 --dist loadfile --no-loadscope-reorder
 CHECK_ARGS ?= --targets v5e,v6e,v5p,tpu7x,sm_90,sm_100 --model smollm2-135m
 # Kernels and forward passes. Two layers tell of an unrolled model what all of them would; four devices of one kind show
 # what these exchange.
-BASELINES ?= llama-3.1-8b:2
+BASELINES ?= llama-3.1-8b:2 qwen3-moe-30b-a3b:2
 BASELINE_ARGS ?= --targets v5e-4,v6e,tpu7x,sm_90 --buckets short --only ' S=' --max-num-seqs 8 \
   --max-num-batched-tokens 1024 --num-gpu-blocks-override 1000
 # `make check-baseline BASELINE=save` records what is found instead of comparing with it.
