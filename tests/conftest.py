@@ -40,15 +40,9 @@ DEFAULT_MODEL_FILES = (
     "tests/examples/test_examples.py",
 )
 
-# Their engines serve a few tokens: compiled in haste they are there a fifth sooner. Some serve many, and some tell what
-# the optimiser makes.
+# Their engines serve a few tokens: compiled in haste they are there a fifth sooner. Some tell what the optimiser makes.
 HASTY = ("tests/docs/", "tests/jaxengine/", "tests/test_no_recompile.py")
-UNHURRIED = (
-    *DEFAULT_MODEL_FILES,
-    "tests/jaxengine/check/",
-    "tests/jaxengine/sampling/",
-    "tests/jaxengine/server/processes/test_storm.py",
-)
+UNHURRIED = (*DEFAULT_MODEL_FILES, "tests/jaxengine/check/", "tests/jaxengine/sampling/")
 
 
 def pytest_addoption(parser):

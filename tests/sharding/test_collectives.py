@@ -3,7 +3,7 @@
 Eight devices forced on the CPU and, where libtpu is installed, a v5e:2x4 that is not there. Run as a module it compiles
 and prints a line of JSON for each case:
 
-    python -m tests.sharding.test_collectives {cpu,tpu}
+    python -m tests.sharding.test_collectives {cpu,tpu} CASE ...
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     ),
     "experts, dp 4, ep, ragged": (EXPERTS, {DATA: 4, EXPERT: True} | RAGGED, {"all-gather": 1, "ragged-all-to-all": 2}),
 }
+# What others show together.
+THOROUGH = ("tp 4, replicated", "dp 2", "tp 2, dp 2", "experts, tp 2, dp 2", "experts, dp 4, ep, ragged")
 # Compiled with its heads too, which take most of the time; the others as a first pipeline stage.
 WHOLE = "tp 4"
 PLANTED = "weights gathered"
@@ -55,7 +57,7 @@ PLANTED = "weights gathered"
 AROUND = {"embed": 3, "logits": 2, "sample": 24, "prompt_logprobs": 9, "results": 9}
 
 
-def compile_cases(backend: str) -> None:
+def compile_cases(backend: str, *names: str) -> None:
     """Prints what steps exchange: of a stage of one layer, of one of two layers, and of a whole model of one."""
     import jax
 
@@ -101,7 +103,7 @@ def compile_cases(backend: str) -> None:
             faults += wrong(own, program.expected)
         return {"places": by_place(found), "compiled": counts(found), "wrong": faults}
 
-    for name in CASES:
+    for name in names:
         row = {"case": name, "one": step(name, 1, 1), "two": step(name, 2, 1)}
         print(json.dumps(row | ({"whole": step(name, 1)} if name == WHOLE else {})), flush=True)
 
@@ -122,12 +124,13 @@ def total(step: dict[str, Any]) -> Counter[str]:
     "backend",
     ["cpu", pytest.param("tpu", marks=pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not here"))],
 )
-def test_a_layer_exchanges_what_it_should_and_nothing_else_does(backend, report):
+def test_a_layer_exchanges_what_it_should_and_nothing_else_does(backend, report, thorough):
+    names = [name for name in CASES if thorough or name not in THOROUGH]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     if backend == "cpu":  # whose machine code is not run: the quickest to make will do
         flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         env["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    command = [sys.executable, "-m", "tests.sharding.test_collectives", backend]
+    command = [sys.executable, "-m", "tests.sharding.test_collectives", backend, *names]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -135,7 +138,7 @@ def test_a_layer_exchanges_what_it_should_and_nothing_else_does(backend, report)
     assert planted["case"] == PLANTED
     assert any("more than" in text and "gate_up/all_gather" in text for text in planted["wrong"])
     assert any("layer 0 has" in text for text in planted["wrong"])
-    assert [row["case"] for row in rows] == list(CASES)
+    assert [row["case"] for row in rows] == names
     for row in rows:
         name, one, two = row["case"], row["one"], row["two"]
         whole = row.get("whole", one)
@@ -153,4 +156,4 @@ def test_a_layer_exchanges_what_it_should_and_nothing_else_does(backend, report)
 
 
 if __name__ == "__main__":
-    compile_cases(sys.argv[1])
+    compile_cases(*sys.argv[1:])

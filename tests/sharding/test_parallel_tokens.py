@@ -15,9 +15,7 @@ ROOT = Path(__file__).parents[2]
 # Every kind of parallelism; --thorough runs every case.
 SHORT = (
     "tp2 dp2 pp2",
-    "3 kv heads, tp4, the last devices",
     "moe tp2 dp2 ep",
-    "gemma2 pp2",
     "latent tp4 pp2, replicated",
 )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # Two kv heads: each is stored twice on four devices.
@@ -32,7 +33,9 @@ def main(folder: str) -> None:
         print(json.dumps([kind.tolist() for kind in kinds]))
 
 
-def test_scales_are_those_of_one_device(tmp_path):
+def test_scales_are_those_of_one_device(tmp_path, thorough):
+    if not thorough:
+        pytest.skip("half a minute of compiling: --thorough")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, "-m", "tests.sharding.test_sharded_kv_scales", str(tmp_path)]

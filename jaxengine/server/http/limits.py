@@ -24,8 +24,8 @@ from jaxengine.server.workers import Workers
 MAX_DEPTH = 64
 # Arrays and objects in one body. One with a name in it takes seven bytes there and two hundred in memory.
 MAX_CONTAINERS = 250_000
-# Entries of all arrays and objects: twice the token ids of the longest prompts that there are.
-MAX_VALUES = 2_000_000
+# Entries of all arrays and objects, forty bytes each: the token ids of the longest prompts, 2**20, and some more.
+MAX_VALUES = 1_100_000
 # Texts, names included. A name takes ten times as long to read as a number.
 MAX_TEXTS = 500_000
 # Names of one request, beside those of objects in it.

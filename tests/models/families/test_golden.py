@@ -24,13 +24,24 @@ def padded(count: int) -> int:
     return -(-count // 40) * 40
 
 
+def architecture(name: str) -> str:
+    return read_hf(read_config_json(CHECKPOINTS / name)).architecture
+
+
+# A checkpoint of each family always, and those of further kinds of rope; other shapes in a thorough run.
+ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope")
+ALWAYS = frozenset((*{architecture(name): name for name in reversed(NAMES)}.values(), *ROPES))
+
+
 def test_every_family_is_recorded():
-    assert {read_hf(read_config_json(CHECKPOINTS / name)).architecture for name in NAMES} == set(MODELS)
+    assert {architecture(name) for name in ALWAYS} == set(MODELS)
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def case(request, recorded):
+def case(request, recorded, thorough):
     """One checkpoint after the other: its programs are compiled once, in haste, and then forgotten."""
+    if request.param not in ALWAYS and not thorough:
+        pytest.skip("a further shape of a family: --thorough")
     jax.config.update("jax_disable_most_optimizations", True)
     yield recorded(request.param)
     jax.config.update("jax_disable_most_optimizations", False)
