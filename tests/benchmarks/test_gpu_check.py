@@ -24,7 +24,9 @@ def gpu_check(folder: Path, section: str, *more: str) -> dict:
     return json.loads((folder / "gpu_check.json").read_text())[section]
 
 
-def test_attention_rows_compare_with_measured_limits(tmp_path):
+def test_attention_rows_compare_with_measured_limits(tmp_path, thorough):
+    if not thorough:
+        pytest.skip("a fifth of a minute: --thorough")
     rows = gpu_check(tmp_path, "attention")["rows"]
     limit = rows["copy bandwidth"]["bytes_per_s"]
     for case in (*decode_cases(tiny=True), *prefill_cases(tiny=True)):

@@ -17,8 +17,8 @@ from tests.fixtures.drawn_weights import checkpoint
 
 # What the recorded tiny checkpoints have: layers of both kinds, and windows in all layers.
 WINDOWS = {"gemma2": (3, 3, None), "gemma3": (3, 3, None), "gpt_oss": (6, 6, None), "mistral": (8,)}
-# The others have each of their kinds of layers.
-THOROUGH = ("gemma3", "gpt_oss")
+# The other has each of their kinds of layers.
+THOROUGH = ("gemma3", "gpt_oss", "mistral")
 
 
 @partial(jax.jit, donate_argnums=0)
