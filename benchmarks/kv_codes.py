@@ -63,12 +63,10 @@ def run() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     args = parser.parse_args()
-    rows = run()
-    if args.json:
-        write_json(args.json, {"rows": rows})
+    write_json(args.json, {"rows": run()})
 
 
 if __name__ == "__main__":

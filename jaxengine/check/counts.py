@@ -148,7 +148,7 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
         elif inside := module.inside(inner):
             for index in (index for index, name in enumerate(inner.operands) if name in names):
                 own = next((each for each in inside if each.opcode == "parameter" and _number(each) == index), None)
-                touched, updated = (0, False) if own is None else _touched(module, own, inside)
+                touched, updated = (None, False) if own is None else _touched(module, own, inside)
                 if touched is None or updated:
                     return None, False
                 total += touched

@@ -60,14 +60,14 @@ def load_runner(
     """Loads the weights and compiles, as every process of an engine does."""
     show, coded = not config.disable_log_stats, is_coded(config.kv_cache_dtype)
     scales = known_scales(source, config) if coded else None
+    if coded and scales is None and peers is not ALONE:
+        problem = "kv_cache_scales are not in the checkpoint, and several processes measure none"
+        advice = "give a file that `jaxengine calibrate` wrote, or unit"
+        raise ConfigError.because("kv_cache_scales", problem, advice)
     with ProgressBar("Loading weights", "B", show) as bar:
         stages = open_stages(source, config, platform, devices, mesh, progress=bar.update)
     if coded:
         if scales is None:
-            if peers is not ALONE:
-                problem = "kv_cache_scales are not in the checkpoint, and several processes measure none"
-                advice = "give a file that `jaxengine calibrate` wrote, or unit"
-                raise ConfigError.because("kv_cache_scales", problem, advice)
             logger.info("measuring scales of keys and values on random tokens")
             scales = scales_of(measure(stages, config, platform), config.kv_cache_dtype)
         for stage in stages:
