@@ -7,6 +7,7 @@ read from any of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from models.config.gguf import RopeFactors
 from models.config.hf import CONFIG_FILE, read_config_json
 from models.config.model_config import ModelConfig
 from models.quantization.registry import ALIASES, ROUNDED, rounded
-from models.registry import read_folder, read_gguf
+from models.registry import build_model, read_folder, read_gguf
 from models.weights.errors import ModelFileError
 from models.weights.files import inside, read_object
 from models.weights.gguf import GGUFFile
+from models.weights.gguf_kept import read_formats
 from models.weights.load import HEAD, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from models.weights.orbax import LAYOUT_FILE
 from models.weights.renamed import with_prefix
@@ -163,6 +165,10 @@ def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:
         model = read_gguf(file.metadata, tie_word_embeddings=tied, rope_factors=factors, pooler=pooler)
     except ModelConfigError as error:
         raise ModelFileError(path, str(error)) from error
+    if config.quantization == "gguf":
+        quantization, kept = read_formats(file.formats(), partial(build_model, model))
+        model = replace(model, quantization=quantization)
+        file.keep(kept)
     weights = None if config.load_format == "dummy" else SplitLatentSource(file)
     return ModelSource(path, model, weights, _generation_defaults(None, config), pooling=pooling)
 

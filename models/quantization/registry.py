@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from models.quantization import compressed_tensors, four_bits, fp8, mxfp4
 from models.quantization.online import Rounded
 from models.quantization.plain import Plain
-from models.quantization.rules import LINEAR, Quantization, bad
+from models.quantization.rules import LINEAR, Everywhere, Quantization, bad
 from models.quantization.scheme import Scheme
 
 SCHEMES: dict[str, Scheme] = {"plain": Plain()}
-
-
-@dataclass(frozen=True)
-class Everywhere:
-    """One scheme for every checkpoint module, whatever its name."""
-
-    scheme: Scheme
-
-    def __call__(self, module: str) -> Scheme:
-        return self.scheme
 
 
 PLAIN = Everywhere(SCHEMES["plain"])

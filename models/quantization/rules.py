@@ -56,6 +56,16 @@ class Quantization:
         return [module, *renamed]
 
 
+@dataclass(frozen=True)
+class Everywhere:
+    """One scheme for every checkpoint module, whatever its name."""
+
+    scheme: Scheme
+
+    def __call__(self, module: str) -> Scheme:
+        return self.scheme
+
+
 @cache
 def _chosen(quantization: Quantization, module: str) -> Scheme:
     names = quantization.names_of(module)

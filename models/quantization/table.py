@@ -21,7 +21,7 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for param in (param for model in models for param in declared_params(model)):
         name, _, kind = ".".join("*" if isinstance(part, int) else str(part) for part in param.path).rpartition(".")
-        if not name.endswith("weight") or kind not in ("values", "codes", "scales", "zeros", "order", "input_scale"):
+        if kind not in ("values", "codes", "scales", "zeros", "order", "input_scale"):
             continue
         module = param.decl.sources[0].name.rpartition(".")[0]
         scheme = models[0].build.scheme(module)

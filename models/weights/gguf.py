@@ -1,8 +1,8 @@
 """GGUF files as checkpoints: Hugging Face names and orientation over the tensors of a llama.cpp file.
 
-Owns the order of the query and key rows of llama files, and stacked experts as tensors of their own. What differs
-from one architecture to another is a row of gguf_layout; the header is read by gguf_header, block formats by
-gguf_dequant. Knows nothing of model classes.
+Owns the order of the query and key rows of llama files, stacked experts as tensors of their own, and matrices whose
+blocks are read as codes and scales. What differs from one architecture to another is a row of gguf_layout; the header
+is read by gguf_header, block formats by gguf_dequant. Knows nothing of model classes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from models.quantization.gguf import CODES, SCALES, ZEROS
 from models.weights.errors import ModelFileError
 from models.weights.files import open_regular
-from models.weights.gguf_dequant import dequantize
+from models.weights.gguf_dequant import BlockFormat, dequantize, split_blocks
 from models.weights.gguf_header import TensorInfo, read_header
 from models.weights.gguf_layout import LAYOUTS, K, Q
 from models.weights.source import WHOLE
@@ -66,6 +67,7 @@ class GGUFFile:
             self._layout = LAYOUTS[self.architecture]
             self._heads = {part: self._head_count(key) for part, key in _HEADS_KEY.items()}
             self._tensors = self._named(header.tensors)
+            self._kept: dict[str, tuple[str, str]] = {}
         except BaseException as error:
             self.close()
             if isinstance(error, ModelFileError) or not isinstance(error, (OSError, ValueError)):
@@ -84,42 +86,62 @@ class GGUFFile:
             self._file.close()
 
     def names(self) -> Iterable[str]:
-        """Canonical names, in the order of the file."""
-        return self._tensors.keys()
+        """Canonical names, in the order of the file; those of parts of matrices that are kept come last."""
+        kept = {weight for weight, _ in self._kept.values()}
+        return (*(name for name in self._tensors if name not in kept), *self._kept)
+
+    def formats(self) -> dict[str, BlockFormat]:
+        """Of every matrix that is quantised, by its module: the name without `.weight`."""
+        matrices = (item for item in self._tensors.items() if item[0].endswith(".weight") and len(item[1].shape) == 2)
+        return {name.removesuffix(".weight"): info.format for name, info in matrices if info.format.parts is not None}
+
+    def keep(self, modules: Iterable[str]) -> None:
+        """Has matrices of `formats` as what their blocks hold instead of what this makes.
+
+        MODULE.weight [out, in] becomes MODULE.codes i8[out, in], MODULE.scales f32[out, n] and, where the format has
+        them, MODULE.zeros f32[out, n]: a weight is codes * scales - zeros.
+        """
+        formats = self.formats()
+        for module in modules:
+            for kind in (CODES, SCALES, ZEROS)[: 3 if formats[module].has_zeros else 2]:
+                self._kept[f"{module}.{kind}"] = f"{module}.weight", kind
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._info(name).shape
+        weight, kind = self._kept.get(name, (name, None))
+        return _shape(self._info(weight), kind)
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         """These rows and columns of [out, in]: float16 or bfloat16 where the file holds it so, else float32."""
-        values = self._read(name, rows, columns)
+        name, kind = self._kept.get(name, (name, None))
+        values = self._read(name, kind, rows, columns)
         if self._layout.norm_offset and name.endswith("norm.weight"):
             return values.astype(np.float32) - np.float32(self._layout.norm_offset)
         return values
 
-    def _read(self, name: str, rows: slice, columns: slice) -> np.ndarray:
+    def _read(self, name: str, kind: str | None, rows: slice, columns: slice) -> np.ndarray:
         info, num_heads = self._info(name), self._permuted_heads(name)
         first, last, _ = rows.indices(info.shape[0])
         if num_heads is None:
-            return self._read_rows(info, first, last, columns)
+            return self._read_rows(info, kind, first, last, columns)
         head_dim = info.shape[0] // num_heads
         first_head, last_head = first // head_dim, -(-last // head_dim)
-        stored = self._read_rows(info, first_head * head_dim, last_head * head_dim, columns)
+        stored = self._read_rows(info, kind, first_head * head_dim, last_head * head_dim, columns)
         start = first_head * head_dim
         return unpermute_rows(stored, last_head - first_head)[first - start : last - start]
 
-    def _read_rows(self, info: TensorInfo, first: int, last: int, columns: slice) -> np.ndarray:
+    def _read_rows(self, info: TensorInfo, kind: str | None, first: int, last: int, columns: slice) -> np.ndarray:
         """Rows in the order of the file. Whole rows are read, one at least, and some at a time."""
         if len(info.shape) == 1:  # blocks may cross entries, so this is one row
-            return dequantize(info.format, self._bytes(info, 0, info.num_bytes)).reshape(-1)[first:last]
+            return _decoded(info, kind, self._bytes(info, 0, info.num_bytes)).reshape(-1)[first:last]
         row_bytes = info.num_bytes // info.shape[0]
         step = max(1, CHUNK_BYTES // row_bytes)
-        start, stop, _ = columns.indices(info.shape[1])
-        values = np.empty((last - first, stop - start, *info.shape[2:]), info.format.dtype)
+        shape = _shape(info, kind)[1:]
+        start, stop, _ = columns.indices(shape[0])
+        values = np.empty((last - first, stop - start, *shape[1:]), _decoded(info, kind, b"").dtype)
         for row in range(first, last, step):
             count = min(step, last - row)
-            chunk = dequantize(info.format, self._bytes(info, row * row_bytes, count * row_bytes))
-            values[row - first : row - first + count] = chunk.reshape(count, *info.shape[1:])[:, columns]
+            chunk = _decoded(info, kind, self._bytes(info, row * row_bytes, count * row_bytes))
+            values[row - first : row - first + count] = chunk.reshape(count, *shape)[:, columns]
         return values
 
     def _info(self, name: str) -> TensorInfo:
@@ -182,6 +204,16 @@ class GGUFFile:
         if type(heads) is not int or heads < 1:
             raise ModelFileError(self.path, f"must be a positive number, got {repr(heads)[:100]}", key)
         return heads
+
+
+def _shape(info: TensorInfo, kind: str | None) -> tuple[int, ...]:
+    """Of a tensor, or of a part of a matrix that is kept."""
+    return info.shape if kind in (None, CODES) else (info.shape[0], info.shape[1] // info.format.group)
+
+
+def _decoded(info: TensorInfo, kind: str | None, data: bytes) -> np.ndarray:
+    """Whole blocks as the tensor's values, or as one part of what they hold."""
+    return dequantize(info.format, data) if kind is None else getattr(split_blocks(info.format, data), kind)
 
 
 def _architecture(path: str, metadata: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def test_a_plain_checkpoint_can_be_rounded(name):
 
 
 def test_a_gguf_file_is_as_it_is():
-    assert method_of(quantization="gguf") is None
+    assert method_of() is None and method_of(quantization="gguf") == "gguf"
     with pytest.raises(ConfigError, match="quantization is 'int8', but the checkpoint is quantised as 'gguf'"):
         method_of(quantization="int8")
 

@@ -6,7 +6,7 @@ Written from those rules, with a table of names of its own: it must not share wh
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -109,8 +109,19 @@ _EXPERT = re.compile(
 _BARE = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, BARE))})")
 
 
-def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The file of a checkpoint with this config.json and these tensors, all in float32."""
+def tensor(name: str, values: np.ndarray) -> Tensor:
+    return name, values.shape[::-1], 0, values.astype("<f4").tobytes()
+
+
+def converted(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    store: Callable[[str, np.ndarray], Tensor] = tensor,
+) -> bytes:
+    """The file of a checkpoint with this config.json and these tensors, all in float32 unless `store` says otherwise.
+
+    store: llama.cpp's name of a tensor and its values -> what is written.
+    """
     architecture = ARCHITECTURES[config["architectures"][0]]
     names = {**NAMES, **OWN_NAMES.get(architecture, {})}
     heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
@@ -137,7 +148,7 @@ def converted(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> b
     for length in ("long", "short"):
         if f"{length}_factor" in rope:
             written[f"rope_factors_{length}.weight"] = np.asarray(rope[f"{length}_factor"], np.float32)
-    return gguf_bytes(metadata(architecture, config), [tensor(name, values) for name, values in written.items()])
+    return gguf_bytes(metadata(architecture, config), [store(name, values) for name, values in written.items()])
 
 
 def _latents_apart(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -158,10 +169,6 @@ def permuted(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """LlamaModel.permute."""
     split = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
     return split.swapaxes(1, 2).reshape(rows.shape)
-
-
-def tensor(name: str, values: np.ndarray) -> Tensor:
-    return name, values.shape[::-1], 0, values.astype("<f4").tobytes()
 
 
 _EPSILONS = {

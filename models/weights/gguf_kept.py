@@ -1,0 +1,60 @@
+"""Which matrices of a GGUF file are kept as they are stored, and in what form a device holds each.
+
+Which format a matrix has is said by the file, tensor by tensor, and files mix them: matrices that are one product here
+(q, k and v; gate and up) are held in what all of them fit into.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from models.build import Build
+from models.causal_lm import CausalLM
+from models.quantization.gguf import METHOD, Blocks
+from models.quantization.plain import Plain
+from models.quantization.rules import Everywhere, Quantization
+from models.weights.declare import declared_params
+from models.weights.gguf_dequant import BlockFormat
+from models.weights.parts import tensor_name
+
+# Of matrices that a scheme may store: routers and the like have none.
+_MARK = ".kept"
+_MARKED = Everywhere(Plain(_MARK[1:]))
+
+
+def read_formats(
+    formats: Mapping[str, BlockFormat], build: Callable[[Build], CausalLM]
+) -> tuple[Quantization, frozenset[str]]:
+    """How the matrices of a file are held, and the modules that are kept so (see GGUFFile.formats and `keep`).
+
+    A product is kept where the file has all of its matrices quantised. Tables, whose rows are looked up, are not.
+
+    Args:
+      build: the file's model, abstract, for a Build.
+    """
+    products: dict[tuple[str, ...], tuple[str, ...]] = {}
+    tables: set[str] = set()
+    for param in declared_params(build(Build("float32", scheme=_MARKED))):
+        sources = [source for source in param.decl.sources if source.name.endswith(_MARK)]
+        experts = range(param.decl.num_experts or 1)
+        every = tuple(tensor_name(source, n).removesuffix(_MARK) for source in sources for n in experts)
+        if not param.decl.transposed:
+            tables.update(every)
+        elif sources:
+            products[tuple(source.name.removesuffix(_MARK).replace("{expert}", "0") for source in sources)] = every
+    rules: dict[Blocks, list[str]] = {}
+    kept: set[str] = set()
+    for names, every in products.items():
+        if tables.isdisjoint(every) and formats.keys() >= set(every):
+            rules.setdefault(_common([formats[name] for name in every]), []).extend(names)
+            kept.update(every)
+    return Quantization(METHOD, tuple((tuple(names), stored) for stored, names in rules.items())), frozenset(kept)
+
+
+def _common(formats: Sequence[BlockFormat]) -> Blocks:
+    """What matrices of all of these formats fit into."""
+    dtype = "int4" if all(form.four_bits for form in formats) else "int8"
+    has_zeros = any(form.has_zeros for form in formats)
+    names = " + ".join(sorted({form.name for form in formats}))
+    return Blocks(names, dtype, math.gcd(*(form.group for form in formats)), has_zeros)

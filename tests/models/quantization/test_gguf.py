@@ -1,0 +1,209 @@
+"""GGUF files kept as they are stored: what is multiplied with is what the file's blocks stand for."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxengine.checkpoint.model_source import ModelSource, open_model
+from jaxengine.config.engine_config import EngineConfig
+from models.build import Build
+from models.quantization.table import weight_rows
+from models.registry import build_model
+from models.weights.errors import ModelFileError
+from models.weights.gguf_dequant import FORMATS
+from models.weights.load import load_params
+from models.weights.quantized import QuantizedSource
+from models.weights.source import WeightSource
+from tests.models.weights.gguf_conversion import converted
+from tests.models.weights.gguf_conversion import tensor as plain_tensor
+from tests.models.weights.gguf_writer import Tensor
+
+TYPES = {form.name: number for number, form in FORMATS.items()}
+QUANTISED = [form.name for form in FORMATS.values() if form.parts is not None]
+# Where a block's float16 numbers are; MXFP4 has an exponent.
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)} | {
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 48,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, wide, kv = config["hidden_size"], config["intermediate_size"], 128
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "lm_head.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        own: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        if "num_local_experts" in config:
+            own["block_sparse_moe.gate"] = (config["num_local_experts"], hidden)
+            for expert in range(config["num_local_experts"]):
+                names = {"w1": (wide, hidden), "w3": (wide, hidden), "w2": (hidden, wide)}
+                own |= {f"block_sparse_moe.experts.{expert}.{name}": shape for name, shape in names.items()}
+        else:
+            own |= {"mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide)}
+        found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return found
+
+
+def blocks(kind: str, shape: tuple[int, ...], seed: int) -> bytes:
+    """Random ones, whose scales are no larger than 1/8."""
+    form, rng = FORMATS[TYPES[kind]], np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (int(np.prod(shape)) // form.values, form.nbytes), np.uint8)
+    for at in HALVES.get(kind, ()):
+        halves = (rng.random(len(raw)) / 8).astype("<f2")
+        raw[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    if kind == "MXFP4":
+        raw[:, 0] = rng.integers(110, 130, len(raw))
+    return raw.tobytes()
+
+
+def write(path, config: dict, kind_of) -> str:
+    """A file whose matrices are of the types that `kind_of` says by llama.cpp's names; None for float32."""
+
+    def store(name: str, values: np.ndarray) -> Tensor:
+        kind = kind_of(name) if values.ndim > 1 else None
+        if kind is None:
+            return plain_tensor(name, values)
+        return name, values.shape[::-1], TYPES[kind], blocks(kind, values.shape, zlib.crc32(name.encode()))
+
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes(config).items()}
+    path.write_bytes(converted(config, tensors, store))
+    return str(path)
+
+
+def opened(path: str, quantization: str | None) -> ModelSource:
+    return open_model(EngineConfig(model=path, quantization=quantization, skip_tokenizer_init=True))
+
+
+def weights_of(source: ModelSource) -> WeightSource:
+    assert source.weights is not None and not isinstance(source.weights, Path)
+    return source.weights
+
+
+def loaded(path: str, quantization: str | None) -> Any:
+    source = opened(path, quantization)
+    model = build_model(source.config, Build("float32"))
+    nnx.update(model, load_params(model, weights_of(source)))
+    source.close()
+    return model
+
+
+def matrix(linear) -> np.ndarray:
+    """What rows are multiplied with: [in, out], or that of each expert."""
+    weight = getattr(linear, "weight", linear)
+    if hasattr(weight, "values"):
+        return np.asarray(weight.values[...])
+    codes = weight.codes[...]
+    size = codes.shape[-2] * (2 if codes.dtype == jnp.uint8 else 1)
+    rows = jnp.eye(size, dtype=jnp.float32)
+    if codes.ndim == 2:
+        return np.asarray(weight.matmul(rows))
+    sizes = [jnp.array([size if n == each else 0 for n in range(len(codes))], jnp.int32) for each in range(len(codes))]
+    return np.stack([np.asarray(weight.grouped_matmul(rows, each, 0, jnp.float32)) for each in sizes])
+
+
+def same_matrices(path: str, rtol: float) -> None:
+    kept, plain = loaded(path, "gguf"), loaded(path, None)
+    for ours, theirs in zip(kept.layers, plain.layers, strict=True):
+        for block, names in (("attention", ("qkv", "out")), ("mlp", ("gate_up", "down"))):
+            for name in names:
+                held, expected = (matrix(getattr(getattr(layer, block), name)) for layer in (ours, theirs))
+                np.testing.assert_allclose(held, expected, rtol=rtol, atol=rtol * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_format(tmp_path, kind):
+    """Bit for bit, but for zeros of four-bit codes, whose sum with eight scales is rounded once."""
+    config = {**LLAMA, "num_hidden_layers": 1, "intermediate_size": 256}
+    path = write(tmp_path / "model.gguf", config, lambda name: kind if name.startswith("blk") else None)
+    form = FORMATS[TYPES[kind]]
+    same_matrices(path, 2e-7 if form.four_bits and form.has_zeros else 0)
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL])
+def test_formats_mixed_within_a_product_and_between_layers(tmp_path, config):
+    kinds = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q5_0", "ffn_gate_inp": None}
+    others = {"ffn_gate": "Q4_0", "ffn_up": "Q4_1", "ffn_down": "Q8_0", "token_embd": "Q8_0", "output": "Q6_K"}
+
+    def kind_of(name: str) -> str | None:
+        layer, part = (name.split(".") + [""])[1:3] if name.startswith("blk") else ("", name.split(".")[0])
+        part = part.removesuffix("_exps")
+        return "Q8_0" if layer == "1" and part.startswith("attn") else {**kinds, **others}[part]
+
+    path = write(tmp_path / "model.gguf", config, kind_of)
+    same_matrices(path, 2e-7)
+    source = opened(path, "gguf")
+    rows = weight_rows([build_model(source.config, Build("float32"))], "cpu")
+    source.close()
+    held = {row["format"]: row["dtype"] for row in rows}
+    of_eight_bits = dict.fromkeys(("Q4_K + Q6_K", "Q8_0", "Q5_0", "Q6_K"), "int8")
+    assert held == {"as it is": "float32", "Q4_0 + Q4_1": "int4", **of_eight_bits}
+
+
+def test_a_product_that_is_not_quantised_whole_is_not_kept(tmp_path):
+    path = write(tmp_path / "model.gguf", LLAMA, lambda name: "Q8_0" if "attn_q" in name or "down" in name else None)
+    same_matrices(path, 0)
+    source = opened(path, "gguf")
+    names = set(weights_of(source).names())
+    source.close()
+    assert {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.codes"} <= names
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "Q5_K"])
+def test_parts_are_parts_of_the_whole(tmp_path, kind):
+    """What devices read that share a matrix, rows of heads in Hugging Face's order among it."""
+    source = opened(write(tmp_path / "model.gguf", LLAMA, lambda name: kind if "blk" in name else None), "gguf")
+    held = QuantizedSource(weights_of(source), build_model(source.config, Build("float32")))
+    for name in (name for name in held.names() if name.startswith("model.layers.0.") and ":" in name):
+        rows, columns = held.shape(name)
+        whole = held.read(name)
+        assert whole.shape == (rows, columns)
+        for span in (slice(rows // 2, rows), slice(5, 77)):
+            np.testing.assert_array_equal(held.read(name, span), whole[span])
+        np.testing.assert_array_equal(
+            held.read(name, slice(3, 9), slice(columns // 2, columns)), whole[3:9, columns // 2 :]
+        )
+    source.close()
+
+
+def test_scales_that_are_no_numbers_are_named(tmp_path):
+    path = write(tmp_path / "model.gguf", LLAMA, lambda name: "Q8_0" if "ffn" in name else None)
+    raw = bytearray((tmp_path / "model.gguf").read_bytes())
+    at = raw.find(blocks("Q8_0", (256, 512), zlib.crc32(b"blk.1.ffn_down.weight")))
+    raw[at : at + 2] = b"\x00\x7e"
+    (tmp_path / "model.gguf").write_bytes(raw)
+    with pytest.raises(ModelFileError, match=r"1 of 4096 scales are not finite.*layers\.1\.mlp\.down_proj"):
+        loaded(path, "gguf")
