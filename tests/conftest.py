@@ -60,7 +60,11 @@ def pytest_addoption(parser):
     )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--thorough"):
+        for item in items:
+            for mark in item.iter_markers("thorough"):
+                item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: --thorough"))
     items.sort(key=lambda item: not item.nodeid.startswith(DEFAULT_MODEL_FILES))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jaxengine.config import vllm_options
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.gguf_file import with_gguf_file
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
 from jaxengine.config.platforms import Platform
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
@@ -62,7 +63,8 @@ class EngineConfig:
       dtype: of weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere. "half" and "float16" are run
         in bfloat16, which is as large and has float32's range.
       quantization: what the checkpoint's quantization_config says, or None for that; of one without, "int8", "fp8" or
-        "int4" rounds the matrices of layers as they are read.
+        "int4" rounds the matrices of layers as they are read. "gguf" keeps those of a GGUF file as they are stored;
+        else they are dequantised.
       kv_cache_dtype: of the KV pages; "auto" is what the checkpoint says, or else dtype. "fp8" is "fp8_e4m3"; codes of
         fp8 and int8 have a scale for each layer and kv head.
       kv_cache_scales: those of codes: a file of `jaxengine calibrate`, "calibrate" to measure them at start on random
@@ -235,7 +237,7 @@ class EngineConfig:
     def from_options(cls, **options: Any) -> EngineConfig:
         """A config from keyword options; one that is unknown or not built yet is refused with its name."""
         known = {field.name for field in dataclasses.fields(cls)}
-        options, chosen = settle_names(options), {}
+        options, chosen = with_gguf_file(settle_names(options)), {}
         for name, value in options.items():
             if name in known:
                 chosen[name] = value

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxengine.config import vllm_options
+from jaxengine.config import gguf_file, vllm_options
 from jaxengine.config.command_line import add_options, destination, flag_of
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 
@@ -48,7 +48,7 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Sequence[str] | N
     if names is not None:
         return
     taken = parser._option_string_actions
-    for name in sorted({*vllm_options.NAMES, "cudagraph_capture_sizes"}):
+    for name in sorted({*vllm_options.NAMES, "cudagraph_capture_sizes", gguf_file.NAME}):
         flags = [flag for flag in (_SHORT_OF_OTHERS.get(name), flag_of(name)) if flag and flag not in taken]
         if flag_of(name) not in flags:
             continue

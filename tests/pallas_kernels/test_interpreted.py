@@ -69,8 +69,8 @@ def quick_groups() -> list[list[Job]]:
         (MOSAIC_GPU.name, (), GPU_LATENT),
         (TPU_LAZY.name, QUICK_BATCHES, QUICK_FEATURES),
         (TPU_EAGER.name, EAGER_BATCHES, EAGER_FEATURES),
-        (TPU_FAR_LAZY.name, EAGER_BATCHES[:2], ()),
-        (TPU_FAR_EAGER.name, EAGER_BATCHES[:2], ()),
+        (TPU_FAR_LAZY.name, EAGER_BATCHES[:1], ()),
+        (TPU_FAR_EAGER.name, EAGER_BATCHES[:1], ()),
         (TPU_PRODUCTION_LAZY.name, (), PRODUCTION_CASES),
         (TPU_PRODUCTION_EAGER.name, (), PRODUCTION_CASES[:1]),
     ):

@@ -17,7 +17,7 @@ from models.registry import build_model
 from models.weights.declare import declared_params
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.quantized_models import shapes_of, write
-from tests.models.quantization import readings
+from tests.models.quantization import readings, test_gguf
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 6, 7, 8, 9, 10, 11], [40, 3])]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -84,6 +84,24 @@ def test_tokens_are_those_of_the_dequantised_weights(tmp_path, caplog):
     assert row["bytes"] == 64 * 96 // 2 + 2 * 3 * 64 * 4, "codes of half a byte, scales and zeros of groups of 32"
     assert rows[0]["lm_head"]["format"] == rows[1]["layers.*.mlp.down"]["format"] == "as it is"
     assert caplog.text.count("weights:\n") == 1 and "int4 0.0 MiB" in caplog.text
+
+
+def test_tokens_of_a_kept_gguf_file_are_those_of_the_dequantised_one(tmp_path):
+    """Formats mixed as llama.cpp's Q4_K_M mixes them."""
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"}
+    path = test_gguf.write(
+        tmp_path / "model.gguf", test_gguf.LLAMA, lambda name: kinds.get(name.split(".")[-2], "Q4_K")
+    )
+    tokens, logprobs = [], []
+    for quantization in (None, "gguf"):
+        llm = LLM(path, **TINY_OPTIONS | {"max_model_len": 48, "quantization": quantization})
+        outputs = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY.clone_with(logprobs=0), use_tqdm=False)]
+        tokens.append([output.token_ids for output in outputs])
+        logprobs.append([output.cumulative_logprob for output in outputs])
+        assert llm.core.runner.compiles.count == 0
+        llm.core.shutdown()
+    assert tokens[0] == tokens[1] and len({*tokens[0][0], *tokens[0][1]}) > 2
+    assert logprobs[0] == pytest.approx(logprobs[1], rel=1e-4)
 
 
 def test_every_rounding_keeps_routers_tables_and_heads():

@@ -50,6 +50,21 @@ def test_generate_takes_a_first_word_that_names_a_model(tmp_path):
         assert not looks_like_model(word), word
 
 
+def test_a_file_of_a_folder_is_named_as_in_earlier_vllm():
+    options = parse("serve org/name-GGUF --quantization gguf --gguf-file sub/name.Q4_K_M.gguf")
+    config = EngineConfig.from_options(**options)
+    assert (config.model, config.quantization) == ("org/name-GGUF/sub/name.Q4_K_M.gguf", "gguf")
+    for file, said in (
+        ("x.bin", "allowed: the name of a .gguf"),
+        ("/a.gguf", "within the"),
+        ("../a.gguf", "within the"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            EngineConfig.from_options(model="org/name", gguf_file=file)
+    with pytest.raises(ConfigError, match="gguf_file is 'a.gguf', but no model is named; name its folder"):
+        EngineConfig.from_options(gguf_file="a.gguf")
+
+
 def test_short_forms_sizes_and_underscores():
     assert parse("serve -tp 2 -pp=3 -dp 4 -ep -n 2 -cc 3 --max_model_len 4k --kv-cache-memory-bytes=4G") == {
         "tensor_parallel_size": 2,

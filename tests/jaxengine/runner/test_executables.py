@@ -62,7 +62,6 @@ def test_engines_of_other_shapes_do_not_take_each_others_steps(tmp_path):
     found = []
     for changes in (
         {"compilation_config": {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [5]}},
-        {"compilation_config": {"cudagraph_capture_sizes": [4, 8], "prefill_sizes": [5]}},
         {**small, "max_num_batched_tokens": 8},
         {**small, "max_num_batched_tokens": 1},
     ):
@@ -70,7 +69,7 @@ def test_engines_of_other_shapes_do_not_take_each_others_steps(tmp_path):
         llm = LLM(compile_cache_dir=str(tmp_path), **options)
         (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], params, use_tqdm=False)
         found.append((output.outputs[0].token_ids, [sorted(each) for each in output.prompt_logprobs[1:]]))
-    assert found == [found[0]] * 4
+    assert found == [found[0]] * 3
 
 
 def test_nothing_is_kept_without_a_directory(tmp_path):

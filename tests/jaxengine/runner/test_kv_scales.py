@@ -68,11 +68,16 @@ def prompt_logprobs(llm):
     return np.array([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8"])
-def test_logprobs_are_those_of_rounded_keys_and_values(make, plain, monkeypatch, tmp_path, dtype, thorough):
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "fp8",
+        pytest.param("fp8_e5m2", marks=pytest.mark.thorough("as fp8")),
+        pytest.param("int8", marks=pytest.mark.thorough("as fp8")),
+    ],
+)
+def test_logprobs_are_those_of_rounded_keys_and_values(make, plain, monkeypatch, tmp_path, dtype):
     """Beside a cache of float32 that gets what codes stand for; one scale is for all layers, and some are beyond it."""
-    if dtype == "fp8_e5m2" and not thorough:
-        pytest.skip("as fp8: --thorough")
     file, shape = tmp_path / "scales", (2, 2)
     write_largest(file, KVScales(np.full(shape, 3.0, np.float32), np.full(shape, 0.75, np.float32)))
     llm = make(kv_cache_dtype=dtype, kv_cache_scales=str(file))

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from jaxengine.requests.sampling_params import SamplingParams
@@ -36,12 +37,12 @@ NUM_ROWS = 48
 NUM_TOP = 5
 # Columns on both sides of the borders between 2, 3 and 4 devices.
 BORDERS = (255, 256, 383, 384, 511, 512, 767, 768)
-MESHES = (
-    (MeshLayout(model=2), "raw_logprobs"),
-    (MeshLayout(model=3), "processed_logprobs"),
-    (MeshLayout(model=4), "raw_logits"),
-    (MeshLayout(data=2, model=2), "processed_logits"),
-)
+MESHES = {
+    "2": (MeshLayout(model=2), "raw_logprobs"),
+    "3": (MeshLayout(model=3), "processed_logprobs"),
+    "4": (MeshLayout(model=4), "raw_logits"),
+    "2x2": (MeshLayout(data=2, model=2), "processed_logits"),
+}
 KINDS = ("spread", "border ties", "rounded", "flat", "forbidden", "poisoned")
 ROWS, TABLE, TABLE_ROW, WHOLE = (
     logical_to_spec(axes) for axes in (("batch",), ("batch", "sampled_vocab"), (None, "sampled_vocab"), ())
@@ -51,18 +52,23 @@ FLAGS = SamplerFlags(*[WHOLE] * 6)
 FLAGS_ON = SamplerFlags(*[np.array(True)] * 6)
 
 
-def test_split_vocabulary_gives_what_one_device_gives():
+@pytest.mark.parametrize(
+    "names", ["3 2x2", pytest.param("2 4", marks=pytest.mark.thorough("as the others"))], ids=lambda names: names
+)
+def test_split_vocabulary_gives_what_one_device_gives(names):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=560)
+    done = subprocess.run(
+        [sys.executable, __file__, *names.split()], env=env, capture_output=True, text=True, timeout=560
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["sample"] * len(MESHES) + ["count", "prompt", "top", "collectives"]
+    assert done.stdout.split() == ["sample"] * len(names.split()) + ["count", "prompt", "top", "collectives"]
 
 
 def main() -> None:
     assert jax.device_count() == 8
-    for layout, mode in MESHES:
-        check_sample(layout, mode)
+    for name in sys.argv[1:]:
+        check_sample(*MESHES[name])
     check_count_tokens()
     check_prompt_logprobs()
     check_top_tokens()

@@ -151,8 +151,22 @@ class Matrices:
         return RoundsInputs("weight", self.activation, self.scale) if rounds else Plain()
 
 
-# Some formats make the same program.
-COMPUTED = [(name, False) for name in FORMATS] + [(name, True) for name in WITH_EXPERTS[:3]]
+# A program of each kind always.
+KINDS = (
+    "ct float tensor static",
+    "ct float block group",
+    "ct int channel token",
+    "fp8 block",
+    "awq",
+    "gptq 4 v2 act-order",
+)
+COMPUTED = [
+    pytest.param(name, False, marks=[] if name in KINDS else pytest.mark.thorough("as another format"))
+    for name in FORMATS
+] + [
+    pytest.param(name, True, marks=[] if name == "ct packed 4 asymmetric" else pytest.mark.thorough("as the dense one"))
+    for name in WITH_EXPERTS[:3]
+]
 
 
 @pytest.mark.parametrize(("name", "experts"), COMPUTED)
