@@ -152,9 +152,10 @@ ROOMS = {
         "jaxengine.server.observe jaxengine.server.http:app jaxengine.server.processes"
     ),
     "jaxengine.commands": (
-        "sharding models.config models.weights:declarations models.weights scheduler jaxengine:base "
-        "jaxengine.config jaxengine.checkpoint jaxengine.runner jaxengine.cluster jaxengine.requests "
-        "jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check jaxengine.server:entries"
+        "sharding models.config models.weights:declarations models.quantization models models:registry models.weights "
+        "scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.runner jaxengine.cluster "
+        "jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
+        "jaxengine.server:entries"
     ),
     "jaxengine:main": "jaxengine.commands",
 }

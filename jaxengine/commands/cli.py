@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "chat", "Talk with a model; /exit or end of input leaves.", _add_chat)
     command(commands, "generate", "Continue prompts from the arguments, a file or standard input.", _add_generate)
     command(commands, "demo", "Answer a handful of prompts at once and say what it took.", _add_demo)
-    command(commands, "convert", "Write a model's weights as the devices of an engine hold them.", _add_convert)
+    command(commands, "convert", "Write a model's weights as devices hold them, or quantised.", _add_convert)
     command(commands, "calibrate", "Measure keys and values over texts, for a cache of codes.", _add_calibrate)
     command(commands, "worker", "Be one of the processes of an engine that host 0 runs.", _add_worker)
     command(commands, "serve", "Answer requests over HTTP (OpenAI's API) and gRPC.", server.add_arguments)
@@ -148,6 +148,14 @@ def _demo(args: argparse.Namespace) -> int:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("output", metavar="FOLDER", help="a new folder; it is a model for --model with these options")
+    parser.add_argument(
+        "--quantize",
+        choices=("fp8", "int4", "int8"),
+        help="round the matrices of layers and write compressed-tensors safetensors, for every dtype and size",
+    )
+    parser.add_argument(
+        "--perplexity", metavar="FILE", help="with --quantize: what the model makes of this text before and after"
+    )
     names = ("revision", "download_dir", "hf_token", "dtype", "disable_log_stats")
     add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_convert)
@@ -155,8 +163,18 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 def _convert(args: argparse.Namespace) -> int:
     from jaxengine.commands.convert import convert
+    from jaxengine.commands.quantize import quantize
 
-    convert(EngineConfig.from_options(**given_options(args, EngineConfig)), Path(args.output))
+    given = given_options(args, EngineConfig)
+    if args.quantize is not None:
+        for name in ("dtype", *PARALLEL_OPTIONS):
+            if name in given:
+                raise ConfigError(name, given[name], "absent with --quantize, whose folder is for every one")
+        print(quantize(EngineConfig.from_options(**given), args.quantize, Path(args.output), args.perplexity))
+        return 0
+    if args.perplexity is not None:
+        raise ConfigError("perplexity", args.perplexity, "absent without --quantize")
+    convert(EngineConfig.from_options(**given), Path(args.output))
     return 0
 
 

@@ -25,6 +25,9 @@ from models.weights.source import WHOLE, WeightSource, WrappedSource
 class QuantizedSource(WrappedSource):
     """The WeightSource of the checkpoint of a model, whole, some of whose modules are quantised.
 
+    Attributes:
+      modules: by name, what is quantised and how.
+
     Raises ModelFileError for a tensor that is missing, has another shape or holds numbers of another kind than its
     format says, and for scales that are not finite.
     """
@@ -33,7 +36,7 @@ class QuantizedSource(WrappedSource):
         super().__init__(source)
         self._present = frozenset(source.names())
         self._names = dict.fromkeys(source.names())
-        self._modules: dict[str, tuple[Quantized, StoredModule]] = {}
+        self.modules: dict[str, tuple[Quantized, StoredModule]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for param in declared_params(model):
             self._add(param, model.build.scheme)
@@ -50,7 +53,7 @@ class QuantizedSource(WrappedSource):
         if name not in self._shapes:
             return self._source.read(name, rows, columns)
         module_name, _, kind = name.rpartition(".")
-        scheme, module = self._modules[module_name]
+        scheme, module = self.modules[module_name]
         if kind == CODES:
             codes = scheme.stored.codes(module, rows, columns)
             return codes if scheme.stored.dtype == "int4" else codes.astype(jnp.dtype(scheme.stored.dtype), copy=False)
@@ -78,10 +81,10 @@ class QuantizedSource(WrappedSource):
             for expert in range(param.decl.num_experts or 1):
                 name = tensor_name(declared, expert)
                 module_name = name.rpartition(".")[0]
-                if kind in (VALUES, CODES, PAIRS) and module_name not in self._modules:
+                if kind in (VALUES, CODES, PAIRS) and module_name not in self.modules:
                     size = shape[1] * (2 if kind == PAIRS else 1)
                     module = StoredModule(self._source, module_name, (shape[0], size), self._present)
-                    self._modules[module_name] = scheme, module
+                    self.modules[module_name] = scheme, module
                     self._exchange(scheme, module)
                 self._names[name] = None
                 self._shapes[name] = tuple(shape)
@@ -130,7 +133,7 @@ class QuantizedSource(WrappedSource):
 
     def _of_inputs(self, name: str) -> np.ndarray:
         module_name, _, kind = name.rpartition(".")
-        scheme, module = self._modules[module_name]
+        scheme, module = self.modules[module_name]
         if kind == ORDER:
             return scheme.stored.order(module)
         return module.read(input_scale(module)).reshape(1)

@@ -41,6 +41,10 @@ class RenamedSource(WrappedSource):
     def names(self) -> Iterable[str]:
         return self._stored.keys()
 
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint calls it."""
+        return self._stored[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self._source.shape(self._stored[name])
         return (shape[0], *shape[2:]) if self._is_squeezed(name, shape) else shape

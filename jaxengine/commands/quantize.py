@@ -1,0 +1,95 @@
+"""`jaxengine convert --quantize`: a model's matrices rounded to fewer bits, as a checkpoint of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from jaxengine.api.llm import LLM
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.runner.open import ProgressBar
+from models.build import Build
+from models.config.hf import CONFIG_FILE, read_config_json
+from models.quantization.registry import rounded
+from models.registry import build_model
+from models.weights.compress import compress
+from models.weights.errors import ModelFileError
+from models.weights.safetensors import SafetensorsCheckpoint
+
+# Tokens of a text that are scored at once.
+WINDOW = 512
+
+
+def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = None) -> str:
+    """Writes the model to a new folder, its matrices rounded as quantization=`name` would round them; a report.
+
+    text: a file; the report then has the model's perplexity on it before and after.
+
+    Raises ConfigError for a model that has no safetensors or is quantised already and for a text that cannot be read,
+    before anything is written; ModelFileError for a folder that exists and for files that are no sound checkpoint.
+    """
+    content = None if text is None else _read(text)
+    source = open_model(config)
+    if not isinstance(source.weights, SafetensorsCheckpoint) or source.config.quantization is not None:
+        kind = "has no safetensors" if source.config.quantization is None else "is quantised already"
+        problem = f"model {config.model or 'the embedded one'!r} {kind}"
+        raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with plain safetensors")
+    if folder.exists():
+        raise ModelFileError(folder, "exists; a checkpoint is written to a new folder")
+    files = source.files_beside_weights()
+    raw = read_config_json(source.path)
+    model = build_model(replace(source.config, quantization=rounded(name)), Build("float32"))
+    try:
+        folder.mkdir(parents=True)
+        with ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:
+            raw["quantization_config"], errors = compress(source.weights, model, folder, bar.update)
+        for file in files:
+            if file.name != CONFIG_FILE:
+                shutil.copyfile(file, folder / file.name)
+        # Last: a folder without it is no model.
+        (folder / CONFIG_FILE).write_text(json.dumps(raw, indent=2))
+    except OSError as error:
+        raise ModelFileError(folder, f"cannot be written: {error}") from error
+    finally:
+        source.close()
+    lines = [f"{kind}: relative error {error:.2%}" for kind, error in errors.items()]
+    if content is not None:
+        size = min(WINDOW, model.config.max_position_embeddings - 1)
+        models = (config.model, str(folder))
+        before, after = (_perplexity(replace(config, model=each), content, size) for each in models)
+        lines.append(f"perplexity on {text}: {before:.3f} before, {after:.3f} after")
+    return "\n".join([*lines, f"{folder} is a model for --model"])
+
+
+def _read(path: str) -> str:
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        problem = f"perplexity {path!r} cannot be read ({str(error)[:200]})"
+        raise ConfigError.because("perplexity", problem, "name a text file") from None
+    if not text.strip():
+        raise ConfigError("perplexity", path, "a file with text in it")
+    return text
+
+
+def _perplexity(config: EngineConfig, text: str, size: int) -> float:
+    """Of the text in windows of `size` tokens, the first token of each given."""
+    options = {name: getattr(config, name) for name in ("model", "revision", "download_dir", "hf_token")}
+    # One step of each kind: there is nothing to be fast at.
+    steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
+    options |= {"max_model_len": size + 1, "max_num_seqs": 1, "compilation_config": steps}
+    llm = LLM(**options, disable_log_stats=config.disable_log_stats)
+    ids = llm.get_tokenizer().encode(text)
+    windows = [{"prompt_token_ids": ids[start : start + size]} for start in range(0, len(ids), size)]
+    windows = [window for window in windows if len(window["prompt_token_ids"]) > 1]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate(windows, params, use_tqdm=not config.disable_log_stats)
+    entries = [entry for output in outputs for entry in output.prompt_logprobs or [] if entry]
+    found = [next(iter(entry.values())).logprob for entry in entries]
+    llm.core.shutdown()
+    return math.exp(-sum(found) / len(found)) if found else math.nan

@@ -1,0 +1,166 @@
+"""A checkpoint's matrices rounded and written as a compressed-tensors checkpoint, which other engines read as well.
+
+What they are rounded to is models.quantization.online's affair, and the same as when an engine rounds them as it reads.
+Nothing is calibrated. Knows nothing of configurations beside quantization_config.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from models.causal_lm import CausalLM
+from models.quantization.online import Rounded
+from models.quantization.stored import StoredModule, num_groups
+from models.weights.errors import ModelFileError
+from models.weights.quantized import QuantizedSource
+from models.weights.renamed import RenamedSource
+from models.weights.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsCheckpoint
+
+MAX_FILE_BYTES = 4 << 30
+# Of four bits, and of eight.
+_BITS = {"int4": 4, "int8": 8}
+
+
+def compress(
+    checkpoint: SafetensorsCheckpoint,
+    model: CausalLM,
+    folder: Path,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Writes the tensors of a checkpoint to `folder`, which is there, the matrices of layers rounded.
+
+    Args:
+      model: abstract, whole, of one of models.quantization.registry.ROUNDED.
+      progress: called for each tensor with (tensors done, tensors in total, name).
+
+    Returns the quantization_config, and the error of each kind of matrix: root of mean squares, relative to the matrix.
+
+    Raises ModelFileError for a checkpoint that does not fit the model, that keeps experts in one tensor, or whose
+    matrices hold what is no finite number, and where nothing can be written.
+    """
+    renamed = RenamedSource(checkpoint, model.checkpoint_names)
+    stacked = model.config.experts is not None and model.checkpoint_names.stacked_experts is not None
+    if stacked and not any(".experts.0." in name for name in renamed.names()):
+        text = "keeps the experts of a layer in one tensor, and such are not written quantised"
+        raise ModelFileError(checkpoint.path, text)
+    held = QuantizedSource(renamed, model).modules
+    modules: dict[str, tuple[Any, StoredModule]] = {
+        renamed.stored_name(module.tensor("weight")): (scheme.stored, module) for scheme, module in held.values()
+    }
+    names, squares = list(checkpoint.names()), {}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for number, name in enumerate(names):
+            progress(number, len(names), name)
+            if name not in modules:
+                yield name, checkpoint.read(name)
+                continue
+            module = name.removesuffix(".weight")
+            parts, *own = _rounded(*modules[name])
+            kind = ".".join("*" if part.isdecimal() else part for part in module.split("."))
+            squares[kind] = np.add(squares.get(kind, (0.0, 0.0)), own)
+            yield from ((f"{module}.{part}", values) for part, values in parts.items())
+        progress(len(names), len(names), "written")
+
+    _write(folder, tensors())
+    matrices = {
+        name.removesuffix(".weight") for name in names if len(checkpoint.shape(name)) == 2 and ".weight" in name
+    }
+    ignored = sorted(matrices - {name.removesuffix(".weight") for name in modules})
+    rounded = next(iter(modules.values()))[0]
+    return settings(rounded, ignored), {kind: float(np.sqrt(e / w)) for kind, (e, w) in squares.items()}
+
+
+def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
+    """The quantization_config of matrices that `_parts` made. ignored: names of modules that are as they were."""
+    weights: dict[str, Any] = {"dynamic": False, "symmetric": not rounded.has_zeros}
+    if rounded.group is None:
+        weights["strategy"] = "channel"
+    else:
+        weights |= {"strategy": "group", "group_size": rounded.group}
+    bits = _BITS.get(rounded.dtype)
+    kind = {"num_bits": 8, "type": "float"} if bits is None else {"num_bits": bits, "type": "int"}
+    kept = "float-quantized" if bits is None else "pack-quantized"
+    group = {"targets": ["Linear"], "weights": weights | kind, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kept,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+    }
+
+
+def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarray], float, float]:
+    """The tensors of a module by what comes after its name, and the sums of the squares of what rounding changes and of
+    the matrix."""
+    rows, size = slice(0, module.shape[0]), module.shape[1]
+    weight = module.read("weight")
+    if not np.isfinite(weight).all():
+        raise module.fail("weight", "holds what is no finite number")
+    codes, (scales, zeros) = rounded.codes(module, rows, slice(0, size)), rounded.scales(module, rows)
+    made = codes.astype(np.float32) * np.repeat(scales, rounded.group or size, axis=1)[:, :size]
+    if zeros is not None:
+        made -= np.repeat(zeros, rounded.group or size, axis=1)[:, :size]
+    error, whole = (float(np.sum(np.square(each, dtype=np.float64))) for each in (made - weight, weight))
+    if (bits := _BITS.get(rounded.dtype)) is None:
+        return {"weight": codes, "weight_scale": scales}, error, whole
+    half = 1 << bits - 1
+    parts = {
+        "weight_packed": packed(codes.astype(np.int16) + half, bits),
+        "weight_scale": scales,
+        "weight_shape": np.array(module.shape, np.int64),
+    }
+    if zeros is not None:
+        points = np.rint(zeros / scales).astype(np.int16) + half
+        parts["weight_zero_point"] = packed(points.T, bits).T
+    return parts, error, whole
+
+
+def packed(values: np.ndarray, bits: int) -> np.ndarray:
+    """Values [n, size] of 0 to 2**bits - 1 in int32 words [n, size * bits / 32], the first in the lowest bits."""
+    per_word = 32 // bits
+    values = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word))).astype(np.uint32)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    words = values.reshape(len(values), num_groups(values.shape[1], per_word), per_word) << shifts
+    return np.bitwise_or.reduce(words, axis=2).view(np.int32)
+
+
+def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+    """One file, or several of at most MAX_FILE_BYTES (or one tensor) and their index."""
+    written: list[tuple[Path, list[str]]] = []
+    held: dict[str, np.ndarray] = {}
+    total = 0
+
+    def flush() -> None:
+        path = folder / f"part-{len(written) + 1:05d}.safetensors"
+        save_file(held, path, {"format": "pt"})
+        written.append((path, list(held)))
+        held.clear()
+
+    try:
+        for name, array in tensors:
+            if held and sum(each.nbytes for each in held.values()) + array.nbytes > MAX_FILE_BYTES:
+                flush()
+            held[name] = np.ascontiguousarray(array)
+            total += array.nbytes
+        flush()
+        if len(written) == 1:
+            written[0][0].rename(folder / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(written, 1):
+            file = f"model-{number:05d}-of-{len(written):05d}.safetensors"
+            path.rename(folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+    except OSError as error:
+        raise ModelFileError(folder, f"cannot be written: {error}") from error

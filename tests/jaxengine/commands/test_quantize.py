@@ -1,0 +1,106 @@
+"""`jaxengine convert --quantize`: the written folder is what quantization= makes of the model as it reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.commands.cli import main
+from jaxengine.config.engine_config import EngineConfig
+from models.build import Build
+from models.quantization.registry import ROUNDED
+from models.registry import build_model
+from models.weights.declare import declared_params
+from models.weights.load import load_params
+from tests.conftest import TINY_CHECKPOINT
+from tests.fixtures.quantized_models import MOE_CONFIG, plain_tensors, shapes_of
+
+
+def arrays(path, quantization=None) -> dict[str, np.ndarray]:
+    """All that devices hold of a model, by name."""
+    source = open_model(EngineConfig(model=str(path), quantization=quantization, skip_tokenizer_init=True))
+    model = build_model(source.config, Build("float32"))
+    assert source.weights is not None and not isinstance(source.weights, Path)
+    state = dict(nnx.to_flat_state(load_params(model, source.weights)))
+    source.close()
+    return {param.name: np.asarray(state[param.path].get_value()) for param in declared_params(model)}
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory):
+    """A plain checkpoint with experts, whose inputs are no multiple of a group."""
+    folder, rng = tmp_path_factory.mktemp("experts") / "model", np.random.default_rng(0)
+    folder.mkdir()
+    config = {**MOE_CONFIG, "hidden_size": 200, "moe_intermediate_size": 136}
+    matrices = {f"{name}.weight": rng.standard_normal(shape, np.float32) for name, shape in shapes_of(config).items()}
+    save_file(plain_tensors(config) | matrices, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_devices_hold_is_the_same(tmp_path, capsys, with_experts, name):
+    for number, source in enumerate((TINY_CHECKPOINT, with_experts)):
+        folder = tmp_path / str(number)
+        assert main(["convert", str(source), str(folder), "--quantize", name, "--disable-log-stats"]) == 0
+        said = capsys.readouterr().out
+        assert "model.layers.*.self_attn.q_proj: relative error" in said and str(folder) in said
+        written, expected = arrays(folder), arrays(source, name)
+        assert written.keys() == expected.keys()
+        for param, array in expected.items():
+            np.testing.assert_array_equal(written[param], array, param)
+        settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert ("model.layers.0.mlp.gate" in settings["ignore"]) == (number == 1)
+        assert "model.layers.0.self_attn.q_proj" not in settings["ignore"]
+
+
+def test_perplexity_before_and_after(tmp_path, capsys):
+    model, text = tmp_path / "model", tmp_path / "text"
+    shutil.copytree(TINY_CHECKPOINT, model)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{index}": index for index in range(128)}, "w1"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(model / "tokenizer.json"))
+    text.write_text(" ".join(f"w{index}" for index in np.random.default_rng(0).integers(0, 128, 90)))
+    command = ["convert", str(model), str(tmp_path / "out"), "--quantize", "int4", "--disable-log-stats"]
+    assert main([*command, "--perplexity", str(text)]) == 0
+    said = capsys.readouterr().out
+    before, after = (float(word) for word in said.partition("perplexity on ")[2].split()[1:4:2])
+    assert before > 1 and after > 1 and before != after
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--quantize", "int8", "--dtype", "float32"], "dtype is 'float32'; allowed: absent with --quantize"),
+        (["--quantize", "int8", "-tp", "2"], "tensor_parallel_size is 2; allowed: absent with --quantize"),
+        (["--quantize", "int8", "--perplexity", "/no/file"], "perplexity '/no/file' cannot be read"),
+        (["--perplexity", "x"], "perplexity is 'x'; allowed: absent without --quantize"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, options, message):
+    assert main(["convert", str(TINY_CHECKPOINT), str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_what_is_no_number_and_what_is_quantised_already(tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(TINY_CHECKPOINT, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
+    save_file(tensors, model / "model.safetensors")
+    assert main(["convert", str(model), str(tmp_path / "bad"), "--quantize", "int8", "--disable-log-stats"]) == 2
+    assert "holds what is no finite number (at model.layers.1.mlp.up_proj.weight)" in capsys.readouterr().err
+    assert not (tmp_path / "bad" / "config.json").exists()
+    done = ["convert", str(TINY_CHECKPOINT), str(tmp_path / "one"), "--quantize", "int8", "--disable-log-stats"]
+    assert main(done) == 0 and main(done) == 2
+    assert "exists; a checkpoint is written to a new folder" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "one"), str(tmp_path / "two"), "--quantize", "int8"]) == 2
+    assert "is quantised already" in capsys.readouterr().err
