@@ -161,7 +161,7 @@ def _unsupported(architecture: str, known: Iterable[str]) -> str:
     nearest = f", the nearest is {stems[near[0]]}" if near else ""
     return (
         f"the architecture {shown} is not supported{nearest}; jaxengine.register_model adds one of your own "
-        f"(CONTRIBUTING.md, A model family); there are {', '.join(known)} (docs/supported_models.md)"
+        f"(CONTRIBUTING.md, A model family); there are {', '.join(known)} (docs/models.md)"
     )
 
 

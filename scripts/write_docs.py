@@ -185,7 +185,7 @@ def documents() -> dict[str, str]:
             structured=_table(StructuredOutputsParams, flags=False),
             options=_table(RequestOptions, flags=False, without=("arrival",)),
         ),
-        "supported_models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
+        "models.md": _SUPPORTED_MODELS.format(models="\n".join(_models())),
     }
 
 
