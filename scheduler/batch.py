@@ -33,8 +33,8 @@ class ScheduledBatch:
       slots, num_scheduled, start, sample, epochs: i32/i64/bool[n]; see `models.forward_batch.StepLayout`.
       num_rows: n.
       num_tokens: sum of num_scheduled.
-      num_decode: leading rows whose token is the one sampled last.
-      decode_token_ids: i32[num_decode], that token; None where the device is to take the one it remembers.
+      num_decode: leading rows whose first token is the one sampled last; others of theirs are drafts.
+      decode_token_ids: i32[n], their tokens; None where the device is to take those it knows.
       token_ids: for each row after the decodes, its i32 token ids.
       next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
       deltas: page-table entries the device does not have yet.
@@ -67,10 +67,12 @@ class ScheduledStep:
       expired: requests ended in this step because their deadline had passed, or because they could not be taken in.
       num_rows, num_tokens: of all ranks.
       features: union over the ranks, which all take the same branches.
+      width: the most tokens that a decode has, over all ranks; of more than 1 the step has no other rows.
     """
 
     batches: list[ScheduledBatch]
     expired: list[Request]
+    width: int = 1
     num_rows: int = field(init=False)
     num_tokens: int = field(init=False)
     features: int = field(init=False)

@@ -6,19 +6,27 @@ import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+# Tokens of a step whose decodes have several each: where the products of so many rows take longer than reading the
+# weights, a draft costs about what it saves.
+MAX_WIDE_TOKENS = 256
+
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A compiled shape: T tokens over S sequences. Decode-only steps have one token a sequence, T = S."""
+    """A compiled shape: T tokens over S sequences. Decode-only steps have one token a sequence, T = S; wide ones have
+    `width`, its last token and drafts, T = S * width."""
 
     num_tokens: int
     num_seqs: int
+    width: int = 1
 
     @property
     def decode_only(self) -> bool:
         return self.num_tokens == self.num_seqs
 
     def __str__(self) -> str:
+        if self.width > 1:
+            return f"decode S={self.num_seqs} W={self.width}"
         return f"decode S={self.num_seqs}" if self.decode_only else f"mixed T={self.num_tokens} S={self.num_seqs}"
 
 
@@ -30,10 +38,17 @@ class Buckets:
       mixed_sizes: token counts for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has room
         for min(T - 1, max_num_seqs) sequences: a rank's T tokens, of which one row has two, cannot have more. The
         largest has room for max_num_seqs, which another rank may decode meanwhile.
+      widths: tokens that a decode may have in steps without prefill, beside 1; each for as many sequences as
+        `most_wide` says.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_num_batched_tokens: int, decode_sizes: Iterable[int], mixed_sizes: Iterable[int]
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        decode_sizes: Iterable[int],
+        mixed_sizes: Iterable[int],
+        widths: Iterable[int] = (),
     ):
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
@@ -52,12 +67,19 @@ class Buckets:
         self.scored = self.mixed or self.decode
         self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
         self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]
+        self._wide_sizes: dict[int, list[int]] = {}
+        for width in widths:
+            if most := most_wide(width, max_num_seqs, max_num_batched_tokens):
+                self._wide_sizes[width] = sorted({most, *(size for size in self._decode_sizes if size < most)})
+        self.wide = tuple(
+            Bucket(size * width, size, width) for width, sizes in self._wide_sizes.items() for size in sizes
+        )
 
     def __iter__(self) -> Iterator[Bucket]:
-        return iter(self.decode + self.mixed)
+        return iter(self.decode + self.mixed + self.wide)
 
     def __len__(self) -> int:
-        return len(self.decode) + len(self.mixed)
+        return len(self.decode) + len(self.mixed) + len(self.wide)
 
     def sample_size(self, bucket: Bucket) -> int:
         """Rows of logits that a step of the bucket gives, at least its S: the sampler is compiled for few sizes.
@@ -66,6 +88,12 @@ class Buckets:
         """
         size = self._decode_sizes[bisect.bisect_left(self._decode_sizes, bucket.num_seqs)]
         return size if size <= 2 * bucket.num_seqs else bucket.num_seqs
+
+    def round_up_wide(self, num_seqs: int, width: int) -> Bucket:
+        """The smallest bucket that holds decodes of `width` tokens of so many sequences, at most `most_wide`."""
+        sizes = self._wide_sizes[width]
+        size = sizes[bisect.bisect_left(sizes, num_seqs)]
+        return Bucket(size * width, size, width)
 
     def round_up(self, num_tokens: int, num_seqs: int, *, mixed: bool = False, scored: bool = False) -> Bucket:
         """The smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token each.
@@ -81,3 +109,8 @@ class Buckets:
         if num_tokens == num_seqs and not mixed and not (scored and self.mixed):
             return self.decode[bisect.bisect_left(self._decode_sizes, num_seqs)]
         return self.mixed[bisect.bisect_left(self._mixed_sizes, max(num_tokens, num_seqs + 1))]
+
+
+def most_wide(width: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """The most sequences whose decodes may have `width` tokens in one step."""
+    return min(max_num_seqs, min(MAX_WIDE_TOKENS, max_num_batched_tokens) // width)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 # Who is next: the first to come, the lowest priority, or the client that was served least.
 POLICIES = ("fcfs", "priority", "fair")
+
+# (known tokens i32[n], most) -> i32[m], drafts of what comes next.
+Draft = Callable[[np.ndarray, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,9 @@ class SchedulerConfig:
       num_snapshots: states of prefixes that are kept, for models with states; 0 where there are none to keep.
       num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
         may be scheduled while its last token is still being computed.
+      widths: tokens that a decode may have in a step without prefill, beside 1 (scheduler.buckets): drafts behind its
+        last token, of which some may turn out to be right.
+      draft: makes drafts where the host does; None where the device does.
     """
 
     num_pages: int
@@ -38,6 +46,8 @@ class SchedulerConfig:
     num_micro_batches: int = 1
     windows: tuple[int | None, ...] = (None,)
     num_snapshots: int = 0
+    widths: tuple[int, ...] = ()
+    draft: Draft | None = None
 
     @property
     def num_tables(self) -> int:

@@ -62,17 +62,23 @@ class Packer:
     def pack(self, step: ScheduledStep) -> StepInput:
         """The message for a step of at least one row, in the smallest bucket that holds the batch of every rank."""
         batches = step.batches
-        bucket = self.buckets.round_up(
-            max([batch.num_tokens for batch in batches]),
-            max([batch.num_rows for batch in batches]),
-            mixed=max([batch.num_tokens - batch.num_rows for batch in batches]) > 0,
-            scored=step.features & PROMPT_LOGPROBS > 0,
-        )
+        num_rows = max([batch.num_rows for batch in batches])
+        if step.width > 1:
+            bucket = self.buckets.round_up_wide(num_rows, step.width)
+        else:
+            bucket = self.buckets.round_up(
+                max([batch.num_tokens for batch in batches]),
+                num_rows,
+                mixed=max([batch.num_tokens - batch.num_rows for batch in batches]) > 0,
+                scored=step.features & PROMPT_LOGPROBS > 0,
+            )
         layout = self.layouts[bucket]
         buffer = self._empty[bucket].copy()
         overflow = []
         for rank, (row, batch) in enumerate(zip(buffer, batches, strict=True)):
-            layout.view(row, "header")[:] = batch.num_rows, batch.num_decode, step.features
+            # What kernels take for decodes has one token a row.
+            num_decode = batch.num_decode if step.width == 1 else 0
+            layout.view(row, "header")[:] = batch.num_rows, num_decode, step.features
             if batch.num_rows:
                 self._write(layout, row, batch)
                 if len(batch.deltas.rows) > layout.num_deltas:
@@ -87,10 +93,10 @@ class Packer:
         slot[:num_rows] = batch.slots
         num_scheduled[:num_rows] = batch.num_scheduled
         sample[:num_rows] = batch.sample
+        start[:num_rows] = batch.start
         if batch.decode_token_ids is not None:
-            layout.view(message, "token_ids")[:first] = batch.decode_token_ids
+            layout.view(message, "token_ids")[: len(batch.decode_token_ids)] = batch.decode_token_ids
         if first < num_rows:
-            start[:num_rows] = batch.start
             next_token[first:num_rows] = batch.next_tokens
             layout.view(message, "token_ids")[first : batch.num_tokens] = np.concatenate(batch.token_ids)
         count = min(len(batch.deltas.rows), layout.num_deltas)
@@ -99,8 +105,8 @@ class Packer:
 
     def _layout(self, bucket: Bucket) -> StepLayout:
         """Room for the pages a step can newly fill; only a prefix-cache hit can bring more."""
-        num_deltas = bucket.num_seqs
-        if not bucket.decode_only:
+        num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
+        if not bucket.decode_only and bucket.width == 1:
             num_deltas += bucket.num_tokens // self.page_size
         return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas)
 

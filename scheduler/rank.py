@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler.batch import PageDeltas, ScheduledBatch, StepResult, TokenRows
+from scheduler.batch import PageDeltas, ScheduledBatch, StepResult
 from scheduler.config import SchedulerConfig
 from scheduler.end import End
 from scheduler.pages.groups import PageTables
 from scheduler.pages.snapshots import Hits
-from scheduler.request import Request, RequestStatus, Wait
+from scheduler.request import Request, RequestStatus
+from scheduler.results import Results
 from scheduler.slots import Slots
-from scheduler.token_params import LAST_TOKEN, LOGPROBS, PROMPT_LOGPROBS
+from scheduler.token_params import LAST_TOKEN, MASK, PROMPT_LOGPROBS
 
 
 class Offer(NamedTuple):
@@ -55,8 +56,7 @@ class Rank:
         self.slots = Slots(config.max_num_seqs)
         self.budget = 0
         self.preempted: list[Request] = []
-        # Requests preempted while a token of theirs was in flight, by the (slot, epoch) it will come back to.
-        self._late: dict[tuple[int, int], Request] = {}
+        self._results = Results(self.slots, index, config.max_model_len)
         self._num_steps = 0
         # num_scheduled, start and sample of rows that decode, for as many as there can be.
         self._decode_columns = [
@@ -66,6 +66,8 @@ class Rank:
             column.flags.writeable = False
         # The step being put together.
         self._decodes = np.empty(0, np.int64)
+        self._widths: np.ndarray | None = None  # tokens of each decode, i32[n]; None: one
+        self._drafts: list[np.ndarray] = []  # where the host makes them
         self._prefills: list[tuple[int, int]] = []
         self._admitted: list[Request] = []
         # Free pages that the running requests still need for tokens that are known already.
@@ -93,7 +95,7 @@ class Rank:
         self._num_steps += 1
         if self._snapshots is not None:
             self._snapshots.begin_step()
-        self._admitted, self.preempted = [], []
+        self._admitted, self.preempted, self._widths = [], [], None
         # What their last chunks have left behind; decodes give back as they grow.
         for slot, _ in self._prefills:
             self.pages.give_back(slot, int(self.slots.num_computed[slot]))
@@ -148,6 +150,42 @@ class Rank:
         if cached + count < len(known):
             self._num_promised += self._num_missing(slot)
 
+    @property
+    def num_decodes(self) -> int | None:
+        """Decodes of the step being put together, None where it has other rows."""
+        return None if self._prefills else len(self._decodes)
+
+    def widen(self, width: int) -> int:
+        """Gives decodes, the step's only rows, up to `width` tokens: the last one and drafts. The most that one has.
+
+        0 where pages do not suffice: nobody is preempted for a draft. A request whose next choice the host must prepare
+        has one token. `num_computed` and `num_tokens` count drafts as right until the step's tokens come.
+        """
+        s, slots, pages = self.slots, self._decodes, self.pages
+        widths = np.minimum(s.limit[slots] - s.num_tokens[slots], width)
+        # min_tokens forbids stop tokens up to a place that must be known.
+        widths[(s.features[slots] & (MASK | LAST_TOKEN) > 0) | (s.num_tokens[slots] < s.min_stop[slots])] = 1
+        if self.config.draft is not None:
+            most = zip(slots.tolist(), (widths - 1).tolist(), strict=True)
+            self._drafts = [self.config.draft(self._known(slot), count) for slot, count in most]
+            widths = np.array([1 + len(drafts) for drafts in self._drafts], np.int32)
+        ends = s.num_computed[slots] + widths
+        if pages.num_missing_of(slots, ends) > self.pool.num_free:
+            return 0
+        pages.grow_to(slots, ends)
+        self._widths = widths
+        return int(widths.max(initial=0))
+
+    def narrow(self) -> None:
+        """Takes back what `widen` gave, but for the pages."""
+        self._widths = None
+
+    def _known(self, slot: int) -> np.ndarray:
+        """Prompt and known output of a slot, i32[n]."""
+        request = self.slots.requests[slot]
+        assert request is not None
+        return np.concatenate([request.prompt_token_ids, self.slots.output(slot)])
+
     def commit(self) -> ScheduledBatch:
         """Counts the step as done and describes it."""
         s, decodes, prefills = self.slots, self._decodes, self._prefills
@@ -157,10 +195,19 @@ class Rank:
             tail = np.array(prefills, np.int64)
             slots, counts, start, sample = np.concatenate([decodes, tail[:, 0]]), *map(np.copy, (counts, start, sample))
             counts[num_decode:] = tail[:, 1]
+        num_tokens = num_decode + sum([count for _, count in prefills])
+        if self._widths is not None:
+            counts, num_tokens = self._widths, int(self._widths.sum())
         known_ids = None
         if self.config.num_micro_batches > 1:
             known_ids = s.last_token_ids(decodes)
             s.last_step[slots] = self._num_steps
+            if self.config.widths:  # stages do not hear which drafts were right
+                start = start.copy()
+                start[:num_decode] = s.num_computed[decodes]
+                if self._widths is not None:
+                    pairs = zip(known_ids, self._drafts, strict=True)
+                    known_ids = np.concatenate([part for token, drafts in pairs for part in ([token], drafts)])
         token_ids, next_tokens, scores = [], [], False
         taken = {request.slot for request in self._admitted}
         for row, (slot, count) in enumerate(prefills, num_decode):
@@ -174,7 +221,7 @@ class Rank:
             if slot in taken:
                 start[row] = computed
         s.num_computed[slots] += counts
-        s.num_tokens[slots] += sample
+        s.num_tokens[slots] += sample if self._widths is None else counts
         features = int(np.bitwise_or.reduce(s.features[slots], initial=0))
         return ScheduledBatch(
             slots=slots,
@@ -183,7 +230,7 @@ class Rank:
             sample=sample,
             epochs=s.epoch[slots],
             num_rows=num_rows,
-            num_tokens=num_decode + sum([count for _, count in prefills]),
+            num_tokens=num_tokens,
             num_decode=num_decode,
             decode_token_ids=known_ids,
             token_ids=token_ids,
@@ -193,49 +240,16 @@ class Rank:
             features=features if scores else features & ~PROMPT_LOGPROBS,
         )
 
-    def update(self, batch: ScheduledBatch, token_ids: np.ndarray, result: StepResult, now: float) -> list[End]:
+    def update(
+        self,
+        batch: ScheduledBatch,
+        token_ids: np.ndarray,
+        result: StepResult,
+        now: float,
+        counts: np.ndarray | None = None,
+    ) -> list[End]:
         """Takes in the tokens of one of its batches, in order; adds to `result` and returns who is to be ended."""
-        slots_ = self.slots
-        rows = np.flatnonzero(batch.sample)
-        current = slots_.epoch[batch.slots[rows]] == batch.epochs[rows]
-        ends: list[End] = []
-        if not current.all():
-            for row in rows[~current].tolist():
-                request = self._late.pop((int(batch.slots[row]), int(batch.epochs[row])), None)
-                if request is not None and request.status is not RequestStatus.FINISHED:
-                    self._update_late(request, row, int(token_ids[row]), result, ends, now)
-            rows = rows[current]
-        slots, tokens = batch.slots[rows], token_ids[rows]
-        result.num_new_tokens += len(rows)
-        slots_.append_tokens(slots, tokens)
-        known = slots_.num_known[slots]
-        stopped = slots_.are_stops(slots, tokens) & (known >= slots_.min_stop[slots])
-        ended = stopped | (known >= slots_.limit[slots]) | (tokens < 0)
-        first = known == slots_.num_prompt[slots] + 1
-        intervals = now - slots_.last_token_time[slots]
-        slots_.last_token_time[slots] = now
-        result.intervals.append(intervals[~first])
-        if batch.features & LAST_TOKEN:
-            followed = (slots_.features[slots] & LAST_TOKEN) > 0
-            result.followed += zip(slots_.requests[slots[followed]], tokens[followed].tolist(), strict=True)
-        wanted = slots_.per_step[slots]
-        if wanted.any():
-            emitted = TokenRows(slots_.tag[slots], tokens, rank=self.index, rows=rows)
-            if not wanted.all():
-                emitted = TokenRows(emitted.tags[wanted], tokens[wanted], rank=self.index, rows=rows[wanted])
-            if batch.features & LOGPROBS:
-                scored = (slots_.features[slots[wanted]] & LOGPROBS > 0) & (emitted.token_ids >= 0)
-                emitted = emitted._replace(scored=np.flatnonzero(scored))
-            result.emitted.append(emitted)
-        for index in np.flatnonzero(ended | first).tolist():
-            request, token = slots_.requests[slots[index]], int(tokens[index])
-            assert request is not None
-            if first[index]:
-                request.first_token_time = now
-                result.first_tokens.append(request)
-            if ended[index]:
-                ends.append(End.by(request, token, bool(stopped[index])))
-        return ends
+        return self._results.take(batch, token_ids, counts, result, now)
 
     def release(self, slot: int) -> None:
         """Frees a slot and its pages; full pages of generated tokens become findable now."""
@@ -246,7 +260,7 @@ class Rank:
             # A token's KV exists once its step has been dispatched; the last sampled token may never be fed.
             written = int(min(s.num_computed[slot], s.num_known[slot]))
             if not self.pages.is_registered(slot, written):
-                tokens = np.concatenate([request.prompt_token_ids, s.output(slot)])[:written]
+                tokens = self._known(slot)[:written]
                 request.extend_page_hashes(tokens, self.config.page_size)
                 self._register_pages(slot, written)
         s.release(slot)
@@ -356,34 +370,8 @@ class Rank:
         request = s.requests[slot]
         assert request is not None
         if s.num_tokens[slot] > s.num_known[slot]:
-            self._late[slot, int(s.epoch[slot])] = request
-            request.wait = Wait.TOKEN
+            self._results.expect_late(request)
         self.release(slot)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.preempted.append(request)
-
-    def _update_late(
-        self, request: Request, row: int, token: int, result: StepResult, ends: list[End], now: float
-    ) -> None:
-        """A token of a request that was preempted before it came."""
-        request.wait = Wait.NONE
-        result.num_new_tokens += 1
-        request.output_token_ids = np.append(request.output_token_ids, np.int32(token))
-        num_output = len(request.output_token_ids)
-        if num_output == 1:
-            request.first_token_time = now
-            result.first_tokens.append(request)
-        else:
-            result.intervals.append(np.array([now - request.last_token_time]))
-        request.last_token_time = now
-        if request.per_step:
-            scored = np.arange(token >= 0 and request.params.logprobs is not None)
-            token_ids, rows = np.array([token], np.int32), np.array([row])
-            result.emitted.append(TokenRows(np.array([request.tag]), token_ids, scored, None, self.index, rows))
-        if request.params.features & LAST_TOKEN:
-            result.followed.append((request, token))
-        stopped = token in request.stop_token_ids and num_output >= max(1, request.params.min_tokens)
-        length = request.num_prompt_tokens + num_output >= self.config.max_model_len
-        if stopped or token < 0 or num_output >= request.max_tokens or length:
-            ends.append(End.by(request, token, stopped))

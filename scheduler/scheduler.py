@@ -13,7 +13,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from scheduler.batch import ScheduledStep, StepResult
+from scheduler.buckets import most_wide
 from scheduler.config import SchedulerConfig
+from scheduler.draft_width import DraftWidth
 from scheduler.errors import RequestError
 from scheduler.policy.fair import FairQueue
 from scheduler.policy.waiting import WaitingQueue
@@ -41,6 +43,7 @@ class Scheduler:
     Attributes:
       ranks: pages and slots.
       num_preemptions, num_prefix_queries, num_prefix_hits: over all ranks; the latter two in tokens.
+      draft_width: chooses how many tokens decodes have, where they may have drafts.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -56,6 +59,8 @@ class Scheduler:
         self._num_arrived = 0
         self._num_in_flight = 0
         self._deadlines: list[tuple[float, int, Request]] = []
+        limits = config.max_num_seqs, config.max_num_batched_tokens
+        self.draft_width = DraftWidth({width: most_wide(width, *limits) for width in config.widths})
 
     @property
     def num_running(self) -> int:
@@ -205,24 +210,51 @@ class Scheduler:
                 self._requeue(request)
         if len(self._waiting):
             expired += self._admit(now)
-        step = ScheduledStep([rank.commit() for rank in self.ranks], expired)
+        width = self._widen() if self.config.widths else 1
+        step = ScheduledStep([rank.commit() for rank in self.ranks], expired, width)
         if self._fair is not None:
             for index, batch in enumerate(step.batches):
                 self._fair.charge_outputs(index, batch.slots[batch.sample])
         self._num_in_flight += step.num_rows > 0
         return step
 
-    def update(self, step: ScheduledStep, token_ids: np.ndarray | Sequence[np.ndarray], now: float = 0.0) -> StepResult:
+    def _widen(self) -> int:
+        """Tokens of a decode of the step being put together: more than one where it has nothing but decodes."""
+        counts = [rank.num_decodes for rank in self.ranks]
+        rows = [count for count in counts if count is not None]
+        if len(rows) < len(counts) or not max(rows):
+            return 1
+        width = self.draft_width.choose(max(rows))
+        most = [rank.widen(width) if width > 1 else 1 for rank in self.ranks]
+        if width == 1 or max(most) <= 1 or any(count and not given for count, given in zip(rows, most, strict=True)):
+            for rank in self.ranks:
+                rank.narrow()
+            return 1
+        return min(each for each in self.config.widths if each >= max(most))
+
+    def update(
+        self,
+        step: ScheduledStep,
+        token_ids: np.ndarray | Sequence[np.ndarray],
+        now: float = 0.0,
+        counts: np.ndarray | None = None,
+    ) -> StepResult:
         """Takes in the tokens a step sampled: for each rank, ids by row, i32[ranks, >= rows].
 
         Rows that do not sample are ignored. A negative id says that the row's logits were not finite; its request ends
-        with an error. now: when they came.
+        with an error. now: when they came. Of a step of some width ids are i32[ranks, >= rows, width], and each row has
+        as many as `counts` i32[ranks, >= rows] says.
         """
         self._num_in_flight -= 1
         result = StepResult()
-        for rank, batch, tokens in zip(self.ranks, step.batches, token_ids, strict=True):
+        for index, (rank, batch, tokens) in enumerate(zip(self.ranks, step.batches, token_ids, strict=True)):
             if batch.num_rows:
-                for end in rank.update(batch, tokens, result, now):
+                own_counts = None if counts is None else counts[index]
+                if self._fair is not None and own_counts is not None:
+                    own = rank.slots.epoch[batch.slots] == batch.epochs
+                    more = np.repeat(batch.slots[own], own_counts[: batch.num_rows][own] - 1)
+                    self._fair.charge_outputs(index, more)
+                for end in rank.update(batch, tokens, result, now, own_counts):
                     self.finish(*end)
                     result.finished.append(end.request)
         return result

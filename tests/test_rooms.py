@@ -71,6 +71,7 @@ ROOMS = {
     "jaxengine.sampling": "sharding scheduler",
     "jaxengine.tokens": "models.weights:declarations scheduler jaxengine.workers",
     "jaxengine.config": "sharding models.config scheduler",
+    "jaxengine.drafts": "jaxengine.config",
     "jaxengine.checkpoint": (
         "models.config models.weights:declarations models.quantization models:registry models.weights "
         "jaxengine.tokens jaxengine.config"
@@ -78,11 +79,14 @@ ROOMS = {
     "jaxengine.parsers": "jaxengine.config",
     "jaxengine.runner": (
         "sharding models.config models.weights:declarations models.quantization models models.layers models:registry "
-        "models.weights scheduler scheduler.pages scheduler:loop jaxengine.sampling jaxengine.config "
+        "models.weights scheduler scheduler.pages scheduler:loop jaxengine.sampling jaxengine.config jaxengine.drafts "
         "jaxengine.checkpoint"
     ),
     "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
-    "jaxengine.engine": "scheduler scheduler:loop jaxengine.grammars jaxengine.sampling jaxengine.runner",
+    "jaxengine.engine": (
+        "scheduler scheduler:loop jaxengine.grammars jaxengine.sampling jaxengine.config jaxengine.drafts "
+        "jaxengine.runner"
+    ),
     "jaxengine.requests": (
         "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.checkpoint jaxengine.engine"
     ),

@@ -1,4 +1,4 @@
-"""Which shapes of a step are compiled before anything is served. Knows nothing of models or devices."""
+"""Which shapes of a step are compiled before anything is served. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.platforms import Platform
 from jaxengine.config.values import plain, whole_number
+from scheduler.buckets import Buckets
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,17 @@ class CompilationConfig:
         names = ("cudagraph_capture_sizes", "prefill_sizes")
         sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
+
+    def buckets(
+        self, platform: Platform, max_num_seqs: int, max_num_batched_tokens: int, widths: tuple[int, ...]
+    ) -> Buckets:
+        """The shapes under these limits of one rank, and the platform's where no sizes were given."""
+        decode, prefill = self.cudagraph_capture_sizes, self.prefill_sizes
+        if decode is None:
+            decode = tuple(size for size in platform.decode_sizes if size < max_num_seqs)
+        if prefill is None:
+            prefill = tuple(size for size in platform.prefill_sizes if size < max_num_batched_tokens)
+        try:
+            return Buckets(max_num_seqs, max_num_batched_tokens, decode, prefill, widths)
+        except ValueError as error:
+            raise ConfigError("compilation_config", self, str(error)) from None

@@ -18,9 +18,11 @@ from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.gguf_file import with_gguf_file
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
+from jaxengine.config.pipeline import check_stages, read_layers
 from jaxengine.config.platforms import Platform
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
 from jaxengine.config.prefix_caching import settle_snapshots
+from jaxengine.config.speculation import SpeculativeConfig, check_speculation, settle_speculation
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
 from scheduler.buckets import Buckets
@@ -42,6 +44,7 @@ _READERS = {
     "compilation_config": CompilationConfig.read,
     "structured_outputs_config": StructuredOutputsConfig.read,
     "pooler_config": PoolerConfig.read,
+    "speculative_config": SpeculativeConfig.read,
     "hf_overrides": read_hf_overrides,
 }
 
@@ -123,6 +126,8 @@ class EngineConfig:
       pooler_config: how it pools, over what the checkpoint says: a dict of task, pooling_type, use_activation and
         dimensions.
       hf_overrides: fields to put over those of config.json: architectures, and what says how a model pools.
+      speculative_config: drafts that steps verify, a dict of method ("ngram"), num_speculative_tokens (1 to 7),
+        prompt_lookup_max and prompt_lookup_min. Tokens are the same as without.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """
 
@@ -178,6 +183,7 @@ class EngineConfig:
     convert: str = "auto"
     pooler_config: PoolerConfig | None = None
     hf_overrides: Mapping[str, Any] | None = None
+    speculative_config: SpeculativeConfig | None = None
     disable_log_stats: bool = False
 
     def __post_init__(self):
@@ -226,18 +232,15 @@ class EngineConfig:
             raise ConfigError.because("hf_token", "hf_token is no text", "give the token, True, False or None")
         if self.override_generation_config is not None and not isinstance(self.override_generation_config, Mapping):
             raise ConfigError("override_generation_config", self.override_generation_config, "a dict, or None")
-        if (layers := self.pipeline_layers) is not None:
-            size = self.pipeline_parallel_size
-            listed = isinstance(layers, (list, tuple)) and all(type(count) is int and count > 0 for count in layers)
-            if not listed or len(layers) != size:
-                raise ConfigError("pipeline_layers", layers, f"{size} integers of at least 1, one for each stage")
-            object.__setattr__(self, "pipeline_layers", tuple(layers))
+        if self.pipeline_layers is not None:
+            layers = read_layers(self.pipeline_layers, self.pipeline_parallel_size)
+            object.__setattr__(self, "pipeline_layers", layers)
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """A config from keyword options; one that is unknown or not built yet is refused with its name."""
         known = {field.name for field in dataclasses.fields(cls)}
-        options, chosen = with_gguf_file(settle_names(options)), {}
+        options, chosen = with_gguf_file(settle_speculation(settle_names(options))), {}
         for name, value in options.items():
             if name in known:
                 chosen[name] = value
@@ -277,15 +280,12 @@ class EngineConfig:
             raise ConfigError("max_num_batched_tokens", tokens, allowed)
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("long_prefill_token_threshold", self.long_prefill_token_threshold, "0, without chunks")
-        if (stages := self.pipeline_parallel_size) > model.num_layers:
-            raise ConfigError("pipeline_parallel_size", stages, f"at most {model.num_layers} layers")
+        check_stages(self.pipeline_parallel_size, self.pipeline_layers, model.num_layers)
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
         if self.all2all_backend == RAGGED and platform.name not in ("tpu", "cpu"):
             allowed = f"{GATHER} on CUDA devices; nobody has tried XLA's ragged all-to-all there"
             raise ConfigError("all2all_backend", RAGGED, allowed)
-        if (layers := self.pipeline_layers) is not None and sum(layers) != model.num_layers:
-            raise ConfigError("pipeline_layers", layers, f"numbers that add up to {model.num_layers}")
         mesh = self.mesh_layout(model)
         # Ranks that split one batch share its limits.
         max_num_seqs, tokens = -(-max_num_seqs // mesh.attn), -(-tokens // mesh.attn)
@@ -305,6 +305,7 @@ class EngineConfig:
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),
             runner="generate" if model.pooler is None else "pooling",
         )
+        check_speculation(chosen, model)
         return ResolvedConfig(**chosen)
 
     def mesh_layout(self, model: ModelConfig) -> MeshLayout:
@@ -358,24 +359,25 @@ class ResolvedConfig(EngineConfig):
     default_seq_tokens: int | None = None
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens that a decode may have beside 1."""
+        return () if self.speculative_config is None else self.speculative_config.widths
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps whose tokens are not known."""
+        return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
+
+    @property
     def fixes_pages(self) -> bool:
         """Whether the size of the KV pool is said outright."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
     def buckets(self, platform: Platform) -> Buckets:
         """The shapes to compile."""
-        chosen = self.compilation_config
-        decode, prefill = chosen.cudagraph_capture_sizes, chosen.prefill_sizes
-        if decode is None:
-            # A prompt of one token is all that steps without prompts have to do where nothing is generated.
-            sizes = platform.decode_sizes if self.runner == "generate" else ()
-            decode = [size for size in sizes if size < self.max_num_seqs]
-        if prefill is None:
-            prefill = [size for size in platform.prefill_sizes if size < self.max_num_batched_tokens]
-        try:
-            return Buckets(self.max_num_seqs, self.max_num_batched_tokens, decode, prefill)
-        except ValueError as error:
-            raise ConfigError("compilation_config", chosen, str(error)) from None
+        # A prompt of one token is all that steps without prompts have to do where nothing is generated.
+        platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
+        return self.compilation_config.buckets(platform, self.max_num_seqs, self.max_num_batched_tokens, self.widths)
 
     def scheduler_config(
         self, num_pages: int, num_ranks: int = 1, windows: tuple[int | None, ...] = (None,)
@@ -395,4 +397,5 @@ class ResolvedConfig(EngineConfig):
             num_micro_batches=self.pipeline_parallel_size,
             windows=windows,
             num_snapshots=self.num_state_snapshots,
+            widths=self.widths,
         )

@@ -30,8 +30,9 @@ SHORT = {
     "nnodes": "-n",
     "compilation_config": "-cc",
     "quantization": "-q",
+    "speculative_config": "-sc",
 }
-_SHORT_OF_OTHERS = {"speculative_config": "-sc", "optimization_level": "-O"}
+_SHORT_OF_OTHERS = {"optimization_level": "-O"}
 MODEL_HELP = "a GGUF file, a Hugging Face folder, or a hub id; the embedded SmolLM2-135M-Instruct if none"
 MODEL = destination(EngineConfig, "model")
 MAX_FILE_BYTES = 1 << 20

@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.speculation import FLAT
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ ELSEWHERE: dict[str, str] = {
 }
 
 # Earlier names of options here, which EngineConfig.from_options reads.
-EARLIER = frozenset(("override_pooler_config", "task"))
+EARLIER = frozenset(("override_pooler_config", "task", *FLAT))
 
 _SWITCHES = """
     cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
@@ -117,7 +118,7 @@ _UNSET = """
     model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
     prefix_match_unit profiler_config quantization_config
     reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
-    spec_method spec_model spec_tokens speculative_config video_pruning_rate
+    video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
     default_chat_template_kwargs fingerprint_value lora_modules prompt_adapters ssl_ciphers tool_parser_plugin
     tool_server uds

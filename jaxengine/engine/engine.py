@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
+import numpy as np
+
+from jaxengine.drafts.registry import proposer_of
 from jaxengine.engine.in_flight import InFlight, scored_prompts
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.slot_rows import SlotRows
@@ -44,15 +48,16 @@ class Engine:
         """masks: of requests with structured outputs; None without a tokenizer."""
         self.runner = runner
         self.masks = masks
-        self.scheduler = Scheduler(
-            runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
-        )
+        config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
+        if config.widths and not runner.keeps_history:
+            assert runner.config.speculative_config is not None
+            config = replace(config, draft=proposer_of(runner.config.speculative_config).propose_one)
+        self.scheduler = Scheduler(config)
         self.stats = StepStats()
         self.request_stats = RequestStats(runner.config.max_model_len)
         self.bucket_use = {bucket: BucketUse() for bucket in runner.buckets}
         self.timeline = Timeline()
-        ahead = 2 if runner.config.async_scheduling else 1
-        self._max_in_flight = max(ahead, self.scheduler.config.num_micro_batches)
+        self._max_in_flight = runner.config.max_in_flight
         self._in_flight: deque[InFlight] = deque()
         self._idle_since = self.busy_since = time.monotonic()
         self.untold: set[Request] = set()
@@ -195,11 +200,14 @@ class Engine:
 
     def _collect(self, done: InFlight, output: EngineOutput) -> None:
         start = time.monotonic()
-        token_ids = done.pending.token_ids()
+        token_ids, verified = done.pending.token_ids(), done.pending.verified()
         arrived = time.monotonic()
+        if self.scheduler.config.widths:
+            self._judge_drafts(done, verified, arrived - max(self._idle_since, done.record.dispatched))
         self._idle_since = arrived
         self.stats.wait_seconds += arrived - start
-        result = self.scheduler.update(done.step, token_ids, arrived)
+        counts = None if verified is None else verified[0]
+        result = self.scheduler.update(done.step, token_ids, arrived, counts)
         output.emitted += done.with_results(result.emitted)
         if self.masks is not None:
             for request, token_id in result.followed:
@@ -217,6 +225,22 @@ class Engine:
         updated = time.monotonic()
         self.stats.update_seconds += updated - arrived
         self.timeline.collected(done.record, result, (start, arrived, updated))
+
+    def _judge_drafts(self, done: InFlight, verified: tuple[np.ndarray, np.ndarray] | None, seconds: float) -> None:
+        """Counts what became of the drafts of a step that took so long, and tells who chooses how many there are."""
+        step = done.step
+        if step.num_rows > sum(batch.num_decode for batch in step.batches):
+            return
+        accepted = np.zeros(step.num_rows, np.int64)
+        if verified is not None:
+            counts, drafts = (
+                np.concatenate([each[: batch.num_rows] for each, batch in zip(told, step.batches, strict=True)])
+                for told in verified
+            )
+            accepted = counts - 1
+            self.stats.drafts.count(drafts, accepted)
+            done.record.num_drafts, done.record.num_accepted = int(drafts.sum()), int(accepted.sum())
+        self.scheduler.draft_width.observe(step.width, max(batch.num_rows for batch in step.batches), accepted, seconds)
 
     def _device_idle_since(self, now: float) -> float | None:
         """Since when the device has had nothing to do, as far as the host can tell; None if it is at work."""

@@ -49,6 +49,10 @@ HELP = {
     "vllm:request_params_max_tokens": "Tokens that a request may have generated, max_model_len considered.",
     "vllm:request_params_n": "Outputs that a request asked for.",
     "vllm:iteration_tokens_total": "Tokens of a step.",
+    "vllm:spec_decode_num_drafts": "Times that drafts of a request were verified.",
+    "vllm:spec_decode_num_draft_tokens": "Drafts that were verified.",
+    "vllm:spec_decode_num_accepted_tokens": "Drafts that were accepted.",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that were accepted, by their place.",
     "jaxengine:request_preprocessing_time_seconds": "From a request's arrival until the engine got it, tokenised.",
     "jaxengine:compilations_since_ready": "Programs that XLA compiled while the engine was serving; 0 is right.",
     "jaxengine:executables_compiled": "Programs that the start-up compiled.",
@@ -204,6 +208,13 @@ class Metrics:
             "jaxengine:page_slots_empty": counts.page_slots_empty,
         }.items():
             yield Counter(name, value)
+        if (speculation := runner.config.speculative_config) is not None:
+            drafts = counts.drafts
+            yield Counter("vllm:spec_decode_num_drafts", drafts.num_drafts)
+            yield Counter("vllm:spec_decode_num_draft_tokens", drafts.num_tokens)
+            yield Counter("vllm:spec_decode_num_accepted_tokens", int(drafts.accepted.sum()))
+            for place, count in enumerate(drafts.accepted[: speculation.num_speculative_tokens].tolist()):
+                yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(place)})
         for reason, count in finished.items():
             yield Counter("vllm:request_success", count, {"finished_reason": reason.value})
         for part in ("schedule", "dispatch", "wait", "update"):

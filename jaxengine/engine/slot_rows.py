@@ -102,6 +102,9 @@ class SlotRows:
     def _begin(self, request: Request) -> None:
         """Counts and bias of a request that has just got its slot."""
         slot, features = self._slot(request), request.params.features
+        if self._runner.keeps_history:
+            known = request.prompt_token_ids, self._scheduler.output_token_ids(request)
+            self._runner.set_history(slot, np.concatenate(known))
         if features & PENALTIES:
             self._runner.set_token_counts(slot, request.prompt_token_ids, self._scheduler.output_token_ids(request))
         self._biases.pop(slot, None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxengine.config.speculation import MAX_DRAFTS
 from scheduler.request import NOT_FINITE, FinishReason, Request
 
 # Upper bounds as vLLM has them, seconds, so that its dashboards fit.
@@ -97,6 +98,26 @@ class BucketUse:
 
 
 @dataclass
+class DraftStats:
+    """What became of drafts.
+
+    Attributes:
+      num_drafts: times that a request had any, num_tokens of them together.
+      accepted: i64[MAX_DRAFTS], of these how many were right, by their place.
+    """
+
+    num_drafts: int = 0
+    num_tokens: int = 0
+    accepted: np.ndarray = field(default_factory=lambda: np.zeros(MAX_DRAFTS, np.int64))
+
+    def count(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
+        """Of each row of a step, the drafts that it had and how many were right, i64[n]."""
+        self.num_drafts += int(np.count_nonzero(drafts))
+        self.num_tokens += int(drafts.sum())
+        self.accepted += (accepted[:, None] > np.arange(len(self.accepted))).sum(axis=0)
+
+
+@dataclass
 class StepStats:
     """Sums over the engine's life.
 
@@ -107,6 +128,7 @@ class StepStats:
         from the moment it knew that the device was done until the next step was dispatched.
       num_generated_tokens: those that callers were told of; what is sampled after the text has ended is not counted.
       page_slots_used, page_slots_empty: token slots of the pages held by running requests, summed over steps.
+      drafts: of speculative decoding.
     """
 
     num_steps: int = 0
@@ -120,6 +142,7 @@ class StepStats:
     idle_seconds: float = 0.0
     page_slots_used: int = 0
     page_slots_empty: int = 0
+    drafts: DraftStats = field(default_factory=DraftStats)
     _num_untold_tokens: int = 0
 
     def count_generated(self, num_tokens: int) -> None:

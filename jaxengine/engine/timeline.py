@@ -33,6 +33,7 @@ class StepRecord:
       pages_used: referenced pages, all ranks.
       chunks: (request id, tokens) of rows that are no decodes.
       admitted, preempted, first_tokens, finished: request ids.
+      num_drafts, num_accepted: of steps with drafts, how many there were and how many were right.
     """
 
     number: int
@@ -56,6 +57,8 @@ class StepRecord:
     arrived: float = 0.0
     updated: float = 0.0
     num_new_tokens: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
     first_tokens: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 

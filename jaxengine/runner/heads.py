@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxengine.runner.step import SampledRows, TokenState
+from jaxengine.config.speculation import MAX_DRAFTS
+from jaxengine.runner.step import SampledRows, SlotState, TokenState
 from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from jaxengine.sampling.sampler import SampleOutput, flags_of, sample
-from jaxengine.sampling.state import SamplingState, count_tokens, write_slots
+from jaxengine.sampling.state import SamplingState, count_tokens, write_slots, write_tokens
+from jaxengine.sampling.verification import assumed_tokens, verify
 from models.config.model_config import ModelConfig
 from scheduler.buckets import Bucket, Buckets
 from scheduler.request import POOLED
@@ -53,6 +55,7 @@ class Head:
       output: the NamedTuple that the host reads: of all ranks, [ranks, ...].
       size_of: the size of the one that serves a bucket, which the arguments from Forwarded have; None where none does.
       pools: it is for models that pool, and no other is.
+      width: tokens of a row in the steps that it is for, whose logits are of size * width places.
     """
 
     make: Callable[[HeadSpec], Callable]
@@ -61,6 +64,7 @@ class Head:
     output: Any
     size_of: Callable[[Buckets, Bucket], int | None]
     pools: bool = False
+    width: int = 1
 
     def sizes(self, buckets: Buckets) -> list[int]:
         """All sizes, ascending."""
@@ -90,6 +94,68 @@ def make_sample(spec: HeadSpec) -> Callable:
             return tokens, SampleOutput(stack_ranks(own.token_ids), *scores)
 
     return sample_rows
+
+
+class VerifyOutput(NamedTuple):
+    """What the host reads of a step whose rows had drafts; the first five of all S * W places, as SampleOutput's.
+
+    Attributes:
+      counts: i32[ranks, S], tokens that each row has got, the first ones of its places.
+      num_drafts: i32[ranks, S], drafts that each row had.
+    """
+
+    token_ids: jax.Array
+    logprob: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+    counts: jax.Array
+    num_drafts: jax.Array
+
+
+def make_verify(spec: HeadSpec) -> Callable:
+    """Chooses a token at every place of every row, and keeps those behind drafts that were right: (SlotState,
+    TokenState, SamplingState, SampledRows, logits f32[S * W, V / n]) -> (SlotState, TokenState, VerifyOutput).
+
+    What a row has computed behind its first wrong draft is as if it had not been, and is written again.
+    """
+
+    def verify_rows(
+        slots: SlotState, tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array
+    ):
+        drafts, num_drafts = rows.drafts, rows.num_drafts
+        assert drafts is not None and num_drafts is not None
+        width = drafts.shape[1] + 1
+        slot = jnp.repeat(rows.slot, width)
+        position = (rows.position[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
+        flags = flags_of(rows.features[0])
+        with jax.named_scope("sample"):
+            own = sample(
+                logits,
+                sampling,
+                tokens.token_counts,
+                slot,
+                position,
+                flags,
+                max_logprobs=spec.max_logprobs,
+                logprobs_mode=spec.logprobs_mode,
+                assumed=assumed_tokens(drafts),
+            )
+        with jax.named_scope("verify"):
+            found = verify(own.token_ids.reshape(-1, width), drafts, num_drafts, rows.is_sampled)
+            is_kept, num_slots = found.is_kept.reshape(-1), tokens.last_token.shape[0]
+            target = jnp.where(rows.is_sampled, rows.slot, num_slots)
+            num_computed = write_slots(slots.num_computed, target, rows.position - 1 + found.counts)
+            last_token = write_slots(tokens.last_token, target, jnp.maximum(found.last, 0))
+            counted = count_tokens(tokens.token_counts, slot, own.token_ids, is_kept & flags.any_penalties)
+            tokens = TokenState(last_token, counted, _written(tokens.history, slot, position, own.token_ids, is_kept))
+        with jax.named_scope("results"):
+            scores = _stack_scores(TokenLogprobs(*own[1:]), flags.any_logprobs)
+            told = map(stack_ranks, (found.counts, num_drafts))
+            output = VerifyOutput(stack_ranks(own.token_ids), *scores, *told)
+        return slots._replace(num_computed=num_computed), tokens, output
+
+    return verify_rows
 
 
 def make_score(spec: HeadSpec) -> Callable:
@@ -155,10 +221,36 @@ def _remember(tokens: TokenState, rows: SampledRows, token_ids: jax.Array, any_p
     last_token = write_slots(tokens.last_token, target, jnp.maximum(token_ids, 0))
     # Not a conditional around it: its result would be a copy of the counts.
     counted = count_tokens(tokens.token_counts, rows.slot, token_ids, rows.is_sampled & any_penalties)
-    return TokenState(last_token, counted)
+    return TokenState(
+        last_token, counted, _written(tokens.history, rows.slot, rows.position, token_ids, rows.is_sampled)
+    )
+
+
+def _written(
+    history: jax.Array | None, slots: jax.Array, positions: jax.Array, token_ids: jax.Array, valid: jax.Array
+) -> jax.Array | None:
+    """The history with these tokens, where one is kept."""
+    return None if history is None else write_tokens(history, slots, positions, jnp.maximum(token_ids, 0), valid)
 
 
 SAMPLE, SCORE, POOL = "sample", "score", "pool"
+
+
+def verifier(width: int) -> str:
+    """The name of the head that samples where rows have `width` tokens."""
+    return SAMPLE if width == 1 else f"verify {width}"
+
+
+def _verify_head(width: int) -> Head:
+    return Head(
+        make_verify,
+        arguments=("slots", "tokens", "sampling", "rows", "logits"),
+        changes=("slots", "tokens"),
+        output=VerifyOutput,
+        size_of=lambda buckets, bucket: bucket.num_seqs if bucket.width == width else None,
+        width=width,
+    )
+
 
 HEADS = {
     SAMPLE: Head(
@@ -166,8 +258,9 @@ HEADS = {
         arguments=("tokens", "sampling", "rows", "logits"),
         changes=("tokens",),
         output=SampleOutput,
-        size_of=lambda buckets, bucket: buckets.sample_size(bucket),
+        size_of=lambda buckets, bucket: buckets.sample_size(bucket) if bucket.width == 1 else None,
     ),
+    **{verifier(width): _verify_head(width) for width in range(2, MAX_DRAFTS + 2)},
     SCORE: Head(
         make_score,
         arguments=("params", "hidden", "targets"),

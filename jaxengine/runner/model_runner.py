@@ -17,13 +17,14 @@ import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.runner.compile_watch import CompileWatch
-from jaxengine.runner.heads import HEADS, POOL, SAMPLE, SCORE, PoolOutput
+from jaxengine.runner.heads import HEADS, POOL, SCORE, PoolOutput, VerifyOutput, verifier
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_free_memory
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.state_changes import (
     BIAS_ROW,
     COUNTS_ROW,
+    HISTORY_ROW,
     MASK_ROWS,
     NUM_DELTAS,
     NUM_MASK_ROWS,
@@ -57,7 +58,7 @@ class PendingStep:
         """fetch: waits for a result."""
         self.bucket = bucket
         self.forwarded: Forwarded | None = forwarded
-        self.sampled: SampleOutput | PoolOutput | None = None
+        self.sampled: SampleOutput | VerifyOutput | PoolOutput | None = None
         self.scored: TokenLogprobs | None = None
         self._fetch = fetch
 
@@ -77,13 +78,20 @@ class PendingStep:
         return self.sampled is not None and self.sampled.token_ids.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def token_ids(self) -> np.ndarray:
-        """i32[ranks, rows of logits]; waits for the step."""
+        """i32[ranks, rows of logits], or i32[ranks, rows, W]; waits for the step."""
         assert self.sampled is not None
-        return self._fetch(self.sampled.token_ids)
+        token_ids, width = self._fetch(self.sampled.token_ids), self.bucket.width
+        return token_ids if width == 1 else token_ids.reshape(len(token_ids), -1, width)
 
-    def logprobs(self) -> SampleOutput:
-        """The sampled rows' logprobs as numpy arrays."""
-        assert isinstance(self.sampled, SampleOutput)
+    def verified(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Of a step with drafts, tokens that each row has got and drafts it had, i32[ranks, rows] both; else None."""
+        if not isinstance(self.sampled, VerifyOutput):
+            return None
+        return self._fetch(self.sampled.counts), self._fetch(self.sampled.num_drafts)
+
+    def logprobs(self) -> SampleOutput | VerifyOutput:
+        """The sampled rows' logprobs as numpy arrays; with drafts of all places, row after row."""
+        assert isinstance(self.sampled, (SampleOutput, VerifyOutput))
         return jax.tree.map(self._fetch, self.sampled)
 
     def vectors(self) -> np.ndarray:
@@ -104,6 +112,7 @@ class ModelRunner:
       plan: what the memory of a device is used for; of the stage with the least room.
       compiles: what XLA compiled while the engine was serving.
       pools: whether the model pools, so that steps end with `pool`, not with `sample`.
+      keeps_history: whether drafts are made on the device.
     """
 
     def __init__(
@@ -126,6 +135,7 @@ class ModelRunner:
         self.weight_rows = weight_rows(models, platform_of(stages[0].programs.mesh.devices.flat[0]))
         self._stages = stages
         self._last = stages[-1]
+        self.keeps_history = self._last.programs.state_shapes.keeps_history
         self._peers = peers
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
         self._has_mask = np.zeros_like(self._has_bias)
@@ -181,6 +191,7 @@ class ModelRunner:
 
     def forward(self, bucket: Bucket, message: np.ndarray) -> PendingStep:
         """Dispatches the forward pass whose message this is, i32[ranks, size]; the other processes do the same."""
+        # Engines of several processes have no wide buckets (jaxengine.config.speculation).
         self._peers.announce("forward", (message,), num_tokens=bucket.num_tokens, num_seqs=bucket.num_seqs)
         return PendingStep(bucket, self._peers.run(lambda: self._forward(bucket, message)), self._fetch)
 
@@ -189,7 +200,7 @@ class ModelRunner:
 
         Before the next forward pass: that takes its tokens.
         """
-        pending.sampled = self._run_head(SAMPLE, pending)
+        pending.sampled = self._run_head(verifier(pending.bucket.width), pending)
         pending.forwarded = None
 
     def pool(self, pending: PendingStep) -> None:
@@ -243,6 +254,13 @@ class ModelRunner:
         counts = 2 * np.bincount(output, minlength=self.vocab_size).astype(np.int32)
         counts[prompt] |= 1
         self.change_state(COUNTS_ROW, np.int32(slot), self._padded(counts))
+
+    def set_history(self, slot: int, tokens: np.ndarray) -> None:
+        """Tells what drafts are made of: the tokens i32[n] that a slot begins with."""
+        if self.keeps_history:
+            row = np.zeros(self.config.max_model_len, np.int32)
+            row[: len(tokens)] = tokens
+            self.change_state(HISTORY_ROW, np.int32(slot), row)
 
     def expert_load(self) -> np.ndarray | None:
         """u32[layers, E], tokens that experts were picked for so far, modulo 2**32; None without experts.

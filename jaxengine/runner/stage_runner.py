@@ -19,7 +19,7 @@ from jaxengine.runner.executables import ExecutableCache, compile_program
 from jaxengine.runner.heads import HEADS
 from jaxengine.runner.memory import StageNeeds, device_memory, held_bytes, memory_in_use, workspace_bytes
 from jaxengine.runner.step import Forwarded
-from jaxengine.runner.step_programs import Program, StepPrograms
+from jaxengine.runner.step_programs import Program, StepPrograms, known_tokens
 from models.weights.kv_scales import KVScales
 from scheduler.buckets import Bucket
 from sharding.rules import named_sharding, part_bytes
@@ -150,8 +150,7 @@ class StageRunner:
         """Dispatches the stage's part of a forward pass: hidden states for the next stage, or Forwarded."""
         if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
             self.compile_forward(bucket)
-        tokens = self._state.tokens
-        last_token = None if tokens is None else tokens.last_token
+        last_token = known_tokens(self._state.tokens, bucket)
         arguments = (self._params, self._kv, self._state.slots, last_token, message)
         if hidden is not None:
             arguments = (*arguments, self._receive(hidden))

@@ -25,12 +25,13 @@ NUM_DELTAS = 1024
 NUM_PARAM_ROWS = 8
 NUM_MASK_ROWS = 16
 
-PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW = (
+PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW, HISTORY_ROW = (
     "page deltas",
     "parameters",
     "bias row",
     "mask rows",
     "counts row",
+    "history row",
 )
 
 Shape = tuple[tuple[int, ...], Any, PartitionSpec]
@@ -47,11 +48,13 @@ class StateSizes(NamedTuple):
       vocab_size: tokens that the sampler knows, over all devices.
       stored_mask_words: of a slot's mask, likewise.
       samples: whether the stage is the last one, of a model that generates.
+      history: positions whose tokens are kept of a slot, 0 where none are.
     """
 
     vocab_size: int
     stored_mask_words: int
     samples: bool
+    history: int = 0
 
 
 class StateChange(NamedTuple):
@@ -61,15 +64,17 @@ class StateChange(NamedTuple):
       function: (DeviceState, arguments) -> DeviceState, the first donated.
       arguments: their shapes, dtypes and PartitionSpecs.
       everywhere: every stage has it; else the last one alone, which samples.
+      of_history: only a stage that keeps one has it.
     """
 
     function: Callable[..., DeviceState]
     arguments: Callable[[StateSizes], list[Shape]]
     everywhere: bool = False
+    of_history: bool = False
 
     def is_of(self, sizes: StateSizes) -> bool:
         """Whether a stage of these sizes has it."""
-        return self.everywhere or sizes.samples
+        return self.everywhere or (sizes.samples and (sizes.history > 0 or not self.of_history))
 
 
 def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
@@ -81,6 +86,12 @@ def _set_counts(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceSt
     assert state.tokens is not None
     counts = sampling_state.set_row(state.tokens.token_counts, _own(state, slot), row)
     return state._replace(tokens=state.tokens._replace(token_counts=counts))
+
+
+def _set_history(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceState:
+    assert state.tokens is not None and state.tokens.history is not None
+    history = sampling_state.set_row(state.tokens.history, _own(state, slot), row)
+    return state._replace(tokens=state.tokens._replace(history=history))
 
 
 def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
@@ -118,4 +129,9 @@ STATE_CHANGES = {
         ],
     ),
     COUNTS_ROW: StateChange(_set_counts, _row_of_vocab(np.int32)),
+    HISTORY_ROW: StateChange(
+        _set_history,
+        lambda sizes: [((), np.int32, _EVERYWHERE), ((sizes.history,), np.int32, _EVERYWHERE)],
+        of_history=True,
+    ),
 }

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxengine.drafts.proposer import Drafts, Proposer
 from jaxengine.runner.pooling import pool_rows
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import SamplingState, write_slots
@@ -54,10 +56,13 @@ class TokenState(NamedTuple):
     Attributes:
       last_token: i32[R], the token sampled last.
       token_counts: i32[R, V], what penalties count (jaxengine.sampling.state).
+      history: i32[R, L], the tokens of each slot by position, as far as they are known, of which drafts are made; None
+        where the device makes none. The host writes what a request brings, the sampler what it chooses.
     """
 
     last_token: jax.Array
     token_counts: jax.Array
+    history: jax.Array | None = None
 
 
 class DeviceState(NamedTuple):
@@ -73,6 +78,11 @@ class DeviceState(NamedTuple):
     tokens: TokenState | None
     sampling: SamplingState | None
 
+    @property
+    def keeps_history(self) -> bool:
+        """Whether it has the tokens of which drafts are made."""
+        return self.tokens is not None and self.tokens.history is not None
+
 
 class SampledRows(NamedTuple):
     """What the sampler must know of the rows of logits that it gets, S of them.
@@ -82,19 +92,24 @@ class SampledRows(NamedTuple):
       position: i32[S], of the token to be chosen.
       is_sampled: bool[S], rows that end at their last known token; what is chosen for the others means nothing.
       features: i32[1], what some row needs, bits of scheduler.token_params.
+      drafts: i32[S, W - 1], behind which further tokens are to be chosen, of each row so many as num_drafts, i32[S],
+        says; None in steps without. Logits are then of S * W places.
     """
 
     slot: jax.Array
     position: jax.Array
     is_sampled: jax.Array
     features: jax.Array
+    drafts: jax.Array | None = None
+    num_drafts: jax.Array | None = None
 
 
 class Forwarded(NamedTuple):
     """What a forward pass through the last stage leaves to the heads.
 
     Attributes:
-      rows, logits: of the rows that may sample, f32[S, V / n]; the latter None where the model pools.
+      rows, logits: of the rows that may sample, f32[S, V / n], or f32[S * W, V / n]; the latter None where the model
+        pools.
       hidden: [T, D] after the final norm, and targets: i32[T], the prompt token after each, -1 where there is none;
         None in shapes that score no prompts. Where the model pools, the rows' pooled states, f32[S, D], alone.
     """
@@ -122,12 +137,16 @@ class StepSpec:
     Attributes:
       num_logits: rows of logits that it gives, at least the layout's S.
       scores: it gives hidden states and targets too.
+      width: tokens of a row at most where rows have drafts, else 1.
+      proposer: of these drafts; None where the message has them.
     """
 
     layout: StepLayout
     page_size: int
     num_logits: int
     scores: bool
+    width: int = 1
+    proposer: Proposer | None = None
 
 
 def init_state(
@@ -138,11 +157,12 @@ def init_state(
     num_groups: int = 1,
     pooled: int | None = None,
     states: tuple[tuple[jax.Array, ...], ...] = (),
+    history: int | None = None,
 ) -> DeviceState:
     """State of slots that nobody has used yet, with these states of layers.
 
     vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer; pooled: size of
-    what pooling keeps of a slot.
+    what pooling keeps of a slot; history: positions of a slot whose tokens are kept, None for none.
     """
     slots = SlotState(
         page_table=jnp.zeros((num_groups * max_num_seqs, max_pages), jnp.int32),
@@ -153,7 +173,11 @@ def init_state(
     )
     if vocab_size is None:
         return DeviceState(slots, None, None)
-    tokens = TokenState(jnp.zeros(max_num_seqs, jnp.int32), jnp.zeros((max_num_seqs, vocab_size), jnp.int32))
+    tokens = TokenState(
+        last_token=jnp.zeros(max_num_seqs, jnp.int32),
+        token_counts=jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
+        history=None if history is None else jnp.zeros((max_num_seqs, history), jnp.int32),
+    )
     return DeviceState(slots, tokens, sampling_state.init_state(max_num_seqs, vocab_size))
 
 
@@ -171,10 +195,19 @@ def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
     return state._replace(page_table=state.page_table.at[rows, columns].set(pages, mode="drop"))
 
 
-def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, layout: StepLayout, page_size: int):
-    """Expands a rank's message: (state with the new page-table entries and counts, ForwardBatch, Rows, header dict).
+def unpack(
+    state: SlotState,
+    last_token: jax.Array | None,
+    buffer: jax.Array,
+    layout: StepLayout,
+    page_size: int,
+    draft: Callable[[jax.Array, jax.Array], Drafts] | None = None,
+):
+    """Expands a rank's message: (state with the new page-table entries and counts, ForwardBatch, Rows, header dict,
+    Drafts).
 
-    last_token: None where the message has every token.
+    last_token: None where the message has every token. draft: (slots, known tokens of each) -> the tokens that stand
+    behind the last one; None, and so are the Drafts, where the message has them or rows have none.
     """
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
     state = write_page_deltas(state, layout.view(buffer, "deltas"))
@@ -209,7 +242,14 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
             )
         )
     token_ids = layout.view(buffer, "token_ids")
-    if last_token is not None:
+    drafts = None
+    if draft is not None:
+        assert last_token is not None
+        drafts = draft(index, start + 1)
+        known = jnp.concatenate([last_token[index][:, None], drafts.token_ids], axis=1)
+        column = jnp.clip(token - cu_q_lens[row], 0, known.shape[1] - 1)
+        token_ids = jnp.where(valid, known[row, column], 0)
+    elif last_token is not None:
         token_ids = jnp.where(token_ids >= 0, token_ids, last_token[index][row])
 
     batch = ForwardBatch(
@@ -219,7 +259,7 @@ def unpack(state: SlotState, last_token: jax.Array | None, buffer: jax.Array, la
         ragged=tuple(ragged),
         state_rows=_state_rows(state, slot, count, start, is_new, ragged[0]),
     )
-    return state, batch, Rows(slot, count, start, sample, next_token), header
+    return state, batch, Rows(slot, count, start, sample, next_token), header, drafts
 
 
 def _keeps_snapshots(state: SlotState) -> bool:
@@ -258,13 +298,21 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
     Forwarded).
 
     A stage that is not the first takes hidden states as a sixth argument, one that is not the last gives hidden states
-    instead of Forwarded. last_token: of TokenState, None in a stage without one.
+    instead of Forwarded. last_token: of TokenState, None in a stage without one; with a proposer (last_token, history).
     """
 
-    def forward(params, kv, state: SlotState, last_token: jax.Array | None, message: jax.Array, *hidden: jax.Array):
+    def forward(params, kv, state: SlotState, last_token: Any, message: jax.Array, *hidden: jax.Array):
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
+        draft = None
+        if spec.proposer is not None:
+            last_token, history = last_token
+            draft = partial(_propose, spec.proposer, history, spec.width - 1)
         with jax.named_scope("unpack"):
-            state, batch, rows, header = unpack(state, last_token, message.reshape(-1), spec.layout, spec.page_size)
+            state, batch, rows, header, drafts = unpack(
+                state, last_token, message.reshape(-1), spec.layout, spec.page_size, draft
+            )
+            if spec.width > 1:
+                batch = batch._replace(logits_indices=_places(batch, rows, spec.width))
         states, cache = model(batch, Cache(kv, state.states) if state.states else kv, *hidden)
         kv, kept = cache if isinstance(cache, Cache) else (cache, ())
         state = state._replace(states=kept)
@@ -273,6 +321,11 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
             state = state._replace(expert_load=state.expert_load + load.astype(jnp.uint32))
         if not model.stage.is_last:
             return kv, state, states
+        if spec.width > 1:
+            with jax.named_scope("logits"):
+                logits = model.logits(states[batch.logits_indices])
+            sampled = _rows_with_drafts(batch, rows, header["features"][None], drafts, spec.width)
+            return kv, state, Forwarded(sampled, logits, None, None)
         more, pooler = spec.num_logits - spec.layout.num_seqs, model.config.pooler
         sampled = SampledRows(
             slot=jnp.pad(rows.slot, (0, more), constant_values=state.num_computed.shape[0]),
@@ -292,6 +345,35 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         return kv, state, Forwarded(sampled, logits, states, _targets(batch, rows))
 
     return forward
+
+
+def _propose(proposer: Proposer, history: jax.Array, count: int, slots: jax.Array, num_known: jax.Array) -> Drafts:
+    with jax.named_scope("draft"):
+        return proposer.propose(history[slots], num_known, count)
+
+
+def _places(batch: ForwardBatch, rows: Rows, width: int) -> jax.Array:
+    """i32[S * W]: the tokens behind which each row's are chosen; what a row has less of repeats its last."""
+    column = jnp.minimum(jnp.arange(width, dtype=jnp.int32), jnp.maximum(rows.num_scheduled - 1, 0)[:, None])
+    places = batch.ragged[0].cu_q_lens[:-1, None] + column
+    return jnp.minimum(places, batch.token_ids.shape[0] - 1).reshape(-1)
+
+
+def _rows_with_drafts(
+    batch: ForwardBatch, rows: Rows, features: jax.Array, drafts: Drafts | None, width: int
+) -> SampledRows:
+    """What `verify` must know; drafts: None where every token behind a row's first one is one."""
+    num_drafts = jnp.maximum(rows.num_scheduled - 1, 0)
+    if drafts is not None:
+        num_drafts = jnp.minimum(num_drafts, drafts.counts)
+    return SampledRows(
+        slot=rows.slot,
+        position=batch.ragged[0].kv_lens - rows.num_scheduled + 1,
+        is_sampled=rows.sample > 0,
+        features=features,
+        drafts=batch.token_ids[batch.logits_indices].reshape(-1, width)[:, 1:],
+        num_drafts=num_drafts,
+    )
 
 
 def _targets(batch: ForwardBatch, rows: Rows) -> jax.Array:

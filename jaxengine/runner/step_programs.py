@@ -21,6 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
+from jaxengine.drafts.proposer import Proposer
+from jaxengine.drafts.registry import proposer_of
 from jaxengine.runner.heads import HEADS, HeadSpec, heads_of
 from jaxengine.runner.state_changes import STATE_CHANGES, StateChange, StateSizes
 from jaxengine.runner.step import (
@@ -107,7 +109,11 @@ class StepPrograms:
         self.num_vocab_parts = model.mesh.num_shards("sampled_vocab")
         self.own_vocab_size = self.vocab_size // self.num_vocab_parts
         self.stored_mask_words = self.num_vocab_parts * mask_words(self.own_vocab_size)
-        self._dtype = config.dtype
+        self._dtype, self._max_model_len = config.dtype, config.max_model_len
+        self._slack = (max(config.widths, default=1) - 1) * config.max_in_flight
+        self._proposer: Proposer | None = None
+        if config.speculative_config is not None and config.pipeline_parallel_size == 1:
+            self._proposer = proposer_of(config.speculative_config)
         self._experts = _count_experts(model)
         self.state_shapes: DeviceState = self._state_shapes()
         self._graph, abstract_params = nnx.split(model)
@@ -118,8 +124,10 @@ class StepPrograms:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the cache groups with pages: keys that a token sees, None for all."""
-        return tuple(group.window for group in paged_groups(self.groups))
+        """Of the cache groups with pages: keys that must stay for a token, None for all: those that it sees, and those
+        that one sees which comes in its place where drafts before it turn out to be wrong."""
+        windows = (group.window for group in paged_groups(self.groups))
+        return tuple(None if window is None else window + self._slack for window in windows)
 
     @property
     def page_bytes(self) -> int:
@@ -143,20 +151,22 @@ class StepPrograms:
         """
         stage, num_logits, scores = self.model.stage, self._num_logits(bucket), bucket in self.packer.buckets.scored
         layout = self.packer.layouts[bucket]
-        function = make_forward(
-            self._graph, self._params_tree, StepSpec(layout, self.packer.page_size, num_logits, scores)
-        )
+        proposer = self._proposer if bucket.width > 1 else None
+        spec = StepSpec(layout, self.packer.page_size, num_logits, scores, bucket.width, proposer)
+        function = make_forward(self._graph, self._params_tree, spec)
         state, ranks = self.state_shapes, self.model.mesh.num_ranks
-        last_token = None if state.tokens is None else state.tokens.last_token
+        last_token = known_tokens(state.tokens, bucket)
         message = self._shape((ranks, layout.size), np.int32, _RANKS)
         hidden = self._hidden(bucket.num_tokens)
         arguments = (_abstract(params), kv, state.slots, last_token, message, *([] if stage.is_first else [hidden]))
         output: Any = hidden
         if stage.is_last:
-            output = self._forwarded(bucket.num_tokens, num_logits)
+            size = num_logits if bucket.width == 1 else bucket.num_seqs
+            output = self._forwarded(bucket.num_tokens, size, bucket.width)
             if self._samples and not scores:
                 output = output._replace(hidden=None, targets=None)
-        return self._program(str(bucket), function, arguments, (kv, state.slots, output), donate=(1, 2))
+        name = str(bucket) if proposer is None else f"{bucket}, {proposer}"
+        return self._program(name, function, arguments, (kv, state.slots, output), donate=(1, 2))
 
     def heads(self) -> list[tuple[str, int]]:
         """The name and size of every head of this stage."""
@@ -169,7 +179,7 @@ class StepPrograms:
         """A head of `HEADS` of a size: (arguments as the head names them) -> (what it changes, its output)."""
         head = HEADS[name]
         shapes = {"params": _abstract(params), **self.state_shapes._asdict()}
-        shapes |= self._forwarded(size, size)._asdict()
+        shapes |= self._forwarded(size, size, head.width)._asdict()
         everywhere = self._shape((), np.int32)  # only where it lies matters
         output = head.output(*[everywhere] * len(head.output._fields))
         results = (*(shapes[change] for change in head.changes), output)
@@ -179,13 +189,14 @@ class StepPrograms:
 
     def forwarded_bytes(self, name: str, size: int) -> int:
         """Bytes of one device that forward passes leave to a head of this size."""
-        forwarded = self._forwarded(size, size)._asdict()
+        forwarded = self._forwarded(size, size, HEADS[name].width)._asdict()
         taken = [forwarded[argument] for argument in HEADS[name].arguments if argument in forwarded]
         return sum(map(part_bytes, jax.tree.leaves(taken)))
 
     def state_changes(self) -> dict[str, Program]:
         """The programs that change the state between steps, by name: (state, their arguments) -> state."""
-        sizes = StateSizes(self.vocab_size, self.stored_mask_words, self._samples)
+        history = 0 if self._proposer is None else self._max_model_len
+        sizes = StateSizes(self.vocab_size, self.stored_mask_words, self._samples, history)
         changes = {name: change for name, change in STATE_CHANGES.items() if change.is_of(sizes)}
         return {name: self._state_change(name, change, sizes) for name, change in changes.items()}
 
@@ -214,26 +225,29 @@ class StepPrograms:
         return self.model.config.hidden_size if keeps else None
 
     def _num_logits(self, bucket: Bucket) -> int:
-        return self.packer.buckets.sample_size(bucket)
+        return self.packer.buckets.sample_size(bucket) if bucket.width == 1 else bucket.num_tokens
 
     def _hidden(self, num_tokens: int) -> Any:
         shape = self.model.mesh.num_ranks * num_tokens, self.model.config.hidden_size
         return self._shape(shape, self._dtype, _RANKS)
 
-    def _forwarded(self, num_tokens: int, num_logits: int) -> Forwarded:
-        """What a forward pass of so many tokens and rows of logits leaves to the heads, abstract."""
+    def _forwarded(self, num_tokens: int, num_rows: int, width: int = 1) -> Forwarded:
+        """What a forward pass of so many tokens, and rows with logits at `width` places, leaves to the heads,
+        abstract."""
         ranks = self.model.mesh.num_ranks
-        row = self._shape((ranks * num_logits,), np.int32, _RANKS)
+        row = self._shape((ranks * num_rows,), np.int32, _RANKS)
         rows = SampledRows(
             slot=row,
             position=row,
-            is_sampled=self._shape((ranks * num_logits,), np.bool_, _RANKS),
+            is_sampled=self._shape((ranks * num_rows,), np.bool_, _RANKS),
             features=self._shape((ranks,), np.int32, _RANKS),
+            drafts=None if width == 1 else self._shape((ranks * num_rows, width - 1), np.int32, _RANKS),
+            num_drafts=None if width == 1 else row,
         )
         if not self._samples:
-            pooled = self._shape((ranks * num_logits, self.model.config.hidden_size), np.float32, _RANKS)
+            pooled = self._shape((ranks * num_rows, self.model.config.hidden_size), np.float32, _RANKS)
             return Forwarded(rows, None, pooled, None)
-        logits = self._shape((ranks * num_logits, self.vocab_size), np.float32, _RANKS_VOCAB)
+        logits = self._shape((ranks * num_rows * width, self.vocab_size), np.float32, _RANKS_VOCAB)
         targets = self._shape((ranks * num_tokens,), np.int32, _RANKS)
         return Forwarded(rows, logits, self._hidden(num_tokens), targets)
 
@@ -260,13 +274,15 @@ class StepPrograms:
         if not self._samples:
             return DeviceState(slots, None, None)
         sampling = SamplingState(RowParams(*[ranks] * len(NEUTRAL)), logit_bias=vocab, token_mask=vocab)
-        return DeviceState(slots, TokenState(last_token=ranks, token_counts=vocab), sampling)
+        history = None if self._proposer is None else ranks
+        return DeviceState(slots, TokenState(last_token=ranks, token_counts=vocab, history=history), sampling)
 
     def _own_state(self) -> DeviceState:
         vocab_size = self.own_vocab_size if self._samples else None
         sizes = self._num_slots, self.num_columns, vocab_size
         states = state_rows(self.groups, self._num_slots + self._num_snapshots)
-        return init_state(*sizes, self._experts, self.packer.num_groups, self._kept_size, states)
+        history = None if self._proposer is None else self._max_model_len
+        return init_state(*sizes, self._experts, self.packer.num_groups, self._kept_size, states, history)
 
     def _state_shapes(self) -> DeviceState:
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -305,6 +321,15 @@ class StepPrograms:
         """x [ranks, ...], a part on each rank, on every device."""
         gather = self._on_devices(lambda part: stack_ranks(part[0]), (_RANKS,), _EVERYWHERE)
         return jax.jit(gather)(x)
+
+
+def known_tokens(tokens: TokenState | None, bucket: Bucket) -> Any:
+    """What a bucket's forward pass takes of TokenState, arrays or shapes: the last tokens, and where it drafts the
+    history; None of none."""
+    if tokens is None:
+        return None
+    wide = bucket.width > 1 and tokens.history is not None
+    return (tokens.last_token, tokens.history) if wide else tokens.last_token
 
 
 def _count_experts(model: CausalLM) -> tuple[int, int] | None:

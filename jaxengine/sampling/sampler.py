@@ -21,7 +21,7 @@ from jax import lax
 from jaxengine.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState
 from jaxengine.sampling.token_choice import draw, draw_keys, lowest_kept
-from jaxengine.sampling.top_tokens import best_token, vocab_size
+from jaxengine.sampling.top_tokens import best_token, first_id, vocab_size
 from scheduler.token_params import BIAS, LOGPROBS, MASK, PENALTIES, RANDOM, TRUNCATION
 
 
@@ -72,6 +72,7 @@ def sample(
     *,
     max_logprobs: int,
     logprobs_mode: str,
+    assumed: jax.Array | None = None,
 ) -> SampleOutput:
     """Chooses one token per row of logits f32[S, V].
 
@@ -79,7 +80,8 @@ def sample(
     reads no state and is greedy. positions i32[S]: position of the token being chosen. A row's token depends on its
     logits, its slot's parameters and its position, never on its neighbours or on S. logprobs_mode is one of vLLM's
     (config.LOGPROBS_MODES): the raw ones report the given logits, the processed ones those that were drawn from,
-    temperature and truncation included.
+    temperature and truncation included. assumed i32[S, k]: output tokens of each row that `token_counts` does not have
+    yet, -1 for none.
     """
     rows = RowParams(
         *(
@@ -129,7 +131,7 @@ def sample(
         masked = partial(_masked, logits, masks)
         adjusted = lax.cond(
             flags.any_bias | flags.any_penalties,
-            lambda: _adjust(masked(), state, token_counts, slots, rows),
+            lambda: _adjust(masked(), state, token_counts, slots, rows, assumed),
             lambda: lax.cond(flags.any_mask, masked, lambda: logits),
         )
         return choose(adjusted, lambda *known: lax.cond(flags.any_random, draw_random, draw_none, *known))
@@ -158,12 +160,21 @@ def _masked(logits: jax.Array, masks: jax.Array) -> jax.Array:
 
 
 def _adjust(
-    logits: jax.Array, state: SamplingState, token_counts: jax.Array, slots: jax.Array, rows: RowParams
+    logits: jax.Array,
+    state: SamplingState,
+    token_counts: jax.Array,
+    slots: jax.Array,
+    rows: RowParams,
+    assumed: jax.Array | None,
 ) -> jax.Array:
     """Bias, then penalties: repetition (Keskar et al. 2019) over prompt and output, OpenAI's two over the output. Rows
     without them keep their logits bit for bit."""
     logits = logits + _state_rows(state.logit_bias, slots)
     counts = _state_rows(token_counts, slots)
+    if assumed is not None:
+        columns = assumed - first_id(counts)
+        columns = jnp.where((assumed >= 0) & (columns >= 0), columns, counts.shape[1])
+        counts = counts.at[jnp.arange(len(counts))[:, None], columns].add(2, mode="drop")
     times = counts >> 1
     repeated = jnp.where(logits > 0, logits / rows.repetition_penalty, logits * rows.repetition_penalty)
     logits = jnp.where(counts > 0, repeated, logits)

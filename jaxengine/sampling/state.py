@@ -110,7 +110,7 @@ def write_slots(array: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Ar
 
 
 def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array, valid: jax.Array) -> jax.Array:
-    """token_counts with one more output token per row: slots i32[S] distinct, token_ids i32[S], valid bool[S].
+    """token_counts with one more output token per row: slots i32[S], token_ids i32[S], valid bool[S].
 
     Rows that are not valid, whose slot is >= R or whose token is outside the vocabulary change nothing.
     """
@@ -121,6 +121,16 @@ def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array
         slots = jnp.pad(slots, (0, 1), constant_values=num_slots)
         columns = jnp.pad(columns, (0, 1))
     return token_counts.at[slots, columns].add(2, mode="drop")
+
+
+def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, token_ids: jax.Array, valid: jax.Array):
+    """history i32[R, L] with token_ids i32[S] at (slots, positions) i32[S] where valid bool[S]; those outside are
+    dropped."""
+    slots = jnp.where(valid, slots, history.shape[0])
+    if slots.shape[0] == 1:  # XLA CPU copies the whole operand of a one-row scatter
+        slots = jnp.pad(slots, (0, 1), constant_values=history.shape[0])
+        positions, token_ids = jnp.pad(positions, (0, 1)), jnp.pad(token_ids, (0, 1))
+    return history.at[slots, positions].set(token_ids, mode="drop")
 
 
 def set_row(array: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:

@@ -78,6 +78,11 @@ class PageTables:
         """Pages that the slot's first `num_tokens` tokens still need."""
         return self.num_groups * max(0, self._columns(num_tokens) - int(self.num_columns[slot]))
 
+    def num_missing_of(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
+        """Pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] still need."""
+        columns = -(-num_tokens // self.page_size) - self.num_columns[slots]
+        return self.num_groups * int(columns[columns > 0].sum())
+
     def num_to_grow(self, slots: np.ndarray) -> int:
         """The free pages that one column more of each of `slots` i64[n] takes beside those that it gives back."""
         return len(self._whole) * len(slots) + int(np.count_nonzero(self._held[:, slots] <= self._behind_new))
@@ -155,6 +160,11 @@ class PageTables:
         self._places[places] = pages.reshape(places.shape)
         self.deltas.append((rows.ravel().astype(np.int32), np.concatenate([columns] * self.num_groups), pages))
         self.num_columns[slots] += 1
+
+    def grow_to(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Takes the pages that the first `num_tokens` i64[n] tokens of `slots` i64[n] still need; they are free."""
+        while (needy := num_tokens > self.num_columns[slots] * self.page_size).any():
+            self.grow_by_one(slots[needy])
 
     def give_back(self, slot: int, position: int) -> None:
         """Frees pages that no token of a slot from `position` on will see. Decodes do that as they grow."""

@@ -35,6 +35,11 @@ def expected_output(prompt: np.ndarray, max_tokens: int, stop_ids=(), min_tokens
     return tokens[len(prompt) :]
 
 
+def guess(rng: np.random.Generator, tokens: np.ndarray) -> int:
+    """What comes after `tokens`, or now and then something else."""
+    return next_token(tokens) if rng.random() < 0.7 else int(rng.integers(VOCAB_SIZE))
+
+
 class FakeDevice:
     """Slot state and pages of one engine, in numpy: a part for each rank.
 
@@ -42,12 +47,24 @@ class FakeDevice:
     window shows, all tokens where a group keeps all; each of the others must show the same as far as its window goes.
     With snapshots it keeps a state of each sequence as well, the tokens that have been fed to it, which every row must
     go on from; what a step writes and what it reads of them must not depend on the order of its rows.
-    With `forgetful`, it remembers no sampled token, as the first stage of a pipeline, which does not sample.
+    With `forgetful`, it remembers no sampled token, as the first stage of a pipeline, which does not sample. Drafts
+    that the message does not have it makes itself, mostly right ones; a wrong one stays in its page until it is
+    overwritten.
     """
 
-    def __init__(self, packer: Packer, config: SchedulerConfig, *, forgetful: bool = False):
+    def __init__(
+        self,
+        packer: Packer,
+        config: SchedulerConfig,
+        *,
+        forgetful: bool = False,
+        windows: tuple[int | None, ...] | None = None,
+    ):
+        """windows: what tokens see, where that is less than the scheduler keeps."""
         self.packer = packer
-        self.windows = config.windows
+        self.windows = windows or config.windows
+        self.rng = np.random.default_rng(5)
+        self.num_drafts = self.num_accepted = 0
         self.num_slots = packer.buckets.max_num_seqs
         self.pages = np.full((packer.num_ranks, config.num_pages * packer.page_size), -7, np.int32)
         width = max(config.max_pages_per_seq, 3 * (config.num_snapshots > 0))
@@ -61,8 +78,9 @@ class FakeDevice:
         self.forgetful = forgetful
         self.shapes: set = set()
 
-    def execute(self, step: StepInput) -> np.ndarray:
-        """Token ids by rank and row, i32[ranks, S], -99 in rows that do not sample."""
+    def execute(self, step: StepInput) -> tuple[np.ndarray, np.ndarray | None]:
+        """Token ids by rank and row, i32[ranks, S], -99 in rows that do not sample; of a step with drafts i32[ranks, S,
+        W], and how many of them each row has got."""
         self.shapes.add(step.bucket)
         for row, column, page in zip(*step.overflow, strict=True):
             self.page_table[row, column] = page
@@ -70,9 +88,12 @@ class FakeDevice:
         assert step.buffer.shape == (self.packer.num_ranks, layout.size) and step.buffer.flags.c_contiguous
         flags = np.array([layout.view(message, "header")[2:] for message in step.buffer])
         assert (flags == flags[0]).all()
-        return np.array([self._execute_rank(rank, layout, message) for rank, message in enumerate(step.buffer)])
+        width = step.bucket.width
+        ranks = [self._execute_rank(rank, layout, message, width) for rank, message in enumerate(step.buffer)]
+        token_ids, counts = map(np.array, zip(*ranks, strict=True))
+        return (token_ids, counts) if width > 1 else (token_ids[..., 0], None)
 
-    def _execute_rank(self, rank: int, layout: StepLayout, message: np.ndarray) -> np.ndarray:
+    def _execute_rank(self, rank: int, layout: StepLayout, message: np.ndarray, width: int):
         view = {name: layout.view(message, name) for name in ("header", "token_ids", "deltas")}
         view |= dict(zip(ROW_COLUMNS, layout.view(message, "rows"), strict=True))
         header = dict(zip(HEADER, view["header"].tolist(), strict=True))
@@ -92,6 +113,8 @@ class FakeDevice:
             start = start if start >= 0 else int(self.num_computed[slot])
             tokens = view["token_ids"][first : first + count]
             assert not self.forgetful or (tokens >= 0).all()
+            if width > 1:
+                tokens = self._with_drafts(rank, slot, start, tokens)
             tokens = np.where(tokens < 0, self.last_token[slot], tokens)
             positions = np.arange(start, start + count)
             for group in range(len(self.windows)):
@@ -106,11 +129,31 @@ class FakeDevice:
         assert (view["slot"][num_rows:] == self.num_slots).all()
         assert not view["num_scheduled"][num_rows:].any() and not view["sample"][num_rows:].any()
         assert (view["token_ids"][first:] == -1).all()
-        result = np.full(layout.num_seqs, -99, np.int32)
+        result, counts = np.full((layout.num_seqs, width), -99, np.int32), np.zeros(layout.num_seqs, np.int32)
         for row, (slot, length) in enumerate(rows):
-            if view["sample"][row]:
-                result[row] = self.last_token[slot] = next_token(self._seen(rank, slot, length))
-        return result
+            if not view["sample"][row]:
+                continue
+            first = length - int(view["num_scheduled"][row]) + 1 if width > 1 else length
+            for column, known in enumerate(range(first, length + 1)):
+                token = result[row, column] = self.last_token[slot] = next_token(self._seen(rank, slot, known))
+                counts[row] += 1
+                if known < length and self.pages[rank, self._slots(rank, 0, slot, np.array([known]))] != token:
+                    break
+            self.num_computed[slot] = first - 1 + counts[row]
+            self.num_accepted += int(counts[row]) - 1
+            self.num_drafts += length - first
+        return result, counts
+
+    def _with_drafts(self, rank: int, slot: int, start: int, tokens: np.ndarray) -> np.ndarray:
+        """A row's last token and what may stand behind it, which is written into the pages on the way."""
+        tokens = tokens.copy()
+        for column in range(len(tokens)):
+            if tokens[column] < 0:
+                tokens[column] = self.last_token[slot] if not column else guess(self.rng, self._seen(rank, slot, start))
+            for group in range(len(self.windows)):
+                self.pages[rank, self._slots(rank, group, slot, np.array([start]))] = tokens[column]
+            start += 1
+        return tokens
 
     def _feed(self, rank: int, slot: int, before: list, hit: bool, start: int, tokens: np.ndarray) -> list[int]:
         """Takes the state of a slot on by these tokens; the rows of states that it writes."""

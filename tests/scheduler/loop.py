@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from scheduler.buckets import Buckets
+from scheduler.buckets import Buckets, most_wide
 from scheduler.config import SchedulerConfig
 from scheduler.packing import Packer
 from scheduler.request import Request
@@ -19,6 +19,7 @@ class Loop:
     """schedule, execute, update; ahead of the device by one step unless `sync`, or by one for each micro-batch."""
 
     def __init__(self, *, sync: bool = False, **changes):
+        """widths among the changes: steps of all of them in turn, with drafts that are right or wrong."""
         options = {
             "num_pages": 64,
             "page_size": 4,
@@ -26,14 +27,20 @@ class Loop:
             "max_num_batched_tokens": 24,
             "max_model_len": 64,
         }
+        windows = changes.get("windows", (None,))
+        self.depth = max(1 if sync else 2, changes.get("num_micro_batches", 1))
+        self.slack = (max(changes.get("widths", (1,))) - 1) * self.depth
+        changes["windows"] = tuple(None if window is None else window + self.slack for window in windows)
         self.config = SchedulerConfig(**{**options, **changes})
         self.scheduler = Scheduler(self.config)
+        self.num_widths = 0
+        if self.config.widths:
+            self.scheduler.draft_width.choose = self.choose_width
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        buckets = Buckets(seqs, tokens, [size for size in (1, 2, 4) if size < seqs], [4])
+        buckets = Buckets(seqs, tokens, [size for size in (1, 2, 4) if size < seqs], [4], self.config.widths)
         self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables)
         pipelined = self.config.num_micro_batches > 1
-        self.device = FakeDevice(self.packer, self.config, forgetful=pipelined)
-        self.depth = max(1 if sync else 2, self.config.num_micro_batches)
+        self.device = FakeDevice(self.packer, self.config, forgetful=pipelined, windows=windows)
         self.in_flight: deque = deque()
         self.finished: list[Request] = []
         self.largest_batch = 0
@@ -56,7 +63,8 @@ class Loop:
                 pages.reshape(self.config.num_pages, -1)[blank] = POISON
             self.in_flight.append((step, self.device.execute(self.packer.pack(step))))
         if self.in_flight and (not step.num_rows or len(self.in_flight) == self.depth):
-            self.finished += self.scheduler.update(*self.in_flight.popleft()).finished
+            step_before, (token_ids, counts) = self.in_flight.popleft()
+            self.finished += self.scheduler.update(step_before, token_ids, counts=counts).finished
             for rank in self.scheduler.ranks:
                 rank.pool.check()
         return step
@@ -67,6 +75,12 @@ class Loop:
                 return
             self.step()
         raise AssertionError("the scheduler makes no progress")
+
+    def choose_width(self, num_rows: int) -> int:
+        self.num_widths += 1
+        seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        widths = [1, *(width for width in self.config.widths if num_rows <= most_wide(width, seqs, tokens))]
+        return widths[self.num_widths % len(widths)]
 
     def check(self, step):
         """What must hold after every `schedule`."""
@@ -81,7 +95,7 @@ class Loop:
                     pages = table[slot, held_columns]
                     assert (pages >= 0).all() and (np.delete(table[slot], held_columns) < 0).all()
                     np.add.at(held, pages, 1)
-                limit = self.config.most_pages(int(slots.num_computed[slot]))
+                limit = self.config.most_pages(int(slots.num_computed[slot]) + self.slack)
                 assert tables.num_held[:, slot].sum() <= limit, "more pages than admission counts with"
             assert (held == rank.pool.ref_count).all(), "a page without owner, or an owner without page"
             assert batch.num_tokens == batch.num_scheduled.sum()

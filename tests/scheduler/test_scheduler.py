@@ -197,7 +197,7 @@ def test_poisoned_row_ends_alone():
     loop.scheduler.add_request(good)
     loop.scheduler.add_request(bad)
     step = loop.scheduler.schedule()
-    tokens = loop.device.execute(loop.packer.pack(step))
+    tokens, _ = loop.device.execute(loop.packer.pack(step))
     tokens[0, 1] = -1
     assert loop.scheduler.update(step, tokens).finished == [bad]
     assert (bad.finish_reason, bad.stop_reason) == ("error", "logits are not finite")

@@ -231,6 +231,23 @@ CASES |= {
     "int8 tp2 dp2 ep": ("int8", {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}),
     "awq tp2 pp2": ("awq", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
+# Drafts of whatever came before, right and wrong; the run on one device has none.
+_DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}}
+CASES |= {
+    "drafts": ("dense", _DRAFTS),
+    "drafts tp2 dp2": ("dense", {"tensor_parallel_size": 2, "data_parallel_size": 2} | _DRAFTS),
+    "drafts pp2": ("tied", {"pipeline_parallel_size": 2} | _DRAFTS),
+    "drafts tp2 dp2 pp2": (
+        "tied",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2} | _DRAFTS,
+    ),
+    "drafts gemma2 tp2": ("gemma2", {"tensor_parallel_size": 2} | _DRAFTS),
+    "drafts latent tp4": ("latent", {"tensor_parallel_size": 4} | _DRAFTS),
+    "drafts moe tp2 dp2 ep": (
+        "moe",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} | _DRAFTS,
+    ),
+}
 # Small enough that requests are preempted all the time, in every rank.
 OPTIONS = {
     "load_format": "dummy",
@@ -319,6 +336,7 @@ def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[st
         "preemptions": metrics["vllm:num_preemptions"],
         "prefix_hits": metrics["vllm:prefix_cache_hits"],
         "compilations": metrics["jaxengine:compilations_since_ready"],
+        "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
     }
 
 
@@ -344,7 +362,7 @@ def main(folder: str, cache: str, *names: str) -> None:
         if model not in alone:
             alone[model] = run(folder, cache, model, {})
         found = run(folder, cache, model, options)
-        row = {key: found[key] for key in ("preemptions", "prefix_hits", "compilations")}
+        row = {key: found[key] for key in ("preemptions", "prefix_hits", "compilations", "accepted")}
         print(json.dumps({"case": name, **row, "wrong": differences(found, alone[model])}), flush=True)
 
 

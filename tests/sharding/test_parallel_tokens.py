@@ -17,6 +17,7 @@ SHORT = (
     "tp2 dp2 pp2",
     "moe tp2 dp2 ep",
     "latent tp4 pp2, replicated",
+    "drafts tp2 dp2 pp2",
 )
 
 
@@ -44,6 +45,7 @@ def test_tokens_equal_those_of_one_device(tmp_path, executables_dir, report, tho
     for row in rows:
         assert not row["wrong"], (row["case"], row["wrong"])
         assert row["compilations"] == 0, row
+        assert row["accepted"] is None or row["accepted"] > 0, row
         # Whether a state was kept where a common prefix ends, chunks decide.
         assert row["prefix_hits"] > 0 or CASES[row["case"]][0] == "states", row
         report(f"{row['case']}: as one device, {row['preemptions']} preemptions, {row['prefix_hits']} prefix hits")

@@ -1,0 +1,137 @@
+"""Speculative decoding as vLLM's speculative_config says it: which drafts, and how many. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.values import plain, whole_number
+
+if TYPE_CHECKING:
+    from models.config.model_config import ModelConfig
+
+NAME = "speculative_config"
+NGRAM = "ngram"
+METHODS = (NGRAM,)
+MAX_DRAFTS = 7
+MAX_LOOKUP = 32
+# Lookups of three tokens, then of two: longer ones find less, single tokens say little.
+_LOOKUP = (2, 3)
+# Widths of steps: tokens of a decode, its last one and drafts. Each is a set of programs.
+_WIDTHS = (2, 4, 8)
+# Options of a flat form, and the field of each.
+FLAT = {
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "spec_model": "model",
+    "spec_method": "method",
+    "spec_tokens": "num_speculative_tokens",
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Drafts that each step may verify; tokens are the same as without.
+
+    Attributes:
+      method: "ngram", which looks for the last tokens among those before.
+      num_speculative_tokens: drafts of a request in one step at most, 1 to 7.
+      prompt_lookup_max: tokens that an n-gram lookup compares at most; prompt_lookup_min: at least. One says the other;
+        without either 3 and 2.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    prompt_lookup_max: int = _LOOKUP[1]
+    prompt_lookup_min: int = _LOOKUP[0]
+
+    @classmethod
+    def read(cls, value: Any) -> SpeculativeConfig | None:
+        """From a dict of vLLM's fields, or None. Raises ConfigError."""
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(NAME, value, "a dict of its fields")
+        known = [field.name for field in fields(cls)]
+        chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
+        if other := next((key for key in chosen if key not in (*known, "model")), None):
+            raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known)}")
+        method = _method(chosen.pop("model", None), chosen.get("method"))
+        count = chosen.get("num_speculative_tokens")
+        if count is None:
+            problem = f"{NAME}.num_speculative_tokens is not given"
+            raise ConfigError.because(NAME, problem, f"say how many drafts a step may have, 1 to {MAX_DRAFTS}")
+        least, most = (chosen.get(f"prompt_lookup_{end}") for end in ("min", "max"))
+        least, most = (most if least is None else least), (least if most is None else most)
+        config = cls(method, count, *((_LOOKUP[1], _LOOKUP[0]) if least is None else (most, least)))
+        for name, limit in (
+            ("num_speculative_tokens", MAX_DRAFTS),
+            ("prompt_lookup_max", MAX_LOOKUP),
+            ("prompt_lookup_min", MAX_LOOKUP),
+        ):
+            given = getattr(config, name)
+            if type(given) is not int or not 1 <= given <= limit:
+                raise ConfigError(f"{NAME}.{name}", given, f"1 to {limit}")
+        if config.prompt_lookup_min > config.prompt_lookup_max:
+            allowed = f"at most prompt_lookup_max, {config.prompt_lookup_max}"
+            raise ConfigError(f"{NAME}.prompt_lookup_min", config.prompt_lookup_min, allowed)
+        return config
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens that a decode may have in one step, beside 1."""
+        return tuple(sorted({min(width, self.num_speculative_tokens + 1) for width in _WIDTHS}))
+
+
+def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with speculative_config for its flat form, of which speculative_model is vLLM's earlier one.
+
+    Raises ConfigError.
+    """
+    flat = {name: options[name] for name in FLAT if options.get(name) is not None}
+    settled = {name: value for name, value in options.items() if name not in FLAT}
+    if not flat:
+        return settled
+    chosen: dict[str, Any] = {}
+    for name, value in flat.items():
+        if chosen.setdefault(FLAT[name], value) != value:
+            raise ConfigError.because(name, f"{NAME}.{FLAT[name]} is given twice", "give it once")
+    if settled.get(NAME) is not None:
+        raise ConfigError.because(next(iter(flat)), f"{next(iter(flat))} is given beside {NAME}", f"give {NAME} alone")
+    try:
+        return {**settled, NAME: SpeculativeConfig.read(chosen)}
+    except ConfigError as error:
+        error.param = next(iter(flat))  # what was given
+        raise
+
+
+def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raises ConfigError where drafts cannot be verified. options: those of EngineConfig by name."""
+    if options[NAME] is None:
+        return
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError.because(NAME, f"{NAME} is given, but {why}", "leave it out")
+
+    if model.pooler is not None:
+        raise refuse(f"{model.architecture} pools and generates nothing")
+    if len(model.attending) != len(model.attention):
+        raise refuse(f"{model.architecture} keeps states of sequences, which cannot go back behind a wrong draft")
+    if options["nnodes"] > 1:
+        raise refuse(f"nnodes is {options['nnodes']}, and an engine of several processes verifies no drafts yet")
+    if options["max_num_batched_tokens"] < 2:
+        raise refuse(f"max_num_batched_tokens is {options['max_num_batched_tokens']}, which leaves a step no draft")
+
+
+def _method(model: Any, method: Any) -> str:
+    """The method, by its name or, as in earlier versions of vLLM, by that of a draft model in brackets."""
+    if model is not None and method is None:
+        method = model.removeprefix("[").removesuffix("]") if isinstance(model, str) else model
+    if method not in METHODS:
+        what = f"{NAME}.method is {method!r}" if method is not None else f"{NAME} has no method"
+        raise ConfigError.because(NAME, f"{what}, and the only one built is {NGRAM!r}", f"give method={NGRAM!r}")
+    if model not in (None, NGRAM, f"[{NGRAM}]"):
+        raise ConfigError.because(NAME, f"{NAME}.model is {model!r}", f"leave it out: {NGRAM!r} has no model")
+    return method

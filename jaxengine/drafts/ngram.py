@@ -1,0 +1,61 @@
+"""Prompt lookup: what followed the last tokens when they came before (Saxena 2023, "Prompt Lookup Decoding").
+
+The longest match within the sizes allowed counts, of several the latest. What follows is repeated where it is shorter
+than the drafts that are wanted: a text that repeats itself goes on doing so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.drafts.proposer import Drafts
+
+
+@dataclass(frozen=True)
+class Ngram:
+    """jaxengine.drafts.proposer.Proposer over the request's own tokens.
+
+    Attributes:
+      longest, shortest: tokens of a match.
+    """
+
+    longest: int
+    shortest: int
+
+    def propose(self, history: jax.Array, num_known: jax.Array, count: int) -> Drafts:
+        """Proposer.propose."""
+        length = history.shape[1]
+        at = jnp.arange(length, dtype=jnp.int32)
+        last = num_known - 1
+        # run[s, p]: how many tokens up to p, and up to the last one, are the same; no more than `longest`.
+        same = jnp.ones(history.shape, bool)
+        run = jnp.zeros(history.shape, jnp.int32)
+        for back in range(self.longest):
+            wanted = jnp.take_along_axis(history, jnp.maximum(last - back, 0)[:, None], axis=1)
+            same &= (jnp.roll(history, back, axis=1) == wanted) & (at >= back)
+            run += same
+        run = jnp.where(at < last[:, None], run, 0)
+        best = jnp.max(run, axis=1)
+        place = jnp.max(jnp.where(run == best[:, None], at, 0), axis=1)
+        found = best >= self.shortest
+        period = jnp.maximum(last - place, 1)
+        columns = place[:, None] + 1 + jnp.arange(count, dtype=jnp.int32) % period[:, None]
+        token_ids = jnp.take_along_axis(history, jnp.minimum(columns, length - 1), axis=1)
+        return Drafts(jnp.where(found[:, None], token_ids, 0), jnp.where(found, count, 0).astype(jnp.int32))
+
+    def propose_one(self, known: np.ndarray, count: int) -> np.ndarray:
+        """Proposer.propose_one."""
+        last = len(known) - 1
+        run, same = np.zeros(last, np.int32), np.ones(last, np.bool_)
+        for back in range(min(self.longest, last)):
+            same[:back] = False
+            same[back:] &= known[: last - back] == known[last - back]
+            run += same
+        if not count or not last or run.max() < self.shortest:
+            return np.empty(0, np.int32)
+        place = last - 1 - int(np.argmax(run[::-1]))
+        return known[place + 1 + np.arange(count) % (last - place)]

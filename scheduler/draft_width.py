@@ -1,0 +1,66 @@
+"""How many tokens a decode has in the next step: its last one and drafts, as many as pay at this number of rows.
+
+A width is worth the tokens that a row of it is expected to bring, for each second that its steps take. Both are
+measured while serving: which drafts were right, by place, and how long steps took, by width and number of rows. A width
+that has not been tried at a number of rows is, and one that lost is tried again now and then, for what runs changes.
+Tokens do not depend on the choice. Knows no device and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+# Steps of a width that are measured before it is judged, and steps between two trials of one that lost.
+TRIALS = 3
+RETRY_STEPS = 64
+# The weight of the latest step in what is remembered of those before.
+_LATEST = 0.1
+
+
+class DraftWidth:
+    """Chooses among 1 and the widths it is given; without any, always 1.
+
+    Attributes:
+      kept: f64[W - 1], the share of rows in which the draft at each place was accepted.
+    """
+
+    def __init__(self, most_rows: Mapping[int, int]):
+        """most_rows: for each width, the most rows of a step that may have it."""
+        self._most_rows = dict(sorted(most_rows.items()))
+        self.kept = np.ones(max(most_rows, default=1) - 1)
+        # By (width, class of numbers of rows).
+        self._seconds: dict[tuple[int, int], float] = {}
+        self._num_measured: dict[tuple[int, int], int] = {}
+        self._num_steps = 0
+
+    def choose(self, num_rows: int) -> int:
+        """The width for a step of so many decodes."""
+        allowed = [1, *(width for width, most in self._most_rows.items() if num_rows <= most)]
+        size = num_rows.bit_length()
+        for width in reversed(allowed):
+            if self._num_measured.get((width, size), 0) < TRIALS:
+                return width
+        self._num_steps += 1
+        if self._num_steps % RETRY_STEPS == 0:
+            return allowed[self._num_steps // RETRY_STEPS % len(allowed)]
+        return max(allowed, key=lambda width: self.expected(width) / self._seconds[width, size])
+
+    def expected(self, width: int) -> float:
+        """Tokens that a row of this width is expected to bring."""
+        return 1.0 + float(self.kept[: width - 1].sum())
+
+    def observe(self, width: int, num_rows: int, accepted: np.ndarray, seconds: float | None) -> None:
+        """Told of a step of at most `num_rows` rows in a rank: drafts accepted of each row, i64[n], and how long it
+        took, if known."""
+        if width > 1:
+            share = (accepted[:, None] > np.arange(width - 1)).mean(axis=0)
+            self.kept[: width - 1] += _LATEST * (share - self.kept[: width - 1])
+        if seconds is not None:
+            key = width, num_rows.bit_length()
+            before = self._seconds.get(key)
+            # The first of its kind may have waited for something else; no single step counts for much.
+            seconds = seconds if before is None else before + _LATEST * (min(seconds, 4 * before) - before)
+            self._seconds[key] = seconds
+            self._num_measured[key] = self._num_measured.get(key, 0) + 1

@@ -1,0 +1,240 @@
+"""Drafts change no token: everything that a request may ask for, compared with an engine that has none."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.config.speculation import SpeculativeConfig
+from jaxengine.drafts.ngram import Ngram
+from tests.fixtures.drawn_weights import checkpoint
+from tests.sharding.parallel_cases import DENSE, OPTIONS, write_tokenizer
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# Families of every kind of attention and experts that keep pages alone; of these --thorough takes all.
+FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "mistral", "qwen3_moe", "deepseek_v3", "phi3")
+
+WITHOUT = (({"nnodes": 2}, "nnodes is 2"), ({"max_num_batched_tokens": 1, "max_num_seqs": 1}, "no draft"))
+
+
+def make_folder(folder):
+    (folder / "config.json").write_text(json.dumps(DENSE))
+    write_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory, executables_dir, thorough):
+    """Without drafts and with them, in a pool that is too small for all."""
+    drafts = DRAFTS if thorough else DRAFTS | {"num_speculative_tokens": 3}
+    options = OPTIONS | {
+        "model": make_folder(tmp_path_factory.mktemp("drafts")),
+        "compile_cache_dir": executables_dir,
+        "num_gpu_blocks_override": 40,
+    }
+    return LLM(**options), LLM(**options, speculative_config=drafts)
+
+
+def force(llm, width: int | None) -> None:
+    """Steps of this width wherever one can have it; None for the engine's own choice."""
+    choice = llm.core.engine.scheduler.draft_width
+    choice.__dict__.pop("choose", None)
+    if width is not None:
+        most = {each: rows for each, rows in choice._most_rows.items() if each <= width}
+        choice.choose = lambda rows: max((each for each in most if rows <= most[each]), default=1)
+
+
+def workload(temperature: float, vocab_size: int = 257, text: bool = True):
+    """Prompts that repeat themselves, and parameters of every kind."""
+    rng = np.random.default_rng(1)
+    few = {int(token): 30.0 for token in rng.integers(64, 96, 3)}
+    kinds = [
+        {},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": few},
+        {"frequency_penalty": -1.5, "logprobs": 2},
+        {"top_k": 20, "top_p": 0.9, "logprobs": 3, "prompt_logprobs": 1},
+        {"min_p": 0.05},
+        {"logit_bias": few, "logprobs": 0},
+        {"min_tokens": 7, "stop_token_ids": [*few][:2], "logit_bias": few},
+        {"bad_words": ["zz"], "logit_bias": few} if text else {"min_tokens": 2},
+        {"logit_bias": few, "stop": ["".join(map(chr, [66, 66, 66]))]} if text else {"logit_bias": few},
+        {"structured_outputs": {"regex": "[a-z]{2,20}( [0-9]+)+"}} if text else {},
+        {"logit_bias": few, "n": 2 if temperature else 1},
+        {"allowed_token_ids": [*few]},
+    ]
+    prompts, params = [], []
+    for index in range(24):
+        base = rng.integers(0, vocab_size, int(rng.integers(2, 9))).tolist()
+        chosen = {"temperature": temperature, "seed": index, "max_tokens": int(rng.integers(4, 24)), "ignore_eos": True}
+        prompts.append({"prompt_token_ids": (base * 10)[: int(rng.integers(3, 36))]})
+        params.append(SamplingParams(**chosen, detokenize=text, **kinds[index % len(kinds)]))
+    return prompts, params
+
+
+def told(output):
+    """What a caller sees, but for logprobs."""
+    return [(each.token_ids, each.text, each.finish_reason, each.stop_reason) for each in output.outputs]
+
+
+def scores(output):
+    """Tokens of all logprobs, and their values."""
+    steps = [step for each in output.outputs for step in each.logprobs or ()]
+    steps += [step for step in output.prompt_logprobs or () if step]
+    pairs = [(token, entry.rank, entry.logprob) for step in steps for token, entry in step.items()]
+    return [pair[:2] for pair in pairs], [pair[2] for pair in pairs]
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert told(one) == told(other)
+        (tokens, values), (wanted, rounded) = scores(one), scores(other)
+        assert tokens == wanted
+        np.testing.assert_allclose(values, rounded, atol=1e-4)
+
+
+def num_accepted(llm) -> list[int]:
+    return [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens_per_pos"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_everything_is_as_without_drafts(engines, temperature, thorough):
+    plain, drafting = engines
+    prompts, params = workload(temperature)
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    before = num_accepted(drafting)
+    for width in (2, 4, 8, None) if thorough or not temperature else (8,):
+        force(drafting, width)
+        drafting.reset_prefix_cache()
+        assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
+    force(drafting, 8)
+    for index in range(12) if thorough else (2, 6, 8):  # alone, and with known prefixes
+        assert_same(drafting.generate(prompts[index], params[index], use_tqdm=False), expected[index : index + 1])
+    metrics = {metric.name: metric.value for metric in drafting.get_metrics()}
+    assert metrics["jaxengine:compilations_since_ready"] == 0
+    assert metrics["vllm:num_preemptions"] > 0
+    assert all(np.array(num_accepted(drafting))[:2] > before[:2])
+    assert metrics["vllm:spec_decode_num_draft_tokens"] > metrics["vllm:spec_decode_num_accepted_tokens"]
+    assert drafting.core.engine.scheduler.num_free_pages == 40
+
+
+def test_a_stop_string_cuts_a_run_of_accepted_tokens(engines):
+    plain, drafting = engines
+    force(drafting, 8)
+    steps = drafting.core.engine.stats.num_steps
+    params = SamplingParams(temperature=0, max_tokens=30, logit_bias={65: 100.0}, stop=["b" * 12])
+    prompts = [{"prompt_token_ids": [65] * 6}]
+    found, expected = (llm.generate(prompts, params, use_tqdm=False) for llm in (drafting, plain))
+    assert_same(found, expected)
+    text = chr(found[0].outputs[0].token_ids[0] + 33)  # the tokenizer's first bytes begin with "!"
+    params.stop = [text * 12]
+    found, expected = (llm.generate(prompts, params, use_tqdm=False) for llm in (drafting, plain))
+    assert_same(found, expected)
+    (output,) = found[0].outputs
+    assert output.finish_reason == "stop" and len(output.token_ids) == 12 and output.text == ""
+    # 30 and 12 tokens, four and more a step, and the steps for prompts and in flight at the ends.
+    assert drafting.core.engine.stats.num_steps - steps < 18
+
+
+def test_steps_without_drafts_are_the_same_programs(engines):
+    plain, drafting = (llm.core.runner._stages[0] for llm in engines)
+
+    def text(stage, bucket):
+        program = stage.programs.forward(bucket, stage._params, stage._kv_shapes)
+        return jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments).as_text()
+
+    buckets = list(plain.programs.packer.buckets)
+    assert buckets == [bucket for bucket in drafting.programs.packer.buckets if bucket.width == 1]
+    for bucket in buckets:
+        assert text(plain, bucket) == text(drafting, bucket)
+    assert text(drafting, drafting.programs.packer.buckets.wide[0]) != text(plain, buckets[0])
+    assert not plain.programs.state_shapes.keeps_history and not any("verify" in name for name, _ in plain._heads)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, executables_dir, thorough):
+    if not thorough:
+        pytest.skip("a minute of compiling: --thorough")
+    options = OPTIONS | {"model": str(checkpoint(family)), "compile_cache_dir": executables_dir}
+    options |= {"load_format": "auto", "skip_tokenizer_init": True, "num_gpu_blocks_override": 60}
+    plain = LLM(**options)
+    for count in (1, 3, 7):
+        drafting = LLM(**options, speculative_config=DRAFTS | {"num_speculative_tokens": count})
+        force(drafting, 8 if count == 7 else None)
+        for temperature in (0.0, 0.7, 1.0):
+            prompts, params = workload(temperature, 100, text=False)
+            expected = plain.generate(prompts, params, use_tqdm=False)
+            assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
+        assert sum(num_accepted(drafting)) > 10
+
+
+def test_ngrams_are_what_followed_the_same_tokens_before():
+    proposer = Ngram(longest=3, shortest=2)
+    for known, drafts in (
+        ([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2, 3]),
+        ([1, 2, 9, 4, 8, 2, 9, 7, 1, 2, 9], [4, 8, 2, 9, 7]),  # three tokens go before two
+        ([2, 9, 4, 2, 9, 5, 7, 2, 9], [5, 7, 2, 9, 5]),  # the latest of equals; what is too short is repeated
+        ([7, 7, 7], [7, 7, 7, 7, 7]),
+        ([1, 2, 3, 2], []),
+        ([5], []),
+    ):
+        assert proposer.propose_one(np.array(known, np.int32), 5).tolist() == drafts
+    rng = np.random.default_rng(0)
+    propose = jax.jit(partial(proposer.propose, count=5))
+    for _ in range(20):
+        lengths = rng.integers(1, 40, 8)
+        history = rng.integers(0, 4, (8, 40)).astype(np.int32)
+        found = propose(history, lengths.astype(np.int32))
+        for row, length in enumerate(lengths):
+            drafts = proposer.propose_one(history[row, :length], 5).tolist()
+            assert found.token_ids[row, : found.counts[row]].tolist() == drafts
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"speculative_config": 3}, "a dict of its fields"),
+        ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens is not given"),
+        ({"speculative_config": {"num_speculative_tokens": 2}}, "no method"),
+        ({"speculative_config": {"method": "eagle3", "num_speculative_tokens": 2}}, "'eagle3', and the only one built"),
+        ({"speculative_config": {"model": "org/draft", "num_speculative_tokens": 2}}, "'org/draft', and the only one"),
+        ({"speculative_config": DRAFTS | {"model": "x"}}, "ngram' has no model"),
+        (
+            {"speculative_config": DRAFTS | {"num_speculative_tokens": 8}},
+            "tokens is 8; allowed: 1 to 7",
+        ),
+        ({"speculative_config": DRAFTS | {"prompt_lookup_min": 4}}, "at most prompt_lookup_max, 3"),
+        ({"speculative_config": DRAFTS | {"prompt_lookup_max": True}}, "prompt_lookup_max is True"),
+        ({"speculative_config": DRAFTS | {"top": 1}}, "has no 'top'; it has method, num_speculative_tokens"),
+        ({"speculative_model": "[ngram]"}, "num_speculative_tokens is not given"),
+        ({"speculative_model": "[ngram]", "speculative_config": DRAFTS}, "given beside speculative_config"),
+        ({"num_speculative_tokens": 3, "spec_tokens": 4}, "given twice"),
+    ],
+)
+def test_bad_options_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        EngineConfig.from_options(**options)
+    assert error.value.param.partition(".")[0] in options
+
+
+def test_flat_options_are_the_same():
+    flat = EngineConfig.from_options(speculative_model="[ngram]", num_speculative_tokens=4)
+    assert flat.speculative_config == SpeculativeConfig("ngram", 4, 3, 2)
+    assert flat.speculative_config.widths == (2, 4, 5)
+    read = SpeculativeConfig.read({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4})
+    assert read == SpeculativeConfig("ngram", 2, 4, 4) and read.widths == (2, 3)
+
+
+def test_models_and_engines_without_drafts_say_why(engines):
+    model = engines[0].core.inputs.model_config
+    for options, said in WITHOUT:
+        with pytest.raises(ConfigError, match=said):
+            EngineConfig(speculative_config=DRAFTS, **options).resolved(model, PLATFORMS["cpu"])
+    with pytest.raises(ConfigError, match="keeps states of sequences, which cannot go back"):
+        LLM(str(checkpoint("qwen3_next")), speculative_config=DRAFTS, skip_tokenizer_init=True)

@@ -1,0 +1,161 @@
+"""Steps whose decodes have drafts, against a device that keeps what it was fed in pages: outputs are as without."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from scheduler.draft_width import RETRY_STEPS, TRIALS, DraftWidth
+from scheduler.request import FinishReason, RequestStatus
+from scheduler.token_params import TokenParams
+from tests.scheduler.fake_device import VOCAB_SIZE, expected_output, guess, next_token
+from tests.scheduler.loop import Loop, check_output, make, random_request
+
+WIDTHS = (2, 4, 8)
+
+
+def run_all(loop, rng, count, *, aborts=False, **fields):
+    shared = rng.integers(0, VOCAB_SIZE, 40).astype(np.int32)
+    requests = [random_request(rng, index, shared=shared, **fields) for index in range(count)]
+    for request in requests:
+        loop.scheduler.add_request(request)
+        if aborts and rng.random() < 0.2:
+            victim = requests[int(rng.integers(len(requests)))]
+            if victim.status is not RequestStatus.FINISHED and victim.arrival_index >= 0:
+                loop.scheduler.finish(victim, FinishReason.ABORT)
+        for _ in range(int(rng.integers(0, 3))):
+            loop.step()
+    loop.run()
+    assert 0 < loop.device.num_accepted < loop.device.num_drafts
+    return requests
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("num_tokens", [800, 72])
+def test_outputs_are_as_without_drafts(sync, page_size, num_tokens):
+    limits = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 20}
+    loop = Loop(sync=sync, num_pages=num_tokens // page_size, page_size=page_size, widths=WIDTHS, **limits)
+    for request in run_all(loop, np.random.default_rng(num_tokens), 40):
+        check_output(request)
+    assert loop.pool.num_free == loop.config.num_pages
+    assert loop.scheduler.num_prefix_hits > 0
+    assert (loop.scheduler.num_preemptions > 0) == (num_tokens == 72)
+    assert {bucket.width for bucket in loop.device.shapes} == {1, *WIDTHS}
+
+
+@pytest.mark.parametrize("windows", [(6, None), (6, 9), (5,)])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_windows_keep_what_wrong_drafts_could_need(windows, page_size):
+    """Pages that nobody holds are poisoned before each step."""
+    loop = Loop(num_pages=400 // page_size, page_size=page_size, windows=windows, widths=WIDTHS)
+    window = None if None in windows else max(windows)
+    for request in run_all(loop, np.random.default_rng(1), 30):
+        check_output(request, window)
+    assert loop.pool.num_free == loop.config.num_pages
+
+
+def test_ranks_go_on_by_counts_of_their_own():
+    loop = Loop(num_ranks=2, num_pages=24, widths=WIDTHS, policy="fair")
+    for request in run_all(loop, np.random.default_rng(2), 40):
+        check_output(request)
+
+
+def test_stages_get_drafts_from_the_host():
+    rng = np.random.default_rng(7)
+
+    def draft(known, count):
+        drafts = []
+        for _ in range(min(count, int(rng.integers(0, 9)))):
+            drafts.append(guess(rng, np.append(known, np.array(drafts, np.int32)).astype(np.int32)))
+        return np.array(drafts, np.int32)
+
+    loop = Loop(num_micro_batches=2, num_pages=24, widths=WIDTHS, draft=draft)
+    for request in run_all(loop, np.random.default_rng(3), 40):
+        check_output(request)
+
+
+def test_aborts_leave_no_page():
+    loop = Loop(num_pages=20, widths=WIDTHS)
+    for request in run_all(loop, np.random.default_rng(4), 100, aborts=True):
+        if request.finish_reason is not FinishReason.ABORT:
+            check_output(request)
+    assert loop.pool.num_free == 20
+
+
+def test_a_run_of_accepted_tokens_is_cut_where_the_request_ends():
+    """All drafts are right: the stop token, and max_tokens, lie within what one step brings."""
+    prompt = np.arange(5, dtype=np.int32)
+    tokens = expected_output(prompt, 20)
+    for fields, count in (({"stop_token_ids": (tokens[6],)}, tokens.index(tokens[6]) + 1), ({"max_tokens": 7}, 7)):
+        loop = Loop(widths=(8,))
+        loop.scheduler.draft_width.choose = lambda num_rows: 8
+        loop.device.rng = type("Right", (), {"random": lambda self: 0.0})()
+        request = make("a", prompt, **{"max_tokens": 20, "per_step": True, **fields})
+        loop.scheduler.add_request(request)
+        loop.run()
+        assert request.output_token_ids.tolist() == tokens[:count]
+        assert request.finish_reason == ("stop" if "stop_token_ids" in fields else "length")
+        assert loop.scheduler.ranks[0].pool.num_free == loop.config.num_pages
+
+
+def test_only_accepted_full_pages_are_found():
+    """All drafts are wrong: what is found afterwards are the pages of the tokens that came."""
+    loop = Loop(widths=(8,))
+    loop.scheduler.draft_width.choose = lambda num_rows: 8
+    loop.device.rng = type("Wrong", (), {"random": lambda self: 1.0, "integers": lambda self, most: 0})()
+    prompt = np.arange(5, dtype=np.int32)
+    first = make("a", prompt, 10)
+    loop.scheduler.add_request(first)
+    loop.run()
+    check_output(first)
+    again = make("b", np.append(prompt, first.output_token_ids), 6)
+    loop.scheduler.add_request(again)
+    loop.run()
+    check_output(again)
+    # Of 15 tokens the last was never fed: three pages of four.
+    assert again.num_cached_tokens == 12
+
+
+def test_min_tokens_and_what_the_host_prepares_go_token_by_token():
+    loop = Loop(widths=(4,))
+    loop.scheduler.draft_width.choose = lambda num_rows: 4
+    loop.scheduler.add_request(make("a", [1, 2], 20, params=TokenParams(temperature=0, min_tokens=6)))
+    loop.scheduler.add_request(make("b", [1, 3], 20, params=TokenParams(temperature=0, bad_words=((1, 2),))))
+    loop.scheduler.add_request(make("c", [1, 4], 20, params=TokenParams(temperature=0, logit_bias={1: 2.0})))
+    loop.step()
+    widths = []
+    for _ in range(8):
+        (batch,) = loop.step().batches
+        widths.append(batch.num_scheduled.tolist())
+    assert [row[1] for row in widths if len(row) > 1] == [1] * len([row for row in widths if len(row) > 1])
+    assert [row[0] for row in widths][:5] == [1] * 5 and widths[-1][0] == 4
+    assert widths[0][2] == 4
+
+
+def test_width_follows_what_steps_bring_and_cost():
+    choice = DraftWidth({2: 64, 4: 64, 8: 2})
+    seen = []
+    for _ in range(200):
+        width = choice.choose(5)
+        seen.append(width)
+        # Four tokens for 1.5 times the time of one: right drafts pay.
+        choice.observe(width, 5, np.full(5, width - 1), {1: 1.0, 2: 1.2, 4: 1.5}[width])
+    assert seen[: 3 * TRIALS] == [4] * TRIALS + [2] * TRIALS + [1] * TRIALS
+    assert seen.count(4) > 180
+    seen = []
+    for _ in range(400):
+        width = choice.choose(5)
+        seen.append(width)
+        choice.observe(width, 5, np.zeros(5, np.int64), {1: 1.0, 2: 1.2, 4: 1.5}[width])
+    assert seen[100:].count(1) > 280
+    # It lost, and is tried again.
+    assert any(width > 1 for width in seen[-3 * RETRY_STEPS :])
+    assert choice.choose(1) == 8 and DraftWidth({}).choose(3) == 1
+
+
+def test_the_device_tells_right_from_wrong():
+    rng = np.random.default_rng(0)
+    tokens = np.arange(4, dtype=np.int32)
+    found = {guess(rng, tokens) == next_token(tokens) for _ in range(50)}
+    assert found == {True, False}
