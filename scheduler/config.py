@@ -23,6 +23,7 @@ class SchedulerConfig:
       num_snapshots: states of prefixes that are kept, for models with states; 0 where there are none to keep.
       num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
         may be scheduled while its last token is still being computed.
+      num_adapters: adapters (LoRA) that may run at once; 0 where requests have none.
     """
 
     num_pages: int
@@ -38,6 +39,7 @@ class SchedulerConfig:
     num_micro_batches: int = 1
     windows: tuple[int | None, ...] = (None,)
     num_snapshots: int = 0
+    num_adapters: int = 0
 
     @property
     def num_tables(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from scheduler.adapters import AdapterSlots, running_adapters
 from scheduler.batch import ScheduledStep, StepResult
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestError
@@ -40,6 +41,7 @@ class Scheduler:
 
     Attributes:
       ranks: pages and slots.
+      adapters: those on the devices.
       num_preemptions, num_prefix_queries, num_prefix_hits: over all ranks; the latter two in tokens.
     """
 
@@ -53,6 +55,7 @@ class Scheduler:
         self._fair = FairQueue(config.num_ranks, config.max_num_seqs) if config.policy == "fair" else None
         self._waiting = WaitingQueue(config.policy) if self._fair is None else self._fair
         self._held: set[Request] = set()
+        self.adapters = AdapterSlots(config.num_adapters)
         self._num_arrived = 0
         self._num_in_flight = 0
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -168,7 +171,7 @@ class Scheduler:
             self._fair.stop(request)
 
     def release(self, request: Request) -> None:
-        """Lets a request run that waits for its mask, if it does."""
+        """Lets a request run that waits for its mask or its adapter, if it does."""
         if request in self._held:
             self._held.remove(request)
             request.wait = Wait.NONE
@@ -203,6 +206,10 @@ class Scheduler:
             rank.begin(self._num_in_flight)
             for request in rank.preempted:
                 self._requeue(request)
+        if self.adapters.waiting:
+            columns = [rank.slots.adapter for rank in self.ranks]
+            for request in self.adapters.assign(running_adapters(len(self.adapters), columns)):
+                self.release(request)
         if len(self._waiting):
             expired += self._admit(now)
         step = ScheduledStep([rank.commit() for rank in self.ranks], expired)
@@ -248,6 +255,11 @@ class Scheduler:
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
+            if request.adapter is not None and not self.adapters.admits(request):
+                self._waiting.remove(request)
+                request.wait = Wait.ADAPTER
+                self._held.add(request)
+                continue
             place = self._place(request)
             if place is None:
                 break

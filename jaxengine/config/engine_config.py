@@ -17,6 +17,7 @@ from jaxengine.config import vllm_options
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
+from jaxengine.config.lora import LoraOptions, check_lora, check_lora_model
 from jaxengine.config.platforms import Platform
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
 from jaxengine.config.prefix_caching import settle_snapshots
@@ -46,8 +47,8 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """Engine options.
+class EngineConfig(LoraOptions):
+    """Engine options, beside those of LoraOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download, of a GGUF file as org/name/FILE.gguf or
@@ -216,6 +217,7 @@ class EngineConfig:
             if value is not None and not least <= value <= most:
                 raise ConfigError(name, value, f"{least} to {most}")
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
+        check_lora(self, self.nnodes)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
@@ -284,6 +286,7 @@ class EngineConfig:
             raise ConfigError("all2all_backend", RAGGED, allowed)
         if (layers := self.pipeline_layers) is not None and sum(layers) != model.num_layers:
             raise ConfigError("pipeline_layers", layers, f"numbers that add up to {model.num_layers}")
+        check_lora_model(self, model.pooler is not None)
         mesh = self.mesh_layout(model)
         # Ranks that split one batch share its limits.
         max_num_seqs, tokens = -(-max_num_seqs // mesh.attn), -(-tokens // mesh.attn)
@@ -393,4 +396,5 @@ class ResolvedConfig(EngineConfig):
             num_micro_batches=self.pipeline_parallel_size,
             windows=windows,
             num_snapshots=self.num_state_snapshots,
+            num_adapters=self.max_loras if self.enable_lora else 0,
         )

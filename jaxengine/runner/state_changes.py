@@ -24,13 +24,16 @@ from sharding.rules import logical_to_spec
 NUM_DELTAS = 1024
 NUM_PARAM_ROWS = 8
 NUM_MASK_ROWS = 16
+# Slots whose adapters one brings.
+NUM_ADAPTER_ROWS = 64
 
-PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW = (
+PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW, ADAPTERS = (
     "page deltas",
     "parameters",
     "bias row",
     "mask rows",
     "counts row",
+    "adapters",
 )
 
 Shape = tuple[tuple[int, ...], Any, PartitionSpec]
@@ -47,11 +50,13 @@ class StateSizes(NamedTuple):
       vocab_size: tokens that the sampler knows, over all devices.
       stored_mask_words: of a slot's mask, likewise.
       samples: whether the stage is the last one, of a model that generates.
+      adapters: whether slots may have any.
     """
 
     vocab_size: int
     stored_mask_words: int
     samples: bool
+    adapters: bool = False
 
 
 class StateChange(NamedTuple):
@@ -61,15 +66,17 @@ class StateChange(NamedTuple):
       function: (DeviceState, arguments) -> DeviceState, the first donated.
       arguments: their shapes, dtypes and PartitionSpecs.
       everywhere: every stage has it; else the last one alone, which samples.
+      of_adapters: only engines with room for adapters have it.
     """
 
     function: Callable[..., DeviceState]
     arguments: Callable[[StateSizes], list[Shape]]
     everywhere: bool = False
+    of_adapters: bool = False
 
     def is_of(self, sizes: StateSizes) -> bool:
         """Whether a stage of these sizes has it."""
-        return self.everywhere or sizes.samples
+        return (self.everywhere or sizes.samples) and (sizes.adapters or not self.of_adapters)
 
 
 def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
@@ -81,6 +88,12 @@ def _set_counts(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceSt
     assert state.tokens is not None
     counts = sampling_state.set_row(state.tokens.token_counts, _own(state, slot), row)
     return state._replace(tokens=state.tokens._replace(token_counts=counts))
+
+
+def _set_adapters(state: DeviceState, slots: jax.Array, adapters: jax.Array) -> DeviceState:
+    assert state.slots.adapter is not None
+    written = sampling_state.write_slots(state.slots.adapter, _own(state, slots), adapters)
+    return state._replace(slots=state.slots._replace(adapter=written))
 
 
 def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
@@ -118,4 +131,10 @@ STATE_CHANGES = {
         ],
     ),
     COUNTS_ROW: StateChange(_set_counts, _row_of_vocab(np.int32)),
+    ADAPTERS: StateChange(
+        _set_adapters,
+        lambda sizes: [((NUM_ADAPTER_ROWS,), np.int32, _EVERYWHERE)] * 2,
+        everywhere=True,
+        of_adapters=True,
+    ),
 }
