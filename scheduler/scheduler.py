@@ -206,12 +206,11 @@ class Scheduler:
             rank.begin(self._num_in_flight)
             for request in rank.preempted:
                 self._requeue(request)
-        if self.adapters.waiting:
-            columns = [rank.slots.adapter for rank in self.ranks]
-            for request in self.adapters.assign(running_adapters(len(self.adapters), columns)):
-                self.release(request)
+        waiting = self._assign_adapters()
         if len(self._waiting):
             expired += self._admit(now)
+            if len(self.adapters.waiting) > waiting:
+                self._assign_adapters()
         step = ScheduledStep([rank.commit() for rank in self.ranks], expired)
         if self._fair is not None:
             for index, batch in enumerate(step.batches):
@@ -280,6 +279,15 @@ class Scheduler:
                     self.num_prefix_queries += len(offer.known)
                     self.num_prefix_hits += request.num_cached_tokens
         return failed
+
+    def _assign_adapters(self) -> int:
+        """Gives slots to adapters that are waited for, and lets those run whose adapters have come; who waits still."""
+        if not self.adapters.waiting:
+            return 0
+        columns = [rank.slots.adapter for rank in self.ranks]
+        for request in self.adapters.assign(running_adapters(len(self.adapters), columns)):
+            self.release(request)
+        return len(self.adapters.waiting)
 
     def _place(self, request: Request) -> tuple[Rank, Offer] | None:
         """The rank that is to run a request, and what it offers; None if none can now."""

@@ -106,8 +106,11 @@ def read_adapter(folder: str | os.PathLike[str], targets: AdapterTargets, max_ra
                 _read(checkpoint, f"{_PREFIX}{name}{end}", shape)
                 for end, shape in zip(_ENDS, ((ranks[module], size), (out, ranks[module])), strict=True)
             )
-            scaled = _finite(checkpoint.path, name, b * np.float32(config.scale_of(name, ranks[module])), dtype)
-            matrices[module] = _finite(checkpoint.path, name, a, dtype), scaled
+            scale = config.scale_of(name, ranks[module])
+            matrices[module] = (
+                _finite(checkpoint.path, name, a, 1.0, dtype),
+                _finite(checkpoint.path, name, b, scale, dtype),
+            )
             digest.update(f"{module} {a.shape} {b.shape} {dtype}\n".encode())
             for matrix in matrices[module]:
                 digest.update(np.ascontiguousarray(matrix).view(np.uint8).data)
@@ -261,15 +264,16 @@ def _stored_modules(checkpoint: SafetensorsCheckpoint, targets: AdapterTargets) 
     if not found:
         raise ModelFileError(checkpoint.path, "holds no matrices")
     stored: dict[str, str] = {}
-    for name, ends in found.items():
+    for name in found:
         module = next((new + name[len(old) :] for old, new in targets.prefixes if name.startswith(old)), name)
         if module not in targets.shapes:
             raise ModelFileError(checkpoint.path, _why_not(module, targets), name)
-        if len(ends) != len(_ENDS):
-            raise ModelFileError(checkpoint.path, f"has {min(ends)[1:]} of it and not the other matrix", name)
         if module in stored:
             raise ModelFileError(checkpoint.path, f"stands for {module}, as does {stored[module]}", name)
         stored[module] = name
+    for name, ends in found.items():
+        if len(ends) != len(_ENDS):
+            raise ModelFileError(checkpoint.path, f"has {min(ends)[1:]} of it and not the other matrix", name)
     return stored
 
 
@@ -291,9 +295,9 @@ def _read(checkpoint: SafetensorsCheckpoint, tensor: str, shape: tuple[int, int]
     return array.astype(np.float32)
 
 
-def _finite(path: str, name: str, matrix: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        rounded = matrix.astype(dtype)
+def _finite(path: str, name: str, matrix: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = (matrix * np.float32(scale)).astype(dtype)
     if not np.isfinite(rounded.astype(np.float32)).all():
         raise ModelFileError(path, f"its matrices must be finite in {dtype}", name)
     return rounded
