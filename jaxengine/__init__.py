@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxengine.api.llm import LLM
     from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineArgs, EngineConfig
     from jaxengine.requests.beam_search import BeamSearchParams
+    from jaxengine.requests.lora import LoRARequest
     from jaxengine.requests.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxengine.requests.pooling_outputs import (
         ClassificationRequestOutput,
@@ -44,6 +45,7 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
+    "LoRARequest",
     "Logprob",
     "ModelConfigError",
     "ModelFileError",
@@ -74,6 +76,7 @@ _HOMES = {
     "EngineArgs": "jaxengine.config.engine_config",
     "EngineConfig": "jaxengine.config.engine_config",
     "EngineDeadError": "jaxengine.api.engine_client",
+    "LoRARequest": "jaxengine.requests.lora",
     "Logprob": "jaxengine.requests.outputs",
     "ModelConfigError": "models.config.fields",
     "ModelFileError": "models.weights.errors",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from models.config.lora import LoraSpec
 from models.quantization.registry import PLAIN
 from models.quantization.scheme import Scheme, Weight
 from models.weights.declare import Source, declared_params
@@ -33,6 +34,7 @@ class Build:
       scheme: how a checkpoint module's matrix is stored, by the module's name ("model.layers.3.mlp.up_proj"). Hashable,
         with a repr that says all.
       layer: the layer that is being built, None outside the layers.
+      lora: room for adapters of the products of layers; None for a model without.
     """
 
     dtype: Any
@@ -40,6 +42,7 @@ class Build:
     stage: Stage | None = None
     scheme: Callable[[str], Scheme] = PLAIN
     layer: int | None = None
+    lora: LoraSpec | None = None
 
     def weight(
         self,

@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from pallas_kernels.state.rows import StateRows
 
 
+class Adapters(NamedTuple):
+    """The adapters of a step's rows.
+
+    Attributes:
+      slots: i32[T], where in the pools a row's adapter is; -1 for none.
+      in_use: bool[], whether any row of any rank has one.
+    """
+
+    slots: jax.Array
+    in_use: jax.Array
+
+
 class ForwardBatch(NamedTuple):
     """One step's tokens, ragged over sequences, padded to a bucket of T tokens and S sequences.
 
@@ -29,6 +41,7 @@ class ForwardBatch(NamedTuple):
       ragged: for each cache group, where each row's queries and keys are (cu_q_lens, kv_lens, page_table, slot_mapping,
         counts); only page_table and slot_mapping differ between groups.
       state_rows: for models with states, where each row's are; else None.
+      adapters: those of the tokens; None in a model without room for any.
     """
 
     token_ids: jax.Array
@@ -36,6 +49,7 @@ class ForwardBatch(NamedTuple):
     logits_indices: jax.Array
     ragged: tuple[RaggedBatch, ...]
     state_rows: StateRows | None = None
+    adapters: Adapters | None = None
 
 
 HEADER = ("num_seqs", "num_decode", "features")

@@ -31,6 +31,7 @@ class SchedulerConfig:
       widths: tokens that a decode may have in a step without prefill, beside 1 (scheduler.buckets): drafts behind its
         last token, of which some may turn out to be right.
       draft: makes drafts where the host does; None where the device does.
+      num_adapters: adapters (LoRA) that may run at once; 0 where requests have none.
     """
 
     num_pages: int
@@ -48,6 +49,7 @@ class SchedulerConfig:
     num_snapshots: int = 0
     widths: tuple[int, ...] = ()
     draft: Draft | None = None
+    num_adapters: int = 0
 
     @property
     def num_tables(self) -> int:

@@ -20,7 +20,7 @@ from scheduler.pages.snapshots import Hits
 from scheduler.request import Request, RequestStatus
 from scheduler.results import Results
 from scheduler.slots import Slots
-from scheduler.token_params import LAST_TOKEN, MASK, PROMPT_LOGPROBS
+from scheduler.token_params import ADAPTER, LAST_TOKEN, MASK, PROMPT_LOGPROBS
 
 
 class Offer(NamedTuple):
@@ -136,7 +136,8 @@ class Rank:
         s, (known, hits, cached, count) = self.slots, offer
         limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
         request.rank = self.index
-        slot = s.take(request, known, cached, limit, request.params.features)
+        features = request.params.features | (ADAPTER if request.adapter is not None else 0)
+        slot = s.take(request, known, cached, limit, features)
         request.status = RequestStatus.RUNNING
         self.pages.begin(slot, hits)
         self.pages.grow(slot, cached + count)

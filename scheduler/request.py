@@ -27,12 +27,13 @@ class Wait(enum.IntEnum):
     """Why a request gets no row in a step for now, although there may be room.
 
     NONE: nothing keeps it. MASK: what it may take next is still being worked out. TOKEN: it was preempted before the
-    token it sampled last was known.
+    token it sampled last was known. ADAPTER: its adapter is not on the devices.
     """
 
     NONE = 0
     MASK = 1
     TOKEN = 2
+    ADAPTER = 3
 
 
 class FinishReason(enum.StrEnum):
@@ -40,6 +41,18 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter (LoRA) that requests may have, as a loaded one is known from all others, earlier ones of its name too.
+
+    Attributes:
+      digest: of its name and of all that it computes with: begins the digests of pages.
+    """
+
+    name: str
+    digest: bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +73,8 @@ class Request:
       arrival_time: when its caller asked, seconds of the engine's clock.
       deadline: the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only within one salt.
+      lora: the name of the adapter to run with, None for the model alone.
+      adapter: what the engine has found under that name; adapter_slot: where on the devices it is while this runs.
       per_step: report every token when it is known, not only the end.
       text_ends: its text may end it, so that whoever makes text of its tokens knows how it ended and with how many.
       wait: why it is not to run yet; one with a slot waits for nothing.
@@ -84,6 +99,7 @@ class Request:
     arrival_time: float = 0.0
     deadline: float = float("inf")
     cache_salt: str | None = None
+    lora: str | None = None
     per_step: bool = False
     text_ends: bool = False
     wait: Wait = Wait.NONE
@@ -92,6 +108,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     rank: int = -1
     slot: int = -1
+    adapter: Adapter | None = None
+    adapter_slot: int = -1
     arrival_index: int = -1
     output_token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
@@ -119,16 +137,21 @@ class Request:
         """Continues the digest chain over every full page of `token_ids` and returns it.
 
         A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes;
-        the first parent carries the cache salt.
+        the first parent carries the adapter and the cache salt.
         """
         hashes = self.page_hashes
         first, last = len(hashes), len(token_ids) // page_size
         if first >= last:
             return hashes
         raw = np.ascontiguousarray(token_ids[first * page_size : last * page_size], np.int32).tobytes()
-        parent = hashes[-1] if hashes else hashlib.sha256((self.cache_salt or "").encode()).digest()
+        parent = hashes[-1] if hashes else self._first_digest()
         width = page_size * 4
         for start in range(0, len(raw), width):
             parent = hashlib.sha256(parent + raw[start : start + width]).digest()
             hashes.append(parent)
         return hashes
+
+    def _first_digest(self) -> bytes:
+        # No text has the byte 255, so that no salt can stand for an adapter.
+        adapter = b"" if self.adapter is None else b"\xff" + self.adapter.digest
+        return hashlib.sha256(adapter + (self.cache_salt or "").encode()).digest()

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from scheduler.adapters import AdapterSlots, running_adapters
 from scheduler.batch import ScheduledStep, StepResult
 from scheduler.buckets import most_wide
 from scheduler.config import SchedulerConfig
@@ -42,6 +43,7 @@ class Scheduler:
 
     Attributes:
       ranks: pages and slots.
+      adapters: those on the devices.
       num_preemptions, num_prefix_queries, num_prefix_hits: over all ranks; the latter two in tokens.
       draft_width: chooses how many tokens decodes have, where they may have drafts.
     """
@@ -56,6 +58,7 @@ class Scheduler:
         self._fair = FairQueue(config.num_ranks, config.max_num_seqs) if config.policy == "fair" else None
         self._waiting = WaitingQueue(config.policy) if self._fair is None else self._fair
         self._held: set[Request] = set()
+        self.adapters = AdapterSlots(config.num_adapters)
         self._num_arrived = 0
         self._num_in_flight = 0
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -173,7 +176,7 @@ class Scheduler:
             self._fair.stop(request)
 
     def release(self, request: Request) -> None:
-        """Lets a request run that waits for its mask, if it does."""
+        """Lets a request run that waits for its mask or its adapter, if it does."""
         if request in self._held:
             self._held.remove(request)
             request.wait = Wait.NONE
@@ -208,8 +211,11 @@ class Scheduler:
             rank.begin(self._num_in_flight)
             for request in rank.preempted:
                 self._requeue(request)
+        waiting = self._assign_adapters()
         if len(self._waiting):
             expired += self._admit(now)
+            if len(self.adapters.waiting) > waiting:
+                self._assign_adapters()
         width = self._widen() if self.config.widths else 1
         step = ScheduledStep([rank.commit() for rank in self.ranks], expired, width)
         if self._fair is not None:
@@ -280,6 +286,11 @@ class Scheduler:
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
+            if request.adapter is not None and not self.adapters.admits(request):
+                self._waiting.remove(request)
+                request.wait = Wait.ADAPTER
+                self._held.add(request)
+                continue
             place = self._place(request)
             if place is None:
                 break
@@ -300,6 +311,15 @@ class Scheduler:
                     self.num_prefix_queries += len(offer.known)
                     self.num_prefix_hits += request.num_cached_tokens
         return failed
+
+    def _assign_adapters(self) -> int:
+        """Gives slots to adapters that are waited for, and lets those run whose adapters have come; who waits still."""
+        if not self.adapters.waiting:
+            return 0
+        columns = [rank.slots.adapter for rank in self.ranks]
+        for request in self.adapters.assign(running_adapters(len(self.adapters), columns)):
+            self.release(request)
+        return len(self.adapters.waiting)
 
     def _place(self, request: Request) -> tuple[Rank, Offer] | None:
         """The rank that is to run a request, and what it offers; None if none can now."""

@@ -50,6 +50,7 @@ class Slots:
         self.per_step = column(np.bool_, False)
         self.tag = column(np.int64)
         self.features = column(np.int32)
+        self.adapter = column(np.int32, -1)
         self._stop_ids = np.full((max_num_seqs, STOP_COLUMNS), -1, np.int32)
         self._has_many_stop_ids = column(np.bool_, False)
         self._many_stop_ids: dict[int, frozenset[int]] = {}
@@ -85,6 +86,7 @@ class Slots:
         self.per_step[slot] = request.per_step
         self.tag[slot] = request.tag
         self.features[slot] = features
+        self.adapter[slot] = -1 if request.adapter is None else request.adapter_slot
         stop_ids = request.stop_token_ids
         has_many = len(stop_ids) > STOP_COLUMNS
         self._stop_ids[slot] = -1
@@ -111,6 +113,7 @@ class Slots:
         request.slot = -1
         self.requests[slot] = self.known[slot] = None
         self.active[slot] = False
+        self.adapter[slot] = -1
         self._has_many_stop_ids[slot] = False
         self._many_stop_ids.pop(slot, None)
         self.epoch[slot] += 1

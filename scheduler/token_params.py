@@ -12,7 +12,9 @@ from functools import cached_property
 
 # What a request needs beyond the best token, one bit each; the programs of a step skip what no row of it needs.
 # LAST_TOKEN: what it may take next depends on the token sampled last, so the host must see that before the next choice.
+# ADAPTER: it runs with one (the scheduler's to set).
 RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(8))
+ADAPTER = 1 << 8
 # Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
 MAX_LOGPROBS = 1024
 

@@ -20,7 +20,7 @@ from typing import Any
 from jaxengine.api.custom_models import is_custom
 from jaxengine.api.llm import LLM
 from jaxengine.commands.cli import OUTPUT_OPTIONS, SAMPLING_OPTIONS
-from jaxengine.config.command_line import field_texts
+from jaxengine.config.command_line import class_texts, field_texts
 from jaxengine.config.engine_config import CompilationConfig, EngineConfig
 from jaxengine.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ReasoningRow, ToolFormat
 from jaxengine.requests.options import RequestOptions
@@ -219,7 +219,7 @@ def _models() -> Iterator[str]:
 
 def _table(cls: type, *, flags: bool = True, without: Sequence[str] = ()) -> str:
     """A row for each field of a dataclass but those that users do not give."""
-    texts, rows = field_texts(cls.__doc__ or ""), ["| option | default | meaning |", "|---|---|---|"]
+    texts, rows = class_texts(cls), ["| option | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(cls):
         if field.name in without:
             continue

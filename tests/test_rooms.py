@@ -53,14 +53,14 @@ ROOMS = {
         "models.weights:declarations models.quantization"
     ),
     "models.layers": (
-        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
-        "models.weights:declarations models.quantization models"
+        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.matmul pallas_kernels.state "
+        "pallas_kernels.attention models.config models.weights:declarations models.quantization models"
     ),
     "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers",
     "models:registry": (
         "sharding models.config models.weights:declarations models.quantization models models.families"
     ),
-    "models.weights": "sharding models.weights:declarations models.quantization models",
+    "models.weights": "sharding models.config models.weights:declarations models.quantization models",
     "scheduler": "models",
     "scheduler.pages": "scheduler",
     "scheduler.policy": "scheduler",

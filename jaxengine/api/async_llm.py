@@ -8,17 +8,19 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jax.sharding import Mesh
 
+from jaxengine.api.adapters import load_adapter
 from jaxengine.api.core import AnyOutput, EngineCore
 from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.api.output_stream import OutputStream
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.lora import LoRARequest
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
@@ -92,6 +94,7 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
         client: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields outputs of the kind that `sampling_params.output_kind` asks for, until the request is finished.
 
@@ -99,6 +102,7 @@ class AsyncLLM:
 
         Args:
           priority, timeout, client: see `RequestOptions`.
+          lora_request: the adapter to run with, loaded unless it is already.
 
         Raises:
           RequestError: the request cannot be served; no other is disturbed.
@@ -106,7 +110,37 @@ class AsyncLLM:
         """
         # The iteration may begin when the caller has set fields for another request.
         params = sampling_params.clone() if isinstance(sampling_params, SamplingParams) else sampling_params
-        return self.stream(prompt, params, request_id, RequestOptions(priority, timeout, client))
+        options = RequestOptions(
+            priority, timeout, client, lora=None if lora_request is None else lora_request.lora_name
+        )
+        outputs = self.stream(prompt, params, request_id, options)
+        return outputs if lora_request is None else self._with_adapter(lora_request, outputs)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter, unless it is loaded. Raises RequestError; nothing has changed then."""
+        number = lora_request.lora_int_id
+        await load_adapter(self.utility, lora_request.lora_name, lora_request.path, number)
+        return True
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        """Lets no new request have an adapter; whether there is one of that number."""
+        for each in await self.utility("adapters"):
+            if each["number"] == lora_int_id:
+                await self.utility("unload_adapter", each["name"])
+                return True
+        return False
+
+    async def list_loras(self) -> set[int]:
+        """The numbers of the adapters that are loaded."""
+        return {each["number"] for each in await self.utility("adapters")}
+
+    async def _with_adapter(
+        self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
+    ) -> AsyncIterator[RequestOutput]:
+        await self.add_lora(request)
+        async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput], outputs)):
+            async for output in outputs:
+                yield output
 
     def encode(
         self,

@@ -95,6 +95,10 @@ class EngineCore:
             "trace": self._trace,
             "weights": lambda: self.runner.weight_rows,
             "count_rejections": self._count_rejections,
+            "load_adapter": lambda *load: self.engine.require_adapters().begin_load(*load),
+            "adapter_is_loaded": lambda ticket: self.engine.require_adapters().is_loaded(ticket),
+            "unload_adapter": self._unload_adapter,
+            "adapters": self._adapters,
         }
 
     def utility(self, name: str, *arguments: Any) -> Any:
@@ -173,6 +177,17 @@ class EngineCore:
     def _reset_prefix_cache(self) -> bool:
         self.engine.scheduler.reset_prefix_cache()
         return True
+
+    def _unload_adapter(self, name: str) -> None:
+        self.engine.require_adapters().remove(name, self.engine.scheduler.adapters)
+
+    def _adapters(self) -> list[dict[str, Any]]:
+        """Those that requests may name."""
+        store = self.engine.adapters
+        return [
+            {"name": each.adapter.name, "path": each.path, "number": each.number, "rank": each.rank}
+            for each in ([] if store is None else store.adapters)
+        ]
 
     def _count_rejections(self, count: int) -> None:
         """Requests that were refused because too many waited, by a process in front of the engine."""

@@ -14,13 +14,15 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxengine.api import scoring
+from jaxengine.api.adapters import load_first
 from jaxengine.api.core import EngineCore
 from jaxengine.api.progress import count_tokens, speed_text
 from jaxengine.api.turns import Turns
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.engine.metrics import Histogram, Metric
 from jaxengine.requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, candidates
-from jaxengine.requests.options import RequestOptions
+from jaxengine.requests.lora import LoRARequest, one_for_each
+from jaxengine.requests.options import RequestOptions, options_for
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling_outputs import (
     ClassificationRequestOutput,
@@ -102,6 +104,7 @@ class LLM:
         use_tqdm: bool | ProgressFactory = True,
         priority: int | Sequence[int] | None = None,
         client: str | Sequence[str] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt; results come in the order of the prompts.
 
@@ -112,29 +115,18 @@ class LLM:
           priority: one for all or one each; smaller runs first. Needs scheduling_policy="priority".
           client: whose they are, a name for all or one each. Needs scheduling_policy="fair", which serves
             clients that wait in equal shares.
+          lora_request: the adapter to run with, one for all or one each, None for none. Needs enable_lora.
 
         Raises:
           RequestError: for the first bad prompt or parameter; no request has been started then. For a grammar that
             cannot be compiled; all requests of this call are aborted then.
+          ModelFileError: for an adapter that cannot be read.
           EngineDeadError: the engine has failed or was shut down.
         """
         batch = _as_batch(prompts)
         params = self._params_for(len(batch), sampling_params)
-        priorities: list[Any] = [priority or 0] * len(batch)
-        if isinstance(priority, Sequence):
-            priorities = list(priority)
-        if len(priorities) != len(batch):
-            raise RequestError(
-                f"priority has {len(priorities)} values for {len(batch)} prompts", param="priority", value=priority
-            )
-        clients: list[Any] = [client] * len(batch)
-        if isinstance(client, Sequence) and not isinstance(client, str):
-            clients = list(client)
-        if len(clients) != len(batch):
-            raise RequestError(
-                f"client has {len(clients)} values for {len(batch)} prompts", param="client", value=client
-            )
-        options = [RequestOptions(priority=rank, client=who) for rank, who in zip(priorities, clients, strict=True)]
+        loras = [load_first(self.core, self._turns, each) for each in one_for_each(len(batch), lora_request)]
+        options = options_for(len(batch), priority, client, loras)
         return self._answer(batch, params, options, use_tqdm)
 
     def beam_search(
@@ -266,6 +258,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the model's chat template."""
         if not messages:
@@ -283,7 +276,7 @@ class LLM:
                 )
                 for conversation in conversations
             ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer as transformers has it; RequestError when the engine was started without."""

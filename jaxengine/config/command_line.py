@@ -30,7 +30,7 @@ def add_options(
 
     short: second spellings of flags, by field. A field of texts whose metadata has "nargs" takes so many at once.
     """
-    hints, texts = typing.get_type_hints(cls), field_texts(cls.__doc__ or "")
+    hints, texts = typing.get_type_hints(cls), class_texts(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     group = parser.add_argument_group(title)
     for name in names if names is not None else fields:
@@ -68,6 +68,11 @@ def destination(cls: type, name: str) -> str:
     Two dataclasses on one parser may share a field name (`seed`) as long as only one of them adds its flag.
     """
     return f"{cls.__name__}.{name}"
+
+
+def class_texts(cls: type) -> dict[str, str]:
+    """`field_texts` of a class and of those whose fields it has too."""
+    return {name: text for each in cls.__mro__[::-1] for name, text in field_texts(each.__doc__ or "").items()}
 
 
 def field_texts(docstring: str) -> dict[str, str]:

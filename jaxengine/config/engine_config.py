@@ -18,11 +18,13 @@ from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.gguf_file import with_gguf_file
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
+from jaxengine.config.lora import LoraOptions, check_lora, check_lora_model
 from jaxengine.config.pipeline import check_stages, read_layers
 from jaxengine.config.platforms import Platform
 from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
 from jaxengine.config.prefix_caching import settle_snapshots
 from jaxengine.config.speculation import SpeculativeConfig, check_speculation, settle_speculation
+from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
 from scheduler.buckets import Buckets
@@ -50,8 +52,8 @@ _READERS = {
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """Engine options.
+class EngineConfig(LoraOptions):
+    """Engine options, beside those of LoraOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download, of a GGUF file as org/name/FILE.gguf or
@@ -224,6 +226,7 @@ class EngineConfig:
             if value is not None and not least <= value <= most:
                 raise ConfigError(name, value, f"{least} to {most}")
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
+        check_lora(self, self.nnodes)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
@@ -269,23 +272,16 @@ class EngineConfig:
             raise ConfigError("max_model_len", self.max_model_len, f"at most {longest}, the model's context length")
         max_model_len = self.max_model_len or longest
         max_num_seqs = self.max_num_seqs or platform.max_num_seqs
-        tokens = self.max_num_batched_tokens
-        if tokens is None:
-            least = max_num_seqs if self.enable_chunked_prefill else max(max_num_seqs, max_model_len)
-            tokens = max(platform.max_num_batched_tokens, least)
-        if tokens < max_num_seqs:
-            raise ConfigError("max_num_batched_tokens", tokens, f"at least max_num_seqs, {max_num_seqs}")
-        if not self.enable_chunked_prefill and tokens < max_model_len:
-            allowed = f"at least max_model_len, {max_model_len}, without chunked prefill"
-            raise ConfigError("max_num_batched_tokens", tokens, allowed)
-        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
-            raise ConfigError("long_prefill_token_threshold", self.long_prefill_token_threshold, "0, without chunks")
+        chunks = self.enable_chunked_prefill, self.long_prefill_token_threshold
+        asked, usual = self.max_num_batched_tokens, platform.max_num_batched_tokens
+        tokens = step_tokens(asked, usual, max_num_seqs, max_model_len, *chunks)
         check_stages(self.pipeline_parallel_size, self.pipeline_layers, model.num_layers)
         if self.enable_expert_parallel and model.experts is None:
             raise ConfigError("enable_expert_parallel", True, f"False: {model.architecture} has no experts")
         if self.all2all_backend == RAGGED and platform.name not in ("tpu", "cpu"):
             allowed = f"{GATHER} on CUDA devices; nobody has tried XLA's ragged all-to-all there"
             raise ConfigError("all2all_backend", RAGGED, allowed)
+        check_lora_model(self, model.pooler is not None)
         mesh = self.mesh_layout(model)
         # Ranks that split one batch share its limits.
         max_num_seqs, tokens = -(-max_num_seqs // mesh.attn), -(-tokens // mesh.attn)
@@ -398,4 +394,5 @@ class ResolvedConfig(EngineConfig):
             windows=windows,
             num_snapshots=self.num_state_snapshots,
             widths=self.widths,
+            num_adapters=self.max_loras if self.enable_lora else 0,
         )

@@ -76,12 +76,18 @@ HARMLESS: dict[str, str] = {
 # Names of what belongs to another command, with its flag.
 ELSEWHERE: dict[str, str] = {
     "grpc": "jaxengine serve --grpc-port",
+    "lora_modules": "jaxengine serve --lora-modules",
     "max_num_queued_reqs": "jaxengine serve --max-num-queued-reqs",
     "max_num_queued_tokens": "jaxengine serve --max-num-queued-tokens",
     "node_rank": "jaxengine worker --node-rank",
     "otlp_traces_endpoint": "jaxengine serve --otlp-traces-endpoint",
     "reasoning_parser": "jaxengine serve --reasoning-parser",
     "shutdown_timeout": "jaxengine serve --shutdown-timeout",
+}
+
+# What vLLM had once, and why it is no more.
+GONE: dict[str, str] = {
+    "lora_extra_vocab_size": "vLLM has removed it: adapters add no tokens to the vocabulary; merge one that does",
 }
 
 # Earlier names of options here, which EngineConfig.from_options reads.
@@ -92,7 +98,7 @@ _SWITCHES = """
     data_parallel_multi_port_external_lb disable_chunked_mm_input disable_sliding_window enable_batch_sharded_sampling
     enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb enable_fault_tolerance
     enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
-    enable_logging_iteration_details enable_lora enable_mamba_cache_stochastic_rounding
+    enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
     enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format enable_mm_embeds
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_prompt_embeds
     enable_return_routed_experts enable_shm_tensor_arena enable_sleep_mode enable_tower_connector_lora
@@ -112,7 +118,7 @@ _UNSET = """
     fault_tolerance_config gdn_prefill_backend hf_config_path io_processor_plugin ir_op_priority
     kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype_skip_layers kv_events_config kv_offloading_size
     kv_transfer_config limit_mm_per_prompt log_config_file log_level logging_config logits_processors
-    lora_target_modules mamba_block_size mamba_config mamba_ssu_algorithm max_cpu_loras max_cudagraph_capture_size
+    lora_target_modules mamba_block_size mamba_config mamba_ssu_algorithm max_cudagraph_capture_size
     max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens media_io_kwargs mm_encoder_attn_backend
     mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_processor_kwargs
     model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
@@ -120,7 +126,7 @@ _UNSET = """
     reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
     video_pruning_rate
     watermark_config weight_transfer_config worker_extension_cls
-    default_chat_template_kwargs fingerprint_value lora_modules prompt_adapters ssl_ciphers tool_parser_plugin
+    default_chat_template_kwargs fingerprint_value prompt_adapters ssl_ciphers tool_parser_plugin
     tool_server uds
 """
 # Name -> values that ask for nothing, beside None, False and what is empty.
@@ -152,8 +158,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "mamba_cache_mode": ("none",),
     "mamba_cache_philox_rounds": (0,),
     "mamba_ssm_cache_dtype": ("auto",),
-    "max_lora_rank": (16,),
-    "max_loras": (1,),
     "middleware": ([],),
     "mm_device_do_normalize": (True,),
     "mm_encoder_fp8_scale_save_margin": (1.5,),
@@ -205,7 +209,7 @@ _HARMLESS_SWITCHES = """
     enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_server_load_tracking
     log_error_stack
 """
-NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *EARLIER))
+NAMES = frozenset((*HARMLESS, *ELSEWHERE, *NOT_BUILT, *GONE, *EARLIER))
 
 
 def is_switch(name: str) -> bool:
@@ -222,6 +226,8 @@ def settle(name: str, value: Any) -> None:
         return
     if name in HARMLESS:
         logger.info("%s=%r changes nothing here: %s", name, value, HARMLESS[name])
+    elif name in GONE:
+        raise ConfigError.because(name, f"there is no option {name}", GONE[name])
     elif name in ELSEWHERE:
         raise ConfigError.because(
             name, f"{name} is no option of an engine", f"it belongs to another command: {ELSEWHERE[name]}"

@@ -22,9 +22,11 @@ from jaxengine.engine.slot_rows import SlotRows
 from jaxengine.engine.stats import BucketUse, RequestStats, StepStats
 from jaxengine.engine.timeline import Timeline
 from jaxengine.grammars.request_masks import RequestMasks
+from jaxengine.runner.adapter_store import AdapterStore
 from jaxengine.runner.model_runner import ModelRunner
 from scheduler.batch import ScheduledStep
 from scheduler.buckets import Bucket
+from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request, RequestStatus, Wait
 from scheduler.scheduler import Scheduler
 from scheduler.token_params import MASK
@@ -41,6 +43,7 @@ class Engine:
     Attributes:
       stats, request_stats, bucket_use, timeline: what was counted about steps and requests.
       untold: requests that have ended and are counted once it is known what their text says (`count_end`).
+      adapters: that requests may name; None without room for any.
       busy_since: when the first request came after a time without any.
     """
 
@@ -61,6 +64,7 @@ class Engine:
         self._in_flight: deque[InFlight] = deque()
         self._idle_since = self.busy_since = time.monotonic()
         self.untold: set[Request] = set()
+        self.adapters = AdapterStore(runner) if runner.config.enable_lora else None
         self._rows = SlotRows(runner, self.scheduler, masks)
 
     @property
@@ -72,6 +76,8 @@ class Engine:
         """Queues a request; raises RequestError if it cannot be served."""
         if request.params.grammar is not None:
             request.wait = Wait.MASK
+        if request.lora is not None:
+            self.require_adapters().find(request)
         request.queued_time = time.monotonic()
         if not self.has_unfinished:
             self._idle_since = self.busy_since = request.queued_time
@@ -105,7 +111,9 @@ class Engine:
         with self.runner.compiles.watch():
             output = EngineOutput()
             self._take_masks(output)
+            self._take_adapters(output)
             step = self._dispatch(output)
+            self._take_adapters(output)
             if step is not None:
                 self._sample(step, output)
             if self._in_flight and (step is None or len(self._in_flight) == self._max_in_flight):
@@ -113,6 +121,8 @@ class Engine:
             elif self.masks is not None and self.masks.awaits:
                 if step is None and not (output.finished or output.refused):
                     self.masks.wait(_IDLE_SECONDS)
+            elif step is None and self.adapters is not None and self.adapters.is_uploading:
+                self.adapters.wait(_IDLE_SECONDS)
             for request in output.finished:
                 self._ended(request)
             return output
@@ -121,6 +131,14 @@ class Engine:
         """Ends the processes that compute masks."""
         if self.masks is not None:
             self.masks.shutdown()
+        if self.adapters is not None:
+            self.adapters.shutdown()
+
+    def require_adapters(self) -> AdapterStore:
+        """The adapters; RequestError where the engine has no room for any."""
+        if self.adapters is None:
+            raise RequestError("the engine was started without enable_lora", param="lora_name")
+        return self.adapters
 
     def _take_masks(self, output: EngineOutput) -> None:
         """Lets requests run whose masks have come, and ends those that their grammars end."""
@@ -137,6 +155,18 @@ class Engine:
                 output.finished.append(request)
         output.refused += events.refused
 
+    def _take_adapters(self, output: EngineOutput) -> None:
+        """Brings adapters to the devices that requests wait for, and ends those whose adapters cannot be used."""
+        if self.adapters is None:
+            return
+        failed = self.adapters.advance(
+            self.scheduler.adapters,
+            lambda: {each.adapter for each in self.scheduler.requests if each.adapter is not None},
+        )
+        for request, error in failed:
+            self.finish(request, FinishReason.ERROR, str(error))
+        output.refused += failed
+
     def _dispatch(self, output: EngineOutput) -> InFlight | None:
         """Puts the next step's forward pass in flight; None if nothing can run now."""
         start = time.monotonic()
@@ -149,6 +179,8 @@ class Engine:
             return None
         message = self.runner.packer.pack(step)
         prepared = time.monotonic()
+        if self.adapters is not None:
+            self.adapters.set_rows(step, self.scheduler.config.max_num_seqs)
         pending = self.runner.execute(message)
         dispatched = time.monotonic()
         self._count(step, message.bucket)

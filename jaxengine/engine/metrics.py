@@ -35,6 +35,7 @@ HELP = {
     "vllm:kv_cache_usage_perc": "Share of the KV pages that are referenced, 0 to 1.",
     "vllm:avg_prompt_throughput_toks_per_s": "Prompt tokens a second over the last ten seconds.",
     "vllm:avg_generation_throughput_toks_per_s": "Generated tokens a second over the last ten seconds.",
+    "vllm:lora_requests_info": "Adapters that run and wait, and how many may run; the value is the time.",
     "vllm:cache_config_info": "How the KV pages are set up; the value is 1.",
     "vllm:time_to_first_token_seconds": "From a request's arrival to its first token.",
     "vllm:inter_token_latency_seconds": "Between two tokens of a request.",
@@ -248,6 +249,18 @@ class Metrics:
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
         yield Gauge("vllm:cache_config_info", 1, {name: str(value) for name, value in info.items()})
+        if config.enable_lora:
+            yield Gauge("vllm:lora_requests_info", time.time(), self._adapters())
+
+    def _adapters(self) -> dict[str, str]:
+        """Names of the adapters that running and waiting requests have."""
+        running, waiting = set[str](), set[str]()
+        for request in self._engine.scheduler.requests:
+            if request.lora is not None:
+                (running if request.slot >= 0 else waiting).add(request.lora)
+        names = {"running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        labels = {label: ",".join(sorted(found)) for label, found in names.items()}
+        return {**labels, "max_lora": str(self._engine.runner.config.max_loras)}
 
     def _histograms(self) -> Iterator[Histogram]:
         requests = self._engine.request_stats

@@ -113,7 +113,7 @@ class InputProcessor:
             )
         params = params.checked()
         options = options or RequestOptions()
-        options.verify_against(self.config.scheduling_policy)
+        options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         text, token_ids, salt = self._read_prompt(prompt)
         longest = self.config.max_model_len
         if not 1 <= len(token_ids) < longest:
@@ -171,7 +171,7 @@ class InputProcessor:
             most = self.model_config.hidden_size
             text = f"dimensions is {recipe.dimensions}; allowed are 1 to {most}"
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
-        options.verify_against(self.config.scheduling_policy)
+        options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
         text, token_ids, salt = self._read_prompt(prompt, params.prefix(model))
         token_ids = params.cut(token_ids, longest)
         if not 1 <= len(token_ids) <= longest:
@@ -326,6 +326,7 @@ def _option_fields(options: RequestOptions) -> dict[str, Any]:
     return {
         "priority": options.priority,
         "client": options.client or "",
+        "lora": options.lora,
         "arrival_time": options.arrival,
         "deadline": float("inf") if options.timeout is None else options.arrival + options.timeout,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,14 +30,16 @@ class RequestOptions:
       timeout: seconds from its arrival after which the request is aborted.
       client: whose request it is; needs scheduling_policy="fair". None for all who have no name.
       arrival: when the request came, in seconds of this machine's time.monotonic; by default when the options are made.
+      lora: the name of the adapter to run with, one that is loaded; needs enable_lora. None for the model alone.
     """
 
     priority: int = 0
     timeout: float | None = None
     client: str | None = None
     arrival: float = field(default_factory=time.monotonic, compare=False)
+    lora: str | None = None
 
-    def verify_against(self, scheduling_policy: str) -> None:
+    def verify_against(self, scheduling_policy: str, enable_lora: bool) -> None:
         """Raises RequestError, naming the field, its value and what is allowed, also where the policy ignores it."""
         if type(self.priority) is not int or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
             text = f"priority must be an int of 64 bits, got {show_value(self.priority)}"
@@ -50,6 +53,9 @@ class RequestOptions:
         if self.priority and scheduling_policy != "priority":
             text = f"priority is {self.priority}; it needs scheduling_policy='priority'"
             raise _refuse("priority", self.priority, text)
+        if self.lora is not None and not (enable_lora and isinstance(self.lora, str)):
+            text = f"lora is {show_value(self.lora)}; it must be the name of an adapter, and needs enable_lora"
+            raise _refuse("lora", self.lora, text)
         client = self.client
         if client is None:
             return
@@ -58,6 +64,23 @@ class RequestOptions:
             raise _refuse("client", client, f"client is {client!r}; allowed is {allowed}")
         if scheduling_policy != "fair":
             raise _refuse("client", client, f"client is {client!r}; it needs scheduling_policy='fair'")
+
+
+def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | None]) -> list[RequestOptions]:
+    """Of `count` prompts each one's: a priority and a client for all or one each, and the adapters' names.
+
+    Raises RequestError for as many values as there are not prompts.
+    """
+    priorities = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
+    several = isinstance(client, Sequence) and not isinstance(client, str)
+    clients = list(client) if several else [client] * count
+    for name, values, given in (("priority", priorities, priority), ("client", clients, client)):
+        if len(values) != count:
+            raise _refuse(name, given, f"{name} has {len(values)} values for {count} prompts")
+    return [
+        RequestOptions(priority=rank, client=who, lora=lora)
+        for rank, who, lora in zip(priorities, clients, loras, strict=True)
+    ]
 
 
 def _refuse(name: str, value: Any, text: str) -> RequestError:

@@ -23,6 +23,7 @@ from models.registry import build_model, tensor_sizes
 from models.weights.declare import declared_params
 from models.weights.dummy import dummy_params
 from models.weights.load import load_params
+from models.weights.lora_pools import with_pools
 from models.weights.orbax import load_checkpoint
 from sharding.layout import MESH_AXES, MeshLayout
 from sharding.mesh import make_mesh
@@ -105,6 +106,7 @@ def open_stages(
     runners, done = [], 0
     for model, mesh in zip(models, meshes, strict=True):
         params = load_weights(source, model, mesh, config, _part_of(progress, done, total))
+        params = with_pools(model, params, mesh)
         done += sum(_sizes(model))
         runners.append(StageRunner(StepPrograms(model, config, platform, mesh), params, config.compile_cache_dir))
     source.close()
@@ -133,7 +135,7 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
     """The abstract model of a stage; ConfigError with the sizes that would do if the mesh does not divide it."""
     try:
-        return build_model(model_config, Build(config.dtype, layout, stage))
+        return build_model(model_config, Build(config.dtype, layout, stage, lora=config.lora_spec))
     except ValueError as error:
         sizes = tensor_sizes(
             model_config, lambda size: replace(config, tensor_parallel_size=size).mesh_layout(model_config)

@@ -22,10 +22,12 @@ from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_
 from jaxengine.runner.peers import ALONE, Peers
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.state_changes import (
+    ADAPTERS,
     BIAS_ROW,
     COUNTS_ROW,
     HISTORY_ROW,
     MASK_ROWS,
+    NUM_ADAPTER_ROWS,
     NUM_DELTAS,
     NUM_MASK_ROWS,
     NUM_PARAM_ROWS,
@@ -38,6 +40,7 @@ from jaxengine.sampling.sampler import SampleOutput
 from jaxengine.sampling.state import NEUTRAL
 from models.cache import platform_of
 from models.quantization.table import weight_rows
+from models.weights.lora_pools import AdapterTargets, Matrices, targets_of
 from scheduler.buckets import Bucket
 from scheduler.packing import StepInput, delta_chunks
 
@@ -139,6 +142,7 @@ class ModelRunner:
         self._peers = peers
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
         self._has_mask = np.zeros_like(self._has_bias)
+        self._adapter = np.full(len(self._has_bias), -1, np.int32)
         return_free_memory()
         before = self.memory_in_use()
         # Where the user says how large the pool is, the steps tell their needs after they have been compiled.
@@ -261,6 +265,30 @@ class ModelRunner:
             row = np.zeros(self.config.max_model_len, np.int32)
             row[: len(tokens)] = tokens
             self.change_state(HISTORY_ROW, np.int32(slot), row)
+
+    @property
+    def adapter_targets(self) -> AdapterTargets:
+        """What an adapter may change of the model."""
+        return targets_of([stage.programs.model for stage in self._stages])
+
+    def put_adapter(self, matrices: Matrices) -> list[list[jax.Array]]:
+        """An adapter's matrices on the devices, for `write_adapter`; any thread may call it."""
+        return jax.block_until_ready([stage.put_adapter(matrices) for stage in self._stages])
+
+    def write_adapter(self, slot: int, values: list[list[jax.Array]]) -> None:
+        """Has steps from here on find in a slot of the pools what `put_adapter` gave."""
+        for stage, own in zip(self._stages, values, strict=True):
+            stage.write_adapter(slot, own)
+
+    def set_adapters(self, slots: list[int], adapters: list[int]) -> None:
+        """Says which slot of the pools these slots' adapters have, -1 for none."""
+        news = [pair for pair in zip(slots, adapters, strict=True) if self._adapter[pair[0]] != pair[1]]
+        for first in range(0, len(news), NUM_ADAPTER_ROWS):
+            rows = np.full((2, NUM_ADAPTER_ROWS), len(self._adapter), np.int32)
+            for index, (slot, adapter) in enumerate(news[first : first + NUM_ADAPTER_ROWS]):
+                rows[:, index] = slot, adapter
+                self._adapter[slot] = adapter
+            self.change_state(ADAPTERS, *rows)
 
     def expert_load(self) -> np.ndarray | None:
         """u32[layers, E], tokens that experts were picked for so far, modulo 2**32; None without experts.

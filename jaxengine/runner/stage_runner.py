@@ -21,6 +21,7 @@ from jaxengine.runner.memory import StageNeeds, device_memory, held_bytes, memor
 from jaxengine.runner.step import Forwarded
 from jaxengine.runner.step_programs import Program, StepPrograms, known_tokens
 from models.weights.kv_scales import KVScales
+from models.weights.lora_pools import Matrices, slot_values
 from scheduler.buckets import Bucket
 from sharding.rules import named_sharding, part_bytes
 
@@ -51,6 +52,8 @@ class StageRunner:
         self._forwards: dict[Bucket, jax.stages.Compiled] = {}
         self._heads: dict[tuple[str, int], jax.stages.Compiled] = {}
         self._changes = {name: self._compile(change) for name, change in programs.state_changes().items()}
+        write = programs.write_adapter(self._params) if programs.adapter_pools else None
+        self._write_adapter = None if write is None else self._compile(write)
 
     @property
     def device_memory(self) -> int:
@@ -173,6 +176,23 @@ class StageRunner:
         if name in self._changes:
             self._state = self._changes[name](self._state, *arguments)
 
+    def put_adapter(self, matrices: Matrices) -> list[jax.Array]:
+        """What an adapter has of each pool here, on the devices; any thread may call it."""
+        pools, spec = self.programs.adapter_pools, self.programs.model.build.lora
+        assert spec is not None
+        places = [self._params[pool.index].sharding for pool in pools]
+        return [
+            jax.device_put(slot_values(pool, spec, matrices), place) for pool, place in zip(pools, places, strict=True)
+        ]
+
+    def write_adapter(self, slot: int, values: list[jax.Array]) -> None:
+        """Dispatches that a slot of the pools holds what `put_adapter` gave."""
+        assert self._write_adapter is not None
+        indexes = [pool.index for pool in self.programs.adapter_pools]
+        written = self._write_adapter([self._params[index] for index in indexes], np.int32(slot), values)
+        for index, array in zip(indexes, written, strict=True):
+            self._params[index] = array
+
     def expert_load(self) -> jax.Array | None:
         """u32[n, layers, E]: summed over n, the tokens that experts were picked for, modulo 2**32."""
         load = self._state.slots.expert_load
@@ -192,7 +212,9 @@ class StageRunner:
     def _held_beside_forwards(self) -> int:
         changes = [self._held(change, self._changes[name]) for name, change in self.programs.state_changes().items()]
         heads = [self._held(self.programs.head(*key, self._params), head) for key, head in self._heads.items()]
-        return sum(changes) + sum(heads)
+        own = self._write_adapter
+        write = 0 if own is None else self._held(self.programs.write_adapter(self._params), own)
+        return sum(changes) + sum(heads) + write
 
     def _held(self, program: Program, compiled: jax.stages.Compiled) -> int:
         """Bytes that a compiled program holds; remembered, because its file may have to be made to tell."""

@@ -24,14 +24,17 @@ from sharding.rules import logical_to_spec
 NUM_DELTAS = 1024
 NUM_PARAM_ROWS = 8
 NUM_MASK_ROWS = 16
+# Slots whose adapters one brings.
+NUM_ADAPTER_ROWS = 64
 
-PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW, HISTORY_ROW = (
+PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW, HISTORY_ROW, ADAPTERS = (
     "page deltas",
     "parameters",
     "bias row",
     "mask rows",
     "counts row",
     "history row",
+    "adapters",
 )
 
 Shape = tuple[tuple[int, ...], Any, PartitionSpec]
@@ -49,12 +52,14 @@ class StateSizes(NamedTuple):
       stored_mask_words: of a slot's mask, likewise.
       samples: whether the stage is the last one, of a model that generates.
       history: positions whose tokens are kept of a slot, 0 where none are.
+      adapters: whether slots may have any.
     """
 
     vocab_size: int
     stored_mask_words: int
     samples: bool
     history: int = 0
+    adapters: bool = False
 
 
 class StateChange(NamedTuple):
@@ -65,16 +70,19 @@ class StateChange(NamedTuple):
       arguments: their shapes, dtypes and PartitionSpecs.
       everywhere: every stage has it; else the last one alone, which samples.
       of_history: only a stage that keeps one has it.
+      of_adapters: only engines with room for adapters have it.
     """
 
     function: Callable[..., DeviceState]
     arguments: Callable[[StateSizes], list[Shape]]
     everywhere: bool = False
     of_history: bool = False
+    of_adapters: bool = False
 
     def is_of(self, sizes: StateSizes) -> bool:
         """Whether a stage of these sizes has it."""
-        return self.everywhere or (sizes.samples and (sizes.history > 0 or not self.of_history))
+        has = (sizes.history > 0 or not self.of_history) and (sizes.adapters or not self.of_adapters)
+        return has and (self.everywhere or sizes.samples)
 
 
 def _write_deltas(state: DeviceState, deltas: jax.Array) -> DeviceState:
@@ -92,6 +100,12 @@ def _set_history(state: DeviceState, slot: jax.Array, row: jax.Array) -> DeviceS
     assert state.tokens is not None and state.tokens.history is not None
     history = sampling_state.set_row(state.tokens.history, _own(state, slot), row)
     return state._replace(tokens=state.tokens._replace(history=history))
+
+
+def _set_adapters(state: DeviceState, slots: jax.Array, adapters: jax.Array) -> DeviceState:
+    assert state.slots.adapter is not None
+    written = sampling_state.write_slots(state.slots.adapter, _own(state, slots), adapters)
+    return state._replace(slots=state.slots._replace(adapter=written))
 
 
 def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
@@ -133,5 +147,11 @@ STATE_CHANGES = {
         _set_history,
         lambda sizes: [((), np.int32, _EVERYWHERE), ((sizes.history,), np.int32, _EVERYWHERE)],
         of_history=True,
+    ),
+    ADAPTERS: StateChange(
+        _set_adapters,
+        lambda sizes: [((NUM_ADAPTER_ROWS,), np.int32, _EVERYWHERE)] * 2,
+        everywhere=True,
+        of_adapters=True,
     ),
 }

@@ -23,10 +23,11 @@ from jaxengine.runner.pooling import pool_rows
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import SamplingState, write_slots
 from models.cache import Cache, StateRows
-from models.forward_batch import HEADER, ForwardBatch, StepLayout
+from models.forward_batch import HEADER, Adapters, ForwardBatch, StepLayout
 from models.layers.attention import RaggedBatch
 from models.layers.moe import ExpertLoad
 from scheduler.pages.snapshots import LOAD, POSITION, SAVE
+from scheduler.token_params import ADAPTER
 from sharding.collectives import num_shards, shard_index
 
 
@@ -41,6 +42,7 @@ class SlotState(NamedTuple):
       pooled: f32[R, D], what pooling keeps of prompts between steps (jaxengine.runner.pooling), where it keeps any.
       states: of models.cache.Cache, a row for each slot, then for each snapshot (scheduler.pages.snapshots); empty
         where no layer keeps any.
+      adapter: i32[R], where in the pools of adapters each slot's is, -1 for none; None without room for adapters.
     """
 
     page_table: jax.Array
@@ -48,6 +50,7 @@ class SlotState(NamedTuple):
     expert_load: jax.Array | None
     pooled: jax.Array | None = None
     states: tuple[tuple[jax.Array, ...], ...] = ()
+    adapter: jax.Array | None = None
 
 
 class TokenState(NamedTuple):
@@ -158,11 +161,13 @@ def init_state(
     pooled: int | None = None,
     states: tuple[tuple[jax.Array, ...], ...] = (),
     history: int | None = None,
+    adapters: bool = False,
 ) -> DeviceState:
     """State of slots that nobody has used yet, with these states of layers.
 
     vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer; pooled: size of
-    what pooling keeps of a slot; history: positions of a slot whose tokens are kept, None for none.
+    what pooling keeps of a slot; history: positions of a slot whose tokens are kept, None for none; adapters: whether
+    slots may have any.
     """
     slots = SlotState(
         page_table=jnp.zeros((num_groups * max_num_seqs, max_pages), jnp.int32),
@@ -170,6 +175,7 @@ def init_state(
         expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
         pooled=None if pooled is None else jnp.zeros((max_num_seqs, pooled), jnp.float32),
         states=states,
+        adapter=jnp.full(max_num_seqs, -1, jnp.int32) if adapters else None,
     )
     if vocab_size is None:
         return DeviceState(slots, None, None)
@@ -258,8 +264,17 @@ def unpack(
         logits_indices=jnp.maximum(cu_q_lens[1:] - 1, 0),
         ragged=tuple(ragged),
         state_rows=_state_rows(state, slot, count, start, is_new, ragged[0]),
+        adapters=_adapters(state, jnp.where(valid, index[row], num_slots), header["features"]),
     )
     return state, batch, Rows(slot, count, start, sample, next_token), header, drafts
+
+
+def _adapters(state: SlotState, slot: jax.Array, features: jax.Array) -> Adapters | None:
+    """The adapters of tokens i32[T] of these slots, R in padding."""
+    if state.adapter is None:
+        return None
+    slots = state.adapter.at[slot].get(mode="fill", fill_value=-1)
+    return Adapters(slots, (features & ADAPTER) > 0)
 
 
 def _keeps_snapshots(state: SlotState) -> bool:

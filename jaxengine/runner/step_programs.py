@@ -48,6 +48,9 @@ from models.cache import (
     state_rows,
 )
 from models.causal_lm import CausalLM
+from models.layers.lora import write_slot
+from models.lora import declared_pools
+from models.weights.lora_pools import slot_shape
 from scheduler.buckets import Bucket
 from scheduler.packing import Packer
 from sharding.collectives import stack_ranks
@@ -83,6 +86,7 @@ class StepPrograms:
       groups: cache groups of the whole model, with the layers of this stage.
       layout: of the KV pool.
       num_columns: columns of a page table.
+      adapter_pools: the arrays of pools of adapters, none without room for any.
       state_shapes: what is kept between steps, abstract.
       vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
       own_vocab_size: those of one device.
@@ -109,6 +113,7 @@ class StepPrograms:
         self.num_vocab_parts = model.mesh.num_shards("sampled_vocab")
         self.own_vocab_size = self.vocab_size // self.num_vocab_parts
         self.stored_mask_words = self.num_vocab_parts * mask_words(self.own_vocab_size)
+        self.adapter_pools = list(declared_pools(model))
         self._dtype, self._max_model_len = config.dtype, config.max_model_len
         self._slack = (max(config.widths, default=1) - 1) * config.max_in_flight
         self._proposer: Proposer | None = None
@@ -196,7 +201,9 @@ class StepPrograms:
     def state_changes(self) -> dict[str, Program]:
         """The programs that change the state between steps, by name: (state, their arguments) -> state."""
         history = 0 if self._proposer is None else self._max_model_len
-        sizes = StateSizes(self.vocab_size, self.stored_mask_words, self._samples, history)
+        sizes = StateSizes(
+            self.vocab_size, self.stored_mask_words, self._samples, history, adapters=bool(self.adapter_pools)
+        )
         changes = {name: change for name, change in STATE_CHANGES.items() if change.is_of(sizes)}
         return {name: self._state_change(name, change, sizes) for name, change in changes.items()}
 
@@ -270,6 +277,7 @@ class StepPrograms:
             expert_load=None if self._experts is None else ranks,
             pooled=None if self._kept_size is None else ranks,
             states=state_partition(self.groups),
+            adapter=ranks if self.adapter_pools else None,
         )
         if not self._samples:
             return DeviceState(slots, None, None)
@@ -281,14 +289,29 @@ class StepPrograms:
         vocab_size = self.own_vocab_size if self._samples else None
         sizes = self._num_slots, self.num_columns, vocab_size
         states = state_rows(self.groups, self._num_slots + self._num_snapshots)
+        counts = self._experts, self.packer.num_groups, self._kept_size
         history = None if self._proposer is None else self._max_model_len
-        return init_state(*sizes, self._experts, self.packer.num_groups, self._kept_size, states, history)
+        return init_state(*sizes, *counts, states, history, bool(self.adapter_pools))
 
     def _state_shapes(self) -> DeviceState:
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return self._shape(whole_shape(leaf.shape, NamedSharding(self.mesh, spec)), leaf.dtype, spec)
 
         return jax.tree.map(whole, jax.eval_shape(self._own_state), self._state_partition())
+
+    def write_adapter(self, params: Sequence[Any]) -> Program:
+        """(the arrays of adapter_pools, slot, what one adapter has of each) -> the arrays with it in the slot."""
+        spec, pools = self.model.build.lora, self.adapter_pools
+        assert spec is not None
+        arrays = [_abstract(params)[pool.index] for pool in pools]
+        new = [
+            self._shape(slot_shape(pool, spec), pool.dtype, array.sharding.spec)
+            for pool, array in zip(pools, arrays, strict=True)
+        ]
+        arguments = arrays, self._shape((), np.int32), new
+        return self._program(
+            f"adapter of {self.model.stage}", partial(write_slot, pools, spec), arguments, arrays, (0,)
+        )
 
     def pool(self, kv: KVPages) -> Program:
         """() -> the KV pool of these shapes, as it begins, each device making its own part."""

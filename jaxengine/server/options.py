@@ -32,6 +32,8 @@ class ServerConfig:
         read warned of; admin_key_file likewise.
       enable_admin: also serve the routes and methods that change the server; they need admin_key_file.
       admin_key_file: a file with the key of those.
+      lora_modules: adapters to start with, each as name=path or as JSON with name and path; needs enable_lora.
+      lora_root: the folder in which adapters lie that operators may load while the server runs; None: none may be.
       ssl_certfile: certificate chain for TLS, PEM.
       ssl_keyfile: its private key.
       ssl_ca_certs: certificates of which clients must present one that is signed (mTLS).
@@ -82,6 +84,8 @@ class ServerConfig:
     api_key_file: str | None = None
     enable_admin: bool = False
     admin_key_file: str | None = None
+    lora_modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
+    lora_root: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None

@@ -238,7 +238,7 @@ class Decoder(nnx.Module):
                     page_size=kv.page_size,
                     platform=kv.layout,
                 )
-        rows = Rows(is_token=batch.ragged[0].slot_mapping >= 0)
+        rows = Rows(batch.ragged[0].slot_mapping >= 0, batch.adapters)
         return {
             attention: StepInputs(
                 rows, tables[attention.rope], schedules.get(specs.get(attention)), temperatures[attention.temperature]

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.build import Build
+from models.layers.lora import LoraPools
 from models.layers.rows import Rows
 from models.weights.declare import ParamDecl, Source, declare
 from sharding.collectives import gather_tokens, num_shards, reduce_tokens
@@ -40,13 +41,23 @@ class Linear(nnx.Module):
         self.weight = build.weight((in_size, out_size), sources, axes)
         biases = ParamDecl((axes[1],), tuple(source.tensor("bias") for source in sources), init_std=0.02)
         self.bias = declare((out_size,), build.dtype, biases) if bias else None
+        spec = build.lora if build.layer is not None else None
+        options = {"axes": axes, "dtype": build.dtype}
+        self.lora = None if spec is None else LoraPools(spec, in_size, tuple(sources), **options)
 
     def __call__(self, x: jax.Array, rows: Rows | None = None, *, out_dtype: Any = None) -> jax.Array:
         """[R, in] -> [R, out] in `out_dtype` (default: x's).
 
-        rows: what x's rows are, None where they are not the step's tokens. The weights of a model alone do not ask.
+        rows: what x's rows are, None where they are not the step's tokens. The weights of a model alone do not ask;
+        adapters do.
         """
-        y = self.weight.matmul(gather_tokens(x, self.axes[1]))
+        x = gather_tokens(x, self.axes[1])
+        y = self.weight.matmul(x)
+        if self.lora is not None:
+            if rows is None:
+                raise ValueError("a product that takes adapters must be told what its rows are")
+            if rows.adapters is not None:
+                y = self.lora.add(y, x, rows.adapters, gather_tokens(rows.adapters.slots, self.axes[1]))
         if num_shards(self.axes[0]) > 1:
             y = reduce_tokens(y.astype(x.dtype), self.axes[0])
         if self.bias is not None:

@@ -117,7 +117,7 @@ class MixtureOfExperts(nnx.Module):
         self.correction_bias = self.make_correction_bias(correction, count) if experts.correction_bias else None
         shared, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
-        self.shared = GatedMLP(size, ffn, source=shared, build=build) if ffn else None
+        self.shared = GatedMLP(size, ffn, source=shared, build=replace(build, lora=None)) if ffn else None
         self.shared_gate = plain.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:

@@ -6,12 +6,16 @@ from typing import NamedTuple
 
 import jax
 
+from models.forward_batch import Adapters
+
 
 class Rows(NamedTuple):
     """What is known of each row of x [T, D]; goes wherever x goes.
 
     Attributes:
       is_token: bool[T], False for padding.
+      adapters: None where no row can have one.
     """
 
     is_token: jax.Array
+    adapters: Adapters | None = None

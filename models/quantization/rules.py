@@ -105,14 +105,22 @@ def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
 
 
 def _check_pattern(field: str, entry: str) -> None:
-    repeats = len(re.findall(r"(?<!\\)[*+{]", entry))
-    if repeats > _MAX_REPEATS or re.search(r"\)[*+{]|\\[0-9]|\(\?", entry):
-        text = f"a regular expression with at most {_MAX_REPEATS} repetitions, none of a group, and no lookaround"
-        raise bad(field, entry, text)
+    if fault := pattern_fault(entry[3:]):
+        raise bad(field, entry, fault)
+
+
+def pattern_fault(pattern: str) -> str | None:
+    """What a regular expression must be that is none, or that might take forever; None for one that will do."""
+    if len(pattern) > _MAX_PATTERN:
+        return f"a regular expression of at most {_MAX_PATTERN} characters"
+    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
+    if repeats > _MAX_REPEATS or re.search(r"\)[*+{]|\\[0-9]|\(\?", pattern):
+        return f"a regular expression with at most {_MAX_REPEATS} repetitions, none of a group, and no lookaround"
     try:
-        re.compile(entry[3:])
+        re.compile(pattern)
     except re.error as error:
-        raise bad(field, entry, f"a regular expression: {error}") from None
+        return f"a regular expression: {error}"
+    return None
 
 
 def bad(field: str, value: Any, allowed: str) -> ModelConfigError:

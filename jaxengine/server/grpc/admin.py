@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc.aio
 
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.grpc import admin_pb2 as pb
 from jaxengine.server.grpc.service import OpenCalls
+from jaxengine.server.lora import load_from_root, unload
+from jaxengine.server.options import ServerConfig
 from jaxengine.version import __version__
 from scheduler.errors import RequestError
 
@@ -19,8 +23,9 @@ Context = grpc.aio.ServicerContext
 class AdminService:
     """Methods are named as in admin.proto and raise what status.status_of knows."""
 
-    def __init__(self, engine: EngineClient, model_names: tuple[str, ...], calls: OpenCalls):
+    def __init__(self, engine: EngineClient, config: ServerConfig, model_names: tuple[str, ...], calls: OpenCalls):
         self._engine = engine
+        self._config = config
         self._model_names = model_names
         self._calls = calls
 
@@ -76,3 +81,15 @@ class AdminService:
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         return pb.FlushCacheResponse(success=bool(await self._engine.utility("reset_prefix_cache")))
+
+    async def LoadLoraAdapter(self, request: pb.LoadLoraAdapterRequest, context: Context) -> pb.LoadLoraAdapterResponse:
+        load = load_from_root(self._engine, self._config, self._model_names, request.lora_name, request.lora_path)
+        # Whoever asked may leave; what the engine has read is then to be taken in all the same.
+        await asyncio.shield(asyncio.ensure_future(load))
+        return pb.LoadLoraAdapterResponse()
+
+    async def UnloadLoraAdapter(
+        self, request: pb.UnloadLoraAdapterRequest, context: Context
+    ) -> pb.UnloadLoraAdapterResponse:
+        await unload(self._engine, request.lora_name)
+        return pb.UnloadLoraAdapterResponse()

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!jaxengine/server/grpc/admin.proto\x12\x0cjaxengine.v1\"\x16\n\x14GetServerInfoRequest\"\xee\x01\n\nServerInfo\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12\x32\n\x0bparallelism\x18\x04 \x01(\x0b\x32\x1d.jaxengine.v1.ParallelismInfo\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\rkv_block_size\x18\x06 \x01(\r\x12\x17\n\x0ftotal_kv_blocks\x18\x07 \x01(\x04\x12\x1c\n\x14max_running_requests\x18\x08 \x01(\x04\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\x04\"k\n\x0fParallelismInfo\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x03 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xc0\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12\x1c\n\x14served_model_aliases\x18\x03 \x03(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x1b\n\x13supports_text_input\x18\x14 \x01(\x08\x12 \n\x18supports_token_ids_input\x18\x15 \x01(\x08\"\x10\n\x0eGetLoadRequest\"r\n\x04Load\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x01\x12\x16\n\x0enum_open_calls\x18\x04 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x13\n\x11\x46lushCacheRequest\"%\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x32\xf2\x02\n\x05\x41\x64min\x12M\n\rGetServerInfo\x12\".jaxengine.v1.GetServerInfoRequest\x1a\x18.jaxengine.v1.ServerInfo\x12J\n\x0cGetModelInfo\x12!.jaxengine.v1.GetModelInfoRequest\x1a\x17.jaxengine.v1.ModelInfo\x12;\n\x07GetLoad\x12\x1c.jaxengine.v1.GetLoadRequest\x1a\x12.jaxengine.v1.Load\x12@\n\x05\x41\x62ort\x12\x1a.jaxengine.v1.AbortRequest\x1a\x1b.jaxengine.v1.AbortResponse\x12O\n\nFlushCache\x12\x1f.jaxengine.v1.FlushCacheRequest\x1a .jaxengine.v1.FlushCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!jaxengine/server/grpc/admin.proto\x12\x0cjaxengine.v1\"\x16\n\x14GetServerInfoRequest\"\xee\x01\n\nServerInfo\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12\x32\n\x0bparallelism\x18\x04 \x01(\x0b\x32\x1d.jaxengine.v1.ParallelismInfo\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\rkv_block_size\x18\x06 \x01(\r\x12\x17\n\x0ftotal_kv_blocks\x18\x07 \x01(\x04\x12\x1c\n\x14max_running_requests\x18\x08 \x01(\x04\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\x04\"k\n\x0fParallelismInfo\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x03 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xc0\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12\x1c\n\x14served_model_aliases\x18\x03 \x03(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x1b\n\x13supports_text_input\x18\x14 \x01(\x08\x12 \n\x18supports_token_ids_input\x18\x15 \x01(\x08\"\x10\n\x0eGetLoadRequest\"r\n\x04Load\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x01\x12\x16\n\x0enum_open_calls\x18\x04 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\">\n\x16LoadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\"\x19\n\x17LoadLoraAdapterResponse\"-\n\x18UnloadLoraAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x1b\n\x19UnloadLoraAdapterResponse\"\x13\n\x11\x46lushCacheRequest\"%\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x32\xb8\x04\n\x05\x41\x64min\x12M\n\rGetServerInfo\x12\".jaxengine.v1.GetServerInfoRequest\x1a\x18.jaxengine.v1.ServerInfo\x12J\n\x0cGetModelInfo\x12!.jaxengine.v1.GetModelInfoRequest\x1a\x17.jaxengine.v1.ModelInfo\x12;\n\x07GetLoad\x12\x1c.jaxengine.v1.GetLoadRequest\x1a\x12.jaxengine.v1.Load\x12@\n\x05\x41\x62ort\x12\x1a.jaxengine.v1.AbortRequest\x1a\x1b.jaxengine.v1.AbortResponse\x12O\n\nFlushCache\x12\x1f.jaxengine.v1.FlushCacheRequest\x1a .jaxengine.v1.FlushCacheResponse\x12^\n\x0fLoadLoraAdapter\x12$.jaxengine.v1.LoadLoraAdapterRequest\x1a%.jaxengine.v1.LoadLoraAdapterResponse\x12\x64\n\x11UnloadLoraAdapter\x12&.jaxengine.v1.UnloadLoraAdapterRequest\x1a\'.jaxengine.v1.UnloadLoraAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,10 +39,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ABORTREQUEST']._serialized_end=812
   _globals['_ABORTRESPONSE']._serialized_start=814
   _globals['_ABORTRESPONSE']._serialized_end=829
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=831
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=850
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=852
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=889
-  _globals['_ADMIN']._serialized_start=892
-  _globals['_ADMIN']._serialized_end=1262
+  _globals['_LOADLORAADAPTERREQUEST']._serialized_start=831
+  _globals['_LOADLORAADAPTERREQUEST']._serialized_end=893
+  _globals['_LOADLORAADAPTERRESPONSE']._serialized_start=895
+  _globals['_LOADLORAADAPTERRESPONSE']._serialized_end=920
+  _globals['_UNLOADLORAADAPTERREQUEST']._serialized_start=922
+  _globals['_UNLOADLORAADAPTERREQUEST']._serialized_end=967
+  _globals['_UNLOADLORAADAPTERRESPONSE']._serialized_start=969
+  _globals['_UNLOADLORAADAPTERRESPONSE']._serialized_end=996
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=998
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1017
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=1019
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=1056
+  _globals['_ADMIN']._serialized_start=1059
+  _globals['_ADMIN']._serialized_end=1627
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,16 @@ class AdminStub:
                 request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadLoraAdapter = channel.unary_unary(
+                '/jaxengine.v1.Admin/LoadLoraAdapter',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.LoadLoraAdapterRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.LoadLoraAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadLoraAdapter = channel.unary_unary(
+                '/jaxengine.v1.Admin/UnloadLoraAdapter',
+                request_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterRequest.SerializeToString,
+                response_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -77,6 +87,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLoraAdapter(self, request, context):
+        """Lets requests name an adapter (LoRA) as their model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLoraAdapter(self, request, context):
+        """Lets no further request name it; those that run with it go on to their ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -104,6 +128,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.FlushCacheRequest.FromString,
                     response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'LoadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLoraAdapter,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.LoadLoraAdapterRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.LoadLoraAdapterResponse.SerializeToString,
+            ),
+            'UnloadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLoraAdapter,
+                    request_deserializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterRequest.FromString,
+                    response_serializer=jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -241,6 +275,60 @@ class Admin:
             '/jaxengine.v1.Admin/FlushCache',
             jaxengine_dot_server_dot_grpc_dot_admin__pb2.FlushCacheRequest.SerializeToString,
             jaxengine_dot_server_dot_grpc_dot_admin__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/LoadLoraAdapter',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.LoadLoraAdapterRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.LoadLoraAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxengine.v1.Admin/UnloadLoraAdapter',
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterRequest.SerializeToString,
+            jaxengine_dot_server_dot_grpc_dot_admin__pb2.UnloadLoraAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,17 +38,17 @@ class InferenceService:
         self._model_names = model_names
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        model = self._model(request.model)
+        model, lora = await self._model(request.model)
         generation = await self._reader.generation(request, stream=False)
-        output = await self._finish(generation, context)
+        output = await self._finish(generation, lora, context)
         return AnswerWriter(generation.request_id, model, generation.wanted).response(output)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
-        model = self._model(request.model)
+        model, lora = await self._model(request.model)
         generation = await self._reader.generation(request, stream=True)
         writer = AnswerWriter(generation.request_id, model, generation.wanted)
         begun = False
-        async with aclosing(self._run(generation, context)) as outputs:
+        async with aclosing(self._run(generation, lora, context)) as outputs:
             async for output in outputs:
                 if not begun:
                     await context.send_initial_metadata((("x-request-id", generation.request_id),))
@@ -58,9 +58,9 @@ class InferenceService:
                 _refuse_expired(output)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        model = self._model(request.model)
+        model, lora = await self._model(request.model)
         generation = await self._reader.score(request)
-        output = await self._finish(generation, context)
+        output = await self._finish(generation, lora, context)
         writer = AnswerWriter(generation.request_id, model, generation.wanted)
         return pb.ScoreResponse(
             prompt_info=writer.prompt_info(output),
@@ -70,7 +70,7 @@ class InferenceService:
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        self._model(request.model)
+        await self._model(request.model)
         inputs = self._engine.inputs
         tokenizer, kind = inputs.require_tokenizer(), request.WhichOneof("prompt")
         special = request.HasField("add_special_tokens")
@@ -93,7 +93,7 @@ class InferenceService:
         )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        self._model(request.model)
+        await self._model(request.model)
         inputs = self._engine.inputs
         tokenizer, vocab_size = inputs.require_tokenizer(), inputs.model_config.vocab_size
         if len(request.token_ids) > MAX_DETOKENIZE:
@@ -104,18 +104,20 @@ class InferenceService:
         text = await asyncio.to_thread(tokenizer.decode, token_ids, request.skip_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
-    async def _finish(self, generation: Generation, context: Context) -> RequestOutput:
+    async def _finish(self, generation: Generation, lora: str | None, context: Context) -> RequestOutput:
         """The last output of a request, which is all there is of kind FINAL_ONLY."""
-        async with aclosing(self._run(generation, context)) as outputs:
+        async with aclosing(self._run(generation, lora, context)) as outputs:
             async for output in outputs:
                 _refuse_expired(output)
                 if output.finished:
                     return output
         raise RuntimeError("the engine ended a request without its last output")
 
-    async def _run(self, generation: Generation, context: Context) -> AsyncGenerator[RequestOutput, None]:
+    async def _run(
+        self, generation: Generation, lora: str | None, context: Context
+    ) -> AsyncGenerator[RequestOutput, None]:
         timeout = self._timeout(context)
-        options = RequestOptions(generation.priority, timeout, self._client(context), ARRIVAL.get())
+        options = RequestOptions(generation.priority, timeout, self._client(context), ARRIVAL.get(), lora)
         outputs = self._engine.stream(generation.prompt, generation.params, generation.request_id, options)
         try:
             async for output in outputs:
@@ -154,10 +156,14 @@ class InferenceService:
         except TimeoutError:
             raise CallError(grpc.StatusCode.ABORTED, f"the stream was left unread for {limit:g} s") from None
 
-    def _model(self, name: str) -> str:
-        if name and name not in self._model_names:
-            raise CallError(grpc.StatusCode.NOT_FOUND, f"there is no model {name[:200]!r} here")
-        return name or self._model_names[0]
+    async def _model(self, name: str) -> tuple[str, str | None]:
+        """The name for the answer, and the adapter's if it is one."""
+        if not name or name in self._model_names:
+            return name or self._model_names[0], None
+        if self._engine.inputs.config.enable_lora:
+            if any(each["name"] == name for each in await self._engine.utility("adapters")):
+                return name, name
+        raise CallError(grpc.StatusCode.NOT_FOUND, f"there is no model {name[:200]!r} here")
 
 
 def _refuse_expired(output: RequestOutput) -> None:

@@ -80,7 +80,7 @@ async def start_grpc(engine: EngineClient, config: ServerConfig) -> GrpcServer:
     server.add_generic_rpc_handlers((handlers(InferenceService(engine, config, names, keys), INFERENCE, calls),))
     if config.enable_admin:
         services.append(ADMIN.full_name)
-        server.add_generic_rpc_handlers((handlers(AdminService(engine, names, calls), ADMIN, calls),))
+        server.add_generic_rpc_handlers((handlers(AdminService(engine, config, names, calls), ADMIN, calls),))
     reported = Health(tuple(services))
     server.add_generic_rpc_handlers((health_handlers(reported, config.read_timeout),))
     if config.enable_reflection if config.enable_reflection is not None else is_loopback(config.host):

@@ -1,4 +1,4 @@
-"""Which models this server answers for: one, under the names its operator gives it."""
+"""Which models this server answers for: one, under the names its operator gives it, and adapters of it under theirs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ def check_model(name: str | None, served: tuple[str, ...]) -> str:
     return name or served[0]
 
 
+async def choose_model(engine: EngineClient, name: str | None, served: tuple[str, ...]) -> tuple[str, str | None]:
+    """The name for the answer, and the adapter's if it is one. Raises ApiError for a model that is not served."""
+    if name is not None and name not in served and engine.inputs.config.enable_lora:
+        loaded = [each["name"] for each in await engine.utility("adapters")]
+        return (name, name) if name in loaded else (check_model(name, (*served, *loaded)), None)
+    return check_model(name, served), None
+
+
 class ModelCard(Answer):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 
@@ -44,25 +52,31 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     names = served_names(engine, config)
     created = int(time.time())
 
-    def card(name: str) -> dict[str, Any]:
+    def card(name: str, root: str = names[0], parent: str | None = None) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "jaxengine",
-            "root": names[0],
-            "parent": None,
+            "root": root,
+            "parent": parent,
             "max_model_len": engine.inputs.config.max_model_len,
         }
+
+    async def adapter_cards() -> list[dict[str, Any]]:
+        if not engine.inputs.config.enable_lora:
+            return []
+        return [card(each["name"], each["path"], names[0]) for each in await engine.utility("adapters")]
 
     @routes.get("/v1/models")
     @answers(ModelList)
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in names]}
+        return {"object": "list", "data": [*map(card, names), *await adapter_cards()]}
 
     @routes.get("/v1/models/{model:path}")
     @answers(ModelCard)
     async def get_model(model: str) -> dict[str, Any]:
-        return card(check_model(model, names))
+        found = next((each for each in await adapter_cards() if each["id"] == model), None)
+        return found or card(check_model(model, names))
 
     return routes

@@ -196,10 +196,10 @@ class NamedRequest(RequestModel):
             raise RequestError(problem, param="user")
         return self
 
-    def options(self, request: Request, config: ServerConfig) -> RequestOptions:
+    def options(self, request: Request, config: ServerConfig, lora: str | None = None) -> RequestOptions:
         """When the engine is to run it, and for whom."""
         state, timeout = request.state, self.timeout or config.request_timeout
-        return RequestOptions(self.priority or 0, timeout, state.client, state.arrival)
+        return RequestOptions(self.priority or 0, timeout, state.client, state.arrival, lora)
 
     def register(self, prefix: str, request: Request) -> str:
         """Notes who asks in the request's state; returns what answer and engine call it, which `abort` knows it by."""

@@ -14,7 +14,7 @@ from jaxengine.server.http.chat.prompt import ChatRenderer
 from jaxengine.server.http.chat.protocol import MAX_TOOLS, ChatRequest, Messages, Tool
 from jaxengine.server.http.fields import TemplateVariables, TokenIds, at_most
 from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.models import check_model
+from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.protocol import RequestModel
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
@@ -85,7 +85,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/tokenize")
     @answers(TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        check_model(body.model, names)
+        await choose_model(engine, body.model, names)
         if body.prompt is None:
             chat = {name: getattr(body, name) for name in ("messages", "add_special_tokens", *_WITH_MESSAGES)}
             ids = await renderer.token_ids(ChatRequest.of(chat))
@@ -97,7 +97,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/detokenize")
     @answers(DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        check_model(body.model, names)
+        await choose_model(engine, body.model, names)
         tokenizer = inputs.require_tokenizer()
         if len(body.tokens) > MAX_DETOKENIZE:
             raise RequestError(f"tokens holds {len(body.tokens)} ids; allowed are {MAX_DETOKENIZE}", param="tokens")

@@ -57,6 +57,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     arrival_time: float
     deadline: float
     cache_salt: str | None
+    lora: str | None
     client: str
     per_step: bool
     text_ends: bool
@@ -221,6 +222,7 @@ def submit(number: int, prepared: PreparedRequest) -> Submit:
         arrival_time=first.arrival_time,
         deadline=first.deadline,
         cache_salt=first.cache_salt,
+        lora=first.lora,
         client=first.client,
         per_step=first.per_step,
         text_ends=first.text_ends,
@@ -231,7 +233,7 @@ def requests_of(message: Submit, client: int) -> list[Request]:
     """The scheduler's requests of a Submit."""
     params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
     names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
-    shared = {name: getattr(message, name) for name in (*names, "client", "per_step", "text_ends")}
+    shared = {name: getattr(message, name) for name in (*names, "lora", "client", "per_step", "text_ends")}
     return [
         Request(each.request_id, prompt, params, seed=each.seed, tag=client << 32 | each.handle, **shared)
         for each in message.members

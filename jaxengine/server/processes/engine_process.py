@@ -27,6 +27,7 @@ from jaxengine.engine.output import EngineOutput
 from jaxengine.server.link import messages
 from jaxengine.server.link.messages import Call, Failure, Finish, Hello, Load, Reply, Submit, Told, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
+from jaxengine.server.lora import read_modules
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
 from models.config.fields import ModelConfigError
@@ -279,11 +280,25 @@ def _failure(error: RequestError) -> Failure:
     return Failure("request", str(error), error.param)
 
 
+def _load_adapters(core: EngineCore, config: ServerConfig) -> None:
+    """Those that the server is to start with. Raises ConfigError, ModelFileError."""
+    names = config.served_model_name or (core.config.model,)
+    for name, path in read_modules(config.lora_modules):
+        try:
+            if name in names:
+                raise RequestError(f"the adapter {name!r} has the model's own name")
+            store = core.engine.require_adapters()
+            store.add(name, path, store.free_number(), store.read(path))
+        except RequestError as error:
+            raise ConfigError.because("lora_modules", str(error), "see docs/lora.md") from None
+
+
 def main(child: Child) -> None:
     """The process. Its exit status is 2 for an option or a model that cannot be used, as the command's."""
     child.end_with_parent()
     try:
         core = EngineCore(EngineConfig(**child.job["engine"]))
+        _load_adapters(core, ServerConfig(**child.job["server"]))
     except (ConfigError, ModelConfigError, ModelFileError, ClusterError, OSError) as error:
         print(f"jaxengine: error: {error}", file=sys.stderr)
         child.leave(2)

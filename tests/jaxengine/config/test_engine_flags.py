@@ -79,27 +79,27 @@ def test_short_forms_sizes_and_underscores():
 
 
 def test_names_of_vllm_reach_the_engine_and_not_the_help():
-    line = "serve -q awq --enable-lora --no-trust-remote-code -O3 --swap-space 4 --hf-overrides '{\"a\": 1}'"
+    line = "serve -q awq --enable-sleep-mode --no-trust-remote-code -O3 --swap-space 4 --hf-overrides '{\"a\": 1}'"
     assert parse(line) == {
         "quantization": "awq",
-        "enable_lora": True,
+        "enable_sleep_mode": True,
         "trust_remote_code": False,
         "optimization_level": 3,
         "swap_space": 4,
         "hf_overrides": {"a": 1},
     }
-    assert "--enable-lora" not in build_parser().format_help()
+    assert "--enable-sleep-mode" not in build_parser().format_help()
 
 
 @pytest.mark.parametrize("command", ["serve", "generate --file nothing", "chat", "convert out"])
 def test_what_is_not_supported_is_one_line(command, capsys, monkeypatch):
-    option = "--dtype fp6" if command == "convert out" else "--enable-lora"
+    option = "--dtype fp6" if command == "convert out" else "--enable-sleep-mode"
     if command != "convert out":
         monkeypatch.setattr("jaxengine.commands.cli._prompts", lambda args: ["x"])
     assert main([*command.split(), *option.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("jaxengine: error: ") and said.count("\n") == 1
-    assert ("enable_lora is True, which is not supported yet" in said) == (option == "--enable-lora")
+    assert ("enable_sleep_mode is True, which is not supported yet" in said) == (option == "--enable-sleep-mode")
 
 
 @pytest.mark.parametrize(

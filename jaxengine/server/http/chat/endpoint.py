@@ -21,7 +21,7 @@ from jaxengine.server.http.chat.output import ChatChoiceWriter
 from jaxengine.server.http.chat.protocol import ChatRequest, text_of
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.models import check_model
+from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.protocol import usage
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.names import served_names
@@ -118,9 +118,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/chat/completions", response_class=Response)
     @answers(ChatCompletion, ChatCompletionChunk | Error)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        model = check_model(body.model, names)
+        model, lora = await choose_model(engine, body.model, names)
         name = body.register("chatcmpl", request)
-        completion = _ChatCompletion(server, body, name, model, body.options(request, config))
+        completion = _ChatCompletion(server, body, name, model, body.options(request, config, lora))
         await completion.prepare(request.state.ignored_fields)
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)

@@ -24,7 +24,7 @@ from jaxengine.server.http.completions.output import ChoiceWriter
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.interleave import interleave
 from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.models import check_model
+from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.protocol import usage
 from jaxengine.server.http.sse import answer, event, json_response, stream_events
 from jaxengine.server.names import served_names
@@ -152,9 +152,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/completions", response_class=Response)
     @answers(Completion, CompletionChunk | Error)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        model = check_model(body.model, names)
+        model, lora = await choose_model(engine, body.model, names)
         name = body.register("cmpl", request)
-        completion = _Completion(engine, config, body, name, model, body.options(request, config))
+        completion = _Completion(engine, config, body, name, model, body.options(request, config, lora))
         await completion.read_prompts(encoder)
         if body.stream:
             return await stream_events(request, completion.events(), config.stream_write_timeout)

@@ -21,7 +21,7 @@ from jaxengine.server.http.limits import JsonRoute
 from jaxengine.server.http.messages.answers import Message, MessageEvent, MessageTokens
 from jaxengine.server.http.messages.output import MessageWriter, Said, sse
 from jaxengine.server.http.messages.protocol import Conversation, MessagesRequest, as_messages_error
-from jaxengine.server.http.models import check_model
+from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.sse import answer, json_response, stream_events
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
@@ -123,9 +123,9 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/messages", response_class=Response)
     @answers(Message, MessageEvent)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        model = check_model(body.model, names)
+        model, lora = await choose_model(engine, body.model, names)
         name = body.register("msg", request)
-        message = _Message(server, body, name, model, body.options(request, config))
+        message = _Message(server, body, name, model, body.options(request, config, lora))
         await message.prepare(request.state.ignored_fields)
         if body.stream:
             events, limit = message.stream(), config.stream_write_timeout
@@ -136,7 +136,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @answers(MessageTokens)
     async def count_message_tokens(body: Conversation) -> Response:
         """How many tokens the conversation has; longer ones than fit are counted too."""
-        check_model(body.model, names)
+        await choose_model(engine, body.model, names)
         try:
             ids = await server.renderer.token_ids(body.chat_request())
         except RequestError as error:

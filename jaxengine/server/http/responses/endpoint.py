@@ -27,7 +27,7 @@ from jaxengine.server.http.chat.output import token_logprobs
 from jaxengine.server.http.chat.run import ChatRun, ChatServer
 from jaxengine.server.http.errors import ApiError, as_api_error, error_body
 from jaxengine.server.http.limits import JsonRoute
-from jaxengine.server.http.models import check_model
+from jaxengine.server.http.models import choose_model
 from jaxengine.server.http.responses.answers import (
     DeletedResponse,
     InputItems,
@@ -195,14 +195,14 @@ class _Responses:
 
     def __init__(self, engine: EngineClient, config: ServerConfig):
         self.server = ChatServer.open(engine, config)
-        self._config = config
+        self._engine, self._config = engine, config
         self._names = served_names(engine, config)
         # What works in the background, by response.
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """Raises RequestError, ApiError."""
-        model = check_model(body.model, self._names)
+        model, lora = await choose_model(self._engine, body.model, self._names)
         owner, earlier, store = _owner(request), [], _store(request)
         if body.previous_response_id is not None:
             earlier = await _finished(store, body.previous_response_id, owner)
@@ -211,7 +211,7 @@ class _Responses:
             raise RequestError(f"request_id {show_value(response_id)} is in use", param="request_id")
         request.state.user = body.user
         keeps = body.store is not False
-        messages, options = [*earlier, *read_input(body.input)], body.options(request, self._config)
+        messages, options = [*earlier, *read_input(body.input)], body.options(request, self._config, lora)
         making = _Making(self.server, body, response_id, model, messages, keeps, options)
         if body.text is not None and body.text.verbosity is not None:
             request.state.ignored_fields.append("text.verbosity")
@@ -276,7 +276,7 @@ class _Responses:
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
         """How many tokens the conversation has. Raises RequestError, ApiError."""
-        check_model(body.model, self._names)
+        await choose_model(self._engine, body.model, self._names)
         earlier: Sequence[dict[str, Any]] = ()
         if body.previous_response_id is not None:
             earlier = await _finished(_store(request), body.previous_response_id, _owner(request))

@@ -1,0 +1,62 @@
+"""Options of adapters (LoRA): room for them on the devices and in the host's memory. Names and defaults are vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxengine.config.errors import ConfigError
+from models.config.lora import LoraSpec
+
+RANKS = (8, 16, 32, 64, 128, 256)
+MAX_LORAS, MAX_CPU_LORAS = 256, 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """The fields of EngineConfig that say what adapters requests may name.
+
+    Attributes:
+      enable_lora: let requests name an adapter (LoRA) that is added to the model for them.
+      max_loras: adapters that run at once; each takes its memory on the devices from the start. Every step in which a
+        request has one reads all of them.
+      max_lora_rank: the largest rank of an adapter: 8, 16, 32, 64, 128 or 256. All take as much memory as one of it.
+      max_cpu_loras: adapters that are kept in the host's memory, the others are read again; None for max_loras.
+    """
+
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+
+    @property
+    def lora_spec(self) -> LoraSpec | None:
+        """What a model is built with."""
+        return LoraSpec(self.max_loras, self.max_lora_rank) if self.enable_lora else None
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """Adapters kept in the host's memory."""
+        return self.max_cpu_loras or self.max_loras
+
+
+def check_lora(options: LoraOptions, nnodes: int) -> None:
+    """Raises ConfigError for values that are not allowed, or not together."""
+    if options.max_lora_rank not in RANKS:
+        raise ConfigError("max_lora_rank", options.max_lora_rank, ", ".join(map(str, RANKS)))
+    if not 1 <= options.max_loras <= MAX_LORAS:
+        raise ConfigError("max_loras", options.max_loras, f"1 to {MAX_LORAS}")
+    most = options.max_cpu_loras
+    if most is not None and not options.max_loras <= most <= MAX_CPU_LORAS:
+        raise ConfigError("max_cpu_loras", most, f"max_loras, {options.max_loras}, to {MAX_CPU_LORAS}")
+    if not options.enable_lora:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            if (value := getattr(options, name)) != getattr(LoraOptions, name):
+                raise ConfigError.because(name, f"{name} is {value!r}, but there are no adapters", "set enable_lora")
+    elif nnodes > 1:
+        raise ConfigError.because("enable_lora", "adapters over several processes are not supported", "leave it False")
+
+
+def check_lora_model(options: LoraOptions, pools: bool) -> None:
+    """Raises ConfigError for a model whose requests can have none. pools: whether it is a pooling model."""
+    if options.enable_lora and pools:
+        raise ConfigError.because("enable_lora", "adapters of pooling models are not supported", "leave it False")

@@ -1,0 +1,21 @@
+"""How many tokens a step may have, where it is given and where it is not. Knows no model."""
+
+from __future__ import annotations
+
+from jaxengine.config.errors import ConfigError
+
+
+def step_tokens(asked: int | None, usual: int, max_num_seqs: int, max_model_len: int, chunks: bool, chunk: int) -> int:
+    """max_num_batched_tokens, `usual` unless it is asked for. Raises ConfigError.
+
+    chunks: enable_chunked_prefill; chunk: long_prefill_token_threshold.
+    """
+    tokens = max(usual, max_num_seqs, 0 if chunks else max_model_len) if asked is None else asked
+    if tokens < max_num_seqs:
+        raise ConfigError("max_num_batched_tokens", tokens, f"at least max_num_seqs, {max_num_seqs}")
+    if not chunks and tokens < max_model_len:
+        allowed = f"at least max_model_len, {max_model_len}, without chunked prefill"
+        raise ConfigError("max_num_batched_tokens", tokens, allowed)
+    if not chunks and chunk:
+        raise ConfigError("long_prefill_token_threshold", chunk, "0, without chunks")
+    return tokens

@@ -1,0 +1,42 @@
+"""LoRARequest: the adapter that a request is to run with, as programs name it. Fields are vLLM's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.errors import RequestError, show_value
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter: loaded when it is first named, after that known by its name.
+
+    Attributes:
+      lora_name: no other adapter may have it.
+      lora_int_id: a whole number of at least 1 that no other has.
+      lora_path: the folder that PEFT has saved, on the engine's machine.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str | os.PathLike[str]
+
+    @property
+    def path(self) -> str:
+        """RequestError for what is no path."""
+        try:
+            return os.fspath(self.lora_path) or "."
+        except TypeError:
+            text = f"lora_path must be a path, got {show_value(self.lora_path)}"
+            raise RequestError(text, param="lora_path", value=self.lora_path) from None
+
+
+def one_for_each(count: int, given: Any) -> list[LoRARequest | None]:
+    """Of `count` prompts each one's, where there is one for all or a list of them. Raises RequestError."""
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):
+        text = f"lora_request must be one LoRARequest, or one or None for each of the {count} prompts"
+        raise RequestError(text, param="lora_request", value=given)
+    return each

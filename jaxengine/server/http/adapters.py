@@ -1,0 +1,55 @@
+"""Adapters that an operator loads and unloads while the server runs. The engine reads their files, on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Response
+from pydantic import Field
+
+from jaxengine.api.engine_client import EngineClient
+from jaxengine.server.http.auth import require_admin
+from jaxengine.server.http.limits import JsonRoute
+from jaxengine.server.http.protocol import RequestModel
+from jaxengine.server.lora import load_from_root, unload
+from jaxengine.server.names import served_names
+from jaxengine.server.options import ServerConfig
+
+
+class LoadRequest(RequestModel):
+    """lora_path: a folder in lora_root, by its path there or by its whole path."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadRequest(RequestModel):
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
+    routes = APIRouter(tags=["admin"], dependencies=[Depends(require_admin)], route_class=JsonRoute)
+    if not (config.enable_admin and engine.inputs.config.enable_lora):
+        return routes
+    names = served_names(engine, config)
+
+    @routes.post("/v1/load_lora_adapter", response_class=Response)
+    async def load_lora_adapter(body: LoadRequest) -> Response:
+        """Lets requests name an adapter as their model."""
+        # Whoever asked may leave; what the engine has read is then to be taken in all the same.
+        load = load_from_root(engine, config, names, body.lora_name, body.lora_path)
+        await asyncio.shield(asyncio.ensure_future(load))
+        return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post("/v1/unload_lora_adapter", response_class=Response)
+    async def unload_lora_adapter(body: UnloadRequest) -> Response:
+        """Lets no further request name it; those that run with it go on to their ends."""
+        await unload(engine, body.lora_name)
+        return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return routes
+
+
+def _text(text: str) -> Response:
+    return Response(text, media_type="text/plain")

@@ -1,0 +1,23 @@
+"""How much room a model has for adapters (LoRA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Room for adapters on a device.
+
+    Attributes:
+      max_loras: slots, adapters that rows of one step may have.
+      max_lora_rank: the largest rank of an adapter.
+    """
+
+    max_loras: int
+    max_lora_rank: int
+
+    @property
+    def columns(self) -> int:
+        """Of all slots of one module."""
+        return self.max_loras * self.max_lora_rank

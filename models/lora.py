@@ -1,0 +1,74 @@
+"""Pools of adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): what is declared for each matrix that takes adapters.
+
+An adapter adds (x A) B to a product x W. All adapters that a device holds lie in two kinds of arrays, a slot for each,
+flat, so that no program copies or gathers them:
+
+    a  [in, modules * slots * rank]    columns of a module, then of a slot, then of a rank
+    b  [slots * rank, out]             one for each source of the product, rows of a slot, then of a rank
+
+Ranks below the pool's are filled up with zeros. Knows neither files nor which adapter has which slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flax import nnx
+
+from models.weights.declare import Source
+
+
+@dataclass(frozen=True)
+class PoolDecl:
+    """What a pool's array is, beside shape and dtype. Equal for equal layers, as a ParamDecl is.
+
+    Attributes:
+      axes: logical axes of the array.
+      sources: those of the whole product, with "{layer}" in their names.
+      part: of b, the index of its source; None for a.
+    """
+
+    axes: tuple[str | None, ...]
+    sources: tuple[Source, ...]
+    part: int | None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the checkpoint modules that the product is made of, each once, in the order of a's columns."""
+        return modules_of(self.sources)
+
+
+class PoolArray(nnx.Variable):
+    """An array of adapters' matrices. No weight of the model: loaders and declared_params do not see it."""
+
+
+@dataclass(frozen=True)
+class DeclaredPool:
+    """One array of pools of a built model, its names resolved.
+
+    Attributes:
+      index: among the leaves of the model's state.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: Any
+    decl: PoolDecl
+
+
+def modules_of(sources: tuple[Source, ...]) -> tuple[str, ...]:
+    """Names of the modules that sources are rows of, each once."""
+    return tuple(dict.fromkeys(source.name for source in sources))
+
+
+def declared_pools(model: Any) -> Iterator[DeclaredPool]:
+    """Every array of pools of a model, abstract or real, in the order of its state's leaves."""
+    for index, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(model))):
+        if not isinstance(variable, PoolArray):
+            continue
+        layer, decl = model.stage.layers[path[1]], variable.get_metadata()["decl"]
+        sources = tuple(each._replace(name=each.name.replace("{layer}", str(layer))) for each in decl.sources)
+        value = variable.get_value()
+        yield DeclaredPool(index, value.shape, value.dtype, replace(decl, sources=sources))

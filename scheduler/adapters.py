@@ -1,0 +1,174 @@
+"""Which adapters have a slot on the devices, and which waiting requests may run with theirs. Knows no matrices.
+
+Slots are pooled like pages: running requests hold their adapter's, those that nobody holds are given away, the least
+recently used first. A request whose adapter has none waits beside the line, so that nobody waits behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.request import Adapter, Request, RequestStatus
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One slot of the devices' pools.
+
+    Attributes:
+      ready: what is there is the owner's.
+      used: when it was given out or used last; larger is later.
+      promised: the request that it was got for, until that runs.
+      claim: the first of those that wait for this slot, which runs now for others: those that came after it and want
+        the owner wait too, so that the slot becomes free.
+    """
+
+    owner: Adapter | None = None
+    ready: bool = False
+    used: int = 0
+    promised: Request | None = None
+    claim: Request | None = None
+
+
+class AdapterSlots:
+    """The slots of the devices' pools, and the requests that wait for one.
+
+    No request waits for ever: who finds no slot that nobody uses claims one, and requests that come after it do not
+    prolong its use.
+
+    Attributes:
+      loads: (slot, adapter) to be brought to the devices, in order; who takes them empties the list.
+    """
+
+    def __init__(self, num_slots: int):
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._waiting: dict[Request, None] = {}
+        self._clock = 0
+        self.loads: list[tuple[int, Adapter]] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def owners(self) -> list[Adapter | None]:
+        """Whose adapters are on the devices, or on their way, by slot."""
+        return [slot.owner for slot in self._slots]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that wait for their adapters."""
+        for request in [each for each in self._waiting if each.status is RequestStatus.FINISHED]:
+            del self._waiting[request]
+        return list(self._waiting)
+
+    def admits(self, request: Request) -> bool:
+        """Whether a request that is next in line may run as far as its adapter is concerned, in `adapter_slot`.
+
+        One that may not is to be kept beside the line until `assign` returns it.
+        """
+        index = self._find(request.adapter)
+        if index is not None:
+            slot, self._clock = self._slots[index], self._clock + 1
+            if slot.ready and not self._is_claimed(slot, request):
+                slot.used = self._clock
+                request.adapter_slot = index
+                return True
+            if slot.promised is request:
+                slot.promised = None
+        self._waiting[request] = None
+        return False
+
+    def assign(self, is_running: np.ndarray) -> list[Request]:
+        """Gives slots to the adapters that are waited for, in the order of the requests; who may be in line again.
+
+        is_running: bool[slots], those whose adapters running requests have.
+        """
+        ready = []
+        for slot in self._slots:
+            claim, promised = slot.claim, slot.promised
+            if claim is not None and (claim not in self._waiting or self._find(claim.adapter) is not None):
+                slot.claim = None
+            if promised is not None and promised.status is RequestStatus.FINISHED:
+                slot.promised = None
+        for request in sorted(self.waiting, key=lambda each: (each.priority, each.arrival_index)):
+            index = self._find(request.adapter)
+            slot = None if index is None else self._slots[index]
+            if slot is not None and not self._is_claimed(slot, request):
+                if slot.ready:
+                    slot.promised = slot.promised or request
+                    ready.append(request)
+            elif slot is None:
+                self._get(request, is_running)
+        for request in ready:
+            del self._waiting[request]
+        return ready
+
+    def loaded(self, index: int, adapter: Adapter) -> None:
+        """What was asked for in `loads` is there."""
+        if self._slots[index].owner is adapter:
+            self._slots[index].ready = True
+
+    def drop(self, adapter: Adapter) -> list[Request]:
+        """Gives up an adapter's slot, which no running request has, and returns the requests that wait for it."""
+        index = self._find(adapter)
+        if index is not None:
+            self._slots[index] = _Slot(claim=self._slots[index].claim)
+        self.loads = [each for each in self.loads if each[1] is not adapter]
+        return [each for each in self.waiting if each.adapter is adapter]
+
+    def retire(self, adapter: Adapter) -> None:
+        """No new request will have the adapter: its slot is the next to be given away."""
+        index = self._find(adapter)
+        if index is not None:
+            self._slots[index].used = -1
+
+    def _find(self, adapter: Adapter | None) -> int | None:
+        return next((index for index, slot in enumerate(self._slots) if slot.owner is adapter), None)
+
+    def _is_claimed(self, slot: _Slot, request: Request) -> bool:
+        """Whether somebody who comes before the request waits for the slot to become free."""
+        claim = slot.claim
+        return claim is not None and (claim.priority, claim.arrival_index) < (request.priority, request.arrival_index)
+
+    def _get(self, request: Request, is_running: np.ndarray) -> None:
+        """Gives an adapter without a slot one that nobody uses, or has the request claim one."""
+        adapter = request.adapter
+        assert adapter is not None
+        claimed = next((slot for slot in self._slots if slot.claim and slot.claim.adapter is adapter), None)
+        if claimed is not None and self._is_idle(claimed, is_running):
+            self._give(claimed, request)
+            return
+        idle = [slot for slot in self._slots if slot.claim is None and self._is_idle(slot, is_running)]
+        if idle:
+            if claimed is not None:
+                claimed.claim = None
+            self._give(min(idle, key=lambda slot: slot.used), request)
+        elif claimed is None:
+            free = [slot for slot in self._slots if slot.claim is None]
+            if free:
+                min(free, key=lambda slot: slot.used).claim = request
+
+    def _is_idle(self, slot: _Slot, is_running: np.ndarray) -> bool:
+        promised = slot.promised
+        if slot.owner is None:
+            return True
+        kept = promised is not None and promised.status is not RequestStatus.RUNNING
+        return slot.ready and not kept and not is_running[self._slots.index(slot)]
+
+    def _give(self, slot: _Slot, request: Request) -> None:
+        assert request.adapter is not None
+        self._clock += 1
+        slot.owner, slot.ready, slot.used = request.adapter, False, self._clock
+        slot.promised, slot.claim = request, None
+        self.loads.append((self._slots.index(slot), request.adapter))
+
+
+def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarray:
+    """bool[num_slots], the pools' slots that running requests have; columns: those of each rank's, -1 for none."""
+    running = np.zeros(num_slots + 1, np.bool_)
+    for column in columns:
+        running[column] = True
+    return running[:-1]

@@ -1,0 +1,137 @@
+"""Adapters in an engine: rows give the tokens of merged weights, slots come and go, nothing else changes."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxengine import LLM, LoRARequest, RequestError, SamplingParams
+from models.weights.load import load_params
+from models.weights.safetensors import SafetensorsCheckpoint
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.fixtures.adapters import merged, write_adapter
+
+OPTIONS = TINY_OPTIONS | {
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "num_gpu_blocks_override": 64,
+    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
+}
+LORA = OPTIONS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, "max_cpu_loras": 3}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], [5, 6, 7, 8, 9, 40]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+ADAPTERS = {
+    "rank 1": {"r": 1, "lora_alpha": 2},
+    "rank 8": {},
+    "rank 16": {"r": 16, "target_modules": ["q_proj", "v_proj"]},
+    "rank 64": {"r": 64, "use_rslora": True, "target_modules": "all-linear"},
+    "rslora": {"use_rslora": True, "target_modules": r".*\.(o_proj|down_proj)"},
+    "patterns": {
+        "rank_pattern": {"k_proj": 3, r"model.layers.1.mlp.up_proj": 12},
+        "alpha_pattern": {"layers.0.mlp.down_proj": 40},
+    },
+    "one layer": {"target_modules": r"model\.layers\.1\..*_proj"},
+    "gate alone": {"target_modules": ["gate_proj"], "lora_alpha": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: LoRARequest(name, number, write_adapter(folder / str(number), TINY_CHECKPOINT, seed=number, **changes))
+        for number, (name, changes) in enumerate(ADAPTERS.items(), 1)
+    }
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(str(TINY_CHECKPOINT), **LORA) as llm:
+        yield llm
+
+
+def tokens(llm, prompts, lora_request=None, params=GREEDY):
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora_request)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Weights:
+    """Puts other weights under an engine's programs, those of a folder."""
+
+    def __init__(self, llm):
+        self.llm = llm
+        self.own = [list(stage._params) for stage in llm.core.runner._stages]
+
+    def load(self, folder):
+        checkpoint = SafetensorsCheckpoint(folder)
+        for stage in self.llm.core.runner._stages:
+            pools = {pool.index for pool in stage.programs.adapter_pools}
+            state = load_params(stage.programs.model, checkpoint, mesh=stage.programs.mesh)
+            loaded = iter(jax.tree.leaves(state))
+            stage._params = [leaf if at in pools else next(loaded) for at, leaf in enumerate(stage._params)]
+        checkpoint.close()
+        self.llm.reset_prefix_cache()
+
+    def restore(self):
+        for stage, own in zip(self.llm.core.runner._stages, self.own, strict=True):
+            pools = {pool.index for pool in stage.programs.adapter_pools}
+            stage._params = [leaf if at in pools else own[at] for at, leaf in enumerate(stage._params)]
+        self.llm.reset_prefix_cache()
+
+
+@pytest.fixture(scope="module")
+def expected(llm, adapters, tmp_path_factory):
+    """The tokens of merged weights by adapter, and of the model alone under None."""
+    folder, weights = tmp_path_factory.mktemp("merged"), Weights(llm)
+    found = {None: tokens(llm, PROMPTS)}
+    for name, adapter in adapters.items():
+        weights.load(merged(folder / str(adapter.lora_int_id), TINY_CHECKPOINT, adapter.lora_path))
+        found[name] = tokens(llm, PROMPTS)
+    weights.restore()
+    return found
+
+
+def test_that_adapters_change_tokens(expected):
+    assert len({str(each) for each in expected.values()}) == len(expected)
+
+
+def test_each_adapter_alone_and_then_none(llm, adapters, expected):
+    for name, adapter in adapters.items():
+        assert tokens(llm, PROMPTS, adapter) == expected[name], name
+        assert tokens(llm, PROMPTS) == expected[None]
+
+
+def test_all_adapters_and_rows_without_any_at_once(llm, adapters, expected):
+    """Eight adapters through two slots, with rows of the model alone between them."""
+    rows = [(name, index) for index in range(len(PROMPTS)) for name in (*adapters, None)]
+    found = tokens(llm, [PROMPTS[index] for _, index in rows], [adapters.get(name) for name, _ in rows])
+    assert found == [expected[name][index] for name, index in rows]
+    assert llm.core.runner.compiles.count == 0
+    assert llm.core.engine.adapters.num_kept == 3
+
+
+def test_prefix_caches_are_each_adapters_own(llm, adapters, expected):
+    llm.reset_prefix_cache()
+    long = PROMPTS[0] * 3
+
+    def cached(adapter):
+        return llm.generate([long], GREEDY, use_tqdm=False, lora_request=adapter)[0].num_cached_tokens
+
+    assert [cached(each) for each in (adapters["rank 1"], adapters["rank 8"], None)] == [0, 0, 0]
+    assert [cached(each) for each in (adapters["rank 1"], adapters["rank 8"], None)] == [20, 20, 20]
+
+
+def test_a_bad_adapter_is_one_error_and_changes_nothing(llm, adapters, expected, tmp_path):
+    before = llm.core.utility("adapters")
+    other = write_adapter(tmp_path / "wide", TINY_CHECKPOINT, seed=1, r=65)
+    with pytest.raises(ValueError, match=r"rank is 65; allowed is at most 64 \(max_lora_rank\)"):
+        tokens(llm, PROMPTS, LoRARequest("wide", 99, other))
+    with pytest.raises(RequestError, match="is taken by the adapter 'rank 8', number 2"):
+        tokens(llm, PROMPTS, LoRARequest("rank 8", 99, other))
+    with pytest.raises(RequestError, match="lora_int_id 2 is taken"):
+        tokens(llm, PROMPTS, LoRARequest("new", 2, other))
+    with pytest.raises(RequestError, match="lora_request must be one LoRARequest"):
+        tokens(llm, PROMPTS, [adapters["rank 8"]])
+    assert llm.core.utility("adapters") == before
+    assert tokens(llm, PROMPTS, adapters["rank 8"]) == expected["rank 8"]

@@ -1,0 +1,124 @@
+"""Adapters over HTTP and gRPC: `model` selects one, operators load and unload them, nothing else may."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from jaxengine import AsyncLLM, LoRARequest
+from jaxengine.config.errors import ConfigError
+from jaxengine.server.grpc import admin_pb2
+from jaxengine.server.grpc import inference_pb2 as pb
+from jaxengine.server.grpc.admin_pb2_grpc import AdminStub
+from jaxengine.server.http.app import create_app
+from jaxengine.server.lora import read_modules
+from jaxengine.server.options import ServerConfig
+from tests.fixtures.adapters import write_adapter
+from tests.jaxengine.server.asgi_client import http_client
+from tests.jaxengine.server.grpc.grpc_rig import connected, refusal
+
+SHAPES = {f"model.layers.{layer}.self_attn.o_proj": (32, 32) for layer in range(2)}
+BODY = {"prompt": "Hello there", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture(scope="module")
+def engine(chat_options):
+    small = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "num_gpu_blocks_override": 64,
+        "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
+    }
+    engine = AsyncLLM(**{**chat_options, **small}, enable_lora=True, max_lora_rank=8)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def admin(tmp_path):
+    root, keys = tmp_path / "root", tmp_path / "keys"
+    keys.write_text("operator\n")
+    for seed, name in enumerate(("a", "b"), 1):
+        write_adapter(root / name, SHAPES, seed=seed, std=2.0, target_modules=["o_proj"])
+    write_adapter(tmp_path / "outside", SHAPES, seed=3, target_modules=["o_proj"])
+    (root / "link").symlink_to(tmp_path / "outside")
+    return {"enable_admin": True, "admin_key_file": str(keys), "lora_root": str(root), "served_model_name": ("base",)}
+
+
+async def test_over_http(engine, admin, tmp_path):
+    app = create_app(engine, ServerConfig(**admin))
+    async with http_client(app) as client, http_client(app, "operator") as operator:
+
+        async def text(model, path="/v1/completions", **body):
+            answer = (await client.post(path, json={**BODY, **body, "model": model})).json()
+            assert answer["model"] == model, answer
+            return answer["choices"][0]["text"] if "text" in answer["choices"][0] else answer["choices"][0]["message"]
+
+        before = await text("base")
+        assert (await client.post(LOAD, json={"lora_name": "a", "lora_path": "a"})).status_code in (401, 403)
+        for path in ("link", "../outside", str(tmp_path / "outside"), "a\0"):
+            refused = await operator.post(LOAD, json={"lora_name": "a", "lora_path": path})
+            assert refused.status_code == 400 and "leads out of lora_root" in refused.text, path
+        for body in ({"lora_name": "base", "lora_path": "a"}, {"lora_name": "a", "lora_path": "c"}):
+            assert (await operator.post(LOAD, json=body)).status_code == 400
+        assert (await client.post("/v1/completions", json={**BODY, "model": "a"})).status_code == 404
+        for name in ("a", "b"):
+            done = await operator.post(LOAD, json={"lora_name": name, "lora_path": name})
+            assert (done.status_code, done.text) == (200, f"Success: LoRA adapter '{name}' added successfully.")
+        again = await operator.post(LOAD, json={"lora_name": "a", "lora_path": "b"})
+        assert again.status_code == 400 and "is loaded already" in again.text
+        rows = {row["id"]: (row["parent"], row["root"]) for row in (await client.get("/v1/models")).json()["data"]}
+        assert rows["base"] == (None, "base") and rows["a"] == ("base", f"{admin['lora_root']}/a")
+        assert (await client.get("/v1/models/b")).json()["parent"] == "base"
+        found = [await text(model) for model in ("base", "a", "b")]
+        assert found[0] == before and len(set(found)) == 3
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert await text("a", "/v1/chat/completions", **chat) != await text("base", "/v1/chat/completions", **chat)
+        metrics = (await client.get("/metrics")).text
+        assert 'running_lora_adapters=""' in metrics and 'max_lora="1"' in metrics
+        for name in ("a", "b"):
+            assert (await operator.post(UNLOAD, json={"lora_name": name})).status_code == 200
+        assert (await operator.post(UNLOAD, json={"lora_name": "a"})).status_code == 400
+        assert (await client.post("/v1/completions", json={**BODY, "model": "a"})).status_code == 404
+        assert await text("base") == before
+
+
+async def test_over_grpc(engine, admin):
+    key = {"metadata": (("authorization", "Bearer operator"),)}
+    async with connected(engine, **admin) as (channel, stub):
+        operator = AdminStub(channel)
+        load = admin_pb2.LoadLoraAdapterRequest(lora_name="a", lora_path="a")
+        await operator.LoadLoraAdapter(load, **key)
+        assert (await refusal(operator.LoadLoraAdapter(load, **key)))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        stopping = {"max_new_tokens": 6, "ignore_eos": True}
+        found = []
+        for model in ("base", "a"):
+            request = pb.GenerateRequest(text="Hello there", model=model, temperature=0, stopping=stopping)
+            answer = await stub.Generate(request)
+            assert answer.model == model
+            found.append(answer.outputs[0].text)
+        assert found[0] != found[1]
+        await operator.UnloadLoraAdapter(admin_pb2.UnloadLoraAdapterRequest(lora_name="a"), **key)
+        gone = pb.GenerateRequest(text="Hello there", model="a")
+        assert (await refusal(stub.Generate(gone)))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_request_of_a_program_loads_its_adapter(engine, admin):
+    adapter = LoRARequest("own", 7, f"{admin['lora_root']}/b")
+    async for output in engine.generate("Hello there", lora_request=adapter):
+        assert output.prompt == "Hello there"
+    assert await engine.list_loras() == {7}
+    assert await engine.remove_lora(7) and not await engine.remove_lora(7)
+
+
+def test_lora_modules_are_read_as_vllm_has_them():
+    assert read_modules(("a=/x=y", '{"name": "b", "path": "/z", "base_model_name": "m"}')) == [
+        ("a", "/x=y"),
+        ("b", "/z"),
+    ]
+    for wrong in ("a", "=x", "a=", "{", '{"name": "a"}', '{"name": "a", "path": "b", "c": 1}', "[]"):
+        with pytest.raises(ConfigError, match="lora_modules"):
+            read_modules((wrong,))
+    with pytest.raises(ConfigError, match="each name once"):
+        read_modules(("a=x", "a=y"))
