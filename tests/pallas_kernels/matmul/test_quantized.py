@@ -1,4 +1,7 @@
-"""Products with quantised matrices against float64 on the codes, for every implementation, compiled for the CPU."""
+"""Products with quantised matrices against float64 on the codes, for all in plain XLA, compiled for the CPU.
+
+The TPU's kernels are tests.pallas_kernels.products'.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_
 from pallas_kernels.registry import KERNELS, kernel
 
 IMPLEMENTATIONS = {
-    kernel(op, platform): platform for op, platform in KERNELS if op in ("quantized_matmul", "quantized_grouped_matmul")
+    kernel(*row): row[1]
+    for row in KERNELS
+    if row[0] in ("quantized_matmul", "quantized_grouped_matmul") and row != ("quantized_matmul", "tpu")
 }
 DENSE = {function: name for function, name in IMPLEMENTATIONS.items() if function.__name__ == "quantized_matmul"}
 GROUPED = {function: name for function, name in IMPLEMENTATIONS.items() if function not in DENSE}
