@@ -46,13 +46,15 @@ class Linear(nnx.Module):
 
         rows: what x's rows are, None where they are not the step's tokens. The weights of a model alone do not ask.
         """
-        y = self.weight.matmul(gather_tokens(x, self.axes[1]))
-        if num_shards(self.axes[0]) > 1:
-            y = reduce_tokens(y.astype(x.dtype), self.axes[0])
+        out_dtype, split = out_dtype or x.dtype, num_shards(self.axes[0]) > 1
+        own_dtype = x.dtype if split else out_dtype if self.bias is None else jnp.float32
+        y = self.weight.matmul(gather_tokens(x, self.axes[1]), out_dtype=own_dtype)
+        if split:
+            y = reduce_tokens(y, self.axes[0])
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(out_dtype or x.dtype)
+        return y.astype(out_dtype)
 
-    def partial(self, x: jax.Array) -> jax.Array:
-        """This device's part of the product without the bias, f32: nothing is gathered or added up."""
-        return self.weight.matmul(x)
+    def partial(self, x: jax.Array, *, out_dtype: Any = jnp.float32) -> jax.Array:
+        """This device's part of the product without the bias: nothing is gathered or added up."""
+        return self.weight.matmul(x, out_dtype=out_dtype)

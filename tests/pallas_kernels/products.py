@@ -88,7 +88,7 @@ def product(name: str, implementation: Implementation) -> None:
     exact = reference.quantized_matmul(np.asarray(x, np.float64), *given)
     multiply = kernel("quantized_matmul", implementation.platform)
     with watched(implementation, name):
-        options = {"dtype": jnp.bfloat16, "sizes": case.sizes, **implementation._options()}
+        options = {"dtype": jnp.bfloat16, "out_dtype": jnp.float32, "sizes": case.sizes, **implementation._options()}
         got = jax.block_until_ready(multiply(*rows, stored(matrix[0], case.codes), *matrix[1:], **options))
     assert (got.dtype, got.shape) == (jnp.float32, exact.shape)
     assert error(got, exact) < allowed, f"{name}: relative error {error(got, exact):.1e}"

@@ -1,7 +1,7 @@
 """Rows times a quantised matrix whose scales vary along its inputs: a Mosaic kernel that widens it tile by tile.
 
-No widened matrix is in memory: codes, scales and zeros are read once for each tile of rows. With one scale a channel the
-product is XLA's own, which is at the memory's bandwidth then (pallas_kernels.matmul.quantized_xla).
+No widened matrix is in memory: codes, scales and zeros are read once for each tile of rows. With one scale a channel
+the product is XLA's own, which is at the memory's bandwidth then (pallas_kernels.matmul.quantized_xla).
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ def quantized_matmul(
     zeros: jax.Array | None,
     *,
     dtype: Any,
+    out_dtype: Any,
     sizes: TpuProducts | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """float32 [M, out]; arguments as the public operation has checked them.
+    """[M, out] in out_dtype; arguments as the public operation has checked them.
 
     sizes: by default those of the chip that the trace is for. interpret: what `pl.pallas_call` takes.
     """
     if why_not(x.shape[1], scales.shape[0], dtype):
-        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype)
+        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
     rows = prepared(x, x_scales, codes.dtype, scales.shape[0], dtype, sizes)
-    kernel_sums = None if zeros is None else group_sums(rows, scales.shape[0])
-    y = _call(rows, codes, scales, zeros, kernel_sums, sizes, interpret)
-    return y if rows.after is None else y * rows.after
+    return _call(rows, codes, scales, zeros, out_dtype, sizes, interpret)
 
 
 class PreparedRows(NamedTuple):
@@ -95,7 +94,7 @@ def _call(
     codes: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
-    sums: jax.Array | None,
+    out_dtype: Any,
     sizes: TpuProducts,
     interpret: Any,
 ) -> jax.Array:
@@ -108,8 +107,9 @@ def _call(
     def of_matrix(array: jax.Array | None) -> pl.BlockSpec | None:
         return None if array is None else pl.BlockSpec((array.shape[0], columns), lambda m, n: (0, n))
 
-    operands = rows.values, rows.scales, sums, codes, scales.astype(jnp.float32), zeros
-    specs = *map(of_rows, operands[:3]), *map(of_matrix, operands[3:])
+    sums = None if zeros is None else group_sums(rows, count)
+    operands = rows.values, rows.scales, rows.after, sums, codes, scales.astype(jnp.float32), zeros
+    specs = *map(of_rows, operands[:4]), *map(of_matrix, operands[4:])
     passes = pl.cdiv(num_rows, tile_rows)
     of_codes = codes.nbytes + scales.nbytes * (1 if zeros is None else 2)
     return pl.pallas_call(
@@ -117,13 +117,14 @@ def _call(
         grid=(passes, pl.cdiv(out, columns)),
         in_specs=specs,
         out_specs=pl.BlockSpec((tile_rows, columns), lambda m, n: (m, n)),
-        out_shape=jax.ShapeDtypeStruct((num_rows, out), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((num_rows, out), out_dtype),
+        scratch_shapes=[pltpu.VMEM((tile_rows, columns), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=sizes.vmem_limit_bytes
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size * out,
-            bytes_accessed=passes * of_codes + rows.values.nbytes + 4 * num_rows * out,
+            bytes_accessed=passes * of_codes + rows.values.nbytes + num_rows * out * jnp.dtype(out_dtype).itemsize,
             transcendentals=0,
         ),
         interpret=interpret,
@@ -131,15 +132,17 @@ def _call(
     )(*operands)
 
 
-def _body(x, x_scales, sums, codes, scales, zeros, out, *, by_sums: bool):
+def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums: bool):
     if zeros is None:
-        out[...] = jnp.zeros_like(out)
+        total[...] = jnp.zeros_like(total)
     else:
         high = zeros[...].astype(jnp.bfloat16)
         low = (zeros[...] - high.astype(jnp.float32)).astype(jnp.bfloat16)
         matrix = jnp.concatenate([high, high, low], axis=0)
-        out[...] = -jnp.dot(sums[...], matrix, preferred_element_type=jnp.float32)
-    add_product(out, x, x_scales, codes, scales, by_sums=by_sums)
+        total[...] = -jnp.dot(sums[...], matrix, preferred_element_type=jnp.float32)
+    add_product(total, x, x_scales, codes, scales, by_sums=by_sums)
+    y = total[...] if after is None else total[...] * after[...]
+    out[...] = y.astype(out.dtype)
 
 
 def tiles(
@@ -149,7 +152,7 @@ def tiles(
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns)
 
     def of_rows() -> int:
-        return rows * (size * jnp.dtype(x_dtype).itemsize + 4 * columns)
+        return rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
 
     def of_columns() -> int:
         return columns * (size // per_byte(codes_dtype) + 8 * num_scales)
