@@ -39,7 +39,7 @@ _MODULES: dict[tuple[str, str], str] = {
     ("quantized_matmul", "cpu"): "matmul.quantized_cpu",
     ("quantized_matmul", "gpu"): "matmul.quantized_xla",
     ("quantized_matmul", "gpu_xla"): "matmul.quantized_xla",
-    ("quantized_matmul", "tpu"): "matmul.quantized_xla",
+    ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
     ("quantized_grouped_matmul", "cpu"): "matmul.quantized_groups_cpu",
     ("quantized_grouped_matmul", "gpu"): "matmul.quantized_groups_xla",
     ("quantized_grouped_matmul", "gpu_xla"): "matmul.quantized_groups_xla",

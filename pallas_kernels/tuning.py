@@ -89,6 +89,18 @@ class TpuUpdate(_Sizes):
 
 
 @dataclass(frozen=True)
+class TpuProducts(_Sizes):
+    """Of matmul.tpu: products with quantised matrices."""
+
+    rows: int = 512  # of a tile
+    columns: int = 512
+    tile_bytes: int = 40 << 20  # for the operands of two tiles
+    vmem_limit_bytes: int = 56 << 20
+    sum_rows: int = 64  # up to so many sums of groups are scaled, with more the matrix is
+    int8_products: int = 2  # times those of bfloat16 in the same time; 1 where there are none
+
+
+@dataclass(frozen=True)
 class Tuning:
     """The sizes of all implementations; each reads its own part."""
 
@@ -96,6 +108,7 @@ class Tuning:
     tpu_attention: TpuAttention = TpuAttention()
     hopper_attention: HopperAttention = HopperAttention()
     tpu_update: TpuUpdate = TpuUpdate()
+    tpu_products: TpuProducts = TpuProducts()
 
 
 def tuning_of(platform: str) -> Tuning:

@@ -36,6 +36,7 @@ ROOMS = {
     "pallas_kernels:base": "",
     "pallas_kernels.kv": "pallas_kernels:base",
     "pallas_kernels.matmul": "pallas_kernels:base",
+    "pallas_kernels.matmul.tpu": "pallas_kernels:base pallas_kernels.matmul",
     "pallas_kernels.state": "pallas_kernels:base",
     "pallas_kernels.attention": "pallas_kernels:base pallas_kernels.kv",
     "pallas_kernels.attention.tpu": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",

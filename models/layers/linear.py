@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.build import Build
+from models.forward_batch import Adapters
 from models.layers.lora import LoraPools
 from models.layers.rows import Rows
 from models.weights.declare import ParamDecl, Source, declare
@@ -51,19 +52,25 @@ class Linear(nnx.Module):
         rows: what x's rows are, None where they are not the step's tokens. The weights of a model alone do not ask;
         adapters do.
         """
+        out_dtype, split = out_dtype or x.dtype, num_shards(self.axes[0]) > 1
+        own_dtype = x.dtype if split else out_dtype if self.bias is None else jnp.float32
+        adapters = None if self.lora is None else _adapters_of(rows)
         x = gather_tokens(x, self.axes[1])
-        y = self.weight.matmul(x)
-        if self.lora is not None:
-            if rows is None:
-                raise ValueError("a product that takes adapters must be told what its rows are")
-            if rows.adapters is not None:
-                y = self.lora.add(y, x, rows.adapters, gather_tokens(rows.adapters.slots, self.axes[1]))
-        if num_shards(self.axes[0]) > 1:
-            y = reduce_tokens(y.astype(x.dtype), self.axes[0])
+        y = self.weight.matmul(x, out_dtype=own_dtype if adapters is None else jnp.float32)
+        if self.lora is not None and adapters is not None:
+            y = self.lora.add(y, x, adapters, gather_tokens(adapters.slots, self.axes[1])).astype(own_dtype)
+        if split:
+            y = reduce_tokens(y, self.axes[0])
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(out_dtype or x.dtype)
+        return y.astype(out_dtype)
 
-    def partial(self, x: jax.Array) -> jax.Array:
-        """This device's part of the product without the bias, f32: nothing is gathered or added up."""
-        return self.weight.matmul(x)
+    def partial(self, x: jax.Array, *, out_dtype: Any = jnp.float32) -> jax.Array:
+        """This device's part of the product without the bias: nothing is gathered or added up."""
+        return self.weight.matmul(x, out_dtype=out_dtype)
+
+
+def _adapters_of(rows: Rows | None) -> Adapters | None:
+    if rows is None:
+        raise ValueError("a product that takes adapters must be told what its rows are")
+    return rows.adapters

@@ -88,7 +88,7 @@ class GatedMLP(nnx.Module):
     def partial(self, x: jax.Array) -> jax.Array:
         """x[T, D], gathered already, to what this device adds to the result, f32[T, D]; of an MLP without biases."""
         with jax.named_scope("gate_up"):
-            inner = self._activated(self.gate_up.partial(x).astype(x.dtype))
+            inner = self._activated(self.gate_up.partial(x, out_dtype=x.dtype))
         with jax.named_scope("down"):
             return self.down.partial(inner)
 

@@ -246,7 +246,7 @@ class MixtureOfExperts(nnx.Module):
     def _multiply(self, rows: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
         """The MLPs of the experts here for rows [M, D] sorted by expert, `sizes` of each."""
         with jax.named_scope("gate_up"):
-            inner = self.gate_up.grouped_matmul(rows, sizes, 0, rows.dtype)
+            inner = self.gate_up.grouped_matmul(rows, sizes, rows.dtype)
             if self.gate_up_bias is not None and self.down_bias is not None:
                 # Of each row; behind the last there is none.
                 expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
@@ -254,7 +254,7 @@ class MixtureOfExperts(nnx.Module):
             gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
             inner = self.activation(gate, up).astype(rows.dtype)
         with jax.named_scope("down"):
-            y = self.down.grouped_matmul(inner, sizes, 0, out_dtype)
+            y = self.down.grouped_matmul(inner, sizes, out_dtype)
             if self.gate_up_bias is not None and self.down_bias is not None:
                 # Devices with slices of all experts are added up: one of them has the bias.
                 adds = True if self.axis == "experts" else shard_index("ffn") == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from models.weights.declare import ParamDecl, Source, declare
@@ -21,11 +22,11 @@ class PlainWeight(nnx.Module):
     def __init__(self, shape: tuple[int, ...], dtype: Any, decl: ParamDecl):
         self.values = declare(shape, dtype, decl)
 
-    def matmul(self, x: jax.Array, *, contract: int = 0) -> jax.Array:
-        return matmul(x, self.values[...], contract=contract)
+    def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
+        return matmul(x, self.values[...], contract=contract).astype(out_dtype)
 
-    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, group_offset: Any, out_dtype: Any) -> jax.Array:
-        return grouped_matmul(x, self.values[...], group_sizes, group_offset=group_offset, out_dtype=out_dtype)
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
+        return grouped_matmul(x, self.values[...], group_sizes, out_dtype=out_dtype)
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
         return batched_matmul(x, self.values[...], contract=contract)

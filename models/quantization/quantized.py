@@ -84,19 +84,19 @@ class QuantizedWeight(nnx.Module):
         static = self.activation is not None and self.activation.static
         self.input_scale = of_inputs(INPUT_SCALE, 1, "float32") if static else None
 
-    def matmul(self, x: jax.Array, *, contract: int = 0) -> jax.Array:
+    def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
         if contract != 0:
             raise ValueError(f"a quantised matrix is multiplied over its inputs, axis 0, got {contract}")
         scale = None if self.input_scale is None else self.input_scale[...].reshape(1, 1)
-        return quantized_matmul(self._rows(x, scale), *self._matrix, dtype=self.dtype)
+        return quantized_matmul(self._rows(x, scale), *self._matrix, dtype=self.dtype, out_dtype=out_dtype)
 
-    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, group_offset: Any, out_dtype: Any) -> jax.Array:
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
         scale = None
         if self.input_scale is not None:
-            # Of each row's group; rows of groups elsewhere get whatever is near.
-            group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right") - group_offset
+            # Of each row's group; rows of none get whatever is near.
+            group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
             scale = self.input_scale[...].at[group].get(mode="clip")
-        options = {"group_offset": group_offset, "dtype": self.dtype, "out_dtype": out_dtype}
+        options = {"dtype": self.dtype, "out_dtype": out_dtype}
         return quantized_grouped_matmul(self._rows(x, scale), *self._matrix, group_sizes, **options)
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from models.weights.declare import Source
 
@@ -21,11 +22,11 @@ class Weight(Protocol):
     On a mesh the arrays are a device's part of what was declared, and so is what each method says below.
     """
 
-    def matmul(self, x: jax.Array, *, contract: int = 0) -> jax.Array:
-        """x [R, n] times the matrix, over the matrix's axis `contract` of size n: float32 [R, size of the other]."""
+    def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
+        """x [R, n] times the matrix, over its axis `contract` of size n: [R, size of the other], summed in float32."""
         ...
 
-    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, group_offset: Any, out_dtype: Any) -> jax.Array:
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
         """Rows of x [M, in] times the matrix of their group: see pallas_kernels.matmul.grouped."""
         ...
 

@@ -15,21 +15,17 @@ from jax import lax
 from pallas_kernels.registry import PLATFORM_ROWS, kernel
 
 
-def grouped_matmul(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, group_offset: Any = 0, out_dtype: Any = None
-) -> jax.Array:
+def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any = None) -> jax.Array:
     """Every row of x times the matrix of its group, summed in float32: [M, out] in `out_dtype` (default: x's).
 
-    Rows are sorted by group. Where the matrices are split over devices this one holds G of the E groups, from
-    `group_offset` on; rows of other groups, and rows after the last group's, are exactly 0 whatever x holds there.
+    Rows are sorted by group; those after the last group's are exactly 0 whatever x holds there.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
     Args:
       x: [M, in], bfloat16 or float32.
       w: [G, in, out] in x's dtype.
-      group_sizes: i32[E], rows of each group; their sum is at most M.
-      group_offset: first group here, int or i32[]; group_offset + G <= E.
+      group_sizes: i32[G], rows of each group; their sum is at most M.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
@@ -37,11 +33,11 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: x [M, in] and w [G, in, out] must agree, got {x.shape} and {w.shape}")
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"grouped_matmul: x and w must both be bfloat16 or float32, got {x.dtype} and {w.dtype}")
-    if group_sizes.dtype != jnp.int32 or group_sizes.ndim != 1 or group_sizes.size < w.shape[0]:
-        wanted = f"int32 [E] with E >= {w.shape[0]}"
-        raise ValueError(f"grouped_matmul: group_sizes must be {wanted}, got {group_sizes.dtype} {group_sizes.shape}")
+    if group_sizes.dtype != jnp.int32 or group_sizes.shape != w.shape[:1]:
+        got = f"{group_sizes.dtype} {group_sizes.shape}"
+        raise ValueError(f"grouped_matmul: group_sizes must be int32 {w.shape[:1]}, got {got}")
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     by_platform = {
         platform: partial(kernel("grouped_matmul", row), out_dtype=out_dtype) for platform, row in PLATFORM_ROWS.items()
     }
-    return lax.platform_dependent(x, w, group_sizes, jnp.int32(group_offset), **by_platform)
+    return lax.platform_dependent(x, w, group_sizes, **by_platform)

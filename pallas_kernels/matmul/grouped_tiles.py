@@ -2,9 +2,8 @@
 
 XLA:GPU (jax 0.10.2) makes of jax.lax.ragged_dot one product of [M, G * in] with all matrices: G times the operations
 and x once per matrix in memory. Here every group's rows are cut into tiles; a trip of a loop gathers the rows and the
-matrices of some tiles and multiplies them. As many trips are made as the tiles of the groups here need, so that rows
-of groups on other devices cost nothing. A matrix is read, and written and read once more, for each of its tiles: a
-kernel would save that.
+matrices of some tiles and multiplies them. As many trips are made as the tiles of the groups need, so that rows of no
+group cost nothing. A matrix is read, and written and read once more, for each of its tiles: a kernel would save that.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ _TRIP_BYTES = 64 << 20  # of the matrices that a trip gathers
 _TRIP_ROWS = 8192
 
 
-def grouped_matmul(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, out_dtype: Any
-) -> jax.Array:
+def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
     """[M, out] in out_dtype; arguments as the public operation has checked them."""
 
     def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
@@ -33,17 +30,13 @@ def grouped_matmul(
         return lax.dot_general(rows, w[group], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
     matrix_bytes = w[0].size * w.dtype.itemsize
-    return over_tiles(
-        (x.shape[0], w.shape[2]), w.shape[0], matrix_bytes, group_sizes, group_offset, multiply, out_dtype
-    )
+    return over_tiles((x.shape[0], w.shape[2]), matrix_bytes, group_sizes, multiply, out_dtype)
 
 
 def over_tiles(
     shape: tuple[int, int],
-    num_groups: int,
     matrix_bytes: int,
     group_sizes: jax.Array,
-    group_offset: jax.Array,
     multiply: Callable[[jax.Array, jax.Array], jax.Array],
     out_dtype: Any,
 ) -> jax.Array:
@@ -52,12 +45,11 @@ def over_tiles(
     multiply: rows by their numbers i32[n, tile], some of them too large, times the matrices i32[n]: f32[n, tile, out].
     matrix_bytes: what a trip takes in memory for each of them.
     """
-    num_rows = shape[0]
-    tile, most_tiles = tile_rows_of(num_rows, group_sizes.size), most_tiles_of(num_rows, num_groups, group_sizes.size)
+    num_rows, num_groups = shape[0], group_sizes.size
+    tile, most_tiles = tile_rows_of(num_rows, num_groups), most_tiles_of(num_rows, num_groups)
     trip = max(1, min(most_tiles, _TRIP_BYTES // matrix_bytes, _TRIP_ROWS // tile))
-    sizes = lax.dynamic_slice_in_dim(group_sizes, group_offset, num_groups)
-    ends = lax.dynamic_slice_in_dim(jnp.cumsum(group_sizes), group_offset, num_groups)
-    tiles = -(-sizes // tile)
+    ends = jnp.cumsum(group_sizes)
+    tiles = -(-group_sizes // tile)
     last_tiles = jnp.cumsum(tiles)
 
     def add_trip(index, out):
@@ -65,7 +57,7 @@ def over_tiles(
         # Compared rather than searched: a search is a loop of its own. Tiles past the last one are of no group.
         groups = jnp.sum(numbers[:, None] >= last_tiles, axis=1, dtype=jnp.int32)
         group = jnp.minimum(groups, num_groups - 1)
-        first = (ends - sizes)[group] + (numbers - (last_tiles - tiles)[group]) * tile
+        first = (ends - group_sizes)[group] + (numbers - (last_tiles - tiles)[group]) * tile
         row = first[:, None] + jnp.arange(tile, dtype=jnp.int32)
         is_own = (row < ends[group][:, None]) & (groups < num_groups)[:, None]
         y = multiply(row, group)
@@ -85,6 +77,6 @@ def tile_rows_of(num_rows: int, num_groups: int) -> int:
     return min(max(1 << average.bit_length() - 1, _MIN_TILE), _MAX_TILE)
 
 
-def most_tiles_of(num_rows: int, num_groups_here: int, num_groups: int) -> int:
-    """Tiles that rows can need however they are spread over the groups here."""
-    return min(num_rows, num_rows // tile_rows_of(num_rows, num_groups) + num_groups_here)
+def most_tiles_of(num_rows: int, num_groups: int) -> int:
+    """Tiles that rows can need however they are spread over the groups."""
+    return min(num_rows, num_rows // tile_rows_of(num_rows, num_groups) + num_groups)

@@ -18,9 +18,7 @@ from pallas_kernels.zeros import zeros_in_layer
 _MIN_BLOCK, _MAX_BLOCK = 2, 16  # rows; XLA:CPU is slow with a single bfloat16 row
 
 
-def grouped_matmul(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *, out_dtype: Any
-) -> jax.Array:
+def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
     """[M, out] in out_dtype; arguments as the public operation has checked them."""
 
     def matrix_of(group: jax.Array) -> Callable[[jax.Array], jax.Array]:
@@ -29,30 +27,27 @@ def grouped_matmul(
         matrix = lax.dynamic_index_in_dim(matrices, group, keepdims=False)
         return lambda rows: lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
-    return over_groups(x, w.shape[0], w.shape[2], group_sizes, group_offset, matrix_of, out_dtype)
+    return over_groups(x, w.shape[2], group_sizes, matrix_of, out_dtype)
 
 
 def over_groups(
     x: jax.Array,
-    num_groups: int,
     out_size: int,
     group_sizes: jax.Array,
-    group_offset: jax.Array,
     matrix_of: Callable[[jax.Array], Callable[[jax.Array], jax.Array]],
     out_dtype: Any,
 ) -> jax.Array:
     """[M, out]: rows of each group that is here through what `matrix_of` makes of its index, [n, in] -> f32[n, out]."""
     num_rows = x.shape[0]
     block = block_rows_of(num_rows, group_sizes.size)
-    sizes = lax.dynamic_slice_in_dim(group_sizes, group_offset, num_groups)
-    ends = lax.dynamic_slice_in_dim(jnp.cumsum(group_sizes), group_offset, num_groups)
-    non_empty = jnp.argsort(sizes == 0, stable=True)
+    ends = jnp.cumsum(group_sizes)
+    non_empty = jnp.argsort(group_sizes == 0, stable=True)
     padded = jnp.pad(x, ((0, block), (0, 0)))
     row_in_block = jnp.arange(block, dtype=jnp.int32)[:, None]
 
     def add_group(index, out):
         group = non_empty[index]
-        end, start = ends[group], ends[group] - sizes[group]
+        end, start = ends[group], ends[group] - group_sizes[group]
         multiply = matrix_of(group)
 
         def add_block(index, out):
@@ -65,7 +60,7 @@ def over_groups(
         return lax.fori_loop(0, -(-(end - start) // block), add_block, out)
 
     init = zeros_in_layer(group_sizes, (num_rows + block, out_size), out_dtype)
-    return lax.fori_loop(0, jnp.sum(sizes > 0), add_group, init)[:num_rows]
+    return lax.fori_loop(0, jnp.sum(group_sizes > 0), add_group, init)[:num_rows]
 
 
 def block_rows_of(num_rows: int, num_groups: int) -> int:

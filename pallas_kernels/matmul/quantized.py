@@ -27,11 +27,13 @@ def quantized_matmul(
     zeros: jax.Array | None = None,
     *,
     dtype: Any = None,
+    out_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """x [M, in] times codes * scales - zeros [in, out]: float32 [M, out].
+    """x [M, in] times codes * scales - zeros [in, out]: [M, out] in `out_dtype`.
 
     A scale, and a zero, belongs to in / n neighbouring inputs of one output; n = 1 is a scale a channel. Sums are
-    float32 ones; where a matrix is widened before it is multiplied it is rounded to `dtype`.
+    float32 ones, rounded to `out_dtype` once; where a matrix is widened before it is multiplied it is rounded to
+    `dtype`.
 
     The implementation is chosen when the program is compiled, by the platform it is compiled for.
 
@@ -49,7 +51,8 @@ def quantized_matmul(
     _check("quantized_matmul", x, codes, scales, zeros, 2)
     values, x_scales, dtype = _parts(x, dtype)
     by_platform = {
-        platform: partial(kernel("quantized_matmul", row), dtype=dtype) for platform, row in PLATFORM_ROWS.items()
+        platform: partial(kernel("quantized_matmul", row), dtype=dtype, out_dtype=jnp.dtype(out_dtype))
+        for platform, row in PLATFORM_ROWS.items()
     }
     return lax.platform_dependent(values, x_scales, codes, scales, zeros, **by_platform)
 
@@ -61,7 +64,6 @@ def quantized_grouped_matmul(
     zeros: jax.Array | None,
     group_sizes: jax.Array,
     *,
-    group_offset: Any = 0,
     dtype: Any = None,
     out_dtype: Any = None,
 ) -> jax.Array:
@@ -73,19 +75,16 @@ def quantized_grouped_matmul(
     Raises ValueError when shapes or dtypes do not fit together.
     """
     _check("quantized_grouped_matmul", x, codes, scales, zeros, 3)
-    if group_sizes.dtype != jnp.int32 or group_sizes.ndim != 1 or group_sizes.size < codes.shape[0]:
+    if group_sizes.dtype != jnp.int32 or group_sizes.shape != codes.shape[:1]:
         got = f"{group_sizes.dtype} {group_sizes.shape}"
-        raise ValueError(
-            f"quantized_grouped_matmul: group_sizes must be int32 [E] with E >= {codes.shape[0]}, got {got}"
-        )
+        raise ValueError(f"quantized_grouped_matmul: group_sizes must be int32 {codes.shape[:1]}, got {got}")
     values, x_scales, dtype = _parts(x, dtype)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
     by_platform = {
         platform: partial(kernel("quantized_grouped_matmul", row), dtype=dtype, out_dtype=out_dtype)
         for platform, row in PLATFORM_ROWS.items()
     }
-    operands = (values, x_scales, codes, scales, zeros, group_sizes, jnp.int32(group_offset))
-    return lax.platform_dependent(*operands, **by_platform)
+    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, **by_platform)
 
 
 def _parts(x: jax.Array | RoundedRows, dtype: Any) -> tuple[jax.Array, jax.Array | None, Any]:

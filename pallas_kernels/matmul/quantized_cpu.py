@@ -23,11 +23,12 @@ def quantized_matmul(
     zeros: jax.Array | None,
     *,
     dtype: Any,
+    out_dtype: Any,
 ) -> jax.Array:
-    """float32 [M, out]; arguments as the public operation has checked them. All in float32, whatever `dtype`."""
+    """[M, out] in out_dtype; arguments as the public operation has checked them. All in float32, whatever `dtype`."""
     del dtype
     matrix = codes[None], scales[None], None if zeros is None else zeros[None]
-    return columns_product(widened_rows(x, x_scales), *matrix, jnp.int32(0))
+    return columns_product(widened_rows(x, x_scales), *matrix, jnp.int32(0)).astype(out_dtype)
 
 
 def widened_rows(x: jax.Array, x_scales: jax.Array | None) -> jax.Array:

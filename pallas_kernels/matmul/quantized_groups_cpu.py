@@ -17,7 +17,6 @@ def quantized_grouped_matmul(
     scales: jax.Array,
     zeros: jax.Array | None,
     group_sizes: jax.Array,
-    group_offset: jax.Array,
     *,
     dtype: Any,
     out_dtype: Any,
@@ -29,4 +28,4 @@ def quantized_grouped_matmul(
     def matrix_of(group: jax.Array):
         return lambda rows: columns_product(rows, codes, scales, zeros, group)
 
-    return over_groups(wide, codes.shape[0], codes.shape[2], group_sizes, group_offset, matrix_of, out_dtype)
+    return over_groups(wide, codes.shape[2], group_sizes, matrix_of, out_dtype)

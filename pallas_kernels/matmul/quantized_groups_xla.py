@@ -24,13 +24,12 @@ def quantized_grouped_matmul(
     scales: jax.Array,
     zeros: jax.Array | None,
     group_sizes: jax.Array,
-    group_offset: jax.Array,
     *,
     dtype: Any,
     out_dtype: Any,
 ) -> jax.Array:
     """[M, out] in out_dtype; arguments as the public operation has checked them."""
-    num_groups, out_size = codes.shape[0], codes.shape[2]
+    out_size = codes.shape[2]
     by_channel = scales.shape[1] == 1 and zeros is None and (x_scales is None or x_scales.shape[1] == 1)
     if not by_channel and x_scales is not None:
         x, x_scales = RoundedRows(x, x_scales).widened(dtype), None
@@ -51,4 +50,4 @@ def quantized_grouped_matmul(
 
     shape = x.shape[0], out_size
     matrix_bytes = codes[0].size * per_byte(codes.dtype) * jnp.dtype(dtype).itemsize
-    return over_tiles(shape, num_groups, matrix_bytes, group_sizes, group_offset, multiply, out_dtype)
+    return over_tiles(shape, matrix_bytes, group_sizes, multiply, out_dtype)

@@ -30,8 +30,9 @@ def quantized_matmul(
     zeros: jax.Array | None,
     *,
     dtype: Any,
+    out_dtype: Any,
 ) -> jax.Array:
-    """float32 [M, out]; arguments as the public operation has checked them."""
+    """[M, out] in out_dtype; arguments as the public operation has checked them."""
     rows = x.shape[0]
     if rows == 1:
         # XLA:GPU makes of one row times a matrix a float32 array of the matrix's size in memory, and then its sums.
@@ -43,7 +44,7 @@ def quantized_matmul(
     else:
         wide = x if x_scales is None else RoundedRows(x, x_scales).widened(dtype)
         y = _columns_product(wide.astype(dtype), codes, scales, zeros, dtype)
-    return y[:rows]
+    return y[:rows].astype(out_dtype)
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:

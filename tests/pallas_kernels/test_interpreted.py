@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.pallas_kernels import products
 from tests.pallas_kernels.cases import (
     ATTENTION,
     CROSSED,
@@ -83,6 +84,7 @@ def quick_groups() -> list[list[Job]]:
     groups.append([(check, MOSAIC_GPU.name) for check in GPU_INVARIANTS])
     groups += [[("update", name, dtype, pattern) for dtype in UPDATED for pattern in SLOTS] for name in WRITES]
     groups += [[("update_sizes", name, "bfloat16", *sizes) for sizes in UPDATE_SIZES] for name in WRITES]
+    groups.append([("product", TPU_LAZY.name, name) for name in products.QUICK])
     return [group for group in groups + _ALWAYS if group]
 
 
@@ -99,6 +101,7 @@ def thorough_groups() -> list[list[Job]]:
     for name in WRITES:
         groups += [[("update", name, dtype, pattern) for pattern in SLOTS] for dtype in (*UPDATED, *MORE_DTYPES)]
         groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]
+    groups += [[("product", name, case) for case in products.PRODUCTS] for name in WRITES]
     return groups + _ALWAYS
 
 

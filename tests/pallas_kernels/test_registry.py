@@ -17,6 +17,7 @@ from tests.pallas_kernels.test_interpreted import quick_groups
 CHECKED = {
     "attention": ("attention_schedule", "ragged_paged_attention"),
     "update": ("kv_update_schedule", "kv_cache_update"),
+    "product": ("quantized_matmul",),
 }
 
 

@@ -116,8 +116,8 @@ class Rounding(PlainWeight):
     def __init__(self, weight: PlainWeight, activation: Activation, scale: float | None):
         self.values, self.activation, self.scale = weight.values, activation, scale
 
-    def matmul(self, x, *, contract=0):
-        return super().matmul(self.rounded(x), contract=contract)
+    def matmul(self, x, **options):
+        return super().matmul(self.rounded(x), **options)
 
     def grouped_matmul(self, x, *arguments):
         return super().grouped_matmul(self.rounded(x), *arguments)

@@ -1,0 +1,1 @@
+"""Matrix products on TPUs as Mosaic kernels."""

@@ -1,0 +1,169 @@
+"""Rows times a quantised matrix whose scales vary along its inputs: a Mosaic kernel that widens it tile by tile.
+
+No widened matrix is in memory: codes, scales and zeros are read once for each tile of rows. With one scale a channel
+the product is XLA's own, which is at the memory's bandwidth then (pallas_kernels.matmul.quantized_xla).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.matmul import quantized_xla
+from pallas_kernels.matmul.nibbles import per_byte
+from pallas_kernels.matmul.rounding import RoundedRows
+from pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, why_not
+from pallas_kernels.tuning import TpuProducts, tuning_of
+
+
+def quantized_matmul(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    *,
+    dtype: Any,
+    out_dtype: Any,
+    sizes: TpuProducts | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """[M, out] in out_dtype; arguments as the public operation has checked them.
+
+    sizes: by default those of the chip that the trace is for. interpret: what `pl.pallas_call` takes.
+    """
+    if why_not(x.shape[1], scales.shape[0], dtype):
+        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
+    sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
+    rows = prepared(x, x_scales, codes.dtype, scales.shape[0], dtype, sizes)
+    return _call(rows, codes, scales, zeros, out_dtype, sizes, interpret)
+
+
+class PreparedRows(NamedTuple):
+    """Rows as the kernel multiplies them.
+
+    Attributes:
+      values: [M, in], bfloat16 or codes.
+      scales: f32 [M, n] for as many groups as the matrix has; None for none.
+      after: f32 [M, 1], of the result.
+      by_sums: the form, see `widened`.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None
+    after: jax.Array | None
+    by_sums: bool
+
+
+def prepared(
+    x: jax.Array, x_scales: jax.Array | None, codes: Any, num_scales: int, dtype: Any, sizes: TpuProducts
+) -> PreparedRows:
+    """Rows [M, in] for a matrix with codes of this dtype and `num_scales` groups of inputs."""
+    by_sums = x.shape[0] <= sizes.sum_rows
+    if x_scales is None:
+        return PreparedRows(x.astype(dtype), None, None, by_sums)
+    count = x_scales.shape[1]
+    if count > num_scales or (count > 1 and not by_sums):
+        return PreparedRows(RoundedRows(x, x_scales).widened(dtype), None, None, by_sums)
+    # Eight-bit codes are exact in bfloat16.
+    eight = x.dtype == codes if x.dtype != jnp.int8 else codes != jnp.float8_e4m3fn and sizes.int8_products == 2
+    values = x if by_sums and eight else x.astype(dtype)
+    if count == 1:
+        return PreparedRows(values, None, x_scales, by_sums)
+    return PreparedRows(values, jnp.repeat(x_scales, num_scales // count, axis=1), None, by_sums)
+
+
+def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:
+    """The sum of each group of each row, bfloat16 [M, 3 n]: leading bits, those behind them, leading bits.
+
+    Times the same of zeros, the leading bits twice, that is a product in 16 bits of mantissa in one pass.
+    """
+    sums = jnp.sum(rows.values.astype(jnp.float32).reshape(len(rows.values), num_scales, -1), axis=2)
+    sums = sums if rows.scales is None else sums * rows.scales
+    high = sums.astype(jnp.bfloat16)
+    return jnp.concatenate([high, (sums - high).astype(jnp.bfloat16), high], axis=1)
+
+
+def _call(
+    rows: PreparedRows,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    out_dtype: Any,
+    sizes: TpuProducts,
+    interpret: Any,
+) -> jax.Array:
+    (num_rows, size), (count, out) = rows.values.shape, scales.shape
+    tile_rows, columns = tiles(num_rows, size, out, count, rows.values.dtype, codes.dtype, sizes)
+
+    def of_rows(array: jax.Array | None) -> pl.BlockSpec | None:
+        return None if array is None else pl.BlockSpec((tile_rows, array.shape[1]), lambda m, n: (m, 0))
+
+    def of_matrix(array: jax.Array | None) -> pl.BlockSpec | None:
+        return None if array is None else pl.BlockSpec((array.shape[0], columns), lambda m, n: (0, n))
+
+    sums = None if zeros is None else group_sums(rows, count)
+    operands = rows.values, rows.scales, rows.after, sums, codes, scales.astype(jnp.float32), zeros
+    specs = *map(of_rows, operands[:4]), *map(of_matrix, operands[4:])
+    passes = pl.cdiv(num_rows, tile_rows)
+    of_codes = codes.nbytes + scales.nbytes * (1 if zeros is None else 2)
+    return pl.pallas_call(
+        partial(_body, by_sums=rows.by_sums),
+        grid=(passes, pl.cdiv(out, columns)),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((tile_rows, columns), lambda m, n: (m, n)),
+        out_shape=jax.ShapeDtypeStruct((num_rows, out), out_dtype),
+        scratch_shapes=[pltpu.VMEM((tile_rows, columns), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=sizes.vmem_limit_bytes
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * num_rows * size * out,
+            bytes_accessed=passes * of_codes + rows.values.nbytes + num_rows * out * jnp.dtype(out_dtype).itemsize,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="quantized_matmul",
+    )(*operands)
+
+
+def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums: bool):
+    if zeros is None:
+        total[...] = jnp.zeros_like(total)
+    else:
+        high = zeros[...].astype(jnp.bfloat16)
+        low = (zeros[...] - high.astype(jnp.float32)).astype(jnp.bfloat16)
+        matrix = jnp.concatenate([high, high, low], axis=0)
+        total[...] = -jnp.dot(sums[...], matrix, preferred_element_type=jnp.float32)
+    add_product(total, x, x_scales, codes, scales, by_sums=by_sums)
+    y = total[...] if after is None else total[...] * after[...]
+    out[...] = y.astype(out.dtype)
+
+
+def tiles(
+    num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
+) -> tuple[int, int]:
+    """Rows and columns of the tile that is made at a time, all inputs of which are in VMEM, twice."""
+    rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns)
+
+    def of_rows() -> int:
+        return rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
+
+    def of_columns() -> int:
+        return columns * (size // per_byte(codes_dtype) + 8 * num_scales)
+
+    while 2 * (of_rows() + of_columns()) > sizes.tile_bytes:
+        if columns > LANES and of_columns() >= of_rows():
+            columns = max(columns // 2 // LANES, 1) * LANES
+        elif rows > 2 * SUBLANES:
+            rows = max(rows // 2 // (2 * SUBLANES), 1) * 2 * SUBLANES
+        elif columns > LANES:
+            columns = max(columns // 2 // LANES, 1) * LANES
+        else:
+            break
+    return rows, columns

@@ -1,0 +1,109 @@
+"""A tile of a quantised matrix times rows, in VMEM: what the dense and the grouped kernel have in common.
+
+Two forms, of which a tuning table chooses by the chip and the number of rows. "sums": codes are multiplied as they are
+and the sum of each group of inputs is scaled, which is exact but costs what the result's size is, for each group.
+"weights": codes are widened and scaled first, rounded to bfloat16, which costs what the matrix's size is, once.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.matmul.nibbles import per_byte
+
+# Inputs that are widened at a time, about, and that a pass of the loop over inputs has where sums are scaled. Codes of
+# four bits fill tiles of whole registers from 64 inputs on.
+CHUNK, SPAN, ALIGNED = 512, 2048, 64
+LANES = 128
+# Rows of bfloat16 in a register: groups begin at whole ones.
+SUBLANES = 16
+
+
+def why_not(size: int, num_scales: int, dtype: Any) -> str:
+    """Why a matrix of `size` inputs in `num_scales` groups cannot be multiplied here, "" if it can."""
+    if num_scales == 1:
+        return "with one scale a channel XLA's product is as good"
+    if dtype != jnp.bfloat16:
+        return "kernels widen to bfloat16"
+    if size % ALIGNED or size // num_scales % SUBLANES:
+        return f"{size} inputs in groups of {size // num_scales} do not fill whole registers"
+    return ""
+
+
+def chunk_of(group: int) -> int:
+    """Inputs that are widened at a time: whole groups, or a whole part of one."""
+    if group > CHUNK and group % ALIGNED == 0:
+        return math.gcd(group, CHUNK)
+    step = math.lcm(group, ALIGNED)
+    return step * max(CHUNK // step, 1)
+
+
+def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, by_sums: bool) -> None:
+    """Add rows times a tile of a matrix to `total`, f32 [M, N]. All are references in VMEM.
+
+    x: [M, in], bfloat16, or codes that are multiplied as they are with those of the matrix.
+    x_scales: f32 [M, n] of groups of rows, by sums only; None for none.
+    codes: [in, N] or pairs [in / 2, N]. scales: f32 [n, N].
+    """
+    size, group = x.shape[1], x.shape[1] // scales.shape[0]
+    chunk = chunk_of(group)
+    span = chunk * max(SPAN // chunk, 1) if by_sums else chunk
+    add = partial(_add_sums if by_sums else _add_weights, total, x, x_scales, codes, scales, group)
+    # References are sliced at places known at run time only where these are whole registers.
+    passes = size // span if span % LANES == 0 else 0
+    if passes > 1:
+
+        @pl.loop(0, passes)
+        def _(index):
+            first = pl.multiple_of(index * span, span)
+            for at in range(0, span, chunk):
+                add(first + at, chunk)
+
+    for first in range(passes * span if passes > 1 else 0, size, chunk):
+        add(first, min(chunk, size - first))
+
+
+def _add_sums(total, x, x_scales, codes, scales, group, first, length):
+    wide, rows = _widened(codes, first, length, x.dtype), x[:, pl.ds(first, length)]
+    step, y = min(group, length), None
+    for at in range(0, length, step):
+        index = (first + at) // group
+        part = _dot(rows[:, at : at + step], wide[at : at + step]).astype(jnp.float32) * scales[pl.ds(index, 1), :]
+        if x_scales is not None:
+            own = lax.broadcasted_iota(jnp.int32, x_scales.shape, 1) == index
+            part *= jnp.sum(jnp.where(own, x_scales[...], 0.0), axis=1, keepdims=True)
+        y = part if y is None else y + part
+    total[...] += y
+
+
+def _add_weights(total, x, x_scales, codes, scales, group, first, length):
+    assert x_scales is None, "scales of groups of rows go with sums"
+    wide, step, parts = _widened(codes, first, length, x.dtype), min(group, length), []
+    for at in range(0, length, step):
+        part = wide[at : at + step].astype(jnp.float32) * scales[pl.ds((first + at) // group, 1), :]
+        parts.append(part.astype(wide.dtype))  # rounded once
+    matrix = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+    total[...] += _dot(x[:, pl.ds(first, length)], matrix)
+
+
+def _dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    kind = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    return lax.dot_general(x, matrix, (((1,), (0,)), ((), ())), preferred_element_type=kind)
+
+
+def _widened(codes: Any, first: Any, length: int, dtype: Any) -> jax.Array:
+    """Codes of `length` inputs in `dtype`, which holds them exactly."""
+    packed = per_byte(codes.dtype)
+    row = first // packed if isinstance(first, int) else pl.multiple_of(lax.div(first, packed), ALIGNED // packed)
+    part = codes[pl.ds(row, length // packed), :]
+    # Pairs lie as the registers of four-bit numbers do: the even input in the low bits.
+    part = pltpu.bitcast(part, jnp.int4) if packed == 2 else part
+    return part if part.dtype == dtype else part.astype(dtype)
