@@ -1,0 +1,44 @@
+"""Drafts and adapters in one engine: rows of one step have drafts, adapters, both or neither."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxengine import LLM, LoRARequest, SamplingParams
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.fixtures.adapters import write_adapter
+
+OPTIONS = TINY_OPTIONS | {
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "num_gpu_blocks_override": 96,
+    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+}
+
+
+def test_tokens_are_those_without_drafts(tmp_path):
+    adapters = [
+        LoRARequest(f"a{number}", number, write_adapter(tmp_path / str(number), TINY_CHECKPOINT, seed=number))
+        for number in (1, 2, 3)
+    ]
+    rng = np.random.default_rng(0)
+    rows = [(rng.integers(0, 128, 5).tolist() * 4, [*adapters, None][number % 4]) for number in range(16)]
+    prompts, chosen = ([row[part] for row in rows] for part in (0, 1))
+    few = {int(token): 30.0 for token in rng.integers(0, 128, 3)}
+    params = [
+        SamplingParams(temperature=number % 3 / 2, seed=number, max_tokens=24, ignore_eos=True, logit_bias=few)
+        for number in range(16)
+    ]
+    found = []
+    for drafts in ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}):
+        with LLM(str(TINY_CHECKPOINT), **OPTIONS, **drafts) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=chosen)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+            assert llm.core.runner.compiles.count == 0
+            metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    assert found[0] == found[1]
+    assert metrics["vllm:spec_decode_num_accepted_tokens"] > 20
