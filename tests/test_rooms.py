@@ -112,8 +112,8 @@ ROOMS = {
         "jaxengine:base jaxengine.config jaxengine.engine jaxengine.requests jaxengine.api jaxengine.server"
     ),
     "jaxengine.check": (
-        "sharding models.config models.weights:declarations models models.layers models:registry models.weights "
-        "scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner "
+        "sharding models.config models.weights:declarations models.quantization models models.layers models:registry "
+        "models.weights scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner "
         "jaxengine.bench"
     ),
     "jaxengine.server.grpc": (

@@ -19,6 +19,7 @@ from jaxengine.check.hlo import Instruction, Module, arrays_of, bytes_of
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.experts import ExpertsConfig
 from models.layers.norm import HeadsRMSNorm
+from models.quantization.quantized import QuantizedWeight
 from scheduler.buckets import Bucket
 from sharding.layout import MeshLayout
 
@@ -31,6 +32,7 @@ AROUND_LAYERS = {"embed": 3, "logits": 2, "sample": 32, "prompt_logprobs": 12, "
 
 _WRITTEN = {
     "psum": "all-reduce",
+    "pmax": "all-reduce",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
@@ -182,7 +184,9 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
     config, mesh = model.config, model.mesh
     dense = () if config.experts is None else config.experts.dense_layers
     layers = tuple(
-        layer_exchanges(mesh, experts=None if number in dense else config.experts, head_norms=head_norms(layer))
+        layer_exchanges(
+            mesh, experts=None if number in dense else config.experts, summed=head_norms(layer) + scales(layer)
+        )
         for number, layer in zip(model.stage.layers, model.layers, strict=True)
     )
     rows = max(bucket.num_seqs, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
@@ -199,16 +203,23 @@ def head_norms(layer: nnx.Module) -> int:
     return sum(isinstance(node, HeadsRMSNorm) for _, node in nnx.iter_graph(layer))
 
 
-def layer_exchanges(mesh: MeshLayout, *, experts: ExpertsConfig | None, head_norms: int = 0) -> dict[str, int]:
+def scales(layer: nnx.Module) -> int:
+    """Products of a layer whose rows are rounded by a scale that the devices which split them must agree on."""
+    weights = [node for _, node in nnx.iter_graph(layer) if isinstance(node, QuantizedWeight)]
+    return sum(weight.agrees_on_scales for weight in weights)
+
+
+def layer_exchanges(mesh: MeshLayout, *, experts: ExpertsConfig | None, summed: int = 0) -> dict[str, int]:
     """Of one layer by kind: attention adds up its output over the heads' devices, the feed-forward part gathers the
     tokens of all ranks that share its weights, adds up over all devices that do and leaves each rank its tokens. With
     experts the routing, weights and ids, is gathered too. Where devices send rows to experts they gather how many rows,
     and the devices of a rank gather what became of each one's share of the tokens; a shared MLP beside them exchanges
     what a dense one does. Beside experts to which all tokens are gathered it at most leaves each rank its tokens, where
-    these experts are on devices of more ranks than it. A norm over all heads adds up squares.
+    these experts are on devices of more ranks than it. summed: norms over all heads, which add up squares, and scales
+    of rows, of which devices take the largest.
     """
     found: Counter[str] = Counter()
-    found["all-reduce"] = (1 + head_norms) * (mesh.model > 1)
+    found["all-reduce"] = (1 + summed) * (mesh.model > 1)
     if experts is None:
         found += _of_mlp(mesh, "ffn", gathered=1)
     elif mesh.sends_rows:

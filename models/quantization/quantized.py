@@ -84,6 +84,12 @@ class QuantizedWeight(nnx.Module):
         static = self.activation is not None and self.activation.static
         self.input_scale = of_inputs(INPUT_SCALE, 1, "float32") if static else None
 
+    @property
+    def agrees_on_scales(self) -> bool:
+        """Whether devices that split its inputs exchange what the scales of rows are made of."""
+        dynamic = self.activation is not None and not self.activation.static and self.activation.group is None
+        return dynamic and self.input_axis is not None
+
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
         if contract != 0:
             raise ValueError(f"a quantised matrix is multiplied over its inputs, axis 0, got {contract}")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxengine.check.exchanges import Expected, by_place, counts, exchanges, layer_exchanges, wrong
+from jaxengine.check.exchanges import Expected, by_place, counts, exchanges, layer_exchanges, scales, wrong
 from jaxengine.check.hlo import parse
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import EngineConfig
+from models.build import Build
 from models.config.experts import ExpertsConfig
+from models.registry import build_model
 from sharding.layout import RAGGED, MeshLayout
+from tests.fixtures.quantized_models import write
 
 MLP = "jit(step)/shard_map/layer_1/jit(_run_layer)/mlp/down"
 
@@ -76,8 +81,8 @@ def test_what_layers_with_experts_exchange():
     assert layer_exchanges(MeshLayout(model=4, **ragged), experts=experts) == sent
     assert layer_exchanges(MeshLayout(data=4, **ragged), experts=experts) == {"all-gather": 1, "ragged-all-to-all": 2}
     assert layer_exchanges(MeshLayout(model=4, **ragged), experts=None) == {"all-reduce": 2}
-    assert layer_exchanges(MeshLayout(**ragged), experts=experts, head_norms=2) == {}
-    assert layer_exchanges(MeshLayout(model=4), experts=None, head_norms=2) == {"all-reduce": 4}
+    assert layer_exchanges(MeshLayout(**ragged), experts=experts, summed=2) == {}
+    assert layer_exchanges(MeshLayout(model=4), experts=None, summed=2) == {"all-reduce": 4}
     shared = replace(experts, shared_intermediate_size=16)
     assert layer_exchanges(MeshLayout(model=4, **ragged), experts=shared) == sent | {"all-reduce": 2}
     assert layer_exchanges(MeshLayout(model=4), experts=shared) == {"all-reduce": 2}
@@ -87,6 +92,17 @@ def test_what_layers_with_experts_exchange():
     both = MeshLayout(data=2, attn=2, model=2, expert_parallel=True)
     assert layer_exchanges(both, experts=shared) == gathered | {"reduce-scatter": 2}
     assert layer_exchanges(both, experts=experts) == gathered
+
+
+def test_devices_agree_on_the_scales_of_rows_that_they_split(tmp_path):
+    """Those of o_proj and down_proj, whose inputs are split; scales of tensors and of groups are every device's own."""
+    numbers = {}
+    for name in ("ct int channel token", "ct float tensor static", "ct float block group"):
+        folder = write(tmp_path, name)
+        config = open_model(EngineConfig(model=str(folder), skip_tokenizer_init=True)).config
+        (layer,) = build_model(config, Build("float32", MeshLayout(model=2))).layers
+        numbers[name] = scales(layer)
+    assert numbers == {"ct int channel token": 2, "ct float tensor static": 0, "ct float block group": 0}
 
 
 def test_the_operand_of_a_reduce_scatter_is_the_larger_one():
