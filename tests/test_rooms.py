@@ -113,8 +113,8 @@ ROOMS = {
     ),
     "jaxengine.check": (
         "sharding models.config models.weights:declarations models.quantization models models.layers models:registry "
-        "models.weights scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint jaxengine.runner "
-        "jaxengine.bench"
+        "models.weights scheduler jaxengine:base jaxengine.sampling jaxengine.config jaxengine.checkpoint "
+        "jaxengine.runner jaxengine.bench"
     ),
     "jaxengine.server.grpc": (
         "scheduler jaxengine:base jaxengine.config jaxengine.requests jaxengine.api jaxengine.server "

@@ -95,14 +95,14 @@ def test_what_layers_with_experts_exchange():
 
 
 def test_devices_agree_on_the_scales_of_rows_that_they_split(tmp_path):
-    """Those of o_proj and down_proj, whose inputs are split; scales of tensors and of groups are every device's own."""
+    """Those of o_proj and down_proj, whose inputs are split; static scales are every device's own."""
     numbers = {}
-    for name in ("ct int channel token", "ct float tensor static", "ct float block group"):
+    for name in ("ct int channel token", "ct float tensor static"):
         folder = write(tmp_path, name)
         config = open_model(EngineConfig(model=str(folder), skip_tokenizer_init=True)).config
         (layer,) = build_model(config, Build("float32", MeshLayout(model=2))).layers
         numbers[name] = scales(layer)
-    assert numbers == {"ct int channel token": 2, "ct float tensor static": 0, "ct float block group": 0}
+    assert numbers == {"ct int channel token": 2, "ct float tensor static": 0}
 
 
 def test_the_operand_of_a_reduce_scatter_is_the_larger_one():
