@@ -185,7 +185,7 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
         layer_exchanges(mesh, experts=None if number in dense else config.experts, head_norms=head_norms(layer))
         for number, layer in zip(model.stage.layers, model.layers, strict=True)
     )
-    rows = max(bucket.num_seqs, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
+    rows = max(bucket.num_seqs * bucket.width, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
     logits = rows * mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
     activations = mesh.num_ranks * bucket.num_tokens
     if config.experts is not None and mesh.sends_rows:
