@@ -142,15 +142,19 @@ def test_width_follows_what_steps_bring_and_cost():
         # Four tokens for 1.5 times the time of one: right drafts pay.
         choice.observe(width, 5, np.full(5, width - 1), {1: 1.0, 2: 1.2, 4: 1.5}[width])
     assert seen[: 3 * TRIALS] == [4] * TRIALS + [2] * TRIALS + [1] * TRIALS
-    assert seen.count(4) > 180
+    assert seen.count(4) > 175
     seen = []
     for _ in range(400):
         width = choice.choose(5)
         seen.append(width)
         choice.observe(width, 5, np.zeros(5, np.int64), {1: 1.0, 2: 1.2, 4: 1.5}[width])
-    assert seen[100:].count(1) > 280
-    # It lost, and is tried again.
+    assert seen[100:].count(1) > 270
+    # It lost, and is tried again; where drafts are right again it wins again.
     assert any(width > 1 for width in seen[-3 * RETRY_STEPS :])
+    for _ in range(10 * RETRY_STEPS):
+        width = choice.choose(5)
+        choice.observe(width, 5, np.full(5, width - 1), {1: 1.0, 2: 1.2, 4: 1.5}[width])
+    assert width == 4
     assert choice.choose(1) == 8 and DraftWidth({}).choose(3) == 1
 
 
