@@ -75,6 +75,17 @@ def test_stages_get_drafts_from_the_host():
         check_output(request)
 
 
+def test_a_rank_without_decodes_joins_in():
+    draft = lambda known, count: np.full(count, next_token(known), np.int32)  # noqa: E731
+    loop = Loop(num_ranks=2, num_micro_batches=2, widths=(4,), draft=draft)
+    loop.scheduler.draft_width.choose = lambda num_rows: 4
+    request = make("a", [1, 2, 3], 12)
+    loop.scheduler.add_request(request)
+    loop.run()
+    check_output(request)
+    assert loop.device.num_accepted > 0
+
+
 def test_aborts_leave_no_page():
     loop = Loop(num_pages=20, widths=WIDTHS)
     for request in run_all(loop, np.random.default_rng(4), 100, aborts=True):
