@@ -12,10 +12,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-# Steps of a width that are measured before it is judged, and steps between two trials of one that lost.
+# Steps of a width that are tried before it is judged, and steps between two trials of one that lost, by turns the next
+# wider and the next narrower one.
 TRIALS = 3
-RETRY_STEPS = 64
-# The weight of the latest step in what is remembered of those before.
+RETRY_STEPS = 16
+# The weight of the latest step, or row, in what is remembered of those before.
 _LATEST = 0.1
 
 
@@ -32,7 +33,7 @@ class DraftWidth:
         self.kept = np.ones(max(most_rows, default=1) - 1)
         # By (width, class of numbers of rows).
         self._seconds: dict[tuple[int, int], float] = {}
-        self._num_measured: dict[tuple[int, int], int] = {}
+        self._num_tried: dict[tuple[int, int], int] = {}
         self._num_steps = 0
 
     def choose(self, num_rows: int) -> int:
@@ -40,12 +41,19 @@ class DraftWidth:
         allowed = [1, *(width for width, most in self._most_rows.items() if num_rows <= most)]
         size = num_rows.bit_length()
         for width in reversed(allowed):
-            if self._num_measured.get((width, size), 0) < TRIALS:
+            tried = self._num_tried.get((width, size), 0)
+            if tried < TRIALS:
+                self._num_tried[width, size] = tried + 1
                 return width
+        # A step may get less than was chosen: a width that none ever had has no time.
+        known = [width for width in allowed if (width, size) in self._seconds]
+        best = max(known, key=lambda width: self.expected(width) / self._seconds[width, size], default=1)
         self._num_steps += 1
-        if self._num_steps % RETRY_STEPS == 0:
-            return allowed[self._num_steps // RETRY_STEPS % len(allowed)]
-        return max(allowed, key=lambda width: self.expected(width) / self._seconds[width, size])
+        num_retries, since = divmod(self._num_steps, RETRY_STEPS)
+        if since:
+            return best
+        place = allowed.index(best) + (1 if num_retries % 2 else -1)
+        return allowed[min(max(place, 0), len(allowed) - 1)]
 
     def expected(self, width: int) -> float:
         """Tokens that a row of this width is expected to bring."""
@@ -56,11 +64,10 @@ class DraftWidth:
         took, if known."""
         if width > 1:
             share = (accepted[:, None] > np.arange(width - 1)).mean(axis=0)
-            self.kept[: width - 1] += _LATEST * (share - self.kept[: width - 1])
+            self.kept[: width - 1] += (1 - (1 - _LATEST) ** len(accepted)) * (share - self.kept[: width - 1])
         if seconds is not None:
             key = width, num_rows.bit_length()
             before = self._seconds.get(key)
             # The first of its kind may have waited for something else; no single step counts for much.
             seconds = seconds if before is None else before + _LATEST * (min(seconds, 4 * before) - before)
             self._seconds[key] = seconds
-            self._num_measured[key] = self._num_measured.get(key, 0) + 1

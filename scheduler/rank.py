@@ -207,8 +207,9 @@ class Rank:
                 start = start.copy()
                 start[:num_decode] = s.num_computed[decodes]
                 if self._widths is not None:
-                    pairs = zip(known_ids, self._drafts, strict=True)
-                    known_ids = np.concatenate([part for token, drafts in pairs for part in ([token], drafts)])
+                    ends = np.cumsum(counts)
+                    flat = np.concatenate([known_ids[:0], *self._drafts])
+                    known_ids = np.insert(flat, ends - counts - np.arange(num_decode), known_ids)
         token_ids, next_tokens, scores = [], [], False
         taken = {request.slot for request in self._admitted}
         for row, (slot, count) in enumerate(prefills, num_decode):

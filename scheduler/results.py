@@ -1,6 +1,6 @@
 """Takes in what the steps of one rank sampled, and tells who is to be ended by it.
 
-The rows of a step are handled as arrays, one token of each at a time: where a row's drafts were right it has several.
+The tokens of a step are handled as arrays; where a row's drafts were right it has several, one behind the other.
 Knows nothing of pages or of what runs next.
 """
 
@@ -38,8 +38,7 @@ class Results:
         token_ids: i32[>= rows], or i32[>= rows, W] of which each row has as many as `counts` i32[>= rows] says, at
         least one; fewer than it was scheduled where drafts were wrong.
         """
-        s = self._slots
-        token_ids = token_ids if counts is not None else token_ids[:, None]
+        s, width = self._slots, 1 if counts is None else token_ids.shape[1]
         rows = np.flatnonzero(batch.sample)
         current = s.epoch[batch.slots[rows]] == batch.epochs[rows]
         ends: list[End] = []
@@ -47,46 +46,35 @@ class Results:
             for row in rows[~current].tolist():
                 request = self._late.pop((int(batch.slots[row]), int(batch.epochs[row])), None)
                 if request is not None and request.status is not RequestStatus.FINISHED:
-                    count = 1 if counts is None else int(counts[row])
-                    self._take_late(request, row, token_ids[row, :count], token_ids.shape[1], result, ends, now)
+                    late = token_ids[row : row + 1] if counts is None else token_ids[row, : counts[row]]
+                    self._take_late(request, row * width, late, result, ends, now)
             rows = rows[current]
+        # Of each token its slot, its id, how many are known with it, and its place among all that were chosen.
+        slots = own = batch.slots[rows]
         if counts is None:
-            self._take_one(batch, rows, 0, token_ids, result, ends, now)
-            return ends
-        slots = batch.slots[rows]
-        surplus = batch.num_scheduled[rows] - counts[rows]
-        s.num_computed[slots] -= surplus
-        s.num_tokens[slots] -= surplus
-        for column in range(token_ids.shape[1]):
-            rows = rows[counts[rows] > column]
-            if not len(rows):
-                break
-            rows = rows[~self._take_one(batch, rows, column, token_ids, result, ends, now)]
-        return ends
-
-    def _take_one(
-        self,
-        batch: ScheduledBatch,
-        rows: np.ndarray,
-        column: int,
-        token_ids: np.ndarray,
-        result: StepResult,
-        ends: list[End],
-        now: float,
-    ) -> np.ndarray:
-        """Takes in the token of a column of each of `rows`; which of them it ends, bool[n]."""
-        s = self._slots
-        slots, tokens, places = batch.slots[rows], token_ids[rows, column], rows * token_ids.shape[1] + column
-        result.num_new_tokens += len(rows)
-        s.append_tokens(slots, tokens)
-        known = s.num_known[slots]
+            tokens, known, places = token_ids[rows], s.num_known[slots] + 1, rows
+        else:
+            surplus = batch.num_scheduled[rows] - counts[rows]
+            s.num_computed[own] -= surplus
+            s.num_tokens[own] -= surplus
+            index, column = np.nonzero(np.arange(width) < counts[rows, None])
+            slots = own[index]
+            tokens, known = token_ids[rows[index], column], s.num_known[slots] + 1 + column
+            places = rows[index] * width + column
         stopped = s.are_stops(slots, tokens) & (known >= s.min_stop[slots])
         ended = stopped | (known >= s.limit[slots]) | (tokens < 0)
+        if counts is not None and ended.any():
+            last = np.full(s.max_num_seqs, np.iinfo(np.int32).max, np.int32)
+            np.minimum.at(last, slots[ended], known[ended])
+            kept = known <= last[slots]
+            slots, tokens, known, places = slots[kept], tokens[kept], known[kept], places[kept]
+            stopped, ended = stopped[kept], ended[kept]
+        result.num_new_tokens += len(slots)
+        s.append_tokens(slots, tokens, known)
         first = known == s.num_prompt[slots] + 1
-        if not column:
-            intervals = now - s.last_token_time[slots]
-            s.last_token_time[slots] = now
-            result.intervals.append(intervals[~first])
+        intervals = now - s.last_token_time[own]
+        s.last_token_time[own] = now
+        result.intervals.append(intervals if width > 1 else intervals[~first])  # a prompt's end has no drafts
         if batch.features & LAST_TOKEN:
             followed = (s.features[slots] & LAST_TOKEN) > 0
             result.followed += zip(s.requests[slots[followed]], tokens[followed].tolist(), strict=True)
@@ -107,19 +95,18 @@ class Results:
                 result.first_tokens.append(request)
             if ended[index]:
                 ends.append(End.by(request, token, bool(stopped[index])))
-        return ended
+        return ends
 
     def _take_late(
         self,
         request: Request,
-        row: int,
+        place: int,
         token_ids: np.ndarray,
-        width: int,
         result: StepResult,
         ends: list[End],
         now: float,
     ) -> None:
-        """Tokens of a request that was preempted before they came."""
+        """Tokens of a request that was preempted before they came; place: of the first among all that were chosen."""
         request.wait = Wait.NONE
         for column, token in enumerate(token_ids.tolist()):
             result.num_new_tokens += 1
@@ -133,7 +120,7 @@ class Results:
             request.last_token_time = now
             if request.per_step:
                 scored = np.arange(token >= 0 and request.params.logprobs is not None)
-                ids, rows = np.array([token], np.int32), np.array([row * width + column])
+                ids, rows = np.array([token], np.int32), np.array([place + column])
                 result.emitted.append(TokenRows(np.array([request.tag]), ids, scored, None, self._rank, rows))
             if request.params.features & LAST_TOKEN:
                 result.followed.append((request, token))

@@ -127,10 +127,11 @@ class Slots:
         """The output token known last of each of `slots`, which have one, i32[n]."""
         return self._output[slots, self.num_known[slots] - self.num_prompt[slots] - 1]
 
-    def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        """Records one sampled token for each of `slots` (no slot twice)."""
-        self._output[slots, self.num_known[slots] - self.num_prompt[slots]] = token_ids
-        self.num_known[slots] += 1
+    def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray, known: np.ndarray) -> None:
+        """Records sampled tokens i32[n], each with its slot and how many of that one are known with it; those of a slot
+        in order."""
+        self._output[slots, known - self.num_prompt[slots] - 1] = token_ids
+        self.num_known[slots] = known
 
     def are_stops(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """Whether each of `token_ids` i32[n] is among the stop ids of its slot, bool[n]."""

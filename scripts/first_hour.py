@@ -71,7 +71,9 @@ LLM("model", override_generation_config={"temperature": 0.5})
 LLM("model", override_generation_config={"top": 1})
 LLM("model", quantization="awq")
 LLM("model", quantization="fp8")
-LLM("model", speculative_config={"method": "ngram"})
+LLM("model", speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3})
+LLM("model", speculative_model="[ngram]", num_speculative_tokens=5)
+LLM("model", speculative_config={"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3})
 LLM("model", enable_lora=True)
 LLM("model", attention_backend="FLASH_ATTN")
 LLM("model", max_num_queued_reqs=100)
@@ -199,7 +201,7 @@ def _differences(config: Any, usual: Any, prefix: str = "") -> str:
     changed = []
     for field in dataclasses.fields(config):
         value, before = getattr(config, field.name), getattr(usual, field.name)
-        if dataclasses.is_dataclass(value) and value != before:
+        if dataclasses.is_dataclass(value) and before is not None and value != before:
             changed.append(_differences(value, before, f"{field.name}."))
         elif value != before:
             changed.append(_code(f"{prefix}{field.name}={value!r}"))

@@ -189,7 +189,7 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
         )
         for number, layer in zip(model.stage.layers, model.layers, strict=True)
     )
-    rows = max(bucket.num_seqs, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
+    rows = max(bucket.num_seqs * bucket.width, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
     logits = rows * mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
     activations = mesh.num_ranks * bucket.num_tokens
     if config.experts is not None and mesh.sends_rows:

@@ -33,7 +33,7 @@ from jaxengine.check.roofline import (
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
 from jaxengine.runner.devices import build_split, choose_stages
-from jaxengine.runner.heads import heads_of
+from jaxengine.runner.heads import HEADS, heads_of
 from jaxengine.runner.step_programs import StepPrograms
 from models.cache import block_profile, num_places, of_layer
 from models.causal_lm import CausalLM
@@ -170,11 +170,12 @@ class StagePrograms:
         return max(self._steps.packer.buckets)
 
     def buckets(self, short: bool) -> list[Bucket]:
-        """The whole grid, or its four corners."""
+        """The whole grid, or its four corners, and those of steps with drafts."""
         grid = self._steps.packer.buckets
         if not short:
             return list(grid)
-        return list(dict.fromkeys((grid.decode[0], grid.decode[-1], *grid.mixed[:1], *grid.mixed[-1:])))
+        corners = grid.decode[0], grid.decode[-1], *grid.mixed[:1], *grid.mixed[-1:], *grid.wide[:1], *grid.wide[-1:]
+        return list(dict.fromkeys(corners))
 
     def heads(self, short: bool) -> list[tuple[str, int]]:
         """The name and size of every head, or of those that follow the four corners of the grid."""
@@ -193,7 +194,8 @@ class StagePrograms:
     def head(self, name: str, size: int, num_pages: int) -> Program:
         """A head of jaxengine.runner.heads. num_pages: of a pool that it must leave alone."""
         program = self._steps.head(name, size, self._params)
-        rows = Bucket(size, size)
+        places = size * HEADS[name].width
+        rows = Bucket(places, places)
         return Program(
             name=f"{self._place}{program.name}",
             mesh=self.mesh,
@@ -203,7 +205,7 @@ class StagePrograms:
             arguments=program.arguments,
             donate=program.donate,
             work=head_work(self.model, name, size),
-            precious=self._precious(size, self._steps.kv_shapes(num_pages)),
+            precious=self._precious(places, self._steps.kv_shapes(num_pages)),
             expected=replace(expected(self.model, rows, self._exchanged_itemsize), layers=()),
         )
 
@@ -224,7 +226,7 @@ class StagePrograms:
             arguments=program.arguments,
             donate=program.donate,
             work=work,
-            precious=self._precious(self._steps.packer.buckets.sample_size(bucket), kv),
+            precious=self._precious(self._steps.num_logits(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
             products=product_work(self.model, at_least_two, self.config.dtype, expert_rows=expert_rows),
             num_attentions=sum(self.model.config.attention[layer].state is None for layer in self.model.stage.layers),

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxengine.runner.heads import SAMPLE
+from jaxengine.runner.heads import HEADS, SAMPLE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.attention import LayerAttention
 from models.config.state import GatedDelta
@@ -41,6 +41,9 @@ def visible_keys(bucket: Bucket, context: int, window: int | None) -> tuple[int,
     if bucket.decode_only:
         keys = min(context, window or context)
         return bucket.num_seqs * keys, bucket.num_seqs * keys
+    if bucket.width > 1:
+        keys = bucket.num_seqs * min(context, (window or context) + bucket.width - 1)
+        return keys, bucket.num_tokens * min(context, window or context)
     tokens = bucket.num_tokens
     seen = min(tokens, window or tokens)
     return tokens, seen * (seen + 1) // 2 + (tokens - seen) * seen
@@ -83,8 +86,8 @@ def head_work(model: Any, name: str, size: int) -> Work:
     """A device's share of a head: the sampler reads the logits once, a score makes those of every token."""
     config, mesh = model.config, model.mesh
     columns = mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
-    if name == SAMPLE:
-        return Work(4 * size * columns, 0)
+    if (width := HEADS[name].width) > 1 or name == SAMPLE:
+        return Work(4 * size * width * columns, 0)
     weight = config.hidden_size * columns
     itemsize = jnp.dtype(model.build.dtype).itemsize
     return Work(-(-size // PROMPT_BLOCK_ROWS) * weight * itemsize, 2 * size * weight)
@@ -125,7 +128,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
         embedding = param.path[0] == "embed"
         if embedding and not (model.stage.is_last and config.tie_word_embeddings):
             continue
-        rows = bucket.num_seqs if embedding or param.path[0] == "lm_head" else bucket.num_tokens
+        rows = bucket.num_seqs * bucket.width if embedding or param.path[0] == "lm_head" else bucket.num_tokens
         rows *= math.prod(mesh.ranks_sharing(axis) for axis in param.decl.axes if axis is not None)
         reached, at_once = 1.0, rows
         if param.decl.num_experts is not None:

@@ -63,9 +63,9 @@ class SpeculativeConfig:
         if count is None:
             problem = f"{NAME}.num_speculative_tokens is not given"
             raise ConfigError.because(NAME, problem, f"say how many drafts a step may have, 1 to {MAX_DRAFTS}")
-        least, most = (chosen.get(f"prompt_lookup_{end}") for end in ("min", "max"))
-        least, most = (most if least is None else least), (least if most is None else most)
-        config = cls(method, count, *((_LOOKUP[1], _LOOKUP[0]) if least is None else (most, least)))
+        most = chosen.get("prompt_lookup_max", chosen.get("prompt_lookup_min", _LOOKUP[1]))
+        least = chosen.get("prompt_lookup_min", chosen.get("prompt_lookup_max", _LOOKUP[0]))
+        config = cls(method, count, most, least)
         for name, limit in (
             ("num_speculative_tokens", MAX_DRAFTS),
             ("prompt_lookup_max", MAX_LOOKUP),

@@ -154,7 +154,7 @@ class StepPrograms:
         params: the model's leaves, arrays or shapes; kv: as `kv_shapes` gives it. Of a stage that is not the last the
         third result is hidden states.
         """
-        stage, num_logits, scores = self.model.stage, self._num_logits(bucket), bucket in self.packer.buckets.scored
+        stage, num_logits, scores = self.model.stage, self.num_logits(bucket), bucket in self.packer.buckets.scored
         layout = self.packer.layouts[bucket]
         proposer = self._proposer if bucket.width > 1 else None
         spec = StepSpec(layout, self.packer.page_size, num_logits, scores, bucket.width, proposer)
@@ -231,7 +231,8 @@ class StepPrograms:
         keeps = self.model.stage.is_last and pooler is not None and pooler.reads_all
         return self.model.config.hidden_size if keeps else None
 
-    def _num_logits(self, bucket: Bucket) -> int:
+    def num_logits(self, bucket: Bucket) -> int:
+        """Rows of logits that a bucket's forward pass gives."""
         return self.packer.buckets.sample_size(bucket) if bucket.width == 1 else bucket.num_tokens
 
     def _hidden(self, num_tokens: int) -> Any:

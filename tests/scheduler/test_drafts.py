@@ -75,6 +75,17 @@ def test_stages_get_drafts_from_the_host():
         check_output(request)
 
 
+def test_a_rank_without_decodes_joins_in():
+    draft = lambda known, count: np.full(count, next_token(known), np.int32)  # noqa: E731
+    loop = Loop(num_ranks=2, num_micro_batches=2, widths=(4,), draft=draft)
+    loop.scheduler.draft_width.choose = lambda num_rows: 4
+    request = make("a", [1, 2, 3], 12)
+    loop.scheduler.add_request(request)
+    loop.run()
+    check_output(request)
+    assert loop.device.num_accepted > 0
+
+
 def test_aborts_leave_no_page():
     loop = Loop(num_pages=20, widths=WIDTHS)
     for request in run_all(loop, np.random.default_rng(4), 100, aborts=True):
@@ -142,15 +153,19 @@ def test_width_follows_what_steps_bring_and_cost():
         # Four tokens for 1.5 times the time of one: right drafts pay.
         choice.observe(width, 5, np.full(5, width - 1), {1: 1.0, 2: 1.2, 4: 1.5}[width])
     assert seen[: 3 * TRIALS] == [4] * TRIALS + [2] * TRIALS + [1] * TRIALS
-    assert seen.count(4) > 180
+    assert seen.count(4) > 175
     seen = []
     for _ in range(400):
         width = choice.choose(5)
         seen.append(width)
         choice.observe(width, 5, np.zeros(5, np.int64), {1: 1.0, 2: 1.2, 4: 1.5}[width])
-    assert seen[100:].count(1) > 280
-    # It lost, and is tried again.
+    assert seen[100:].count(1) > 270
+    # It lost, and is tried again; where drafts are right again it wins again.
     assert any(width > 1 for width in seen[-3 * RETRY_STEPS :])
+    for _ in range(10 * RETRY_STEPS):
+        width = choice.choose(5)
+        choice.observe(width, 5, np.full(5, width - 1), {1: 1.0, 2: 1.2, 4: 1.5}[width])
+    assert width == 4
     assert choice.choose(1) == 8 and DraftWidth({}).choose(3) == 1
 
 

@@ -70,9 +70,10 @@ def _device_spans(steps: Sequence[Mapping[str, Any]]) -> list[tuple[float, float
 
 
 def _step_events(step: Mapping[str, Any], span: tuple[float, float]) -> Iterable[Event]:
-    about = {
-        name: step[name] for name in ("number", "bucket", "num_tokens", "num_padded", "num_rows", "num_new_tokens")
-    }
+    names = ["number", "bucket", "num_tokens", "num_padded", "num_rows", "num_new_tokens"]
+    if step["num_drafts"]:
+        names += ["num_drafts", "num_accepted"]
+    about = {name: step[name] for name in names}
     number = {"step": step["number"]}
     yield _slice(ENGINE, SCHEDULER, "schedule", step["start"], step["scheduled"], number)
     yield _slice(ENGINE, TRANSFER, "rows and message", step["scheduled"], step["prepared"], number)

@@ -289,6 +289,8 @@ def test_a_model_takes_as_many_devices_as_it_needs(needed, wrong, told, model, t
 def test_visible_keys_by_hand():
     assert visible_keys(Bucket(4, 4), 100, None) == (400, 400)
     assert visible_keys(Bucket(4, 4), 100, 30) == (120, 120)
+    assert visible_keys(Bucket(8, 4, 2), 100, None) == (400, 800)
+    assert visible_keys(Bucket(8, 4, 2), 100, 30) == (124, 240)
     assert visible_keys(Bucket(4, 3), 100, None) == (4, 1 + 2 + 3 + 4)
     assert visible_keys(Bucket(5, 3), 100, 2) == (5, 1 + 2 + 2 + 2 + 2)
 

@@ -1,0 +1,97 @@
+"""What n-gram drafts bring on the default model: tokens a step and tokens a second, beside the same engine without.
+
+    python -m benchmarks.drafts [--max-tokens 96] [--temperature 0] [--drafts 7] [--num-seqs 1] [--json FILE]
+
+Prompts run one at a time, and all at once where --num-seqs has room, by both engines in turn; tokens must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from typing import Any
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.bench.report import table, write_json
+
+TEXT = (
+    "The quarterly report shows that the northern region sold 1,204 units, the southern region sold 980 units and the "
+    "western region sold 1,455 units. Returns were 3 percent in the north, 4 percent in the south and 2 percent in the "
+    "west. The board will meet on 14 March to discuss the western region and the plan for next year."
+)
+CODE = (
+    "def area(width, height):\n    result = width * height\n    print('area', result)\n    return result\n\n"
+    "def volume(width, height, depth):\n    result = width * height * depth\n    print('volume', result)\n"
+    "    return result\n"
+)
+PROMPTS = {
+    "edit": f"Copy the following text, but replace 'region' by 'area':\n\n{TEXT}",
+    "summarise": f"Summarise in three bullet points, quoting the figures:\n\n{TEXT}",
+    "code": f"Rename the variable result to value in this code and print the whole code:\n\n{CODE}",
+    "chat": "Tell me a short story about a lighthouse keeper.",
+}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 1 << 29,
+    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
+    "disable_log_stats": True,
+}
+
+
+def run(llm: LLM, names: list[str], params: SamplingParams) -> tuple[list[list[int]], float, int]:
+    """Tokens of each prompt, seconds, and steps."""
+    steps, start = llm.core.engine.stats.num_steps, time.perf_counter()
+    outputs = llm.chat([[{"role": "user", "content": PROMPTS[name]}] for name in names], params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return [list(each.outputs[0].token_ids) for each in outputs], seconds, llm.core.engine.stats.num_steps - steps
+
+
+def main() -> None:
+    logging.getLogger("jaxengine").setLevel(logging.ERROR)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--drafts", type=int, default=7)
+    parser.add_argument("--num-seqs", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    options = OPTIONS | {"max_num_seqs": args.num_seqs}
+    plain = LLM(**options)
+    drafting = LLM(**options, speculative_config={"method": "ngram", "num_speculative_tokens": args.drafts})
+    params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.max_tokens, ignore_eos=True)
+    rows = []
+    cases = [(name, [name]) for name in PROMPTS]
+    for name, names in [*cases, ("all at once", list(PROMPTS))] if args.num_seqs > 1 else cases:
+        run(plain, names, params), run(drafting, names, params)  # prefixes cached, widths measured
+        best, steps, equal = [float("inf")] * 2, [0, 0], True
+        for _ in range(args.repeat):
+            found = [run(llm, names, params) for llm in (plain, drafting)]
+            best = [min(before, seconds) for before, (_, seconds, _) in zip(best, found, strict=True)]
+            steps = [each[2] for each in found]
+            equal &= found[0][0] == found[1][0]
+        rows.append(
+            {
+                "prompt": name,
+                "tokens equal": equal,
+                "steps without": steps[0],
+                "steps with": steps[1],
+                "fewer steps": round(steps[0] / steps[1], 2),
+                "tokens/s without": round(len(names) * args.max_tokens / best[0], 1),
+                "tokens/s with": round(len(names) * args.max_tokens / best[1], 1),
+                "ratio": round(best[0] / best[1], 2),
+            }
+        )
+        print(rows[-1], flush=True)
+    drafts = drafting.core.engine.stats.drafts
+    print(table(rows))
+    print(f"drafts {drafts.num_tokens}, accepted {drafts.accepted.tolist()} by place")
+    if args.json:
+        write_json(args.json, {"options": vars(args), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
