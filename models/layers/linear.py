@@ -57,7 +57,9 @@ class Linear(nnx.Module):
             if rows is None:
                 raise ValueError("a product that takes adapters must be told what its rows are")
             if rows.adapters is not None:
-                y = self.lora.add(y, x, rows.adapters, gather_tokens(rows.adapters.slots, self.axes[1]))
+                # x has the tokens that the product before gathered, if its outputs are split as these inputs are.
+                slots = gather_tokens(gather_tokens(rows.adapters.slots, self.axes[0]), self.axes[1])
+                y = self.lora.add(y, x, rows.adapters.in_use, slots)
         if num_shards(self.axes[0]) > 1:
             y = reduce_tokens(y.astype(x.dtype), self.axes[0])
         if self.bias is not None:
