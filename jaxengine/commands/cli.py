@@ -148,6 +148,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("output", metavar="FOLDER", help="a new folder; it is a model for --model with these options")
+    parser.add_argument("--merge-lora", type=Path, metavar="FOLDER", help="an adapter (LoRA) to have in the weights")
     names = ("revision", "download_dir", "hf_token", "dtype", "disable_log_stats")
     add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_convert)
@@ -156,7 +157,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 def _convert(args: argparse.Namespace) -> int:
     from jaxengine.commands.convert import convert
 
-    convert(EngineConfig.from_options(**given_options(args, EngineConfig)), Path(args.output))
+    convert(EngineConfig.from_options(**given_options(args, EngineConfig)), Path(args.output), args.merge_lora)
     return 0
 
 
