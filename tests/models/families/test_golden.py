@@ -31,6 +31,7 @@ def architecture(name: str) -> str:
 # A checkpoint of each family always, and those of further kinds of rope; other shapes in a thorough run.
 ROPES = ("llama_yarn", "llama3_sharded", "phi3_longrope")
 ALWAYS = frozenset((*{architecture(name): name for name in reversed(NAMES)}.values(), *ROPES))
+WITHOUT_ONE_FILE = frozenset(("llama_yarn", "llama3_sharded"))
 
 
 def test_every_family_is_recorded():
