@@ -121,8 +121,8 @@ fbgemm_fp8, AWQ and GPTQ have them: [quantization.md](quantization.md).
 
 Weights: safetensors (one file or several; MXFP4 in gpt-oss), GGUF (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
 Q4_K, Q5_K, Q6_K, MXFP4; dequantised at load, or kept as stored with `quantization="gguf"`), or what
-`jaxengine convert` wrote. Computation is in float32 or bfloat16, of [quantised weights](quantization.md) too; LoRA and
-images are not built yet.
+`jaxengine convert` wrote. Computation is in float32 or bfloat16, of [quantised weights](quantization.md) and with
+[adapters](lora.md) too; images are not built yet.
 
 Of a hub repository the configuration, the tokenizer and the weights that `model.safetensors.index.json` lists are
 downloaded, once: no `consolidated.safetensors`, no `original/`, no pickles. A GGUF file in one is named as

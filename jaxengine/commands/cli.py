@@ -156,6 +156,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--perplexity", metavar="FILE", help="with --quantize: what the model makes of this text before and after"
     )
+    parser.add_argument("--merge-lora", type=Path, metavar="FOLDER", help="an adapter (LoRA) to have in the weights")
     names = ("revision", "download_dir", "hf_token", "dtype", "disable_log_stats")
     add_engine_options(parser, [*names, *PARALLEL_OPTIONS])
     parser.set_defaults(run=_convert)
@@ -167,6 +168,8 @@ def _convert(args: argparse.Namespace) -> int:
 
     given = given_options(args, EngineConfig)
     if args.quantize is not None:
+        if args.merge_lora is not None:
+            raise ConfigError("merge_lora", str(args.merge_lora), "absent with --quantize")
         for name in ("dtype", *PARALLEL_OPTIONS):
             if name in given:
                 raise ConfigError(name, given[name], "absent with --quantize, whose folder is for every one")
@@ -174,7 +177,7 @@ def _convert(args: argparse.Namespace) -> int:
         return 0
     if args.perplexity is not None:
         raise ConfigError("perplexity", args.perplexity, "absent without --quantize")
-    convert(EngineConfig.from_options(**given), Path(args.output))
+    convert(EngineConfig.from_options(**given), Path(args.output), args.merge_lora)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from jaxengine.checkpoint.model_source import open_model
@@ -10,12 +11,19 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split, choose_devices, choose_stages, load_weights
 from jaxengine.runner.open import ProgressBar, kernel_platform
+from models.weights.lora_pools import targets_of
+from models.weights.merged import MergedSource
 from models.weights.orbax import save_checkpoint
+from models.weights.peft import read_adapter
 from sharding.mesh import make_mesh
 
+_ANY_RANK = 1 << 16
 
-def convert(config: EngineConfig, folder: Path) -> None:
+
+def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) -> None:
     """Loads the model for the config's dtype and parallel sizes and writes it to a new folder, a model of its own.
+
+    merge_lora: the folder of an adapter that is to be in its weights.
 
     Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change; ModelFileError if the folder
     exists.
@@ -33,10 +41,18 @@ def convert(config: EngineConfig, folder: Path) -> None:
     if source.weights is None or not source.path.is_dir():
         problem = f"model {config.model or 'the embedded one'!r} has no safetensors to convert"
         raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with safetensors")
+    if merge_lora is not None and source.config.quantization is not None:
+        problem = f"the weights of {config.model!r} are quantised, and an adapter is not merged into such"
+        raise ConfigError.because("merge_lora", problem, "serve it beside them: enable_lora")
     resolved = config.resolved(source.config, PLATFORMS[kernel_platform(devices[0])])
     layout = resolved.mesh_layout(source.config)
     stage = choose_stages(source.config, resolved, layout)[0]
     model, mesh = build_split(source.config, resolved, layout, stage), make_mesh(layout, devices)
+    if merge_lora is not None:
+        assert source.weights is not None and not isinstance(source.weights, Path)
+        targets = targets_of([build_split(source.config, replace(resolved, enable_lora=True), layout, stage)])
+        adapter = read_adapter(merge_lora, targets, _ANY_RANK, "float32")
+        source = replace(source, weights=MergedSource(source.weights, adapter, model.checkpoint_names))
     with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:
         params = load_weights(source, model, mesh, resolved, bar.update)
     source.close()

@@ -71,9 +71,9 @@ def options_for(count: int, priority: Any, client: Any, loras: Sequence[str | No
 
     Raises RequestError for as many values as there are not prompts.
     """
-    priorities = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
+    priorities: list[Any] = list(priority) if isinstance(priority, Sequence) else [priority or 0] * count
     several = isinstance(client, Sequence) and not isinstance(client, str)
-    clients = list(client) if several else [client] * count
+    clients: list[Any] = list(client) if several else [client] * count
     for name, values, given in (("priority", priorities, priority), ("client", clients, client)):
         if len(values) != count:
             raise _refuse(name, given, f"{name} has {len(values)} values for {count} prompts")

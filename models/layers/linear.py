@@ -58,7 +58,9 @@ class Linear(nnx.Module):
         x = gather_tokens(x, self.axes[1])
         y = self.weight.matmul(x, out_dtype=own_dtype if adapters is None else jnp.float32)
         if self.lora is not None and adapters is not None:
-            y = self.lora.add(y, x, adapters, gather_tokens(adapters.slots, self.axes[1])).astype(own_dtype)
+            # x has the tokens that the product before gathered, if its outputs are split as these inputs are.
+            slots = gather_tokens(gather_tokens(adapters.slots, self.axes[0]), self.axes[1])
+            y = self.lora.add(y, x, adapters.in_use, slots).astype(own_dtype)
         if split:
             y = reduce_tokens(y, self.axes[0])
         if self.bias is not None:

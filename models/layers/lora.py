@@ -14,7 +14,6 @@ from flax import nnx
 from jax import lax
 
 from models.config.lora import LoraSpec
-from models.forward_batch import Adapters
 from models.lora import DeclaredPool, PoolArray, PoolDecl, modules_of
 from models.weights.declare import Source
 from pallas_kernels.matmul.dense import matmul
@@ -42,12 +41,12 @@ class LoraPools(nnx.Module):
             ]
         )
 
-    def add(self, y: jax.Array, x: jax.Array, adapters: Adapters, slots: jax.Array) -> jax.Array:
-        """The product y f32[R, out] of x with what adapters add; as it is in a step without any.
+    def add(self, y: jax.Array, x: jax.Array, in_use: jax.Array, slots: jax.Array) -> jax.Array:
+        """The product y f32[R, out] of x with what adapters add; as it is where none are in use, bool[].
 
         A conditional around a whole layer would be one in the place of some four, but XLA then copies the KV pool.
         """
-        return lax.cond(adapters.in_use, lambda: y + self(x, slots), lambda: y)
+        return lax.cond(in_use, lambda: y + self(x, slots), lambda: y)
 
     def __call__(self, x: jax.Array, slots: jax.Array) -> jax.Array:
         """Rows x [R, in] of the adapters in slots i32[R], -1 for none -> f32[R, out]; zeros for those without one.

@@ -15,7 +15,7 @@ from flax import nnx
 from models.build import Build
 from models.cache import Cache, StateRows, pool_spec, state_rows
 from models.config.hf import read_config_json
-from models.forward_batch import ForwardBatch
+from models.forward_batch import Adapters, ForwardBatch
 from models.registry import build_model, read_hf
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
@@ -58,8 +58,16 @@ class PagedRun:
         self.pages: dict[str, list[int]] = {}
         self.length: dict[str, int] = {}
 
-    def step(self, work: dict[str, np.ndarray], *, num_tokens: int, num_seqs: int = 2) -> dict[str, np.ndarray]:
-        """Run the new tokens of each sequence; returns their logits f32[n, V] by sequence."""
+    def step(
+        self,
+        work: dict[str, np.ndarray],
+        *,
+        num_tokens: int,
+        num_seqs: int = 2,
+        adapters: dict[str, int] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Run the new tokens of each sequence; returns their logits f32[n, V] by sequence. adapters: slots of some."""
+        own = np.full(num_tokens, -1, np.int32)
         tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
         slots, cu = np.full(num_tokens, -1, np.int32), np.zeros(num_seqs + 1, np.int32)
         table, lens = np.full((num_seqs, TABLE_WIDTH), -1, np.int32), np.zeros(num_seqs, np.int32)
@@ -76,6 +84,7 @@ class PagedRun:
             where = np.arange(start, lens[row])
             span = slice(end, end + len(new))
             tokens[span], positions[span] = new, where
+            own[span] = (adapters or {}).get(name, -1)
             slots[span] = table[row, where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
             end = cu[row + 1] = end + len(new)
         cu[len(work) + 1 :] = end
@@ -83,7 +92,8 @@ class PagedRun:
         ragged = RaggedBatch(cu, lens, table, slots, np.int32(len(work)), np.int32(decodes))
         nowhere = np.full(num_seqs, NUM_SLOTS, np.int32)
         rows = StateRows(cu, reads, writes, nowhere, np.int32(len(work)), np.int32(decodes))
-        batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), rows))
+        of_tokens = None if adapters is None else Adapters(own, np.bool_(adapters))
+        batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), rows, of_tokens))
         logits, self.kv = forward(self.graph, self.state, batch, self.kv)
         return {name: np.asarray(logits[cu[row] : cu[row + 1]]) for row, name in enumerate(work)}
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.commands.cli import main
 from jaxengine.config.engine_config import ConfigError
+from models.build import Build
+from models.registry import build_model, read_folder
 from models.weights.errors import ModelFileError
+from models.weights.load import load_params
+from models.weights.orbax import load_checkpoint
+from models.weights.safetensors import SafetensorsCheckpoint
+from sharding.layout import ONE_DEVICE
+from sharding.mesh import make_mesh
+from tests.fixtures.adapters import merged, write_adapter
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -53,3 +63,20 @@ def test_a_gguf_file_is_not_converted(tmp_path, capsys):
     """Its tokenizer is inside it, not a file beside the weights."""
     assert main(["convert", str(tmp_path / "converted"), "--disable-log-stats"]) == 2
     assert "name a Hugging Face folder or hub id with safetensors" in capsys.readouterr().err
+
+
+def test_a_model_with_an_adapter_in_its_weights(tiny_options, tmp_path, capsys):
+    source, adapter, folder = Path(tiny_options["model"]), tmp_path / "adapter", tmp_path / "converted"
+    write_adapter(adapter, source, seed=4, use_rslora=True, rank_pattern={"q_proj": 3})
+    options = ["--model", str(source), "--merge-lora", str(adapter), "--disable-log-stats"]
+    assert main(["convert", str(folder), *options]) == 0
+    config = read_folder(source)
+    model, mesh = build_model(config, Build("float32")), make_mesh(ONE_DEVICE, jax.devices()[:1])
+    wanted = SafetensorsCheckpoint(merged(tmp_path / "merged", source, adapter))
+    ours, theirs = load_checkpoint(folder, model, mesh=mesh), load_params(model, wanted, mesh=mesh)
+    wanted.close()
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    write_adapter(adapter, {"model.layers.9.mlp.up_proj": (4, 4)}, seed=1, target_modules=["up_proj"])
+    assert main(["convert", str(tmp_path / "other"), *options]) == 2
+    assert "the adapter is for another base model" in capsys.readouterr().err and not (tmp_path / "other").exists()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import pytest
 
 from jaxengine import LLM, LoRARequest, RequestError, SamplingParams
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
-from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
+from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 from tests.fixtures.adapters import merged, write_adapter
 
 OPTIONS = TINY_OPTIONS | {
@@ -21,6 +27,14 @@ OPTIONS = TINY_OPTIONS | {
 LORA = OPTIONS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, "max_cpu_loras": 3}
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], [5, 6, 7, 8, 9, 40]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PARALLEL = {
+    "tp 2": {"tensor_parallel_size": 2},
+    "tp 4, sequences split": {"tensor_parallel_size": 4},
+    "tp 4, kv heads twice": {"tensor_parallel_size": 4, "replicate_kv_heads": True},
+    "pp 2": {"pipeline_parallel_size": 2},
+    "dp 2": {"data_parallel_size": 2},
+    "tp 2, pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
 ADAPTERS = {
     "rank 1": {"r": 1, "lora_alpha": 2},
     "rank 8": {},
@@ -135,3 +149,77 @@ def test_a_bad_adapter_is_one_error_and_changes_nothing(llm, adapters, expected,
         tokens(llm, PROMPTS, [adapters["rank 8"]])
     assert llm.core.utility("adapters") == before
     assert tokens(llm, PROMPTS, adapters["rank 8"]) == expected["rank 8"]
+
+
+def test_preempted_requests_give_the_same(llm, adapters, expected):
+    names = ["rank 8", "rank 64", None, "rank 1"]
+    use_scheduler(llm, num_pages=6)
+    try:
+        found = tokens(llm, [PROMPTS[0]] * 4, [adapters.get(name) for name in names])
+        assert found == [expected[name][0] for name in names]
+        assert llm.core.engine.scheduler.num_preemptions > 0
+    finally:
+        use_scheduler(llm)
+
+
+def test_loads_and_unloads_leave_nothing(llm, adapters, expected, thorough):
+    store, engine = llm.core.engine.adapters, llm.core.engine
+    one = SamplingParams(temperature=0, max_tokens=1)
+    loaded, counts = len(store.adapters), []
+    for number in range(1000 if thorough else 100):
+        adapter = LoRARequest(f"new {number}", 1000 + number, adapters["rank 8"].lora_path)
+        tokens(llm, [PROMPTS[1]], adapter, one)
+        llm.core.utility("unload_adapter", adapter.lora_name)
+        tokens(llm, [PROMPTS[1]], None, one)
+        counts.append(len(jax.live_arrays()))
+    assert len(store.adapters) == len(store._records) == loaded and store.num_kept <= 3
+    assert max(counts[2:]) <= counts[1] and not store._uploads and not store._loads
+    assert not engine.scheduler.adapters.waiting and engine.runner.compiles.count == 0
+    with pytest.raises(RequestError, match="does not exist"):
+        llm.core.utility("unload_adapter", "new 0")
+    assert tokens(llm, PROMPTS, adapters["rank 8"]) == expected["rank 8"]
+
+
+def test_an_adapter_whose_files_have_changed_ends_its_own_requests(llm, adapters, expected, tmp_path):
+    """Once it is neither on the devices nor in the host's memory."""
+    folder = write_adapter(tmp_path / "changing", TINY_CHECKPOINT, seed=50)
+    changing = LoRARequest("changing", 500, folder)
+    tokens(llm, PROMPTS, changing)
+    for name in ("rank 1", "rank 8", "rank 16"):
+        tokens(llm, PROMPTS, adapters[name])
+    write_adapter(folder, TINY_CHECKPOINT, seed=51)
+    with pytest.raises(RequestError, match="'changing' cannot be used: .* is not what it was when"):
+        tokens(llm, PROMPTS, changing)
+    assert llm.core.engine.scheduler.num_unfinished == 0
+    llm.core.utility("unload_adapter", "changing")
+    assert tokens(llm, PROMPTS, adapters["rank 64"]) == expected["rank 64"]
+
+
+def test_over_several_devices(adapters, expected, thorough, executables_dir):
+    """One of the cases, or all: `--thorough`."""
+    cases = {name: options for name, options in PARALLEL.items() if thorough or name == "tp 2"}
+    rows = [(name, index) for index in range(2) for name in ("rank 64", "patterns", None, "rank 1", "rslora")]
+    job = {
+        "model": str(TINY_CHECKPOINT),
+        "cases": {name: LORA | {"compile_cache_dir": executables_dir, **options} for name, options in cases.items()},
+        "prompts": [PROMPTS[index] for _, index in rows],
+        "adapters": [
+            None if name is None else [name, adapters[name].lora_int_id, str(adapters[name].lora_path)]
+            for name, _ in rows
+        ],
+    }
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.jaxengine.engine.lora_parallel", json.dumps(job)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert found.keys() == cases.keys()
+    for name, row in found.items():
+        assert row["tokens"] == [expected[adapter][index] for adapter, index in rows], name
+        assert row["compilations"] == 0, name

@@ -1,0 +1,83 @@
+"""Adapters in every family: rows with one give the logits of merged weights, and rows without those of the model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from models.build import Build
+from models.config.lora import LoraSpec
+from models.layers.lora import write_slot
+from models.lora import declared_pools
+from models.registry import build_model
+from models.weights.load import load_params
+from models.weights.lora_pools import slot_values, targets_of, with_pools
+from models.weights.peft import read_adapter
+from models.weights.safetensors import SafetensorsCheckpoint
+from tests.fixtures.adapters import write_adapter
+from tests.fixtures.drawn_weights import checkpoint
+from tests.models.conftest import PagedRun, forward
+from tests.models.families.test_golden import ALWAYS, WITHOUT_ONE_FILE, assert_close, padded
+
+SPEC = LoraSpec(3, 4)
+# Joined projections, of which adapters have one matrix. The others in a thorough run.
+FEW = ("phi3",)
+
+
+@pytest.mark.parametrize("name", sorted(ALWAYS - WITHOUT_ONE_FILE))
+def test_rows_with_and_without_an_adapter(name, recorded, thorough, tmp_path):
+    if name not in FEW and not thorough:
+        pytest.skip("a further family: --thorough")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        case, folder = recorded(name), checkpoint(name)
+        model = build_model(case.config, Build("float32", lora=SPEC))
+        targets = targets_of([model])
+        assert targets.shapes
+        weights = load_file(folder / "model.safetensors")
+        stored = {
+            module: next(key for key in weights if key.endswith(module.removeprefix("model.") + ".weight"))
+            for module in targets.shapes
+        }
+        shapes = {key.removesuffix(".weight"): targets.shapes[module][::-1] for module, key in stored.items()}
+        write_adapter(tmp_path, shapes, seed=5, r=3, lora_alpha=3, std=0.3, target_modules="all-linear")
+        matrices = load_file(tmp_path / "adapter_model.safetensors")
+        for key in stored.values():
+            prefix = f"base_model.model.{key.removesuffix('.weight')}"
+            change = matrices[f"{prefix}.lora_B.weight"] @ matrices[f"{prefix}.lora_A.weight"]
+            weights[key] = weights[key].astype(np.float32) + change.reshape(weights[key].shape)
+        save_file(weights, tmp_path / "model.safetensors")
+        merged = PagedRun(_loaded(build_model(case.config, Build("float32")), tmp_path / "model.safetensors"))
+        with_adapter = PagedRun(_with_slot(_loaded(model, folder), read_adapter(tmp_path, targets, 4, "float32"), 1))
+        prompts = {str(index): prompt for index, prompt in enumerate(case.prompts)}
+        sizes = {"num_tokens": padded(sum(map(len, prompts.values())))}
+        wanted = merged.step(prompts, **sizes)
+        found = with_adapter.step(prompts, **sizes, adapters={"0": 1})
+        assert_close(found["0"], wanted["0"])
+        assert_close(found["1"], case.logits[1])
+        assert np.abs(wanted["0"] - case.logits[0]).max() > 1e-2 * np.abs(case.logits[0]).max()
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+        forward.clear_cache()
+
+
+def _loaded(model, path):
+    source = SafetensorsCheckpoint(path)
+    nnx.update(model, with_pools(model, load_params(model, source), None))
+    source.close()
+    return model
+
+
+def _with_slot(model, adapter, slot):
+    pools = list(declared_pools(model))
+    leaves, tree = jax.tree.flatten(nnx.state(model))
+    arrays, new = [leaves[pool.index] for pool in pools], [slot_values(pool, SPEC, adapter.matrices) for pool in pools]
+    written = write_slot(pools, SPEC, arrays, jnp.int32(slot), [jnp.asarray(values) for values in new])
+    for pool, array in zip(pools, written, strict=True):
+        leaves[pool.index] = array
+    nnx.update(model, jax.tree.unflatten(tree, leaves))
+    return model

@@ -1,0 +1,86 @@
+"""A product with adapters: NumPy's sum for rows that have one, the product alone, bit for bit, for all others."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.build import Build
+from models.config.lora import LoraSpec
+from models.forward_batch import Adapters
+from models.layers.linear import Linear
+from models.layers.rows import Rows
+from models.lora import PoolArray
+from models.weights.declare import Source, parts_of
+from pallas_kernels.matmul.dense import matmul
+
+SPEC = LoraSpec(3, 4)
+AXES = ("embed", "heads")
+SOURCES = (Source("q", 8), Source("k", 4, repeat=2, group=2), *parts_of("joined", 6, 2))
+
+
+def linear(lora):
+    layer = Linear(12, SOURCES, axes=AXES, build=Build(jnp.float32, lora=lora, layer=0))
+    drawn = np.random.default_rng(0)
+    for variable in jax.tree.leaves(nnx.state(layer), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        variable.set_value(jnp.asarray(drawn.normal(size=variable.get_value().shape), jnp.float32))
+    return nnx.split(layer)
+
+
+def rows(slots, in_use):
+    slots = jnp.asarray(slots, jnp.int32)
+    return Rows(slots >= -1, Adapters(slots, jnp.asarray(in_use)))
+
+
+def test_rows_of_different_adapters_at_once():
+    graph, state = linear(SPEC)
+    layer = nnx.merge(graph, state)
+    x = np.random.default_rng(1).normal(size=(6, 12)).astype(np.float32)
+    slots = [2, -1, 0, 2, -1, 1]
+    call = jax.jit(lambda state, x, rows: nnx.merge(graph, state)(x, rows))
+    found = np.asarray(call(state, x, rows(slots, True)))
+    alone = np.asarray(call(state, x, rows(slots, False)))
+    pools = layer.lora
+    assert pools is not None and pools.module == (0, 1, 2, 2)
+    a, bs = np.asarray(pools.a[...], np.float64), [np.asarray(b[...], np.float64) for b in pools.b]
+    for row, slot in enumerate(slots):
+        if slot < 0:
+            np.testing.assert_array_equal(found[row], alone[row])
+            continue
+        inner = [x[row] @ a[:, module * 12 + slot * 4 :][:, :4] for module in range(3)]
+        added = [inner[module] @ b[slot * 4 :][:4] for module, b in zip(pools.module, bs, strict=True)]
+        np.testing.assert_allclose(found[row], alone[row] + np.concatenate(added), rtol=1e-4, atol=1e-4)
+    plain_graph, _ = linear(None)
+    weight = nnx.filter_state(state, lambda path, value: not isinstance(value, PoolArray))
+    np.testing.assert_array_equal(alone, jax.jit(lambda s, x: nnx.merge(plain_graph, s)(x))(weight, x))
+
+
+def test_without_room_for_adapters_the_program_is_the_product():
+    graph, state = linear(None)
+    x = jax.ShapeDtypeStruct((6, 12), jnp.float32)
+
+    def f(state, x, rows):
+        return nnx.merge(graph, state)(x, rows)
+
+    def g(state, x, rows):
+        return matmul(x, state["weight"]["values"][...]).astype(x.dtype)
+
+    of_rows = Rows(jnp.ones(6, jnp.bool_))
+    texts = [jax.jit(each, keep_unused=True).lower(state, x, of_rows).as_text() for each in (f, g)]
+    assert texts[0].replace("jit_f", "jit_g") == texts[1]
+    with_room, own = linear(SPEC)
+    text = (
+        jax.jit(lambda state, x, rows: nnx.merge(with_room, state)(x, rows))
+        .lower(own, x, rows([0] * 6, True))
+        .as_text()
+    )
+    assert text.count("stablehlo.case") + text.count("stablehlo.if") > texts[0].count("stablehlo.case")
+
+
+def test_a_product_that_takes_adapters_asks_what_its_rows_are():
+    graph, state = linear(SPEC)
+    with pytest.raises(ValueError, match="must be told what its rows are"):
+        nnx.merge(graph, state)(jnp.zeros((1, 12)))
