@@ -90,7 +90,9 @@ def main() -> None:
     print(table(rows))
     print(f"drafts {drafts.num_tokens}, accepted {drafts.accepted.tolist()} by place")
     if args.json:
-        write_json(args.json, {"options": vars(args), "rows": rows})
+        write_json(
+            args.json, {"options": {name: value for name, value in vars(args).items() if name != "json"}, "rows": rows}
+        )
 
 
 if __name__ == "__main__":

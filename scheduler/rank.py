@@ -207,9 +207,11 @@ class Rank:
                 start = start.copy()
                 start[:num_decode] = s.num_computed[decodes]
                 if self._widths is not None:
-                    ends = np.cumsum(counts)
-                    flat = np.concatenate([known_ids[:0], *self._drafts])
-                    known_ids = np.insert(flat, ends - counts - np.arange(num_decode), known_ids)
+                    flat, is_draft = np.empty(num_tokens, np.int32), np.ones(num_tokens, np.bool_)
+                    is_draft[np.cumsum(self._widths, dtype=np.int64) - self._widths] = False
+                    flat[~is_draft] = known_ids
+                    flat[is_draft] = np.concatenate([known_ids[:0], *self._drafts])
+                    known_ids = flat
         token_ids, next_tokens, scores = [], [], False
         taken = {request.slot for request in self._admitted}
         for row, (slot, count) in enumerate(prefills, num_decode):
