@@ -40,7 +40,7 @@ def quantized_matmul(
     if why_not(x.shape[1], scales.shape[0], dtype):
         return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
-    rows = prepared(x, x_scales, codes.dtype, scales.shape[0], dtype, sizes)
+    rows = prepared(x, x_scales, codes.dtype, scales.shape[0], dtype, sizes, len(x))
     return _call(rows, codes, scales, zeros, out_dtype, sizes, interpret)
 
 
@@ -61,10 +61,10 @@ class PreparedRows(NamedTuple):
 
 
 def prepared(
-    x: jax.Array, x_scales: jax.Array | None, codes: Any, num_scales: int, dtype: Any, sizes: TpuProducts
+    x: jax.Array, x_scales: jax.Array | None, codes: Any, num_scales: int, dtype: Any, sizes: TpuProducts, at_once: int
 ) -> PreparedRows:
-    """Rows [M, in] for a matrix with codes of this dtype and `num_scales` groups of inputs."""
-    by_sums = x.shape[0] <= sizes.sum_rows
+    """Rows [M, in], `at_once` in a tile, for a matrix with codes of this dtype and `num_scales` groups of inputs."""
+    by_sums = at_once <= sizes.sum_rows
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
     count = x_scales.shape[1]
@@ -133,16 +133,21 @@ def _call(
 
 
 def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums: bool):
-    if zeros is None:
-        total[...] = jnp.zeros_like(total)
-    else:
-        high = zeros[...].astype(jnp.bfloat16)
-        low = (zeros[...] - high.astype(jnp.float32)).astype(jnp.bfloat16)
-        matrix = jnp.concatenate([high, high, low], axis=0)
-        total[...] = -jnp.dot(sums[...], matrix, preferred_element_type=jnp.float32)
+    clear(total, sums, zeros)
     add_product(total, x, x_scales, codes, scales, by_sums=by_sums)
     y = total[...] if after is None else total[...] * after[...]
     out[...] = y.astype(out.dtype)
+
+
+def clear(total: Any, sums: Any, zeros: Any) -> None:
+    """Begin `total` with what zeros take away."""
+    if zeros is None:
+        total[...] = jnp.zeros_like(total)
+        return
+    high = zeros[...].astype(jnp.bfloat16)
+    low = (zeros[...] - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    matrix = jnp.concatenate([high, high, low], axis=0)
+    total[...] = -jnp.dot(sums[...], matrix, preferred_element_type=jnp.float32)
 
 
 def tiles(
