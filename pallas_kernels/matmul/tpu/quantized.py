@@ -154,7 +154,7 @@ def tiles(
     num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
 ) -> tuple[int, int]:
     """Rows and columns of the tile that is made at a time, all inputs of which are in VMEM, twice."""
-    rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns)
+    rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
     def of_rows() -> int:
         return rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)

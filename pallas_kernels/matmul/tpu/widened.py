@@ -21,7 +21,7 @@ from pallas_kernels.matmul.nibbles import per_byte
 
 # Inputs that are widened at a time, about, and that a pass of the loop over inputs has where sums are scaled. Codes of
 # four bits fill tiles of whole registers from 64 inputs on.
-CHUNK, SPAN, ALIGNED = 512, 2048, 64
+CHUNK, SPAN, ALIGNED = 512, 4096, 64
 LANES = 128
 # Rows of bfloat16 in a register: groups begin at whole ones.
 SUBLANES = 16
