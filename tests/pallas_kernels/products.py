@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,8 @@ def product(name: str, implementation: Implementation) -> None:
     rng = np.random.default_rng(case.rows * case.size)
     matrix = matrix_of(rng, case.size, case.out, case.size // case.group, case.codes, case.zeros)
     rows, x = _rows(rng, case)
-    exact = reference.quantized_matmul(x, *(None if m is None else np.asarray(m) for m in matrix))
+    given: Any = [None if m is None else np.asarray(m) for m in matrix]
+    exact = reference.quantized_matmul(x, *given)
     operands = *rows, stored(matrix[0], case.codes), *matrix[1:]
     got = _run("quantized_matmul", name, case, operands, implementation)
     assert error(got, exact) < (allowed := _allowed(case, case.rows)), f"{error(got, exact):.1e}, not {allowed}"
@@ -129,7 +130,8 @@ def grouped_product(name: str, implementation: Implementation) -> None:
     exact, end = np.zeros((case.rows, case.out)), 0
     for index, count in enumerate(group_sizes):
         own = slice(end, end + count)
-        exact[own] = reference.quantized_matmul(x[own], *(None if m is None else np.asarray(m)[index] for m in matrix))
+        given: Any = [None if m is None else np.asarray(m)[index] for m in matrix]
+        exact[own] = reference.quantized_matmul(x[own], *given)
         end += count
     values, x_scales = rows
     if x_scales is None:
