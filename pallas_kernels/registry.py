@@ -43,7 +43,7 @@ _MODULES: dict[tuple[str, str], str] = {
     ("quantized_grouped_matmul", "cpu"): "matmul.quantized_groups_cpu",
     ("quantized_grouped_matmul", "gpu"): "matmul.quantized_groups_xla",
     ("quantized_grouped_matmul", "gpu_xla"): "matmul.quantized_groups_xla",
-    ("quantized_grouped_matmul", "tpu"): "matmul.quantized_groups_xla",
+    ("quantized_grouped_matmul", "tpu"): "matmul.tpu.grouped",
     ("causal_conv", "cpu"): "state.conv_xla",
     ("causal_conv", "gpu"): "state.conv_xla",
     ("causal_conv", "gpu_xla"): "state.conv_xla",

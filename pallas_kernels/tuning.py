@@ -93,7 +93,8 @@ class TpuProducts(_Sizes):
     """Of matmul.tpu: products with quantised matrices."""
 
     rows: int = 512  # of a tile
-    columns: int = 512
+    columns: int = 512  # of codes of eight bits, twice that of four
+    group_rows: int = 256  # of a tile where groups have matrices of their own
     tile_bytes: int = 40 << 20  # for the operands of two tiles
     vmem_limit_bytes: int = 56 << 20
     sum_rows: int = 64  # up to so many sums of groups are scaled, with more the matrix is

@@ -18,7 +18,7 @@ from tests.pallas_kernels.conformance import attend, check_attention, check_upda
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.pools import codes, make_pool, read_pool, unsigned
 from tests.pallas_kernels.problems import Case, build, expected
-from tests.pallas_kernels.products import product
+from tests.pallas_kernels.products import grouped_product, product
 
 MIXED = Case("mixed", MIXED_Q, MIXED_KV)
 NUM_SLOTS = 7 * 16  # of the pool of conformance.update_problem
@@ -280,7 +280,8 @@ INVARIANTS = [page_ids, neighbours, order, halves, update_then_attend, one_progr
 CHECKS: dict[str, Callable[..., None]] = {
     check.__name__: check
     for check in (
-        *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange, quantized, product),
+        *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange, quantized),
+        *(product, grouped_product),
         *INVARIANTS,
     )
 }

@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from tests.pallas_kernels.mutants import gpu_decode, gpu_latent, gpu_prefill, tpu, tpu_write, xla
+from tests.pallas_kernels.mutants import gpu_decode, gpu_latent, gpu_prefill, tpu, tpu_products, tpu_write, xla
 from tests.pallas_kernels.mutants.mutant import Mutant
 from tests.pallas_kernels.worker import ROOT, Worker
 
@@ -27,6 +27,7 @@ GATES: dict[str, ModuleType] = {
     "xla": xla,
     "tpu": tpu,
     "tpu-write": tpu_write,
+    "tpu-products": tpu_products,
     "gpu-decode": gpu_decode,
     "gpu-prefill": gpu_prefill,
     "gpu-latent": gpu_latent,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
+from pallas_kernels.matmul.grouped_tiles import tile_rows_of
 from pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows
 from pallas_kernels.registry import kernel
 from pallas_kernels.tuning import TpuProducts
@@ -19,6 +20,7 @@ from tests.pallas_kernels.matmul.test_quantized import ERROR, error, matrix_of, 
 
 # Several tiles of rows and of columns in small problems.
 SMALL = TpuProducts(rows=32, columns=128)
+SUMMED = 3e-5  # nothing is rounded but sums, and those of zeros to 16 bits
 ROUNDED_TWICE = 3e-3  # rows with scales of groups, widened to bfloat16 as the matrix is
 
 
@@ -43,20 +45,22 @@ E4M3 = "float8_e4m3fn"
 QUICK = {
     "one row": Product(1, 256, 136, 64, "uint8", True),
     "sums of 32": Product(16, 320, 300, 32, "int8"),
-    "sums of 16, ends cut": Product(40, 448, 130, 16, "uint8", True),
-    "sums in a loop": Product(3, 4224, 40, 128, "uint8", True),
-    "sums of a wide group": Product(5, 2048, 40, 1024, E4M3),
+    "sums in a loop": Product(3, 8320, 40, 128, "uint8", True),
     "weights of 128": Product(70, 256, 130, 128, "uint8", True),
     "weights of 32": Product(70, 320, 130, 32, E4M3),
     "weights in a loop": Product(70, 1152, 40, 128, "int8"),
-    "weights of a wide group": Product(70, 2048, 40, 1024, "uint8"),
     "e4m3 rows by groups": Product(8, 384, 130, 128, E4M3, False, E4M3, 128),
     "e4m3 rows by coarser groups": Product(8, 512, 40, 64, E4M3, False, E4M3, 128),
-    "e4m3 rows in a loop": Product(8, 4352, 40, 128, E4M3, False, E4M3, 128),
-    "many e4m3 rows by groups": Product(70, 384, 130, 128, E4M3, False, E4M3, 128),
+    "e4m3 rows in a loop": Product(8, 8448, 40, 128, E4M3, False, E4M3, 128),
     "e4m3 rows by finer groups": Product(8, 384, 40, 192, E4M3, False, E4M3, 96),
     "int8 rows": Product(5, 256, 130, 128, "int8", False, "int8"),
     "int8 rows by groups": Product(5, 256, 40, 64, "uint8", True, "int8", 128),
+}
+MORE = {
+    "sums of 16, ends cut": Product(40, 448, 130, 16, "uint8", True),
+    "sums of a wide group": Product(5, 2048, 40, 1024, E4M3),
+    "weights of a wide group": Product(70, 2048, 40, 1024, "uint8"),
+    "many e4m3 rows by groups": Product(70, 384, 130, 128, E4M3, False, E4M3, 128),
     "int8 rows, no such products": Product(5, 256, 40, 64, "int8", False, "int8", 64, replace(SMALL, int8_products=1)),
     "int8 rows, e4m3 codes": Product(5, 256, 40, 64, E4M3, False, "int8"),
     "many int8 rows": Product(70, 256, 40, 64, "uint8", True, "int8"),
@@ -69,26 +73,98 @@ THOROUGH = {
     for group in (32, 64, 128)
     for codes, zeros in (("uint8", True), ("uint8", False), ("int8", False), (E4M3, False))
 }
-PRODUCTS = QUICK | THOROUGH
+PRODUCTS = QUICK | MORE | THOROUGH
+
+
+class GroupedProduct(NamedTuple):
+    """Rows of groups of `group_sizes`, and some behind them, as of a Product whose matrix each group has its own of."""
+
+    group_sizes: tuple[int, ...]
+    each: Product
+
+
+MANY = replace(SMALL, sum_rows=8)
+_ROWS = Product(50, 128, 136, 32, "uint8", True)
+QUICK_GROUPED = {
+    "groups that share tiles": GroupedProduct((5, 0, 17, 11, 0, 3), _ROWS),
+    "no rows of any group": GroupedProduct((0,) * 6, _ROWS),
+    "a scale a channel": GroupedProduct((0, 0, 50, 0, 0, 0), _ROWS._replace(group=128, codes="int8", zeros=False)),
+    "whole tiles, weights": GroupedProduct((16, 16, 0, 0, 0, 18), _ROWS._replace(codes=E4M3, zeros=False, sizes=MANY)),
+    "rounded rows": GroupedProduct(
+        (1, 40, 0, 0, 0, 1), _ROWS._replace(codes="int8", zeros=False, rounded="int8", row_group=0)
+    ),
+    "rows rounded by groups": GroupedProduct(
+        (1, 0, 30, 0, 19, 0), _ROWS._replace(codes=E4M3, zeros=False, rounded=E4M3, row_group=64)
+    ),
+    "one row of a group": GroupedProduct((0, 0, 1), Product(1, 64, 40, 32, "uint8", True)),
+}
+THOROUGH_GROUPED = {
+    f"{rows} rows of {num_groups} groups, {codes}, groups of {group}": GroupedProduct(
+        tuple(np.random.default_rng(rows).multinomial(rows - 1, [1 / num_groups] * num_groups).tolist()),
+        Product(rows, 384, 600, group, codes, codes == "uint8", sizes=TpuProducts()),
+    )
+    for rows in (8, 100, 1500)
+    for num_groups in (4, 16)
+    for codes, group in (("uint8", 128), ("int8", 32), ("int8", 384), (E4M3, 128))
+}
+GROUPED = QUICK_GROUPED | THOROUGH_GROUPED
 
 
 def product(name: str, implementation: Implementation) -> None:
     case = PRODUCTS[name]
     rng = np.random.default_rng(case.rows * case.size)
-    x: Any = jnp.asarray(rng.standard_normal((case.rows, case.size)) + 0.3, jnp.bfloat16)
     matrix = matrix_of(rng, case.size, case.out, case.size // case.group, case.codes, case.zeros)
-    rows, allowed = (x, None), ERROR
-    if case.rounded is not None:
-        group = case.row_group or case.size
-        rows = rounded_rows(x, dynamic_scales(largest_values(x, group), case.rounded), case.rounded)
-        x = rows.widened(jnp.float32)
-        widened = case.row_group and (case.rows > case.sizes.sum_rows or case.row_group < case.group)
-        allowed = ROUNDED_TWICE if widened else ERROR
-    given = (None if m is None else np.asarray(m) for m in matrix)
-    exact = reference.quantized_matmul(np.asarray(x, np.float64), *given)
-    multiply = kernel("quantized_matmul", implementation.platform)
+    rows, x = _rows(rng, case)
+    given: Any = [None if m is None else np.asarray(m) for m in matrix]
+    exact = reference.quantized_matmul(x, *given)
+    operands = *rows, stored(matrix[0], case.codes), *matrix[1:]
+    got = _run("quantized_matmul", name, case, operands, implementation)
+    assert error(got, exact) < (allowed := _allowed(case, case.rows)), f"{error(got, exact):.1e}, not {allowed}"
+
+
+def grouped_product(name: str, implementation: Implementation) -> None:
+    group_sizes, case = GROUPED[name]
+    rng = np.random.default_rng(case.rows)
+    matrix = matrix_of(rng, case.size, case.out, case.size // case.group, case.codes, case.zeros, (len(group_sizes),))
+    rows, x = _rows(rng, case)
+    exact, end = np.zeros((case.rows, case.out)), 0
+    for index, count in enumerate(group_sizes):
+        own = slice(end, end + count)
+        given: Any = [None if m is None else np.asarray(m)[index] for m in matrix]
+        exact[own] = reference.quantized_matmul(x[own], *given)
+        end += count
+    values, x_scales = rows
+    if x_scales is None:
+        values = values.at[end:].set(jnp.nan)  # of no group, and must not matter
+    operands = values, x_scales, stored(matrix[0], case.codes), *matrix[1:], jnp.asarray(group_sizes, jnp.int32)
+    got = _run("quantized_grouped_matmul", name, case, operands, implementation)
+    assert not got[end:].any(), "rows of no group are not 0"
+    if end:
+        tile = tile_rows_of(case.rows, len(group_sizes))
+        assert error(got, exact) < (allowed := _allowed(case, tile)), f"{error(got, exact):.1e}, not {allowed}"
+
+
+def _rows(rng: np.random.Generator, case: Product) -> tuple[tuple[jax.Array, jax.Array | None], np.ndarray]:
+    """Rows and their scales as operands, and what they stand for in float64."""
+    x = jnp.asarray(rng.standard_normal((case.rows, case.size)) + 0.3, jnp.bfloat16)
+    if case.rounded is None:
+        return (x, None), np.asarray(x, np.float64)
+    rounded = rounded_rows(
+        x, dynamic_scales(largest_values(x, case.row_group or case.size), case.rounded), case.rounded
+    )
+    return rounded, np.asarray(rounded.widened(jnp.float32), np.float64)
+
+
+def _allowed(case: Product, at_once: int) -> float:
+    by_sums = at_once <= case.sizes.sum_rows
+    if case.row_group and (not by_sums or case.row_group < case.group):
+        return ERROR if by_sums else ROUNDED_TWICE
+    return SUMMED if by_sums else ERROR
+
+
+def _run(op: str, name: str, case: Product, operands: tuple, implementation: Implementation) -> np.ndarray:
+    options = {"dtype": jnp.bfloat16, "out_dtype": jnp.float32, "sizes": case.sizes, **implementation._options()}
     with watched(implementation, name):
-        options = {"dtype": jnp.bfloat16, "out_dtype": jnp.float32, "sizes": case.sizes, **implementation._options()}
-        got = jax.block_until_ready(multiply(*rows, stored(matrix[0], case.codes), *matrix[1:], **options))
-    assert (got.dtype, got.shape) == (jnp.float32, exact.shape)
-    assert error(got, exact) < allowed, f"{name}: relative error {error(got, exact):.1e}"
+        got = jax.block_until_ready(kernel(op, implementation.platform)(*operands, **options))
+    assert (got.dtype, got.shape) == (jnp.float32, (case.rows, case.out))
+    return np.asarray(got)

@@ -85,6 +85,7 @@ def quick_groups() -> list[list[Job]]:
     groups += [[("update", name, dtype, pattern) for dtype in UPDATED for pattern in SLOTS] for name in WRITES]
     groups += [[("update_sizes", name, "bfloat16", *sizes) for sizes in UPDATE_SIZES] for name in WRITES]
     groups.append([("product", TPU_LAZY.name, name) for name in products.QUICK])
+    groups.append([("grouped_product", TPU_LAZY.name, name) for name in products.QUICK_GROUPED])
     return [group for group in groups + _ALWAYS if group]
 
 
@@ -102,6 +103,7 @@ def thorough_groups() -> list[list[Job]]:
         groups += [[("update", name, dtype, pattern) for pattern in SLOTS] for dtype in (*UPDATED, *MORE_DTYPES)]
         groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]
     groups += [[("product", name, case) for case in products.PRODUCTS] for name in WRITES]
+    groups += [[("grouped_product", name, case) for case in products.GROUPED] for name in WRITES]
     return groups + _ALWAYS
 
 

@@ -24,6 +24,7 @@ SAMPLE = [
     "xla:block past the end walked as whole",
     "tpu:wait dropped",
     "tpu-write:meeting runs overtake",
+    "tpu-products:scales of sums shifted by a group",
     "gpu-decode:blocks not waited for",
 ]
 

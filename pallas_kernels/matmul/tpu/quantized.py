@@ -40,7 +40,7 @@ def quantized_matmul(
     if why_not(x.shape[1], scales.shape[0], dtype):
         return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
-    rows = prepared(x, x_scales, codes.dtype, scales.shape[0], dtype, sizes)
+    rows = prepared(x, x_scales, codes.dtype, scales.shape[0], dtype, sizes, len(x))
     return _call(rows, codes, scales, zeros, out_dtype, sizes, interpret)
 
 
@@ -61,10 +61,10 @@ class PreparedRows(NamedTuple):
 
 
 def prepared(
-    x: jax.Array, x_scales: jax.Array | None, codes: Any, num_scales: int, dtype: Any, sizes: TpuProducts
+    x: jax.Array, x_scales: jax.Array | None, codes: Any, num_scales: int, dtype: Any, sizes: TpuProducts, at_once: int
 ) -> PreparedRows:
-    """Rows [M, in] for a matrix with codes of this dtype and `num_scales` groups of inputs."""
-    by_sums = x.shape[0] <= sizes.sum_rows
+    """Rows [M, in], `at_once` in a tile, for a matrix with codes of this dtype and `num_scales` groups of inputs."""
+    by_sums = at_once <= sizes.sum_rows
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
     count = x_scales.shape[1]
@@ -83,7 +83,11 @@ def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:
 
     Times the same of zeros, the leading bits twice, that is a product in 16 bits of mantissa in one pass.
     """
-    sums = jnp.sum(rows.values.astype(jnp.float32).reshape(len(rows.values), num_scales, -1), axis=2)
+    size = rows.values.shape[1]
+    # A product with ones: XLA would turn rows that are reshaped to groups, in float32.
+    group = jnp.arange(size)[:, None] // (size // num_scales) == jnp.arange(num_scales)
+    values = rows.values.astype(jnp.bfloat16)
+    sums = jnp.dot(values, group.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     sums = sums if rows.scales is None else sums * rows.scales
     high = sums.astype(jnp.bfloat16)
     return jnp.concatenate([high, (sums - high).astype(jnp.bfloat16), high], axis=1)
@@ -133,23 +137,28 @@ def _call(
 
 
 def _body(x, x_scales, after, sums, codes, scales, zeros, out, total, *, by_sums: bool):
-    if zeros is None:
-        total[...] = jnp.zeros_like(total)
-    else:
-        high = zeros[...].astype(jnp.bfloat16)
-        low = (zeros[...] - high.astype(jnp.float32)).astype(jnp.bfloat16)
-        matrix = jnp.concatenate([high, high, low], axis=0)
-        total[...] = -jnp.dot(sums[...], matrix, preferred_element_type=jnp.float32)
+    clear(total, sums, zeros)
     add_product(total, x, x_scales, codes, scales, by_sums=by_sums)
     y = total[...] if after is None else total[...] * after[...]
     out[...] = y.astype(out.dtype)
+
+
+def clear(total: Any, sums: Any, zeros: Any) -> None:
+    """Begin `total` with what zeros take away."""
+    if zeros is None:
+        total[...] = jnp.zeros_like(total)
+        return
+    high = zeros[...].astype(jnp.bfloat16)
+    low = (zeros[...] - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    matrix = jnp.concatenate([high, high, low], axis=0)
+    total[...] = -jnp.dot(sums[...], matrix, preferred_element_type=jnp.float32)
 
 
 def tiles(
     num_rows: int, size: int, out: int, num_scales: int, x_dtype: Any, codes_dtype: Any, sizes: TpuProducts
 ) -> tuple[int, int]:
     """Rows and columns of the tile that is made at a time, all inputs of which are in VMEM, twice."""
-    rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns)
+    rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
     def of_rows() -> int:
         return rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)

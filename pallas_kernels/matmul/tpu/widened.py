@@ -21,7 +21,7 @@ from pallas_kernels.matmul.nibbles import per_byte
 
 # Inputs that are widened at a time, about, and that a pass of the loop over inputs has where sums are scaled. Codes of
 # four bits fill tiles of whole registers from 64 inputs on.
-CHUNK, SPAN, ALIGNED = 512, 2048, 64
+CHUNK, SPAN, ALIGNED = 512, 4096, 64
 LANES = 128
 # Rows of bfloat16 in a register: groups begin at whole ones.
 SUBLANES = 16
@@ -31,6 +31,11 @@ def why_not(size: int, num_scales: int, dtype: Any) -> str:
     """Why a matrix of `size` inputs in `num_scales` groups cannot be multiplied here, "" if it can."""
     if num_scales == 1:
         return "with one scale a channel XLA's product is as good"
+    return why_not_aligned(size, num_scales, dtype)
+
+
+def why_not_aligned(size: int, num_scales: int, dtype: Any) -> str:
+    """The same where a scale a channel is for the kernel, too."""
     if dtype != jnp.bfloat16:
         return "kernels widen to bfloat16"
     if size % ALIGNED or size // num_scales % SUBLANES:

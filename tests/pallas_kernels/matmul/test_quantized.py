@@ -21,7 +21,7 @@ from pallas_kernels.registry import KERNELS, kernel
 IMPLEMENTATIONS = {
     kernel(*row): row[1]
     for row in KERNELS
-    if row[0] in ("quantized_matmul", "quantized_grouped_matmul") and row != ("quantized_matmul", "tpu")
+    if row[0] in ("quantized_matmul", "quantized_grouped_matmul") and row[1] != "tpu"
 }
 DENSE = {function: name for function, name in IMPLEMENTATIONS.items() if function.__name__ == "quantized_matmul"}
 GROUPED = {function: name for function, name in IMPLEMENTATIONS.items() if function not in DENSE}

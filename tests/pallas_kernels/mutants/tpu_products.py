@@ -1,0 +1,191 @@
+"""Faults of the TPU's products with quantised matrices."""
+
+from __future__ import annotations
+
+from tests.pallas_kernels.mutants.mutant import Mutant
+from tests.pallas_kernels.worker import Job
+
+SECONDS = 60
+
+_DENSE, _GROUPED, _TILE = "matmul/tpu/quantized", "matmul/tpu/grouped", "matmul/tpu/widened"
+
+
+def _on(*cases: str) -> tuple[Job, ...]:
+    return tuple(("product", "tpu-lazy", case) for case in cases)
+
+
+_SUMS, _WEIGHTS = _on("sums of 32", "one row"), _on("weights of 32", "weights of 128")
+_LOOPS = _on("sums in a loop", "weights in a loop")
+_SHARED: tuple[Job, ...] = (("grouped_product", "tpu-lazy", "groups that share tiles"),)
+_NO_ROWS: tuple[Job, ...] = (("grouped_product", "tpu-lazy", "no rows of any group"),)
+_BY_GROUPS = _on("e4m3 rows by groups")
+
+MUTANTS = [
+    Mutant(
+        "scales of sums shifted by a group",
+        _TILE,
+        "index = (first + at) // group\n        part = _dot",
+        "index = jnp.maximum((first + at) // group - 1, 0)\n        part = _dot",
+        _SUMS,
+    ),
+    Mutant(
+        "scales of weights shifted by a group",
+        _TILE,
+        "scales[pl.ds((first + at) // group, 1), :]",
+        "scales[pl.ds(jnp.maximum((first + at) // group - 1, 0), 1), :]",
+        _WEIGHTS,
+    ),
+    Mutant("scales of the first group for all", _TILE, "* scales[pl.ds(index, 1), :]", "* scales[0:1, :]", _SUMS),
+    Mutant("sums not scaled", _TILE, "astype(jnp.float32) * scales[pl.ds(index, 1), :]", "astype(jnp.float32)", _SUMS),
+    Mutant(
+        "scales rounded before they scale weights",
+        _TILE,
+        "scales[pl.ds((first + at) // group, 1), :]",
+        "scales[pl.ds((first + at) // group, 1), :].astype(jnp.bfloat16)",
+        _WEIGHTS,
+    ),
+    Mutant(
+        "scales of rows of another group",
+        _TILE,
+        "x_scales.shape, 1) == index",
+        "x_scales.shape, 1) != index",
+        _BY_GROUPS,
+    ),
+    Mutant(
+        "scales of rows of the group before",
+        _TILE,
+        "x_scales.shape, 1) == index",
+        "x_scales.shape, 1) == jnp.maximum(index - 1, 0)",
+        _BY_GROUPS,
+    ),
+    Mutant(
+        "last group of a chunk dropped",
+        _TILE,
+        "y = part if y is None else y + part",
+        "y = part if y is None else y",
+        _SUMS,
+    ),
+    Mutant("chunks replace each other", _TILE, "    total[...] += y\n", "    total[...] = y\n", _LOOPS),
+    Mutant("widened chunks replace each other", _TILE, "total[...] += _dot(", "total[...] = _dot(", _LOOPS[::-1]),
+    Mutant("loop one pass short", _TILE, "@pl.loop(0, passes)", "@pl.loop(0, passes - 1)", _LOOPS),
+    Mutant("loop starts late", _TILE, "@pl.loop(0, passes)", "@pl.loop(1, passes)", _LOOPS),
+    Mutant(
+        "inputs behind the loop dropped",
+        _TILE,
+        "for first in range(passes * span if passes > 1 else 0, size, chunk):",
+        "for first in range(passes * span if passes > 1 else 0, size - chunk + 1, chunk):",
+        _LOOPS,
+    ),
+    Mutant("every pass the first inputs", _TILE, "add(first + at, chunk)", "add(at, chunk)", _LOOPS),
+    Mutant(
+        "rows of the chunk before",
+        _TILE,
+        "total[...] += _dot(x[:, pl.ds(first, length)], matrix)",
+        "total[...] += _dot(x[:, pl.ds(0, length)], matrix)",
+        _LOOPS[::-1],
+    ),
+    Mutant("codes unsigned", _TILE, "pltpu.bitcast(part, jnp.int4)", "pltpu.bitcast(part, jnp.uint4)", _on("one row")),
+    Mutant(
+        "inputs of a pair swapped",
+        _TILE,
+        "pltpu.bitcast(part, jnp.int4)",
+        "pltpu.bitcast((part << 4) | (part >> 4), jnp.int4)",
+        _on("one row"),
+    ),
+    Mutant(
+        "pairs at the rows of inputs",
+        _TILE,
+        "lax.div(first, packed), ALIGNED // packed",
+        "lax.div(first, 1), ALIGNED",
+        _LOOPS,
+    ),
+    Mutant("results not cleared", _DENSE, "total[...] = jnp.zeros_like(total)", "pass", _SUMS),
+    Mutant("zeros added", _DENSE, "total[...] = -jnp.dot(", "total[...] = jnp.dot(", _on("one row")),
+    Mutant("low bits of zeros left out", _DENSE, "[high, high, low]", "[high, high, 0 * low]", _on("one row")),
+    Mutant(
+        "low bits of zeros where high ones belong", _DENSE, "[high, high, low]", "[high, low, high]", _on("one row")
+    ),
+    Mutant(
+        "low bits of sums left out",
+        _DENSE,
+        "(sums - high).astype(jnp.bfloat16)",
+        "(high - high)",
+        _on("one row"),
+    ),
+    Mutant(
+        "zeros times codes of rows",
+        _DENSE,
+        "sums = sums if rows.scales is None else sums * rows.scales",
+        "sums = sums",
+        _on("int8 rows by groups"),
+    ),
+    Mutant(
+        "a row's own scale left out",
+        _DENSE,
+        "if after is None else total[...] * after[...]",
+        "",
+        _on("int8 rows", "many int8 rows"),
+    ),
+    Mutant(
+        "scales of rows not repeated in order",
+        _DENSE,
+        "jnp.repeat(x_scales, num_scales // count, axis=1)",
+        "jnp.tile(x_scales, (1, num_scales // count))",
+        _on("e4m3 rows by coarser groups"),
+    ),
+    Mutant(
+        "every column tile the first's",
+        _DENSE,
+        "lambda m, n: (0, n)",
+        "lambda m, n: (0, 0)",
+        _on("sums of 32"),
+    ),
+    Mutant("every tile of rows the first's", _DENSE, "lambda m, n: (m, 0)", "lambda m, n: (0, 0)", _WEIGHTS),
+    Mutant(
+        "finer groups of rows taken by sums",
+        _DENSE,
+        "count > num_scales or",
+        "False and count > num_scales or",
+        _on("e4m3 rows by finer groups"),
+    ),
+    Mutant(
+        "a group's first row left to others",
+        _GROUPED,
+        "(row >= starts[group[visit]])",
+        "(row > starts[group[visit]])",
+        _SHARED,
+    ),
+    Mutant(
+        "a group's last row and one more",
+        _GROUPED,
+        "(row < ends[group[visit]])",
+        "(row <= ends[group[visit]])",
+        _SHARED,
+    ),
+    Mutant("what others wrote is lost", _GROUPED, "jnp.where(is_first, 0.0,", "jnp.where(True, 0.0,", _SHARED),
+    Mutant("what was there before is kept", _GROUPED, "jnp.where(is_first, 0.0,", "jnp.where(False, 0.0,", _SHARED),
+    Mutant(
+        "tiles behind the last row not cleared",
+        _GROUPED,
+        "        out[...] = jnp.zeros_like(out)\n",
+        "        pass\n",
+        _NO_ROWS,
+    ),
+    Mutant("list without the tiles to clear", _GROUPED, "last[-1] + num_tiles - used", "last[-1] + 0 * used", _NO_ROWS),
+    Mutant("last visit left out", _GROUPED, "visit < products[0])", "visit < products[0] - 1)", _SHARED),
+    Mutant("every visit the first group's matrix", _GROUPED, "(group[v], 0, n)", "(0 * group[v], 0, n)", _SHARED),
+    Mutant(
+        "a tile too few of a group",
+        _GROUPED,
+        "(ends - 1) // tile_rows - first + 1",
+        "(ends - 1) // tile_rows - first",
+        _SHARED,
+    ),
+    Mutant(
+        "tile of the group before",
+        _GROUPED,
+        "first[group] + visit - (last - each)[group]",
+        "first[group] + visit - last[group]",
+        _SHARED,
+    ),
+]
