@@ -124,7 +124,10 @@ def tuning_of(platform: str) -> Tuning:
         if pltpu.is_tpu_device():
             chip = pltpu.get_tpu_info()
             sizes = replace(table.tpu_attention, cores=chip.num_cores, mxu_columns=chip.mxu_column_size)
-            return replace(table, tpu_attention=sizes)
+            # Where a chip is not said to multiply eight bits faster, it does not at all.
+            faster = chip.int8_ops_per_second > chip.bf16_ops_per_second
+            products = replace(table.tpu_products, int8_products=2 if faster else 1)
+            return replace(table, tpu_attention=sizes, tpu_products=products)
     if platform == "gpu":
         if num_sms := getattr(jax.devices()[0], "core_count", None):
             return replace(table, hopper_attention=replace(table.hopper_attention, num_ctas=num_sms))

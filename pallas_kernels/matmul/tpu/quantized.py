@@ -37,9 +37,11 @@ def quantized_matmul(
 
     sizes: by default those of the chip that the trace is for. interpret: what `pl.pallas_call` takes.
     """
-    if why_not(x.shape[1], scales.shape[0], dtype):
-        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
+    if why_not(x.shape[1], scales.shape[0], dtype):
+        # Eight-bit codes are exact in bfloat16.
+        x = x.astype(dtype) if x.dtype == jnp.int8 and sizes.int8_products == 1 else x
+        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
     rows = prepared(x, x_scales, codes.dtype, scales.shape[0], dtype, sizes, len(x))
     return _call(rows, codes, scales, zeros, out_dtype, sizes, interpret)
 

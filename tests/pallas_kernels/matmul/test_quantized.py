@@ -16,7 +16,9 @@ from pallas_kernels import reference
 from pallas_kernels.matmul.quantized import CODES, quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.quantized_xla import MOST_GROUP_ROWS
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
+from pallas_kernels.matmul.tpu import quantized as tpu
 from pallas_kernels.registry import KERNELS, kernel
+from pallas_kernels.tuning import TpuProducts
 
 IMPLEMENTATIONS = {
     kernel(*row): row[1]
@@ -188,3 +190,18 @@ def test_operands_of_other_kinds():
     with pytest.raises(ValueError, match="group_sizes must be int32"):
         sizes = jnp.zeros(1, jnp.int32)
         quantized_grouped_matmul(jnp.zeros((2, 8)), jnp.zeros((2, 8, 4), jnp.int8), jnp.zeros((2, 1, 4)), None, sizes)
+
+
+@pytest.mark.parametrize("int8_products", [1, 2])
+def test_a_tpu_without_products_of_eight_bits_makes_none(int8_products):
+    """One scale a channel: XLA's product, of codes in bfloat16 there."""
+    rng = np.random.default_rng(0)
+    x, codes = (jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for shape in ((5, 96), (96, 40)))
+    options = {"dtype": jnp.bfloat16, "out_dtype": jnp.float32, "sizes": TpuProducts(int8_products=int8_products)}
+    call = partial(tpu.quantized_matmul, **options)
+    operands = x, jnp.full((5, 1), 0.5), codes, jnp.full((1, 40), 0.25), None
+    dots = [eqn for eqn in jax.make_jaxpr(call)(*operands).eqns if eqn.primitive.name == "dot_general"]
+    kinds = {str(invar.aval.dtype) for eqn in dots for invar in eqn.invars}
+    assert kinds == ({"int8"} if int8_products == 2 else {"bfloat16"})
+    expected = np.asarray(x, np.float32) @ np.asarray(codes, np.float32) / 8
+    np.testing.assert_allclose(call(*operands), expected, rtol=1e-6)
