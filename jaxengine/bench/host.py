@@ -202,18 +202,19 @@ class FreeRunner:
 
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
-        self.pools, self.plan = False, SimpleNamespace(num_pages=config.num_pages)
+        self.pools, self.keeps_history, self.plan = False, False, SimpleNamespace(num_pages=config.num_pages)
         self.config = SimpleNamespace(
             scheduler_config=lambda num_pages, num_ranks, windows: config,
             max_model_len=config.max_model_len,
-            async_scheduling=True,
+            max_in_flight=2,
+            enable_lora=False,
         )
         self._tokens, self._taken = tokens, 0
 
     def execute(self, step: Any) -> Any:
         self._taken += 1
         ids = self._tokens[self._taken % len(self._tokens)]
-        return SimpleNamespace(token_ids=lambda: ids, is_ready=lambda: True, pools=False)
+        return SimpleNamespace(token_ids=lambda: ids, verified=lambda: None, is_ready=lambda: True, pools=False)
 
     def sample(self, pending: Any) -> None: ...
 

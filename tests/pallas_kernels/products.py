@@ -45,18 +45,18 @@ E4M3 = "float8_e4m3fn"
 QUICK = {
     "one row": Product(1, 256, 136, 64, "uint8", True),
     "sums of 32": Product(16, 320, 300, 32, "int8"),
-    "sums in a loop": Product(3, 8320, 40, 128, "uint8", True),
     "weights of 128": Product(70, 256, 130, 128, "uint8", True),
     "weights of 32": Product(70, 320, 130, 32, E4M3),
-    "weights in a loop": Product(70, 1152, 40, 128, "int8"),
     "e4m3 rows by groups": Product(8, 384, 130, 128, E4M3, False, E4M3, 128),
-    "e4m3 rows by coarser groups": Product(8, 512, 40, 64, E4M3, False, E4M3, 128),
-    "e4m3 rows in a loop": Product(8, 8448, 40, 128, E4M3, False, E4M3, 128),
     "e4m3 rows by finer groups": Product(8, 384, 40, 192, E4M3, False, E4M3, 96),
     "int8 rows": Product(5, 256, 130, 128, "int8", False, "int8"),
     "int8 rows by groups": Product(5, 256, 40, 64, "uint8", True, "int8", 128),
 }
 MORE = {
+    "sums in a loop": Product(3, 8320, 40, 128, "uint8", True),
+    "weights in a loop": Product(70, 1152, 40, 128, "int8"),
+    "e4m3 rows in a loop": Product(8, 8448, 40, 128, E4M3, False, E4M3, 128),
+    "e4m3 rows by coarser groups": Product(8, 512, 40, 64, E4M3, False, E4M3, 128),
     "sums of 16, ends cut": Product(40, 448, 130, 16, "uint8", True),
     "sums of a wide group": Product(5, 2048, 40, 1024, E4M3),
     "weights of a wide group": Product(70, 2048, 40, 1024, "uint8"),

@@ -14,7 +14,6 @@ from tests.sharding.parallel_cases import CASES
 ROOT = Path(__file__).parents[2]
 # Every kind of parallelism; --thorough runs every case.
 SHORT = (
-    "tp2 dp2 pp2",
     "moe tp2 dp2 ep",
     "latent tp4 pp2, replicated",
     "drafts tp2 dp2 pp2",

@@ -71,10 +71,10 @@ def test_priority_timeout_and_token_ids(llm, value):
         llm.generate({"prompt_token_ids": [value]}, PLAIN, use_tqdm=False)
     options = RequestOptions(timeout=value)
     if 0 < value <= 10**9:
-        options.verify_against(policy)
+        options.verify_against(policy, False)
     else:
         with pytest.raises(RequestError, match="^timeout "):
-            options.verify_against(policy)
+            options.verify_against(policy, False)
     assert llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].finished
 
 

@@ -118,7 +118,7 @@ def holdings(pid: int) -> dict[str, int]:
 
 
 async def test_a_storm_leaves_nothing_in_the_server(make_server, chat_engine, chat_model, thorough, report):
-    count = 2000 if thorough else 60
+    count = 2000 if thorough else 100
     running = make_server(**SMALL_POOL, max_num_queued_reqs=4096, api_server_count=2)
     server, pids = Server.at(running.base_url + "/v1"), [running.engine_pid, *running.api_pids]
 

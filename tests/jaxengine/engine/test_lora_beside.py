@@ -1,8 +1,11 @@
-"""Drafts and adapters in one engine: rows of one step have drafts, adapters, both or neither."""
+"""Adapters beside what else changes a product or a step: quantised weights, and drafts."""
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, LoRARequest, SamplingParams
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
@@ -42,3 +45,26 @@ def test_tokens_are_those_without_drafts(tmp_path):
             metrics = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     assert found[0] == found[1]
     assert metrics["vllm:spec_decode_num_accepted_tokens"] > 20
+
+
+def test_adapters_on_quantised_weights(tmp_path):
+    """int8 by channel, as beside the weights that it stands for."""
+    plain, weights = tmp_path / "plain", load_file(TINY_CHECKPOINT / "model.safetensors")
+    for name, weight in weights.items():
+        if ".layers." in name and weight.ndim == 2:
+            scales = np.abs(weight).max(axis=1, keepdims=True) / np.float32(127)
+            weights[name] = np.rint(weight / scales) * scales
+    plain.mkdir()
+    save_file(weights, plain / "model.safetensors")
+    shutil.copy(TINY_CHECKPOINT / "config.json", plain)
+    adapter = LoRARequest("a", 1, write_adapter(tmp_path / "a", TINY_CHECKPOINT, seed=1))
+    prompts, params = [[5, 6, 7, 8, 9], [20, 21]], SamplingParams(temperature=0, max_tokens=8, logprobs=0)
+    found, scores = [], []
+    for model, quantization in ((str(TINY_CHECKPOINT), "int8"), (str(plain), None)):
+        with LLM(model, **OPTIONS, quantization=quantization) as llm:
+            for chosen in (None, adapter):
+                outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=chosen)
+                found.append([list(output.outputs[0].token_ids) for output in outputs])
+                scores.append([output.outputs[0].cumulative_logprob for output in outputs])
+    assert found[:2] == found[2:] and found[0] != found[1]
+    np.testing.assert_allclose(scores[:2], scores[2:], rtol=1e-4)
