@@ -48,7 +48,7 @@ GPU_FEATURES = (
     "tree branches",
 )
 GPU_LATENT = ("latent decodes", "latent of many heads")
-GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits", "many_parts")
+GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits")
 PRODUCTION_CASES = (PRODUCTION_BLOCKS[0].name, PRODUCTION[0].name, PRODUCTION[-1].name)
 EAGER_BATCHES = ("mixed", "q tile straddles a kv block", "block edges")
 EAGER_FEATURES = ("skewed decodes", "window, sinks and soft cap")

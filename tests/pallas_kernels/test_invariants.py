@@ -25,19 +25,29 @@ CASE = Case("mixed", MIXED_Q, MIXED_KV)
 SPEC = CASE.spec
 
 
-@pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
+# XLA for GPUs is the CPU's code on another layout.
+ON_EACH = pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(each, id=each.name, marks=pytest.mark.thorough("as on a CPU") if each.name == "gpu_xla" else ())
+        for each in IN_PROCESS
+    ],
+)
+
+
+@ON_EACH
 @pytest.mark.parametrize("check", INVARIANTS, ids=lambda check: check.__name__)
 def test_invariant(check, implementation):
     check(implementation)
 
 
-@pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
+@ON_EACH
 @pytest.mark.parametrize("check", ["splits", "many_parts"])
 def test_split_keys_give_the_oracle(check, implementation):
     CHECKS[check](implementation)
 
 
-@pytest.mark.parametrize("implementation", IN_PROCESS, ids=lambda implementation: implementation.name)
+@ON_EACH
 def test_ten_runs_give_the_same_bits(implementation):
     CHECKS["determinism"](10, implementation)
 

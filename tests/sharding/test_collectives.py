@@ -49,7 +49,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "experts, dp 4, ep, ragged": (EXPERTS, {DATA: 4, EXPERT: True} | RAGGED, {"all-gather": 1, "ragged-all-to-all": 2}),
 }
 # What others show together.
-THOROUGH = ("tp 4, replicated", "dp 2", "tp 2, dp 2", "experts, tp 2, dp 2", "experts, dp 4, ep, ragged")
+THOROUGH = (
+    *("tp 2", "tp 4, replicated", "dp 2", "tp 2, dp 2", "experts, tp 2, dp 2", "experts, dp 4, ep, ragged"),
+    "norms over heads, tp 4, replicated",
+)
 # Compiled with its heads too, which take most of the time; the others as a first pipeline stage.
 WHOLE = "tp 4"
 PLANTED = "weights gathered"

@@ -54,6 +54,7 @@ def test_what_matters_is_in_the_key(tmp_path, changes):
     assert (cache.num_compiled, cache.num_loaded) == (1, 0)
 
 
+@pytest.mark.thorough("half a minute of compiling")
 def test_engines_of_other_shapes_do_not_take_each_others_steps(tmp_path):
     """A bucket's rows of logits follow from the other buckets, and whether it scores prompts as well."""
     model = str(TINY_CHECKPOINT)

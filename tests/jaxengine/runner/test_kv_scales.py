@@ -104,7 +104,7 @@ def test_logprobs_are_those_of_rounded_keys_and_values(make, plain, monkeypatch,
     assert llm.core.runner.compiles.count == 0
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", ["fp8", pytest.param("int8", marks=pytest.mark.thorough("as fp8"))])
 def test_tokens_are_the_same_alone_in_a_crowd_and_under_preemption(coded, dtype):
     llm = coded(dtype)
     use_scheduler(llm, enable_prefix_caching=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxengine import LLM
 from jaxengine.runner.memory import memory_in_use, return_free_memory
 
@@ -17,6 +19,7 @@ def test_every_loaded_program_counts(make_llm):
     assert whole == sum(held) > 3 * max(held)
 
 
+@pytest.mark.thorough("half a minute of compiling")
 def test_a_program_that_was_loaded_counts_as_when_it_was_compiled(tiny_options, tmp_path):
     """Also where what it held had not been remembered: a loaded program cannot be made into a file again."""
     options = {**tiny_options, "compile_cache_dir": str(tmp_path), "enforce_eager": True}

@@ -153,10 +153,8 @@ class Matrices:
 
 # A program of each kind always.
 KINDS = (
-    "ct float tensor static",
     "ct float block group",
     "ct int channel token",
-    "fp8 block",
     "awq",
     "gptq 4 v2 act-order",
 )

@@ -117,6 +117,7 @@ def holdings(pid: int) -> dict[str, int]:
     }
 
 
+@pytest.mark.thorough("the storm in one process shows most of it")
 async def test_a_storm_leaves_nothing_in_the_server(make_server, chat_engine, chat_model, thorough, report):
     count = 2000 if thorough else 100
     running = make_server(**SMALL_POOL, max_num_queued_reqs=4096, api_server_count=2)
