@@ -7,13 +7,16 @@ weights come from (models/weights).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from flax import nnx
 
 from models.config.lora import LoraSpec
+from models.quantization.four_bits import GPTQ
+from models.quantization.online import Rounded
 from models.quantization.registry import PLAIN
+from models.quantization.rules import Quantization
 from models.quantization.scheme import Scheme, Weight
 from models.weights.declare import Source, declared_params
 from sharding.layout import ONE_DEVICE, MeshLayout
@@ -35,6 +38,7 @@ class Build:
         with a repr that says all.
       layer: the layer that is being built, None outside the layers.
       lora: room for adapters of the products of layers; None for a model without.
+      split_tower: devices share the weights of what sees; otherwise each has all of them, and pictures of its own.
     """
 
     dtype: Any
@@ -43,6 +47,7 @@ class Build:
     scheme: Callable[[str], Scheme] = PLAIN
     layer: int | None = None
     lora: LoraSpec | None = None
+    split_tower: bool = True
 
     def weight(
         self,
@@ -64,6 +69,17 @@ class Build:
         parts = 1 if table or axes[-2] is None else self.mesh.num_shards(axes[-2])
         options: dict[str, Any] = {"num_experts": num_experts, "table": table, "input_parts": parts}
         return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, **options)
+
+    def for_tower(self, quantization: Callable[[str], Any] | None) -> Build:
+        """What a model's tower is built for: without adapters, and stored as its checkpoint says by its modules' names.
+
+        quantization: of the model's configuration. What is rounded as it is read is the text's matrices, and AutoGPTQ,
+        whose configurations name no modules, does not touch towers.
+        """
+        if not isinstance(quantization, Quantization) or quantization.method == GPTQ:
+            return replace(self, lora=None, scheme=PLAIN)
+        rounded = any(isinstance(stored, Rounded) for _, stored in quantization.rules)
+        return replace(self, lora=None, scheme=PLAIN if rounded else self.scheme)
 
 
 def build_abstract(model_class: Callable[[Config, Build], Model], config: Config, build: Build) -> Model:

@@ -29,6 +29,7 @@ class CausalLM(Protocol):
       checkpoint_names: what its checkpoints have beside the tensors that it declares.
       build: what it was built for, with a stage.
       layers: of the stage, in order.
+      tower: what sees, see models.config.tower; of the first stage of a model whose config has one only.
     """
 
     gguf_architecture: ClassVar[str | None]
@@ -36,6 +37,7 @@ class CausalLM(Protocol):
     config: ModelConfig
     build: Build
     layers: Any
+    tower: Any
 
     def __init__(self, config: ModelConfig, build: Build): ...
 

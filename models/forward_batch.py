@@ -31,6 +31,19 @@ class Adapters(NamedTuple):
     in_use: jax.Array
 
 
+class MediaRows(NamedTuple):
+    """Embeddings of pictures and videos, which stand in the places of tokens.
+
+    Attributes:
+      rows: [N, E], what towers have left (models.vision.tower); E is D, or a multiple of it where layers add parts of
+        their own. None in a stage that is not the first.
+      index: i32[T], the row of each token, -1 for those that are what their id says.
+    """
+
+    rows: jax.Array | None
+    index: jax.Array
+
+
 class ForwardBatch(NamedTuple):
     """One step's tokens, ragged over sequences, padded to a bucket of T tokens and S sequences.
 
@@ -42,6 +55,9 @@ class ForwardBatch(NamedTuple):
         counts); only page_table and slot_mapping differ between groups.
       state_rows: for models with states, where each row's are; else None.
       adapters: those of the tokens; None in a model without room for any.
+      media: None in a step where every token is what its id says.
+      rope_positions: i32[3, T], the places of tokens in time, height and width, for models that turn queries and keys
+        by these; i32[T] where the three are equal. None where they are `positions`.
     """
 
     token_ids: jax.Array
@@ -50,6 +66,8 @@ class ForwardBatch(NamedTuple):
     ragged: tuple[RaggedBatch, ...]
     state_rows: StateRows | None = None
     adapters: Adapters | None = None
+    media: MediaRows | None = None
+    rope_positions: jax.Array | None = None
 
 
 HEADER = ("num_seqs", "num_decode", "features")
@@ -60,6 +78,10 @@ DELTA_COLUMNS = ("row", "column", "page")
 @dataclass(frozen=True)
 class StepLayout:
     """Where each field of a step's message lies in its flat int32 buffer.
+
+    Of a step with pictures there is also `media` [1 or 4, T]: the row of the encoder's pool that stands for each token,
+    -1 for none, and where layers turn queries and keys by these a token's places in time, height and width, -1 where
+    they follow from its position.
 
     Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
     scheduler.token_params, the same for all ranks), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and `deltas`
@@ -73,11 +95,13 @@ class StepLayout:
       num_tokens: T.
       num_seqs: S.
       num_deltas: page-table entries that fit in one message.
+      num_media: rows of `media`, 0 in a step without pictures.
     """
 
     num_tokens: int
     num_seqs: int
     num_deltas: int
+    num_media: int = 0
 
     @cached_property
     def _fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
@@ -86,6 +110,7 @@ class StepLayout:
             "rows": (len(ROW_COLUMNS), self.num_seqs),
             "token_ids": (self.num_tokens,),
             "deltas": (len(DELTA_COLUMNS), self.num_deltas),
+            "media": (self.num_media, self.num_tokens),
         }
         fields, end = {}, 0
         for name, shape in shapes.items():
@@ -97,7 +122,7 @@ class StepLayout:
     @property
     def size(self) -> int:
         """Number of int32 in the message."""
-        return self._fields["deltas"][0].stop
+        return self._fields["media"][0].stop
 
     def view(self, buffer: Any, name: str) -> Any:
         """The field `name` of a message, in its shape: a view for numpy, a static slice under jit."""

@@ -34,13 +34,17 @@ from models.families.glm import GlmForCausalLM
 from models.families.glm4 import Glm4ForCausalLM
 from models.families.glm4_moe import Glm4MoeForCausalLM
 from models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
+from models.families.glm4v import Glm4vForConditionalGeneration
 from models.families.gpt_oss import GptOssForCausalLM
 from models.families.granite import GraniteForCausalLM
 from models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
+from models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
 from models.families.internlm3 import InternLM3ForCausalLM
+from models.families.internvl import InternVLForConditionalGeneration
 from models.families.llama import LlamaForCausalLM
 from models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
+from models.families.llava import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration
 from models.families.minicpm import MiniCPMForCausalLM
 from models.families.minicpm3 import MiniCPM3ForCausalLM
 from models.families.minimax_m2 import MiniMaxM2ForCausalLM
@@ -54,11 +58,13 @@ from models.families.olmoe import OlmoeForCausalLM
 from models.families.phi3 import Phi3ForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
 from models.families.qwen2_moe import Qwen2MoeForCausalLM
+from models.families.qwen2_vl import Qwen2_5_VLForConditionalGeneration, Qwen2VLForConditionalGeneration
 from models.families.qwen3 import Qwen3ForCausalLM
 from models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 from models.families.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration
 from models.families.qwen3_moe import Qwen3MoeForCausalLM
 from models.families.qwen3_next import Qwen3NextForCausalLM
+from models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 from models.families.seed_oss import SeedOssForCausalLM
 from models.families.smollm3 import SmolLM3ForCausalLM
 from models.families.starcoder2 import Starcoder2ForCausalLM
@@ -120,6 +126,16 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
+    "LlavaForConditionalGeneration": LlavaForConditionalGeneration,
+    "Qwen2VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
+    "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VLForConditionalGeneration,
+    "Qwen3VLForConditionalGeneration": Qwen3VLForConditionalGeneration,
+    "LlavaNextForConditionalGeneration": LlavaNextForConditionalGeneration,
+    "InternVLForConditionalGeneration": InternVLForConditionalGeneration,
+    "Idefics3ForConditionalGeneration": Idefics3ForConditionalGeneration,
+    "SmolVLMForConditionalGeneration": SmolVLMForConditionalGeneration,
+    "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoeForConditionalGeneration,
+    "Glm4vForConditionalGeneration": Glm4vForConditionalGeneration,
 }
 
 

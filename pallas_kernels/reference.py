@@ -25,6 +25,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,  # [N]
     tree_mask: np.ndarray | None = None,  # u32 [T, ceil(Q / 32)]
+    kv_limits: np.ndarray | None = None,  # [T]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention over pages: (output [T, N, Hv], log-sum-exp [T, N]), both float64.
 
@@ -42,6 +43,8 @@ def ragged_paged_attention(
         for token in range(first, end):
             tree_row = None if tree_mask is None else tree_mask[token]
             keys = visible_keys(num_computed, end - first, token - first, causal, window, chunk, tree_row)
+            if kv_limits is not None:  # those that follow, up to a limit
+                keys = np.append(keys, np.arange(num_computed + token - first + 1, min(kv_limits[token], kv_lens[seq])))
             pages, offsets = page_table[seq, keys // page_size], keys % page_size
             for head in range(num_q_heads):
                 k = k_pages[pages, offsets, head // group].astype(np.float64)

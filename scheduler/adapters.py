@@ -93,7 +93,7 @@ class AdapterSlots:
                 slot.claim = None
             if promised is not None and promised.status is RequestStatus.FINISHED:
                 slot.promised = None
-        for request in sorted(self.waiting, key=lambda each: (each.priority, each.arrival_index)):
+        for request in sorted(self.waiting, key=_order):
             index = self._find(request.adapter)
             slot = None if index is None else self._slots[index]
             if slot is not None and not self._is_claimed(slot, request):
@@ -131,17 +131,17 @@ class AdapterSlots:
     def _is_claimed(self, slot: _Slot, request: Request) -> bool:
         """Whether somebody who comes before the request waits for the slot to become free."""
         claim = slot.claim
-        return claim is not None and (claim.priority, claim.arrival_index) < (request.priority, request.arrival_index)
+        return claim is not None and _order(claim) < _order(request)
 
     def _get(self, request: Request, is_running: np.ndarray) -> None:
         """Gives an adapter without a slot one that nobody uses, or has the request claim one."""
         adapter = request.adapter
         assert adapter is not None
         claimed = next((slot for slot in self._slots if slot.claim and slot.claim.adapter is adapter), None)
-        if claimed is not None and self._is_idle(claimed, is_running):
+        if claimed is not None and self._is_idle(claimed, request, is_running):
             self._give(claimed, request)
             return
-        idle = [slot for slot in self._slots if slot.claim is None and self._is_idle(slot, is_running)]
+        idle = [slot for slot in self._slots if slot.claim is None and self._is_idle(slot, request, is_running)]
         if idle:
             if claimed is not None:
                 claimed.claim = None
@@ -151,11 +151,20 @@ class AdapterSlots:
             if free:
                 min(free, key=lambda slot: slot.used).claim = request
 
-    def _is_idle(self, slot: _Slot, is_running: np.ndarray) -> bool:
+    def _is_idle(self, slot: _Slot, request: Request, is_running: np.ndarray) -> bool:
+        """Whether nobody uses a slot, nor is kept it who comes before the request.
+
+        What is kept for later ones is no reason to wait: a request that was preempted may have lost its slot to one of
+        them, which waits in turn because of its claim.
+        """
         promised = slot.promised
         if slot.owner is None:
             return True
-        kept = promised is not None and promised.status is not RequestStatus.RUNNING
+        kept = (
+            promised is not None
+            and promised.status is not RequestStatus.RUNNING
+            and _order(promised) <= _order(request)
+        )
         return slot.ready and not kept and not is_running[self._slots.index(slot)]
 
     def _give(self, slot: _Slot, request: Request) -> None:
@@ -164,6 +173,11 @@ class AdapterSlots:
         slot.owner, slot.ready, slot.used = request.adapter, False, self._clock
         slot.promised, slot.claim = request, None
         self.loads.append((self._slots.index(slot), request.adapter))
+
+
+def _order(request: Request) -> tuple[int, int]:
+    """Who comes first is less."""
+    return request.priority, request.arrival_index
 
 
 def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarray:

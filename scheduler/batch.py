@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from scheduler.encoder_rows import Encode
 from scheduler.request import Request
 
 
@@ -39,6 +40,10 @@ class ScheduledBatch:
       next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
       deltas: page-table entries the device does not have yet.
       admitted: requests that took a slot in this step.
+      encodes: pictures to be encoded before the step.
+      embeds: i32[num_tokens], the row of the encoders' pool that stands for each token, -1 for none; None where no row
+        has any, or needs places.
+      places: i32[3, num_tokens], rope_positions of those that the device does not know, else -1; None as `embeds`.
       features: union of the features of the rows; of those that score prompts, only where this step has tokens of one
         whose successors are known.
     """
@@ -57,6 +62,9 @@ class ScheduledBatch:
     deltas: PageDeltas
     admitted: list[Request]
     features: int
+    encodes: list[Encode] = field(default_factory=list)
+    embeds: np.ndarray | None = None
+    places: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +84,11 @@ class ScheduledStep:
     num_rows: int = field(init=False)
     num_tokens: int = field(init=False)
     features: int = field(init=False)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether some token is not what its id says, or not in the place that its position says."""
+        return any(batch.embeds is not None for batch in self.batches)
 
     def __post_init__(self):
         self.num_rows = self.num_tokens = self.features = 0

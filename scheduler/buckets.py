@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Tokens of a step whose decodes have several each: where the products of so many rows take longer than reading the
 # weights, a draft costs about what it saves.
@@ -14,11 +14,12 @@ MAX_WIDE_TOKENS = 256
 @dataclass(frozen=True, order=True)
 class Bucket:
     """A compiled shape: T tokens over S sequences. Decode-only steps have one token a sequence, T = S; wide ones have
-    `width`, its last token and drafts, T = S * width."""
+    `width`, its last token and drafts, T = S * width. With `media` tokens may be embeddings of pictures."""
 
     num_tokens: int
     num_seqs: int
     width: int = 1
+    media: bool = False
 
     @property
     def decode_only(self) -> bool:
@@ -27,7 +28,9 @@ class Bucket:
     def __str__(self) -> str:
         if self.width > 1:
             return f"decode S={self.num_seqs} W={self.width}"
-        return f"decode S={self.num_seqs}" if self.decode_only else f"mixed T={self.num_tokens} S={self.num_seqs}"
+        if self.decode_only:
+            return f"decode S={self.num_seqs}"
+        return f"mixed T={self.num_tokens} S={self.num_seqs}" + " with pictures" * self.media
 
 
 class Buckets:
@@ -40,6 +43,7 @@ class Buckets:
         largest has room for max_num_seqs, which another rank may decode meanwhile.
       widths: tokens that a decode may have in steps without prefill, beside 1; each for as many sequences as
         `most_wide` says.
+      media: each mixed bucket is there for steps with pictures, too.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class Buckets:
         decode_sizes: Iterable[int],
         mixed_sizes: Iterable[int],
         widths: Iterable[int] = (),
+        *,
+        media: bool = False,
     ):
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
@@ -63,8 +69,9 @@ class Buckets:
         largest = max(max_num_batched_tokens, max_num_seqs + 1)
         tokens = sorted({*(size for size in mixed_sizes if size > 1), largest}) if max_num_batched_tokens > 1 else []
         self.mixed = tuple(Bucket(size, min(size - 1, max_num_seqs)) for size in tokens)
+        self.media = tuple(replace(bucket, media=True) for bucket in self.mixed if media)
         # The shapes whose steps can score prompts; a prompt fed token by token makes the others do where that is all.
-        self.scored = self.mixed or self.decode
+        self.scored = (*self.mixed, *self.media) or self.decode
         self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
         self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]
         self._wide_sizes: dict[int, list[int]] = {}
@@ -76,10 +83,10 @@ class Buckets:
         )
 
     def __iter__(self) -> Iterator[Bucket]:
-        return iter(self.decode + self.mixed + self.wide)
+        return iter(self.decode + self.mixed + self.media + self.wide)
 
     def __len__(self) -> int:
-        return len(self.decode) + len(self.mixed) + len(self.wide)
+        return len(self.decode) + len(self.mixed) + len(self.media) + len(self.wide)
 
     def sample_size(self, bucket: Bucket) -> int:
         """Rows of logits that a step of the bucket gives, at least its S: the sampler is compiled for few sizes.
@@ -95,20 +102,23 @@ class Buckets:
         size = sizes[bisect.bisect_left(sizes, num_seqs)]
         return Bucket(size * width, size, width)
 
-    def round_up(self, num_tokens: int, num_seqs: int, *, mixed: bool = False, scored: bool = False) -> Bucket:
+    def round_up(
+        self, num_tokens: int, num_seqs: int, *, mixed: bool = False, scored: bool = False, media: bool = False
+    ) -> Bucket:
         """The smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token each.
 
         mixed: some sequence has more than one token although the counts, each the largest of any rank, do not show it.
-        scored: the step scores prompts.
+        scored: the step scores prompts. media: it has pictures.
         """
         if not 1 <= num_seqs <= min(num_tokens, self.max_num_seqs) or num_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"a step of {num_tokens} tokens over {num_seqs} sequences; allowed are 1 to {self.max_num_seqs} "
                 f"sequences of at least one token and {self.max_num_batched_tokens} tokens in all"
             )
-        if num_tokens == num_seqs and not mixed and not (scored and self.mixed):
+        if num_tokens == num_seqs and not (mixed or media) and not (scored and self.mixed):
             return self.decode[bisect.bisect_left(self._decode_sizes, num_seqs)]
-        return self.mixed[bisect.bisect_left(self._mixed_sizes, max(num_tokens, num_seqs + 1))]
+        buckets = self.media if media else self.mixed
+        return buckets[bisect.bisect_left(self._mixed_sizes, max(num_tokens, num_seqs + 1))]
 
 
 def most_wide(width: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:

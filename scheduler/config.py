@@ -32,6 +32,9 @@ class SchedulerConfig:
         last token, of which some may turn out to be right.
       draft: makes drafts where the host does; None where the device does.
       num_adapters: adapters (LoRA) that may run at once; 0 where requests have none.
+      num_encoder_rows: embeddings of pictures that a rank keeps (scheduler.encoder_rows), 0 for a model that sees none;
+        max_encoder_patches: patches of pictures that a rank encodes in one step at most; whole_pictures: no picture is
+        cut by chunks.
     """
 
     num_pages: int
@@ -50,6 +53,9 @@ class SchedulerConfig:
     widths: tuple[int, ...] = ()
     draft: Draft | None = None
     num_adapters: int = 0
+    num_encoder_rows: int = 0
+    max_encoder_patches: int = 0
+    whole_pictures: bool = False
 
     @property
     def num_tables(self) -> int:

@@ -22,6 +22,10 @@ class RequestError(ValueError):
         self.value = value
 
 
+class UnknownAdapterError(RequestError):
+    """A request that names an adapter which is not there, or not any more: there is no such model."""
+
+
 class OverloadedError(RequestError):
     """A sound request that is refused because too many wait already.
 

@@ -37,12 +37,14 @@ class Packer:
       buckets: the closed set of shapes.
       page_size: tokens a page holds; bounds the page-table entries a step can bring.
       num_groups: cache groups, each with a page table of its own.
+      with_places: messages of steps with pictures have the places of tokens.
     """
 
     buckets: Buckets
     page_size: int
     num_ranks: int = 1
     num_groups: int = 1
+    with_places: bool = False
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
@@ -71,6 +73,7 @@ class Packer:
                 num_rows,
                 mixed=max([batch.num_tokens - batch.num_rows for batch in batches]) > 0,
                 scored=step.features & PROMPT_LOGPROBS > 0,
+                media=step.has_media,
             )
         layout = self.layouts[bucket]
         buffer = self._empty[bucket].copy()
@@ -99,6 +102,10 @@ class Packer:
         if first < num_rows:
             next_token[first:num_rows] = batch.next_tokens
             layout.view(message, "token_ids")[first : batch.num_tokens] = np.concatenate(batch.token_ids)
+        if batch.embeds is not None:
+            media = layout.view(message, "media")
+            media[0, : batch.num_tokens] = batch.embeds
+            media[1:, : batch.num_tokens] = batch.places if self.with_places else 0
         count = min(len(batch.deltas.rows), layout.num_deltas)
         if count:
             layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
@@ -108,7 +115,8 @@ class Packer:
         num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
         if not bucket.decode_only and bucket.width == 1:
             num_deltas += bucket.num_tokens // self.page_size
-        return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas)
+        num_media = bucket.media * (4 if self.with_places else 1)
+        return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas, num_media)
 
     @cached_property
     def _empty(self) -> dict[Bucket, np.ndarray]:

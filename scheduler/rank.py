@@ -14,6 +14,7 @@ import numpy as np
 
 from scheduler.batch import PageDeltas, ScheduledBatch, StepResult
 from scheduler.config import SchedulerConfig
+from scheduler.encoder_rows import EncoderRows
 from scheduler.end import End
 from scheduler.pages.groups import PageTables
 from scheduler.pages.snapshots import Hits
@@ -54,6 +55,8 @@ class Rank:
         self.pool = self.pages.pool
         self._snapshots = self.pages.snapshots
         self.slots = Slots(config.max_num_seqs)
+        sizes = config.num_encoder_rows, config.max_encoder_patches
+        self.encoder_rows = EncoderRows(*sizes, whole=config.whole_pictures)
         self.budget = 0
         self.preempted: list[Request] = []
         self._results = Results(self.slots, index, config.max_model_len)
@@ -93,6 +96,7 @@ class Rank:
     def begin(self, num_in_flight: int) -> None:
         """Starts a step with the rows of running requests. num_in_flight: steps whose tokens are not known yet."""
         self._num_steps += 1
+        self.encoder_rows.begin_step()
         if self._snapshots is not None:
             self._snapshots.begin_step()
         self._admitted, self.preempted, self._widths = [], [], None
@@ -109,8 +113,9 @@ class Rank:
         for slot, count in prefills:
             self._register_pages(slot, int(self.slots.num_computed[slot]) + count, count)
         self._decodes, self._prefills = decodes, prefills
-        # Where no prefill has its place, either none is left or the step has no tokens for anybody.
-        self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if prefills else 0
+        # Where no prefill has its place, either none is left or the step has no tokens for anybody, or no pictures.
+        is_waiting = prefills or self.encoder_rows.num_rows
+        self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if is_waiting else 0
 
     def offer(self, request: Request) -> Offer | None:
         """What an open rank can do for a waiting request; None if its pages or the step's tokens do not suffice.
@@ -122,10 +127,10 @@ class Rank:
         known = request.known_token_ids()
         hits = self._cached_pages(request, known)
         cached = hits.num_columns * self.config.page_size
-        count = self._chunk(len(known) - cached)
+        count = self.encoder_rows.reach(request.media, cached, self._chunk(len(known) - cached))
         if self._snapshots is not None:
             count = min([count, *(border - cached for border in self._snapshots.borders(hits, len(known)))])
-        if count < len(known) - cached and not self.config.enable_chunked_prefill:
+        if not count or (count < len(known) - cached and not self.config.enable_chunked_prefill):
             return None
         need = self.config.most_pages(len(known)) - sum(map(len, hits.pages))
         reserved = self._num_promised + self._num_kept_free()
@@ -139,6 +144,7 @@ class Rank:
         features = request.params.features | (ADAPTER if request.adapter is not None else 0)
         slot = s.take(request, known, cached, limit, features)
         request.status = RequestStatus.RUNNING
+        self.encoder_rows.take(slot, request.media, cached, count)
         self.pages.begin(slot, hits)
         self.pages.grow(slot, cached + count)
         if self._snapshots is not None:
@@ -213,6 +219,8 @@ class Rank:
                     flat[is_draft] = np.concatenate([known_ids[:0], *self._drafts])
                     known_ids = flat
         token_ids, next_tokens, scores = [], [], False
+        chunks = [(s.requests[slot].media, int(s.num_computed[slot]), count) for slot, count in prefills]
+        embeds, places = self.encoder_rows.inputs(chunks, num_tokens)
         taken = {request.slot for request in self._admitted}
         for row, (slot, count) in enumerate(prefills, num_decode):
             known, computed = s.known[slot], int(s.num_computed[slot])
@@ -224,6 +232,7 @@ class Rank:
             sample[row] = computed + count >= s.num_fed[slot]
             if slot in taken:
                 start[row] = computed
+            self.encoder_rows.passed(slot, computed + count)
         s.num_computed[slots] += counts
         s.num_tokens[slots] += sample if self._widths is None else counts
         features = int(np.bitwise_or.reduce(s.features[slots], initial=0))
@@ -242,6 +251,9 @@ class Rank:
             deltas=PageDeltas.concatenate(self.pages.take_deltas()),
             admitted=self._admitted,
             features=features if scores else features & ~PROMPT_LOGPROBS,
+            encodes=self.encoder_rows.encodes,
+            embeds=embeds,
+            places=places,
         )
 
     def update(
@@ -269,6 +281,7 @@ class Rank:
                 self._register_pages(slot, written)
         s.release(slot)
         self.pages.release(slot)
+        self.encoder_rows.release(slot)
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
         """Slots that feed their last token, i64[n]; each has a page for it."""
@@ -315,14 +328,18 @@ class Rank:
             if not s.active[slot]:
                 continue
             computed = int(s.num_computed[slot])
-            count = self._chunk(int(s.num_fed[slot]) - computed)
+            media, count = s.requests[slot].media, self._chunk(int(s.num_fed[slot]) - computed)
+            count = self.encoder_rows.reach(media, computed, count)
             count = count if self._snapshots is None else self._snapshots.cut(slot, computed, count)
+            if not count:  # its next picture is for a later step
+                continue
             need = self.pages.num_missing(slot, computed + count)
             while need > self.pool.num_free and s.active[slot]:
                 self._preempt(s.last_in_line())
             if not s.active[slot]:
                 break
             self.pages.grow(slot, computed + count)
+            self.encoder_rows.take(slot, media, computed, count)
             scheduled.append((slot, count))
             self.budget -= count
         return scheduled

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from scheduler.media import Media
 from scheduler.token_params import TokenParams
 
 # Why a request ended whose row could not be sampled: its stop_reason.
@@ -73,6 +74,7 @@ class Request:
       arrival_time: when its caller asked, seconds of the engine's clock.
       deadline: the same clock; the request is aborted once it has passed.
       cache_salt: requests share cached pages only within one salt.
+      media: the pictures and videos of the prompt, which has a placeholder for each of their embeddings.
       lora: the name of the adapter to run with, None for the model alone.
       adapter: what the engine has found under that name; adapter_slot: where on the devices it is while this runs.
       per_step: report every token when it is known, not only the end.
@@ -99,6 +101,7 @@ class Request:
     arrival_time: float = 0.0
     deadline: float = float("inf")
     cache_salt: str | None = None
+    media: Media | None = None
     lora: str | None = None
     per_step: bool = False
     text_ends: bool = False
@@ -137,7 +140,7 @@ class Request:
         """Continues the digest chain over every full page of `token_ids` and returns it.
 
         A page's digest is SHA-256 over its parent's digest and its token ids, so equal digests mean equal prefixes;
-        the first parent carries the adapter and the cache salt.
+        the first parent carries the adapter and the cache salt, and a page with embeddings what they are of.
         """
         hashes = self.page_hashes
         first, last = len(hashes), len(token_ids) // page_size
@@ -146,8 +149,9 @@ class Request:
         raw = np.ascontiguousarray(token_ids[first * page_size : last * page_size], np.int32).tobytes()
         parent = hashes[-1] if hashes else self._first_digest()
         width = page_size * 4
-        for start in range(0, len(raw), width):
-            parent = hashlib.sha256(parent + raw[start : start + width]).digest()
+        marks = {} if self.media is None else self.media.marks(page_size)
+        for page, start in enumerate(range(0, len(raw), width), first):
+            parent = hashlib.sha256(parent + raw[start : start + width] + marks.get(page, b"")).digest()
             hashes.append(parent)
         return hashes
 

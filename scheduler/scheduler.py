@@ -270,6 +270,11 @@ class Scheduler:
         for rank in self.ranks:
             rank.pages.reset_prefix_cache()
 
+    def reset_encoder_cache(self) -> None:
+        """Forgets the embeddings of pictures that no running request needs."""
+        for rank in self.ranks:
+            rank.encoder_rows.clear()
+
     def _expire(self, now: float) -> list[Request]:
         expired = []
         while self._deadlines and self._deadlines[0][0] < now:

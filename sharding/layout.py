@@ -16,6 +16,7 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "batch": ("data", "attn"),
         "pages": ("data", "attn"),
+        "pictures": ("data", "attn", "model"),
         "heads": ("model",),
         "kv_heads": ("model",),
         "ffn": ("attn", "model"),

@@ -21,6 +21,8 @@ MAX_HEADS = MAX_HEAD_DIM = MAX_EXPERTS = 4096
 MAX_HIDDEN, MAX_INTERMEDIATE, MAX_VOCAB = 1 << 17, 1 << 20, 1 << 22
 MAX_POSITIONS = 1 << 26
 MAX_TOKEN_IDS = 1024
+# Pixels or frames of a patch along a side, and patches of a row of a tower.
+MAX_PATCH, MAX_MERGE = 256, 16
 # Of layers and experts of each, which all have tensors with names of their own.
 MAX_ALL_EXPERTS = 1 << 17
 # By the fields' names, those of config.json first, then those of GGUF files.
@@ -77,6 +79,14 @@ _MAXIMA = {
     "expert_feed_forward_length": MAX_INTERMEDIATE,
     "context_length": MAX_POSITIONS,
     "rope.scaling.original_context_length": MAX_POSITIONS,
+    "depth": MAX_LAYERS,
+    "embed_dim": MAX_HIDDEN,
+    "num_heads": MAX_HEADS,
+    "out_hidden_size": MAX_HIDDEN,
+    "patch_size": MAX_PATCH,
+    "temporal_patch_size": MAX_PATCH,
+    "spatial_merge_size": MAX_MERGE,
+    "num_position_embeddings": MAX_VOCAB,
     "attention.sliding_window": MAX_INTEGER,
 }
 

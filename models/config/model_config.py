@@ -23,6 +23,7 @@ from models.config.fields import (
     check_size,
 )
 from models.config.pooler import Pooler
+from models.config.tower import TowerConfig
 
 _MAXIMA = {
     "vocab_size": MAX_VOCAB,
@@ -43,7 +44,7 @@ class ModelConfig:
     `num_nextn_predict_layers` layers behind the last that predict further tokens; they are not read. `pooler` is None
     for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` says
     how matrices are stored, by their checkpoint modules' names (models.quantization.rules.Quantization); None as they
-    are.
+    are. `tower` is what the model sees with; None for one that does not, or is not to.
     """
 
     architecture: str
@@ -65,6 +66,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pooler: Pooler | None = None
     quantization: Callable[[str], Any] | None = None
+    tower: TowerConfig | None = None
 
     def __post_init__(self) -> None:
         for name, maximum in _MAXIMA.items():
@@ -110,6 +112,11 @@ class ModelConfig:
     def attending(self) -> tuple[LayerAttention, ...]:
         """Of the layers that attend, in order; the others keep states in place of keys and values."""
         return tuple(layer for layer in self.attention if layer.state is None)
+
+    @property
+    def sees_places(self) -> bool:
+        """Whether the model sees, and turns queries and keys by places in time, height and width (Rope.sections)."""
+        return self.tower is not None and any(layer.rope and layer.rope.sections for layer in self.attention)
 
     @property
     def num_kv_heads(self) -> int:

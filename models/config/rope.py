@@ -153,14 +153,27 @@ class Rope:
     """The rotation of a layer's queries and keys: the first `rotary_dim` elements of each head, which is even.
 
     interleaved: element 2i is rotated with element 2i + 1, as in GPT-J, and not i with i + rotary_dim / 2.
+    sections: how many of the rotary_dim / 2 pairs turn by a token's place in time, in height and in width (M-RoPE, Wang
+    et al. 2024, arXiv:2409.12191); empty where all turn by its position. sections_interleaved: pairs take turns, time
+    height width, as long as there are any of height and width, and the rest is of time (Qwen3-VL); otherwise those of a
+    section are neighbours.
     """
 
     rotary_dim: int
     theta: float = 10000.0
     scaling: RopeScaling | None = None
     interleaved: bool = False
+    sections: tuple[int, ...] = ()
+    sections_interleaved: bool = False
 
     def __post_init__(self) -> None:
+        if self.sections and (
+            len(self.sections) != 3 or sum(self.sections) != self.rotary_dim // 2 or min(self.sections) < 0
+        ):
+            raise ModelConfigError(
+                f"mrope_section must be three counts that sum up to rotary_dim / 2 = {self.rotary_dim // 2}, got "
+                f"{list(self.sections)}"
+            )
         if not 1 < self.theta < float("inf"):
             raise ModelConfigError(f"rope_theta must be a finite number > 1, got {self.theta!r}")
         if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= MAX_HEAD_DIM:
@@ -190,6 +203,15 @@ class Rope:
         factors = scaling.factors if long else scaling.short_factors
         chosen = RopeScaling("factors", attention_factor=scaling.attention_factor, factors=factors)
         return replace(self, scaling=chosen)
+
+    def section_of_pairs(self) -> np.ndarray:
+        """Which of time 0, height 1 and width 2 each rotated pair turns by, i32[rotary_dim / 2]."""
+        if not self.sections_interleaved:
+            return np.repeat(np.arange(3, dtype=np.int32), self.sections)
+        found = np.zeros(self.rotary_dim // 2, np.int32)
+        for section, count in list(enumerate(self.sections))[1:]:
+            found[section : 3 * count : 3] = section
+        return found
 
     def frequencies(self) -> np.ndarray:
         """Radians per position of each rotated pair, float64[rotary_dim / 2]."""

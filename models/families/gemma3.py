@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786), and the text part of its models that also see: Gemma 2 with norms of q
+"""Gemma 3 (Gemma Team 2025, arXiv:2503.19786), with and without a tower: Gemma 2 with norms of q
 and k instead of soft caps, windows in five of six layers, and a rope of their own for these."""
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from models.config.hf import (
 from models.config.rope import Rope
 from models.families.gemma2 import Gemma2ForCausalLM, gguf_scale, read_cap
 from models.families.llama import LAYER
+from models.families.llava import NAMES
 from models.layers.attention import QK_NORMS, Attention
 from models.layers.norm import OffsetRMSNorm
+from models.vision.gemma3 import read_gemma3
 from models.weights.source import CheckpointNames
 
 # What transformers takes for fields that a file lacks; published files of the models that see lack most of them.
@@ -87,18 +89,13 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """Gemma 3 that was trained to see as well; what it sees with is not read."""
+    """Gemma 3 with pictures between the tokens, whose own see each other in both directions."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=(
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-            ("model.language_model.", "model."),
-        ),
-        unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-    )
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return super().read_hf(text_fields(fields))
+        # A text part may be kept under this name without the rest.
+        tower = read_gemma3(fields) if fields.has("vision_config") else None
+        return super().read_hf(text_fields(fields)) | {"tower": tower}

@@ -1,5 +1,5 @@
 """Ministral 3 and Mistral Small 3.1 and later (Mistral AI 2025): Mistral, in some of them with queries that grow with
-the position; of checkpoints that see pictures, the text."""
+the position, and with Pixtral's tower."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from models.config.attention import TemperatureTuning
 from models.config.fields import ConfigFields
 from models.config.hf import hf_fields, text_fields
 from models.families.mistral import MistralForCausalLM
+from models.vision.pixtral import PROJECTOR, TOWER, read_pixtral
 from models.weights.source import CheckpointNames
 
 
@@ -27,26 +28,25 @@ class Ministral3ForCausalLM(MistralForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """The text part of a Mistral that sees pictures."""
+    """Mistral or Ministral 3 with Pixtral's tower."""
 
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(
             ("language_model.model.", "model."),
             ("language_model.lm_head.", "lm_head."),
             ("model.language_model.", "model."),
+            (f"model.{TOWER}.", f"{TOWER}."),
+            (f"model.{PROJECTOR}.", f"{PROJECTOR}."),
         ),
-        unused=(
-            *("vision_tower.", "multi_modal_projector."),
-            *("model.vision_tower.", "model.multi_modal_projector."),
-        ),
+        tower=(f"{TOWER}.", f"{PROJECTOR}."),
+        flattened=(".patch_conv.weight",),
     )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields)
         kind = text.text("model_type", "mistral")
-        if kind == "ministral3":
-            return super().read_hf(text)
-        if kind != "mistral":
+        if kind not in ("mistral", "ministral3"):
             raise text.fail("model_type", "mistral or ministral3 in text_config")
-        return MistralForCausalLM.read_hf(text)
+        shared = super().read_hf(text) if kind == "ministral3" else MistralForCausalLM.read_hf(text)
+        return shared | {"tower": read_pixtral(fields, shared["rms_norm_eps"])}

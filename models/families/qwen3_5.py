@@ -1,7 +1,7 @@
-"""Qwen3.5 (Qwen Team 2026), the text part: Qwen3-Next's layers with dense MLPs, the delta nets' projections apart.
+"""Qwen3.5 (Qwen Team 2026): Qwen3-Next's layers with dense MLPs and the delta nets' projections apart, the tower and
+the rope of Qwen3-VL.
 
-Tokens of text have one position in all three parts of their rope, which is then a plain one. Layers that predict
-further tokens are not read.
+Layers that predict further tokens are not read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from models.config.fields import ConfigFields
 from models.config.hf import text_fields
 from models.config.state import GatedDelta
 from models.families.llama import LlamaForCausalLM
+from models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
 from models.families.qwen3_next import Qwen3NextForCausalLM, hybrid_fields
+from models.vision.qwen3_vl import read_qwen3_5
 from models.weights.declare import Source, parts_of
 from models.weights.source import CheckpointNames
 
@@ -39,14 +41,11 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 as published: it sees as well, and what it sees with is not read."""
+    """Qwen3.5 as published: it sees as well."""
 
-    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
-        prefixes=(("model.language_model.", "model."),),
-        unused=("mtp.", "model.visual."),
-        squeezed=(".conv1d.weight",),
-    )
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(unused=("mtp.",), squeezed=(".conv1d.weight",))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return super().read_hf(text_fields(fields))
+        text = without_mrope(text_fields(fields))
+        return with_sight(super().read_hf(text), text, fields, read_qwen3_5)

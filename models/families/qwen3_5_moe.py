@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts (Qwen Team 2026), the text part: Qwen3.5's layers with experts beside a gated shared MLP.
+"""Qwen3.5 with experts (Qwen Team 2026): Qwen3.5's layers with experts beside a gated shared MLP.
 
 Layers that predict further tokens are not read.
 """
@@ -14,8 +14,10 @@ from models.build import Build
 from models.config.fields import ConfigFields
 from models.config.hf import text_fields
 from models.families.qwen2_moe import gated_experts
+from models.families.qwen2_vl import with_sight, without_mrope
 from models.families.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 from models.families.qwen3_next import hybrid_fields
+from models.vision.qwen3_vl import read_qwen3_5
 from models.weights.source import CheckpointNames, StackedExperts
 
 # Matrices of all experts in one tensor, each as a linear layer stores it.
@@ -39,7 +41,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """As published: it sees as well, and what it sees with is not read."""
+    """As published: it sees as well."""
 
     checkpoint_names: ClassVar[CheckpointNames] = Qwen3_5ForConditionalGeneration.checkpoint_names._replace(
         stacked_experts=_STACKED
@@ -47,4 +49,5 @@ class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return super().read_hf(text_fields(fields))
+        text = without_mrope(text_fields(fields))
+        return with_sight(super().read_hf(text), text, fields, read_qwen3_5)

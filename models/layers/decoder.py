@@ -14,12 +14,14 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from models.build import Build
 from models.cache import Cache, Paged, State, group_layers, num_places, of_layer, paged_groups
 from models.config.attention import LayerAttention
 from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
+from models.config.rope import Rope
 from models.config.state import GatedDelta, StateArray
 from models.forward_batch import ForwardBatch
 from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads, query_temperature
@@ -71,6 +73,8 @@ class Decoder(nnx.Module):
         if stage.is_first or (stage.is_last and tied and scores):
             self.embed = Embedding(config.vocab_size, size, source="model.embed_tokens", build=build)
         self.layers = nnx.List([self.make_layer(layer, replace(build, layer=layer)) for layer in stage.layers])
+        if stage.is_first and config.tower is not None:
+            self.tower = config.tower.make(config.hidden_size, build.for_tower(config.quantization))
         if stage.is_last:
             self.norm = self.make_norm(build)
         if stage.is_last and classifier is not None:
@@ -100,6 +104,14 @@ class Decoder(nnx.Module):
         """i32[T] -> [T, D], what the first layer gets."""
         return scaled(self.embed(token_ids), self.config.embedding_multiplier)
 
+    def embed_batch(self, batch: ForwardBatch) -> jax.Array:
+        """[T, D], the embeddings of tokens and, in their places, of pictures."""
+        x = self.embed_tokens(batch.token_ids)
+        if batch.media is None:
+            return x
+        assert batch.media.rows is not None, "the first stage has the rows of pictures"
+        return jnp.where(batch.media.index[:, None] >= 0, _media_part(batch.media.rows, batch.media.index, 0, x), x)
+
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> f32[R, V] as the devices of the vocabulary compute them."""
         tied = self.config.tie_word_embeddings
@@ -120,7 +132,7 @@ class Decoder(nnx.Module):
         own_state = {layer: place for place, layer in enumerate(self._state_layers)}
         num_paged = 0
         with jax.named_scope("embed"):
-            x = self.embed_tokens(batch.token_ids) if hidden is None else hidden
+            x = self.embed_batch(batch) if hidden is None else hidden
         loads: list[jax.Array] = []
         for index, (layer, attention) in enumerate(zip(self.layers, self._attention, strict=True)):
             graph, state = nnx.split(layer)
@@ -132,6 +144,7 @@ class Decoder(nnx.Module):
                     pool, num_paged = replace(pool, data=own.data), num_paged + 1
                 else:
                     x, kept[place], load = _run_layer(graph, state, x, kept[place], batch.state_rows, steps[attention])
+            x = _with_part(x, batch, self.stage.layers[index] + 1)
             loads += jax.tree.leaves(load)
         kv = Cache(pool, tuple(kept)) if isinstance(kv, Cache) else pool
         if loads:
@@ -224,10 +237,14 @@ class Decoder(nnx.Module):
         tables, temperatures, schedules = {}, {}, {}
         for rope in dict.fromkeys(attention.rope for attention in attentions):
             with jax.named_scope("rope_table"):
-                tables[rope] = None if rope is None else rope_table(batch.positions, rope)
+                tables[rope] = None if rope is None else rope_table(_turns(batch, rope), rope)
         for tuning in dict.fromkeys(attention.temperature for attention in attentions):
             with jax.named_scope("temperature"):
                 temperatures[tuning] = None if tuning is None else query_temperature(batch.positions, tuning)
+        limits = None
+        if batch.media is not None and self.config.tower is not None and self.config.tower.attends_both_ways:
+            with jax.named_scope("picture_limits"):
+                limits = picture_limits(batch.media.index, batch.positions)
         specs = {attention: attention_spec(attention, self.mesh) for attention in attentions if attention.state is None}
         for spec in dict.fromkeys(specs.values()):
             with jax.named_scope("attention_schedule"):
@@ -237,6 +254,7 @@ class Decoder(nnx.Module):
                     num_tokens=batch.token_ids.shape[0],
                     page_size=kv.page_size,
                     platform=kv.layout,
+                    kv_limits=limits,
                 )
         rows = Rows(batch.ragged[0].slot_mapping >= 0, batch.adapters)
         return {
@@ -245,6 +263,35 @@ class Decoder(nnx.Module):
             )
             for attention in attentions
         }
+
+
+def picture_limits(index: jax.Array, positions: jax.Array) -> jax.Array:
+    """The position behind the picture of each token, i32[T], where it is in one (index >= 0), and else behind its own.
+
+    Two pictures are never neighbours in a prompt; where two prompts are, attention looks at the first one's keys only.
+    """
+    tokens = jnp.arange(len(index), dtype=jnp.int32)
+    behind = lax.cummin(jnp.where(index >= 0, len(index), tokens), reverse=True)
+    return positions + jnp.maximum(behind - tokens, 1)
+
+
+def _turns(batch: ForwardBatch, rope: Rope) -> jax.Array:
+    return batch.rope_positions if rope.sections and batch.rope_positions is not None else batch.positions
+
+
+def _media_part(rows: jax.Array, index: jax.Array, part: int, x: jax.Array) -> jax.Array:
+    """A part of the embeddings of pictures (MediaRows), as x [T, D]; of any row for tokens that have none."""
+    width = x.shape[1]
+    return rows[jnp.maximum(index, 0), part * width : (part + 1) * width].astype(x.dtype)
+
+
+def _with_part(x: jax.Array, batch: ForwardBatch, part: int) -> jax.Array:
+    """x [T, D] behind layer part - 1 with what pictures add there (DeepStack, Meng et al. 2024, arXiv:2406.04334)."""
+    media = batch.media
+    if media is None or media.rows is None or part * x.shape[1] >= media.rows.shape[1]:
+        return x
+    with jax.named_scope("deepstack"):
+        return jnp.where(media.index[:, None] >= 0, x + _media_part(media.rows, media.index, part, x), x)
 
 
 @partial(jax.jit, static_argnums=0)

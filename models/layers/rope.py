@@ -14,9 +14,13 @@ from models.config.rope import Rope
 
 
 def rope_table(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of positions i32[T], each f32[T, R/2]."""
+    """cos and sin of positions i32[T], each f32[T, R/2]; of places i32[3, T] for a rope with sections."""
     freqs = jnp.asarray(rope.frequencies(), jnp.float32)
-    angles = positions.astype(jnp.float32)[:, None] * freqs[None, :]
+    if positions.ndim == 2:
+        turns = positions.astype(jnp.float32).T[:, rope.section_of_pairs()]
+    else:
+        turns = positions.astype(jnp.float32)[:, None]
+    angles = turns * freqs[None, :]
     scale = rope.scaling.attention_factor if rope.scaling is not None else 1.0
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 

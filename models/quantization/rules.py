@@ -52,8 +52,9 @@ class Quantization:
 
     def names_of(self, module: str) -> list[str]:
         """What the checkpoint may call a module of the model."""
-        renamed = [old + module[len(new) :] for old, new in self.prefixes if module.startswith(new)]
-        return [module, *renamed]
+        whole = f"{module}."  # a prefix may be all of a module's name
+        renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
+        return [module, *(name.removesuffix(".") for name in renamed)]
 
 
 @dataclass(frozen=True)

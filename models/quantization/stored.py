@@ -168,3 +168,21 @@ def input_scale(module: StoredModule) -> str:
 
 
 SCALAR: tuple[Shape, ...] = ((1,), ())
+
+
+def spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.ndarray:
+    """Scales [rows, n] of `group` inputs each, the last of fewer, as `count` scales of equally many."""
+    if groups.shape[1] == count:
+        return groups
+    assert groups.shape[1] == num_groups(size, group)
+    first_inputs = np.arange(count) * (size // count)
+    return groups[:, first_inputs // (group or size)]
+
+
+def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group: int | None) -> np.ndarray:
+    """f32 [rows, in] of codes [rows, in], and scales and zeros [rows, n] of `group` inputs each."""
+    size = codes.shape[1]
+    values = codes.astype(np.float32) * spread(scales, group, size, size)
+    if zeros is not None:
+        values -= spread(zeros, group, size, size)
+    return values

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from models.causal_lm import CausalLM
 from models.quantization.online import Rounded
-from models.quantization.stored import StoredModule, num_groups
+from models.quantization.stored import StoredModule, dequantized, num_groups
 from models.weights.errors import ModelFileError
 from models.weights.quantized import QuantizedSource
 from models.weights.renamed import RenamedSource
@@ -70,7 +70,7 @@ def compress(
 
     _write(folder, tensors())
     matrices = {
-        name.removesuffix(".weight") for name in names if len(checkpoint.shape(name)) == 2 and ".weight" in name
+        name.removesuffix(".weight") for name in names if len(checkpoint.shape(name)) == 2 and name.endswith(".weight")
     }
     ignored = sorted(matrices - {name.removesuffix(".weight") for name in modules})
     rounded = next(iter(modules.values()))[0]
@@ -78,7 +78,7 @@ def compress(
 
 
 def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
-    """The quantization_config of matrices that `_parts` made. ignored: names of modules that are as they were."""
+    """The quantization_config of matrices that `_rounded` made. ignored: names of modules that are as they were."""
     weights: dict[str, Any] = {"dynamic": False, "symmetric": not rounded.has_zeros}
     if rounded.group is None:
         weights["strategy"] = "channel"
@@ -106,10 +106,8 @@ def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarr
     if not np.isfinite(weight).all():
         raise module.fail("weight", "holds what is no finite number")
     codes, (scales, zeros) = rounded.codes(module, rows, slice(0, size)), rounded.scales(module, rows)
-    made = codes.astype(np.float32) * np.repeat(scales, rounded.group or size, axis=1)[:, :size]
-    if zeros is not None:
-        made -= np.repeat(zeros, rounded.group or size, axis=1)[:, :size]
-    error, whole = (float(np.sum(np.square(each, dtype=np.float64))) for each in (made - weight, weight))
+    moved = dequantized(codes, scales, zeros, rounded.group) - weight
+    error, whole = (float(np.sum(np.square(each, dtype=np.float64))) for each in (moved, weight))
     if (bits := _BITS.get(rounded.dtype)) is None:
         return {"weight": codes, "weight_scale": scales}, error, whole
     half = 1 << bits - 1

@@ -15,13 +15,16 @@ from flax import nnx
 
 from sharding.layout import MeshLayout
 
+_TOWER_LAYERS = ("tower", "layers")
+
 
 class Source(NamedTuple):
     """A checkpoint tensor, [tensor_rows, ...], or some of its rows, and what they contribute to a weight.
 
     Attributes:
       name: in Hugging Face's spelling, of a module where a scheme is to say which tensors it has, else of a tensor.
-        "{layer}" stands for the number of the weight's layer in the model, "{expert}" for the index of the expert.
+        "{layer}" stands for the number of the weight's layer in the model or its tower, "{expert}" for the index of the
+        expert.
       rows: those used of the tensor.
       repeat: every `group` rows (a head's) are contributed that many times in a row.
       padding: rows of zeros contributed after the tensor's.
@@ -155,10 +158,11 @@ def declare(shape: tuple[int, ...], dtype: Any, decl: ParamDecl) -> nnx.Param:
 def declared_params(model: Any) -> Iterator[DeclaredParam]:
     """Every weight of a model (abstract or real) or of a part of one, in module order.
 
-    A model lists the layers of its stage, in order, as `layers` (models.causal_lm.CausalLM).
+    A model lists the layers of its stage, in order, as `layers` (models.causal_lm.CausalLM), and so does its tower.
     """
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         decl: ParamDecl = param.get_metadata()["decl"]
         layer = model.stage.layers[path[1]] if path[0] == "layers" else None
-        sources = tuple(source._replace(name=source.name.replace("{layer}", str(layer))) for source in decl.sources)
+        number = path[2] if path[:2] == _TOWER_LAYERS else layer
+        sources = tuple(source._replace(name=source.name.replace("{layer}", str(number))) for source in decl.sources)
         yield DeclaredParam(path, param, replace(decl, sources=sources), layer)

@@ -36,7 +36,7 @@ from models.weights.parts import (
 from models.weights.quantized import QuantizedSource
 from models.weights.renamed import RenamedSource
 from models.weights.source import WHOLE, WeightSource
-from models.weights.stacked import StackedSource
+from models.weights.stacked import StackedSource, of_shapes
 
 # Tensors that some checkpoints carry and no model reads: they follow from the configuration.
 IGNORABLE_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -74,7 +74,8 @@ def load_params(
     source = RenamedSource(source, names := model_abstract.checkpoint_names)
     if names.stacked_experts is not None and (experts := model_abstract.config.experts) is not None:
         as_stored = isinstance(model_abstract.build.scheme, Quantization)
-        source = StackedSource(source, names.stacked_experts, experts.num_experts, as_stored=as_stored)
+        stacked = of_shapes(names.stacked_experts, source, model_abstract.config.hidden_size)
+        source = StackedSource(source, stacked, experts.num_experts, as_stored=as_stored)
     for param in params:
         num_parts(param, mesh)
     whole = _whole(model_abstract)
@@ -195,6 +196,8 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
                 text = f"has another shape than {EMBEDDING}, but tie_word_embeddings is true"
                 raise ModelFileError(source.path, text, HEAD)
             tied_copy = True
+        elif name.startswith(model.checkpoint_names.tower if config.tower is None else config.tower.unused):
+            continue
         elif not name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES)) and not name.startswith(predicting):
             raise ModelFileError(source.path, "the model has no use for this tensor", name)
     if rope_factors:

@@ -18,13 +18,9 @@ class MergedSource(WrappedSource):
 
     def __init__(self, source: WeightSource, adapter: AdapterWeights, names: CheckpointNames):
         super().__init__(source)
-        modules = {stored: stored.removesuffix(".weight") for stored in source.names() if stored.endswith(".weight")}
-        for stored, module in modules.items():
-            renamed = (new + module[len(old) :] for old, new in names.prefixes if module.startswith(old))
-            modules[stored] = next(renamed, module)
-        self._changed = {
-            stored: adapter.matrices[module] for stored, module in modules.items() if module in adapter.matrices
-        }
+        matrices = {f"{module}.weight": matrices for module, matrices in adapter.matrices.items()}
+        modules = {stored: names.renamed(stored) for stored in source.names()}
+        self._changed = {stored: matrices[name] for stored, name in modules.items() if name in matrices}
 
     def names(self) -> Iterable[str]:
         return self._source.names()

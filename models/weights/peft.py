@@ -25,6 +25,7 @@ from models.weights.errors import ModelFileError
 from models.weights.files import inside, read_object
 from models.weights.lora_pools import AdapterTargets
 from models.weights.safetensors import PICKLE_SUFFIXES, SafetensorsCheckpoint
+from models.weights.source import renamed
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
@@ -265,7 +266,7 @@ def _stored_modules(checkpoint: SafetensorsCheckpoint, targets: AdapterTargets) 
         raise ModelFileError(checkpoint.path, "holds no matrices")
     stored: dict[str, str] = {}
     for name in found:
-        module = next((new + name[len(old) :] for old, new in targets.prefixes if name.startswith(old)), name)
+        module = renamed(name, targets.prefixes)
         if module not in targets.shapes:
             raise ModelFileError(checkpoint.path, _why_not(module, targets), name)
         if module in stored:

@@ -15,7 +15,7 @@ import numpy as np
 
 from models.causal_lm import CausalLM
 from models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS, Quantized
-from models.quantization.stored import StoredModule, input_scale, num_groups
+from models.quantization.stored import StoredModule, dequantized, input_scale, spread
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
 from models.weights.parts import tensor_name
@@ -68,7 +68,7 @@ class QuantizedSource(WrappedSource):
         scales, zeros = scheme.stored.scales(module, rows)
         held = scales if kind == SCALES else zeros
         assert held is not None
-        return _spread(held, scheme.stored.group, module.shape[1], self._shapes[name][1])[:, columns]
+        return spread(held, scheme.stored.group, module.shape[1], self._shapes[name][1])[:, columns]
 
     def _add(self, param: DeclaredParam, scheme_of: Callable[[str], Any]) -> None:
         for declared in param.decl.sources:
@@ -140,21 +140,8 @@ class QuantizedSource(WrappedSource):
 
     def _dequantized(self, scheme: Quantized, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
         """f32 [rows, columns]"""
-        stored, size = scheme.stored, module.shape[1]
-        codes = stored.codes(module, rows, WHOLE).astype(np.float32)
-        scales, zeros = stored.scales(module, rows)
-        values = codes * _spread(scales, stored.group, size, size)
-        if zeros is not None:
-            values -= _spread(zeros, stored.group, size, size)
+        stored = scheme.stored
+        values = dequantized(stored.codes(module, rows, WHOLE), *stored.scales(module, rows), stored.group)
         if stored.reordered:
             values[:, stored.order(module)] = values.copy()
         return values[:, columns]
-
-
-def _spread(groups: np.ndarray, group: int | None, size: int, count: int) -> np.ndarray:
-    """Scales [rows, n] of `group` inputs each, the last of fewer, as `count` scales of equally many."""
-    if groups.shape[1] == count:
-        return groups
-    assert groups.shape[1] == num_groups(size, group)
-    first_inputs = np.arange(count) * (size // count)
-    return groups[:, first_inputs // (group or size)]

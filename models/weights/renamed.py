@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import ml_dtypes
@@ -19,12 +20,12 @@ class RenamedSource(WrappedSource):
 
     def __init__(self, source: WeightSource, names: CheckpointNames):
         super().__init__(source)
-        self._squeezed = names.squeezed
+        self._squeezed, self._flattened = names.squeezed, names.flattened
         self._stored: dict[str, str] = {}
         for stored in source.names():
             if stored.startswith(names.unused) or self._is_constant(stored, names):
                 continue
-            name = next((new + stored[len(old) :] for old, new in names.prefixes if stored.startswith(old)), stored)
+            name = names.renamed(stored)
             if name in self._stored:
                 raise ModelFileError(source.path, f"stands for {name}, as does {self._stored[name]}", stored)
             self._stored[name] = stored
@@ -47,16 +48,24 @@ class RenamedSource(WrappedSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self._source.shape(self._stored[name])
+        if self._is_flattened(name, shape):
+            return shape[0], math.prod(shape[1:])
         return (shape[0], *shape[2:]) if self._is_squeezed(name, shape) else shape
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         stored = self._stored[name]
         if self._is_squeezed(name, self._source.shape(stored)):
             return self._source.read(stored, rows)[:, 0, columns]
+        if self._is_flattened(name, self._source.shape(stored)):
+            whole = self._source.read(stored, rows)
+            return whole.reshape(len(whole), -1)[:, columns]
         return self._source.read(stored, rows, columns)
 
     def _is_squeezed(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) > 2 and shape[1] == 1 and name.endswith(self._squeezed)
+
+    def _is_flattened(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) > 2 and name.endswith(self._flattened)
 
 
 # A pooling model that was saved without its head, as *Model, has names without the beginning of all others.

@@ -16,11 +16,12 @@ class StackedExperts(NamedTuple):
     """That a family stores the matrices of all experts of a layer in one tensor, see models.weights.stacked.
 
     interleaved: rows of gate and up take turns; otherwise all of gate come first.
-    out_first: a matrix is [out, in], as a linear layer's is; otherwise [in, out].
+    out_first: a matrix is [out, in], as a linear layer's is; otherwise [in, out]. None where checkpoints differ in that
+      and tell by their shapes, a square matrix being as a linear layer's.
     """
 
     interleaved: bool = False
-    out_first: bool = False
+    out_first: bool | None = False
 
 
 class CheckpointNames(NamedTuple):
@@ -28,17 +29,30 @@ class CheckpointNames(NamedTuple):
 
     Attributes:
       prefixes: beginnings of names, and what the model says instead; the first that fits counts.
-      unused: beginnings of the names of other parts, which are not read: what is to see pictures, say.
+      unused: beginnings of the names of other parts, which are not read.
+      tower: beginnings, as the model says them, of the names of what sees: not read where the model is not to see.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
+      flattened: ends of the names of tensors of more than two axes whose axes behind the first are one in the model.
       stacked_experts: how experts are stored where they may be in one tensor; None for each in tensors of its own.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+    tower: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
     squeezed: tuple[str, ...] = ()
+    flattened: tuple[str, ...] = ()
     stacked_experts: StackedExperts | None = None
+
+    def renamed(self, stored: str) -> str:
+        """What the model calls a tensor, or a module, of the checkpoint."""
+        return renamed(stored, self.prefixes)
+
+
+def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """The name with what stands for its beginning instead; the first that fits counts."""
+    return next((new + name[len(old) :] for old, new in prefixes if name.startswith(old)), name)
 
 
 class WeightSource(Protocol):

@@ -42,6 +42,14 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
+def of_shapes(stacked: StackedExperts, source: WeightSource, hidden_size: int) -> StackedExperts:
+    """How a checkpoint's experts are stored where only its shapes tell: `down_proj` gives hidden_size numbers."""
+    if stacked.out_first is not None:
+        return stacked
+    shapes = (tuple(source.shape(name)) for name in source.names() if name.endswith(f".experts.{DOWN}"))
+    return stacked._replace(out_first=next((shape[1:2] == (hidden_size,) for shape in shapes), False))
+
+
 class StackedSource(WrappedSource):
     """The WeightSource of a checkpoint whose experts are stacked; one that has no such tensors is as it is.
 

@@ -27,17 +27,29 @@ def attention_schedule(
     page_size: int,
     platform: str | None = None,
     tuning: Tuning | None = None,
+    kv_limits: jax.Array | None = None,
 ) -> Any:
     """The order in which a step's work is walked, a pytree to hand to `ragged_paged_attention`.
 
     Build it once per step; all layers with equal `window`, `chunk` and `causal` share it. It depends on lengths only,
     never on page ids. num_tokens: T. platform: a registry row, None for the default device's.
     tuning: how much is worked on at a time, None for what the table has for the chip. Attention keeps to it.
+    kv_limits: i32 [T], of each token the position behind the last key that it sees, for tokens that see some of those
+        that follow; others, and padding, have 0. What is beyond the sequence's keys is none. Windows still end at a
+        token's own position. Needs causal=True and chunk=None.
+    Raises ValueError for shapes, dtypes or options that do not fit, or that the platform does not have.
     """
     check_batch(batch, num_tokens)
     platform = platform or platform_of(jax.devices()[0])
     build = kernel("attention_schedule", platform)
-    return build(batch, spec, num_tokens=num_tokens, page_size=page_size, tuning=tuning or tuning_of(platform))
+    sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning or tuning_of(platform)}
+    if kv_limits is None:
+        return build(batch, spec, **sizes)
+    if kv_limits.shape != (num_tokens,) or kv_limits.dtype != jnp.int32:
+        raise ValueError(f"kv_limits must be int32[{num_tokens}], got {kv_limits.dtype}{list(kv_limits.shape)}")
+    if not spec.causal or spec.chunk is not None:
+        raise ValueError("kv_limits needs causal=True and chunk=None: it says what a token sees behind itself")
+    return build(batch, spec, **sizes, kv_limits=kv_limits)
 
 
 def ragged_paged_attention(
@@ -80,8 +92,10 @@ def ragged_paged_attention(
         _check_tree_mask(tree_mask, num_tokens, spec)
     attend = kernel("ragged_paged_attention", platform)
     if schedule is None:
-        sizes = {"num_tokens": num_tokens, "page_size": kv.page_size}
-        schedule = attention_schedule(batch, spec, **sizes, platform=platform, tuning=tuning)
+        page_size = kv.page_size
+        schedule = attention_schedule(
+            batch, spec, num_tokens=num_tokens, page_size=page_size, platform=platform, tuning=tuning
+        )
     elif tuning is not None:
         raise ValueError("ragged_paged_attention: give tuning to attention_schedule: a schedule brings its own")
     o, lse = attend(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask)

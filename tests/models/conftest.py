@@ -15,7 +15,7 @@ from flax import nnx
 from models.build import Build
 from models.cache import Cache, StateRows, pool_spec, state_rows
 from models.config.hf import read_config_json
-from models.forward_batch import Adapters, ForwardBatch
+from models.forward_batch import Adapters, ForwardBatch, MediaRows
 from models.registry import build_model, read_hf
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
@@ -65,8 +65,12 @@ class PagedRun:
         num_tokens: int,
         num_seqs: int = 2,
         adapters: dict[str, int] | None = None,
+        media: MediaRows | None = None,
     ) -> dict[str, np.ndarray]:
-        """Run the new tokens of each sequence; returns their logits f32[n, V] by sequence. adapters: slots of some."""
+        """Run the new tokens of each sequence; returns their logits f32[n, V] by sequence.
+
+        adapters: slots of some. media: of the step's tokens.
+        """
         own = np.full(num_tokens, -1, np.int32)
         tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
         slots, cu = np.full(num_tokens, -1, np.int32), np.zeros(num_seqs + 1, np.int32)
@@ -93,7 +97,9 @@ class PagedRun:
         nowhere = np.full(num_seqs, NUM_SLOTS, np.int32)
         rows = StateRows(cu, reads, writes, nowhere, np.int32(len(work)), np.int32(decodes))
         of_tokens = None if adapters is None else Adapters(own, np.bool_(adapters))
-        batch = jax.tree.map(jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), rows, of_tokens))
+        batch = jax.tree.map(
+            jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), rows, of_tokens, media)
+        )
         logits, self.kv = forward(self.graph, self.state, batch, self.kv)
         return {name: np.asarray(logits[cu[row] : cu[row + 1]]) for row, name in enumerate(work)}
 

@@ -37,7 +37,7 @@ The kernel notes' conformance list, and where each of its points is:
 32 update then attend             checks.update_then_attend
 33 donation                       test_invariants.py, kv/test_pages.py (CPU); jaxengine check reads the other targets
 34 no recompile                   checks.one_program_per_bucket
-35 bidirectional                  "bidirectional"; prefix-LM ranges are not part of the operation
+35 bidirectional                  "bidirectional"; inside of pictures: PICTURES
 36 lse                            every case; checks.halves
 37 fewer heads per device         checks.local_heads; shard_map over devices: tests/sharding
 38 MLA                            LATENT, PRODUCTION
@@ -223,6 +223,15 @@ CHUNKS = [
     Case("chunks of 400", (1, 40, 3), (900, 815, 700), chunk=400, **_WIDE),
 ]
 
+# Tokens that see those of their picture which follow: inside a tile and over several, over borders of pages and blocks,
+# a picture that began before the step, one of a single token, two in a sequence.
+_PICTURES = ((0, 20, 60), (1, 100, 131), (2, 12, 15), (4, 290, 295), (4, 297, 300))
+PICTURES = [
+    Case("pictures", (60, 11, 3, 1, 12), (60, 136, 16, 16, 300), pictures=_PICTURES),
+    Case("pictures and window", (60, 11, 3, 1, 12), (60, 136, 16, 16, 300), pictures=_PICTURES, window=16),
+    Case("pictures in a decode bucket", (1, 5, 2), (30, 133, 20), num_tokens=8, pictures=((1, 129, 132), (2, 18, 20))),
+]
+
 # What models run: query heads in groups, head dims and pages together, in the dtype they are served in. Heads are those
 # of one device of several, or fewer of the same group.
 PRODUCTION_Q, PRODUCTION_KV = (1, 9, 1, 20), (300, 140, 65, 20)
@@ -279,7 +288,7 @@ CROSSED += [_production((8, 1), 256, 64, kv_dtype="float8_e4m3fn")]  # more than
 CROSSED = [case for case in CROSSED if case not in PRODUCTION]
 
 ATTENTION = PRODUCTION + PRODUCTION_BLOCKS + BATCHES + ROWS_ONLY + HEADS + DIMS + PAGES
-ATTENTION += WINDOWS + WIDE_WINDOWS + CHUNKS + LOGITS + MASKS + QUANTIZED + LATENT + LONG
+ATTENTION += WINDOWS + WIDE_WINDOWS + CHUNKS + PICTURES + LOGITS + MASKS + QUANTIZED + LATENT + LONG
 BY_NAME = {case.name: case for case in ATTENTION + CROSSED}
 
 # What the mutation gate runs and an interpreter has time for in CI: every border and feature once.
@@ -305,6 +314,7 @@ QUICK_FEATURES = (
     "chunks of 16",
     "chunks of 400",
     "window, sinks and soft cap",
+    "pictures and window",
     "tree branches",
     "fp8 e4m3 keys and values",
     "codes of decodes",

@@ -34,8 +34,9 @@ def compiled(implementation: Implementation, spec: AttentionSpec):
     """The jitted attention of one layer; shapes and dtypes are left to jit's own cache."""
 
     @jax.jit
-    def run(q, kv, batch, sinks, tree_mask):
-        schedule = implementation.schedule(batch, spec, num_tokens=q.shape[0], page_size=kv.page_size)
+    def run(q, kv, batch, sinks, tree_mask, kv_limits):
+        limits = {} if kv_limits is None else {"kv_limits": kv_limits}
+        schedule = implementation.schedule(batch, spec, num_tokens=q.shape[0], page_size=kv.page_size, **limits)
         return implementation.attend(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask)
 
     return run
@@ -78,6 +79,7 @@ def operands(case: Case, problem: Problem, dtype: str, implementation: Implement
         ragged_batch(problem),
         None if problem.sinks is None else jnp.asarray(problem.sinks),
         None if problem.tree_mask is None else jnp.asarray(problem.tree_mask),
+        None if problem.kv_limits is None else jnp.asarray(problem.kv_limits),
     )
 
 

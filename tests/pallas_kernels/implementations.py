@@ -51,8 +51,8 @@ class Implementation:
     def _options(self) -> dict[str, Any]:
         return {} if self.interpret is None else {"interpret": self.interpret()}
 
-    def schedule(self, batch, spec, **sizes: int) -> Any:
-        return self._kernel("attention_schedule")(batch, spec, **sizes, tuning=self._tuning())
+    def schedule(self, batch, spec, **options: Any) -> Any:
+        return self._kernel("attention_schedule")(batch, spec, **options, tuning=self._tuning())
 
     def attend(self, q, kv, batch, schedule, **options) -> tuple[jax.Array, jax.Array]:
         return self._kernel("ragged_paged_attention")(q, kv, batch, schedule, **options, **self._options())
@@ -114,6 +114,8 @@ def _mosaic_gpu_interpreter() -> ModuleType:
 def _tpu_refuses(case: Case, dtype: str) -> str | None:
     if "float16" in (dtype, case.kv_dtype):
         return "float16"
+    if case.pictures:
+        return "tokens that see some that follow"
     return f"page size {case.page_size}" if case.page_size % 8 else None
 
 
@@ -134,6 +136,7 @@ def _not_mosaic_gpu(case: Case, dtype: str) -> str | None:
         "group": not case.values_in_keys and case.heads[0] // case.heads[1] > 64,
         "page size": case.page_size % 64 and case.page_size not in (8, 16, 32),
         "tree mask": case.tree is not None,
+        "limits of keys": case.pictures,
         "queries": dtype == "float32",
         "pool": not quantized and pool_dtype != dtype,
     }

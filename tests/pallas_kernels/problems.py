@@ -42,6 +42,7 @@ class Case:
     sm_scale: float | None = None
     sinks: str | None = None  # "zero", "large", "absent" or "mixed"
     tree: str | None = None  # "chain" or "branches"
+    pictures: tuple[tuple[int, int, int], ...] = ()  # sequence, first, end: positions whose tokens see each other
     query_scale: float = 1.0  # multiplies q, for logits far from 1
     value_scale: float = 1.0
     past_end: int = -1  # what the page table holds past a sequence's last page
@@ -83,6 +84,7 @@ class Problem(NamedTuple):
     v_codes: np.ndarray
     k_scale: np.ndarray | None  # f32 [K] of a quantised pool
     v_scale: np.ndarray | None  # None also where values lie in keys
+    kv_limits: np.ndarray | None
 
 
 def build(case: Case, dtype: str, family: str) -> Problem:
@@ -157,6 +159,7 @@ def build(case: Case, dtype: str, family: str) -> Problem:
         v_codes,
         k_scale,
         None if case.values_in_keys else v_scale,
+        _kv_limits(case, cu_q_lens),
     )
 
 
@@ -177,6 +180,7 @@ def expected(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         soft_cap=case.soft_cap,
         sinks=problem.sinks,
         tree_mask=problem.tree_mask,
+        kv_limits=problem.kv_limits,
     )
 
 
@@ -201,6 +205,7 @@ def _boundaries(case: Case, q_len: int, kv_len: int) -> list[int]:
             edges += [position - case.window, position - case.window + 1]
         if case.chunk is not None:
             edges += [position // case.chunk * case.chunk - n for n in (0, 1)]
+        edges += [end - n for seq, _, end in case.pictures for n in (0, 1) if case.kv_lens[seq] == kv_len]
     return edges
 
 
@@ -227,3 +232,16 @@ def _tree_mask(case: Case, cu_q_lens: np.ndarray) -> np.ndarray | None:
                 mask[cu_q_lens[seq] + index, node // 32] |= np.uint32(1 << node % 32)
                 node = node - 1 if case.tree == "chain" else (node - 1) // 2 if node else -1
     return mask
+
+
+def _kv_limits(case: Case, cu_q_lens: np.ndarray) -> np.ndarray | None:
+    """The end of its picture for each token in one, 0 for others; garbage in padding."""
+    if not case.pictures:
+        return None
+    limits = np.full(case.num_tokens, GARBAGE, np.int32)
+    limits[: sum(case.q_lens)] = 0
+    for seq, first, end in case.pictures:
+        num_computed = case.kv_lens[seq] - case.q_lens[seq]
+        tokens = cu_q_lens[seq] + np.arange(max(first - num_computed, 0), min(end, case.kv_lens[seq]) - num_computed)
+        limits[tokens] = end
+    return limits

@@ -46,6 +46,7 @@ GPU_FEATURES = (
     "window, sinks and soft cap",
     "fp8 e4m3 keys and values",
     "tree branches",
+    "pictures and window",
 )
 GPU_LATENT = ("latent decodes", "latent of many heads")
 GPU_INVARIANTS = ("page_ids", "update_then_attend", "local_heads", "splits")

@@ -37,8 +37,10 @@ class Loop:
         if self.config.widths:
             self.scheduler.draft_width.choose = self.choose_width
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        buckets = Buckets(seqs, tokens, [size for size in (1, 2, 4) if size < seqs], [4], self.config.widths)
-        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables)
+        sees = self.config.num_encoder_rows > 0
+        decodes = [size for size in (1, 2, 4) if size < seqs]
+        buckets = Buckets(seqs, tokens, decodes, [4], self.config.widths, media=sees)
+        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables, sees)
         pipelined = self.config.num_micro_batches > 1
         self.device = FakeDevice(self.packer, self.config, forgetful=pipelined, windows=windows)
         self.in_flight: deque = deque()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -119,6 +121,23 @@ def test_a_preempted_request_comes_back_to_its_adapter():
     rig.add(*(request(name, adapter, 30) for name, adapter in (("a", A), ("b", B), ("c", C))))
     assert sorted(rig.run(400)) == ["a", "b", "c"]
     assert rig.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("seed", [6, 19, 21, 23])
+def test_one_that_was_preempted_and_one_that_came_later_do_not_wait_for_each_other(seed):
+    """The later one has got the preempted one's slot, and newcomers would keep the other slot in use."""
+    rng = np.random.default_rng(seed)
+    rig = Rig(replace(CONFIG, num_pages=int(rng.integers(12, 20)), max_model_len=48))
+    first = [request(f"x{n}", (A, B, A, B, C, C)[n], int(rng.integers(2, 30))) for n in range(6)]
+    rig.add(*first[:4])
+    for _ in range(rng.integers(1, 6)):
+        rig.step(load=bool(rng.integers(2)))
+    rig.add(*first[4:])
+    for number in range(300):
+        rig.add(request(f"a{number}", A, int(rng.integers(3, 9))))
+        rig.step(load=bool(rng.integers(3)))
+    assert rig.scheduler.num_preemptions > 0
+    assert all(each.status is RequestStatus.FINISHED for each in first)
 
 
 def test_whoever_is_aborted_while_waiting_leaves_nothing():

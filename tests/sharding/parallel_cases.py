@@ -232,7 +232,7 @@ CASES |= {
     "awq tp2 pp2": ("awq", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
 # Drafts of whatever came before, right and wrong; the run on one device has none.
-_DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}}
+_DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
 CASES |= {
     "drafts": ("dense", _DRAFTS),
     "drafts tp2 dp2": ("dense", {"tensor_parallel_size": 2, "data_parallel_size": 2} | _DRAFTS),
@@ -243,6 +243,11 @@ CASES |= {
     ),
     "drafts gemma2 tp2": ("gemma2", {"tensor_parallel_size": 2} | _DRAFTS),
     "drafts latent tp4": ("latent", {"tensor_parallel_size": 4} | _DRAFTS),
+    "drafts latent tp2 dp2 pp2, replicated": (
+        "latent",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "pipeline_parallel_size": 2, "replicate_kv_heads": True}
+        | _DRAFTS,
+    ),
     "drafts moe tp2 dp2 ep": (
         "moe",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} | _DRAFTS,

@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[2]
 # Every kind of parallelism; --thorough runs every case.
 SHORT = (
     "moe tp2 dp2 ep",
-    "latent tp4 pp2, replicated",
-    "drafts tp2 dp2 pp2",
+    "drafts latent tp2 dp2 pp2, replicated",
 )
 
 

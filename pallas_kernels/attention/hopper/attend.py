@@ -77,11 +77,20 @@ def why_not(
 
 
 def attention_schedule(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    page_size: int,
+    tuning: Tuning,
+    kv_limits: jax.Array | None = None,
 ) -> kernel_schedule.Schedule | xla_schedule.Schedule:
-    """Items of the step for the kernels, or the XLA work list where the shapes alone say that it serves them."""
-    build = (xla_schedule if why_not(spec, page_size) else kernel_schedule).attention_schedule
-    return build(batch, spec, num_tokens=num_tokens, page_size=page_size, tuning=tuning)
+    """Items of the step for the kernels, or the XLA work list where the shapes alone say that it serves them, and where
+    tokens see some that follow."""
+    sizes = {"num_tokens": num_tokens, "page_size": page_size, "tuning": tuning}
+    if kv_limits is not None:
+        return xla_schedule.attention_schedule(batch, spec, **sizes, kv_limits=kv_limits)
+    return (xla_schedule if why_not(spec, page_size) else kernel_schedule).attention_schedule(batch, spec, **sizes)
 
 
 def ragged_paged_attention(
@@ -106,6 +115,8 @@ def ragged_paged_attention(
             f"on layout 'gpu' schedule and attention take the shard's own spec"
         )
     reason = why_not(spec, page_size, q.dtype, kv.dtype, tree_mask=tree_mask is not None)
+    if reason is None and isinstance(schedule, xla_schedule.Schedule):
+        reason = "tokens that see some that follow"
     if reason is not None:
         _log_once(reason)
         if isinstance(schedule, kernel_schedule.Schedule):

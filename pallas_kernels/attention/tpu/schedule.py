@@ -56,9 +56,17 @@ def has_runs(num_tokens: int, num_seqs: int) -> bool:
 
 
 def attention_schedule(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    page_size: int,
+    tuning: Tuning,
+    kv_limits: jax.Array | None = None,
 ) -> Schedule:
     """Cut a batch of T = num_tokens tokens into segments; a few integer operations on [T, S] and smaller."""
+    if kv_limits is not None:
+        raise ValueError("kv_limits: the TPU kernel has no tokens that see some that follow; XLA on CPU and GPU has")
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.tpu_attention
     index = jnp.arange(num_seqs, dtype=jnp.int32)
     live = index < batch.num_seqs

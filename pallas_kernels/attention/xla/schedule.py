@@ -58,9 +58,18 @@ def block_kv_of(sizes: XlaAttention, page_size: int, num_rows: int) -> int:
 
 
 def attention_schedule(
-    batch: RaggedBatch, spec: AttentionSpec, *, num_tokens: int, page_size: int, tuning: Tuning
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    *,
+    num_tokens: int,
+    page_size: int,
+    tuning: Tuning,
+    kv_limits: jax.Array | None = None,
 ) -> Schedule:
-    """Cut a batch of T = num_tokens tokens into tiles: a few integer operations on [S], [T] and [T / Q, S]."""
+    """Cut a batch of T = num_tokens tokens into tiles: a few integer operations on [S], [T] and [T / Q, S].
+
+    kv_limits: as the public operation has it; it is in the ranges of keys then, and attention need not know.
+    """
     num_seqs, sizes = batch.kv_lens.shape[0], tuning.xla_attention
     single_kv = block_kv_of(sizes, page_size, min(num_tokens, num_seqs))
     runs_kv = block_kv_of(sizes, page_size, num_tokens)
@@ -73,19 +82,29 @@ def attention_schedule(
     else:
         seqs = jnp.arange(num_seqs, dtype=jnp.int32)
         tokens, there = batch.cu_q_lens[:-1], q_lens == 1
-    single, rank = _single_tiles(batch, q_lens, seqs, tokens, there, spec, num_tokens, sizes.block_seqs, single_kv)
+    keys = _Keys(batch, q_lens, spec, kv_limits)
+    single, rank = _single_tiles(keys, seqs, tokens, there, num_tokens, sizes.block_seqs, single_kv)
     if num_tokens <= num_seqs:
         return Schedule(single, rank, None, sizes)
-    return Schedule(single, rank, _run_tiles(batch, q_lens, spec, num_tokens, sizes.block_q, runs_kv), sizes)
+    return Schedule(single, rank, _run_tiles(keys, num_tokens, sizes.block_q, runs_kv), sizes)
+
+
+class _Keys(NamedTuple):
+    """What says which keys a token sees."""
+
+    batch: RaggedBatch
+    q_lens: jax.Array  # i32 [S], 0 for rows that are not live
+    spec: AttentionSpec
+    limits: jax.Array | None  # i32 [T]
 
 
 def _single_tiles(
-    batch, q_lens, seqs, tokens, there, spec, num_tokens: int, block_seqs: int, block_kv: int
+    keys: _Keys, seqs, tokens, there, num_tokens: int, block_seqs: int, block_kv: int
 ) -> tuple[Tiles, jax.Array]:
     """Rows (seqs[r], tokens[r]) i32 [R] where `there`, in tiles [n, B, 1], and the rank of each token."""
     num_rows = seqs.shape[0]
     width = min(block_seqs, num_rows)
-    start, end = _visible_keys(batch, q_lens, seqs, tokens - batch.cu_q_lens[seqs], there, spec)
+    start, end = _visible_keys(keys, seqs, tokens - keys.batch.cu_q_lens[seqs], there)
     order = jnp.argsort(-_ceil_div(end, block_kv)).astype(jnp.int32)
     pad = (0, -num_rows % width)
 
@@ -100,8 +119,9 @@ def _single_tiles(
     return _tiles(num_tiles, tiled(seqs), tokens, tiled(start)[..., None], tiled(end)[..., None], block_kv), rank
 
 
-def _run_tiles(batch, q_lens, spec, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
+def _run_tiles(keys: _Keys, num_tokens: int, block_q: int, block_kv: int) -> Tiles:
     """Every sequence of several tokens in tiles [n, 1, Q], in token order."""
+    q_lens = keys.q_lens
     num_seqs, block_q = q_lens.shape[0], min(block_q, num_tokens)
     tiles = jnp.where(q_lens > 1, _ceil_div(q_lens, block_q), 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
@@ -110,18 +130,22 @@ def _run_tiles(batch, q_lens, spec, num_tokens: int, block_q: int, block_kv: int
     offset = (index - (ends - tiles)[seqs]) * block_q
     rows = offset[:, None] + jnp.arange(block_q, dtype=jnp.int32)
     there = (rows < q_lens[seqs, None]) & (index < ends[-1])[:, None]
-    start, end = _visible_keys(batch, q_lens, seqs[:, None], rows, there, spec)
-    tokens = jnp.minimum(batch.cu_q_lens[seqs] + offset, num_tokens)
+    start, end = _visible_keys(keys, seqs[:, None], rows, there)
+    tokens = jnp.minimum(keys.batch.cu_q_lens[seqs] + offset, num_tokens)
     return _tiles(ends[-1], seqs[:, None], tokens[:, None], start[:, None], end[:, None], block_kv)
 
 
-def _visible_keys(batch, q_lens, seqs, index, there, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+def _visible_keys(keys: _Keys, seqs, index, there) -> tuple[jax.Array, jax.Array]:
     """Range [start, end) of keys that new token `index` of sequence `seqs` sees; empty where not `there`."""
+    batch, q_lens, spec, limits = keys
     position = batch.kv_lens[seqs] - q_lens[seqs] + index
     end = jnp.where(there, position + 1 if spec.causal else batch.kv_lens[seqs], 0)
     start = jnp.zeros_like(end) if spec.window is None else jnp.maximum(end - spec.window, 0)
     if spec.chunk is not None:
         start = jnp.where(there, position // spec.chunk * spec.chunk, 0)
+    if limits is not None:
+        own = limits[jnp.minimum(batch.cu_q_lens[seqs] + index, len(limits) - 1)]
+        end = jnp.where(there, jnp.clip(own, end, batch.kv_lens[seqs]), 0)
     return start, end
 
 

@@ -40,18 +40,28 @@ def verdicts_of(trials, *keys) -> dict[int, Verdict]:
     return found
 
 
-def stop_the_trial_of(trials, client):
-    """Stops the process that is at this client's grammar: from here on it is slow."""
-    end = time.monotonic() + LIMIT
-    while True:
-        assert time.monotonic() < end
-        trials.take()
-        for trial in trials._trials:
-            if trial.candidate and trial.client == client:
-                os.kill(trial.process.process.pid, signal.SIGSTOP)
-                trial.is_ready = True  # as if it had begun, where it is new
-                return trial
-        time.sleep(0.002)
+def stop_next_trial_of(trials, monkeypatch, client):
+    """Stops the process that gets this client's next grammar before it gets it; gives the list that the trial enters."""
+    stopped: list = []
+    begin = trials._try
+
+    def begin_stopped(name, candidate):
+        if stopped or name != client:
+            begin(name, candidate)
+            return
+        idle = [trial for trial in trials._trials if trial.candidate is None]
+        for trial in idle:
+            os.kill(trial.process.process.pid, signal.SIGSTOP)
+        begin(name, candidate)
+        stopped.extend(trial for trial in trials._trials if trial.candidate is candidate)
+        for trial in idle:
+            if trial not in stopped:
+                os.kill(trial.process.process.pid, signal.SIGCONT)
+        os.kill(stopped[0].process.process.pid, signal.SIGSTOP)
+        stopped[0].is_ready = True  # as if it had begun, where it is new
+
+    monkeypatch.setattr(trials, "_try", begin_stopped)
+    return stopped
 
 
 def warm(trials, client="warm", key=1000):
@@ -77,9 +87,10 @@ def test_what_came_of_a_grammar_is_remembered(trials):
 
 def test_slow_grammars_of_one_client_delay_no_other(trials, monkeypatch):
     warm(trials)
+    stop = stop_next_trial_of(trials, monkeypatch, "slow")
     for key in range(20):
         trials.add(key, "slow", "regex", f"s{key}", {})
-    stopped = stop_the_trial_of(trials, "slow")
+    (stopped,) = stop
     for key in range(100, 103):
         trials.add(key, "other", "regex", f"o{key}", {})
         assert verdicts_of(trials, key)[key].reason is None
@@ -126,13 +137,20 @@ def test_what_is_remembered_is_bounded(trials, monkeypatch):
     assert len(trials._known) == 3
 
 
-def test_a_grammar_that_ends_its_process_twice_fails(trials):
+def test_a_grammar_that_ends_its_process_twice_fails(trials, monkeypatch):
     warm(trials)
+    stopped = stop_next_trial_of(trials, monkeypatch, "a")
     trials.add(1, "a", "regex", "aaa", {})
-    for _ in range(2):
-        trial = stop_the_trial_of(trials, "a")
+    for number in range(2):
+        (trial,) = stopped
         trial.process.process.kill()
-        trial.process.process.wait(10)
+        trial.process.process.wait(LIMIT)
+        if number == 0:
+            monkeypatch.undo()
+            stopped = stop_next_trial_of(trials, monkeypatch, "a")
+            end = time.monotonic() + LIMIT
+            while not stopped:
+                assert time.monotonic() < end and not trials.take()
     assert verdicts_of(trials, 1)[1].reason == "twice ended the process that worked on it"
 
 

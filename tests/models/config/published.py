@@ -18,7 +18,16 @@ GEMMA3_VISION = {
         "rope_scaling": LINEAR,
         "sliding_window": 1024,
     },
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
 }
 # google/gemma-3-1b-it
 GEMMA3 = {

@@ -153,6 +153,7 @@ class Matrices:
 
 # A program of each kind always.
 KINDS = (
+    "ct float tensor static",
     "ct float block group",
     "ct int channel token",
     "awq",

@@ -35,6 +35,13 @@ def test_an_axis_of_one_is_left_out():
     np.testing.assert_array_equal(source.read("conv1d.weight", slice(1, 3), slice(0, 2)), [[3, 4], [6, 7]])
 
 
+def test_axes_behind_the_first_are_joined():
+    stored = {"patch_embed.weight": np.arange(24.0).reshape(4, 1, 3, 2), "patch_embed.bias": np.ones(4)}
+    source = RenamedSource(ArraySource(stored), CheckpointNames(flattened=("patch_embed.weight", "patch_embed.bias")))
+    assert source.shape("patch_embed.weight") == (4, 6) and source.shape("patch_embed.bias") == (4,)
+    np.testing.assert_array_equal(source.read("patch_embed.weight", slice(1, 3), slice(4, 6)), [[10, 11], [16, 17]])
+
+
 def test_two_tensors_of_one_name_are_refused():
     twice = {"model.norm.weight": np.ones(3), "language_model.model.norm.weight": np.ones(3)}
     with pytest.raises(ModelFileError, match=r"stands for model\.norm\.weight, as does model\.norm"):

@@ -20,7 +20,7 @@ from models.weights.errors import ModelFileError
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
 from models.weights.source import StackedExperts
-from models.weights.stacked import FP4, StackedSource, mxfp4_values
+from models.weights.stacked import FP4, StackedSource, mxfp4_values, of_shapes
 from tests.fixtures.drawn_weights import checkpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -102,7 +102,9 @@ def test_stacks_of_matrices_as_linear_layers_have_them(tmp_path):
     for name, held, stacked in (("in", tensors, StackedExperts()), ("out", turned, StackedExperts(out_first=True))):
         (tmp_path / name).mkdir()
         save_file(held, tmp_path / name / "model.safetensors")
-        sources.append(StackedSource(SafetensorsCheckpoint(tmp_path / name), stacked, EXPERTS))
+        checkpoint = SafetensorsCheckpoint(tmp_path / name)
+        assert of_shapes(StackedExperts(out_first=None), checkpoint, SIZE) == stacked
+        sources.append(StackedSource(checkpoint, stacked, EXPERTS))
     one, other = sources
     assert list(one.names()) == list(other.names())
     for name in one.names():

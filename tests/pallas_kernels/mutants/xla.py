@@ -28,6 +28,9 @@ MUTANTS = [
     Mutant("window one too wide", _SCHEDULE, "end - spec.window", "end - spec.window - 1", _WINDOW),
     Mutant("window one too narrow", _SCHEDULE, "end - spec.window", "end - spec.window + 1", _WINDOW),
     Mutant("chunk starts a key late", _SCHEDULE, "* spec.chunk, 0)", "* spec.chunk + 1, 0)", _on("chunks of 16")),
+    Mutant("a picture's last key dropped", _SCHEDULE, "clip(own, end", "clip(own - 1, end", _on("pictures")),
+    Mutant("another token's picture", _SCHEDULE, "[seqs] + index, len", "[seqs] + index + 1, len", _on("pictures")),
+    Mutant("keys behind the last", _SCHEDULE, "own, end, batch.kv_lens[seqs])", "own, end, own)", _on("pictures")),
     Mutant(
         "last kv block skipped",
         _SCHEDULE,

@@ -1,0 +1,29 @@
+"""GLM-4.1V (GLM-V Team 2025, arXiv:2507.01006): GLM-4-0414 whose queries and keys turn by places in time, height and
+width, with a tower that sees pictures; videos are not taken."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.hf import text_fields
+from models.families.glm4 import Glm4ForCausalLM
+from models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
+from models.vision.glm4v import read_glm4v
+from models.weights.source import CheckpointNames
+
+
+class Glm4vForConditionalGeneration(Glm4ForCausalLM):
+    """GLM-4-0414 with M-RoPE and a tower."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(
+        flattened=(".patch_embed.proj.weight", ".downsample.weight")
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        text = text_fields(fields)
+        heads, size = text.integer("num_attention_heads"), text.integer("hidden_size")
+        text = without_mrope(text.with_defaults(head_dim=size // heads, attention_bias=True, rms_norm_eps=1e-5))
+        return with_sight(super().read_hf(text), text, fields, read_glm4v)

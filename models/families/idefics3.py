@@ -1,0 +1,34 @@
+"""Idefics3 (Laurençon et al. 2024, arXiv:2408.12637) and SmolVLM (Marafioti et al. 2025, arXiv:2504.05299): a Llama
+that sees tiles of pictures."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.families.llama import LlamaForCausalLM
+from models.families.llava import FLATTENED, read_text
+from models.vision.idefics3 import CONNECTOR, TOWER, read_idefics3
+from models.weights.source import CheckpointNames
+
+
+class Idefics3ForConditionalGeneration(LlamaForCausalLM):
+    """Llama with pictures between the tokens."""
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(
+            ("model.text_model.", "model."),
+            *((f"model.{part}.", f"{part}.") for part in (TOWER, CONNECTOR)),
+        ),
+        tower=(f"{TOWER}.", f"{CONNECTOR}."),
+        flattened=FLATTENED,
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_text(fields) | {"tower": read_idefics3(fields)}
+
+
+class SmolVLMForConditionalGeneration(Idefics3ForConditionalGeneration):
+    """Idefics3 by another name."""

@@ -1,0 +1,26 @@
+"""InternVL 3 (Zhu et al. 2025, arXiv:2504.10479), as transformers stores it: a Qwen that sees tiles of pictures."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.families.llama import LlamaForCausalLM
+from models.families.llava import NAMES, read_text
+from models.vision.internvl import read_internvl
+from models.weights.source import CheckpointNames
+
+
+class InternVLForConditionalGeneration(LlamaForCausalLM):
+    """Qwen 2.5 or 3, or what else has Llama's layers, with pictures between the tokens."""
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES._replace(
+        flattened=tuple(
+            f"embeddings.{name}" for name in ("patch_embeddings.projection.weight", "cls_token", "position_embeddings")
+        )
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_text(fields) | {"tower": read_internvl(fields)}

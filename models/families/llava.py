@@ -1,0 +1,83 @@
+"""LLaVA 1.5 (Liu et al. 2023, arXiv:2310.03744) and LLaVA-NeXT (Liu et al. 2024): a tower whose patches stand between
+the tokens of a Llama, a Mistral or a Qwen."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.hf import text_fields
+from models.families.llama import LlamaForCausalLM
+from models.families.mistral import MistralForCausalLM
+from models.families.qwen2 import Qwen2ForCausalLM
+from models.families.qwen3 import Qwen3ForCausalLM
+from models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava, read_llava_next
+from models.weights.source import CheckpointNames
+
+# Of text_config.model_type: whose configuration it is, and what transformers takes for fields that a file lacks. All
+# have Llama's layers.
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MISTRAL = _LLAMA | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+TEXTS: dict[str, tuple[type[LlamaForCausalLM], dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, _LLAMA),
+    "mistral": (MistralForCausalLM, _MISTRAL),
+    "qwen2": (Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3ForCausalLM, {}),
+}
+# Kernels of convolutions, which are matrices here.
+FLATTENED = ("embeddings.patch_embedding.weight",)
+# Names of transformers 4 and of transformers 5, which has "model." before all parts.
+NAMES = CheckpointNames(
+    prefixes=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+        *(("model." * new + f"{TOWER}.vision_model.", f"{TOWER}.") for new in (0, 1)),
+        *((f"model.{part}", part) for part in (f"{TOWER}.", f"{PROJECTOR}.", NEWLINE)),
+    ),
+    tower=(f"{TOWER}.", f"{PROJECTOR}.", NEWLINE),
+    flattened=FLATTENED,
+)
+
+
+def read_text(fields: ConfigFields) -> dict[str, Any]:
+    """Of ModelConfig what the text part of a configuration says, by its model_type."""
+    text = text_fields(fields)
+    kind = text.text("model_type", "llama")
+    if kind not in TEXTS:
+        raise text.fail("model_type", f"one of {', '.join(TEXTS)} in text_config")
+    family, defaults = TEXTS[kind]
+    return family.read_hf(text.with_defaults(**defaults))
+
+
+class LlavaForConditionalGeneration(LlamaForCausalLM):
+    """Llama, or what has its layers, with pictures between the tokens."""
+
+    gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
+    checkpoint_names: ClassVar[CheckpointNames] = NAMES
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_text(fields) | {"tower": read_llava(fields)}
+
+
+class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):
+    """LLaVA that sees pictures in tiles as well."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return read_text(fields) | {"tower": read_llava_next(fields)}

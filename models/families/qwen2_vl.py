@@ -1,0 +1,76 @@
+"""Qwen2-VL (Wang et al. 2024, arXiv:2409.12191) and Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923): Qwen2 whose queries
+and keys turn by places in time, height and width, with towers that see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.hf import text_fields
+from models.config.tower import TowerConfig
+from models.families.qwen2 import Qwen2ForCausalLM
+from models.vision.qwen2_vl import VISUAL, read_qwen2_5_vl, read_qwen2_vl
+from models.weights.source import CheckpointNames
+
+_ROPES = ("rope_parameters", "rope_scaling")
+# What transformers calls them since its fifth version, and before.
+QWEN_NAMES = CheckpointNames(
+    prefixes=((f"model.{VISUAL}.", f"{VISUAL}."), ("model.language_model.", "model.")),
+    tower=(f"{VISUAL}.",),
+    flattened=(".patch_embed.proj.weight",),
+)
+
+
+class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
+    """Qwen2 with M-RoPE and a tower."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES
+    read_tower: ClassVar[Callable[[ConfigFields, int], TowerConfig]] = staticmethod(read_qwen2_vl)
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        # Before transformers 5 what is said of the text stood beside everything else.
+        text = text_fields(fields) if fields.has("text_config") else fields
+        text = without_mrope(text.with_defaults(rope_theta=1e6, rms_norm_eps=1e-5))
+        return with_sight(super().read_hf(text), text, fields, cls.read_tower)
+
+
+class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
+    """Qwen2.5 with M-RoPE and a tower that sees windows."""
+
+    read_tower: ClassVar[Callable[[ConfigFields, int], TowerConfig]] = staticmethod(read_qwen2_5_vl)
+
+
+def without_mrope(fields: ConfigFields) -> ConfigFields:
+    """The same with a rope of type "default" for one of type "mrope", as older files call it where it has sections."""
+    changed = {}
+    for name in _ROPES:
+        if (rope := fields.mapping(name)) is not None:
+            kind = {key: "default" for key in ("rope_type", "type") if rope.get(key) == "mrope"}
+            changed[name] = {**rope, **kind}
+    return ConfigFields({**fields.raw, **changed})
+
+
+def with_sight(
+    shared: dict[str, Any],
+    text: ConfigFields,
+    fields: ConfigFields,
+    read_tower: Callable[[ConfigFields, int], TowerConfig],
+) -> dict[str, Any]:
+    """Keyword arguments of a ModelConfig with ropes by places, as `mrope_section` beside what else is said of the rope
+    says, and with the tower of `vision_config`."""
+    rope = ConfigFields(next((found for name in _ROPES if (found := text.mapping(name)) is not None), {}))
+    sections = rope.value("mrope_section")
+    if not isinstance(sections, list) or any(type(count) is not int for count in sections):
+        raise rope.fail("mrope_section", "a list of three numbers of pairs")
+    turned = {"sections": tuple(sections), "sections_interleaved": rope.boolean("mrope_interleaved", False)}
+    layers = (
+        each if each.rope is None else replace(each, rope=replace(each.rope, **turned)) for each in shared["attention"]
+    )
+    vision = fields.mapping("vision_config")
+    if vision is None:
+        raise fields.fail("vision_config", "a mapping")
+    return shared | {"attention": tuple(layers), "tower": read_tower(ConfigFields(vision), shared["hidden_size"])}

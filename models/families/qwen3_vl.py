@@ -1,0 +1,41 @@
+"""Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen3, dense or with experts, whose queries and keys turn by places in
+time, height and width that take turns in a head, and whose first layers add what the tower saw in its middle."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.hf import text_fields
+from models.families.qwen2_vl import QWEN_NAMES, with_sight, without_mrope
+from models.families.qwen3 import Qwen3ForCausalLM
+from models.families.qwen3_moe import Qwen3MoeForCausalLM
+from models.vision.qwen3_vl import read_qwen3_vl
+from models.weights.source import CheckpointNames, StackedExperts
+
+
+class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
+    """Qwen3 with M-RoPE and a tower."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        text = without_mrope(text_fields(fields).with_defaults(rope_theta=5e5))
+        return with_sight(super().read_hf(text), text, fields, read_qwen3_vl)
+
+
+class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
+    """Qwen3-MoE with M-RoPE and a tower; the matrices of a layer's experts are stored in one tensor, as published [in,
+    out] each, as transformers 5 writes them [out, in]."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = QWEN_NAMES._replace(stacked_experts=StackedExperts(out_first=None))
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        text = text_fields(fields).with_defaults(rope_theta=5e5, norm_topk_prob=True)
+        text.require(norm_topk_prob=True)
+        text = without_mrope(text)
+        return with_sight(super().read_hf(text), text, fields, read_qwen3_vl)

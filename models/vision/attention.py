@@ -1,0 +1,155 @@
+"""Attention of patches in both directions, within pictures, frames or windows that are packed one after the other.
+
+Nothing is causal and nothing is cached. Which patches see each other is said by columns of small integers, so that one
+program serves whatever is packed. Neither form keeps the scores of all pairs: memory is that of a block of queries.
+
+A patch's result depends on the patches that it sees, and not by a bit on what else is in the call, as long as pictures
+begin at multiples of UNIT: sums run over blocks of keys that are counted from the beginning of what a block of queries
+sees, and what is hidden from a query adds exact zeros to them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+UNIT = 256
+_KEYS = 1024
+# Patches whose windows are scored at a time.
+_BAND = 2048
+_HIDDEN = -1e30
+
+
+class _Running(NamedTuple):
+    """Of queries [..., B] and what they have seen: the largest score, the sum of exponentials, that of values [..., H].
+
+    All float32.
+    """
+
+    largest: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def segment_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, *, scale: float) -> jax.Array:
+    """Patches see those of their segment: softmax(scale * q k^T) v with sums in float32.
+
+    Keys are taken in blocks with a running softmax (FlashAttention, Dao et al. 2022, arXiv:2205.14135), from the first
+    to the last that any query of a block sees, so the cost is that of the segments' squares.
+
+    Args:
+      q, k, v: [P, N, H], P a multiple of UNIT.
+      segment: i32[P], -1 for padding, which sees nothing and gets zeros. Patches of a segment are neighbours.
+
+    Returns [P, N, H] in q's dtype.
+    """
+    # A block of keys may begin anywhere: behind the last patch there is room for one.
+    keys, values = (jnp.pad(x, ((0, _KEYS), (0, 0), (0, 0))) for x in (k, v))
+    of_keys = jnp.pad(segment, (0, _KEYS), constant_values=-1)
+    first, end = _bounds(segment)
+    bounds = first.reshape(-1, UNIT).min(axis=1), end.reshape(-1, UNIT).max(axis=1)
+
+    def attend(block: tuple[jax.Array, ...]) -> jax.Array:
+        query, own, begin, stop = block
+        query = query.swapaxes(0, 1)
+
+        def add(state: tuple[jax.Array, _Running]) -> tuple[jax.Array, _Running]:
+            start, running = state
+            key, value = (lax.dynamic_slice_in_dim(x, start, _KEYS).swapaxes(0, 1) for x in (keys, values))
+            seen = _same(own, lax.dynamic_slice_in_dim(of_keys, start, _KEYS))
+            return start + _KEYS, _with_keys(running, query, key, value, seen, scale)
+
+        state = begin, _nothing_seen(query)
+        _, running = lax.while_loop(lambda state: state[0] < stop, add, state)
+        return _result(running).astype(q.dtype).swapaxes(0, 1)
+
+    out = lax.map(attend, (q.reshape(-1, UNIT, *q.shape[1:]), segment.reshape(-1, UNIT), *bounds))
+    return out.reshape(q.shape)
+
+
+def window_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, window: jax.Array, *, longest: int, scale: float
+) -> jax.Array:
+    """Patches see those of their window of their segment, a window's patches being neighbours.
+
+    Blocks are of `window_block(longest)` patches, and queries look at the keys of their own block and of those beside
+    it: the cost is P times that length.
+
+    Args:
+      q, k, v, segment: as for segment_attention; P a multiple of the block, too.
+      window: i32[P], a number for each window of a segment.
+      longest: the most patches that a window has.
+    """
+    num_patches, num_heads, head_dim = q.shape
+    size = window_block(longest)
+    blocks = num_patches // size
+    together = max(count for count in range(1, max(1, _BAND // size) + 1) if blocks % count == 0)
+    span = together * size
+    keys, values = (jnp.pad(x, ((size, size), (0, 0), (0, 0))) for x in (k, v))
+    places = jnp.pad(jnp.stack([segment, window], axis=1), ((size, size), (0, 0)), constant_values=-1)
+
+    def attend(start: jax.Array) -> jax.Array:
+        query = lax.dynamic_slice_in_dim(q, start, span).reshape(together, size, num_heads, head_dim).swapaxes(1, 2)
+        key, value, near = (
+            _with_neighbours(lax.dynamic_slice_in_dim(x, start, span + 2 * size), size) for x in (keys, values, places)
+        )
+        own = near[:, size:-size]
+        seen = _same(own[..., 0], near[..., 0]) & (own[:, :, None, 1] == near[:, None, :, 1])
+        running = _nothing_seen(query)
+        running = _with_keys(running, query, key.swapaxes(1, 2), value.swapaxes(1, 2), seen[:, None], scale)
+        return _result(running).astype(q.dtype).swapaxes(1, 2)
+
+    out = lax.map(attend, jnp.arange(0, num_patches, span, dtype=jnp.int32))
+    return out.reshape(q.shape)
+
+
+def window_block(longest: int) -> int:
+    """Queries of a block of window_attention: a power of two."""
+    return 1 << max(0, longest - 1).bit_length()
+
+
+def _bounds(segment: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first patch of each patch's segment and the one behind its last, i32[P]; nothing, [P, 0), for padding."""
+    count = segment.shape[0]
+    index = jnp.arange(count, dtype=jnp.int32)
+    changes, edge = segment[1:] != segment[:-1], jnp.ones(1, bool)
+    first = lax.cummax(jnp.where(jnp.concatenate([edge, changes]), index, 0))
+    end = lax.cummin(jnp.where(jnp.concatenate([changes, edge]), index + 1, count), reverse=True)
+    return jnp.where(segment >= 0, first, count), jnp.where(segment >= 0, end, 0)
+
+
+def _same(own: jax.Array, others: jax.Array) -> jax.Array:
+    """Which of the patches `others` [..., K] are of the segment of those of `own` [..., B]: bool[..., B, K]."""
+    return (own[..., :, None] == others[..., None, :]) & (own[..., :, None] >= 0)
+
+
+def _with_neighbours(x: jax.Array, size: int) -> jax.Array:
+    """Blocks of x [(n + 2) * size, ...] with those beside them, but for the outermost: [n, 3 * size, ...]."""
+    blocks = x.reshape(-1, size, *x.shape[1:])
+    return jnp.concatenate([blocks[:-2], blocks[1:-1], blocks[2:]], axis=1)
+
+
+def _nothing_seen(query: jax.Array) -> _Running:
+    zeros = jnp.zeros(query.shape[:-1], jnp.float32)
+    return _Running(zeros + _HIDDEN, zeros, jnp.zeros(query.shape, jnp.float32))
+
+
+def _with_keys(
+    running: _Running, query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, scale: float
+) -> _Running:
+    """The queries [..., B, H] after they saw these keys and values [..., K, H], as far as `seen` [..., B, K] says."""
+    scores = jnp.einsum("...qh,...kh->...qk", query, key, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(seen, scores, _HIDDEN)
+    largest = jnp.maximum(running.largest, scores.max(axis=-1))
+    weights = jnp.where(seen, jnp.exp(scores - largest[..., None]), 0.0)
+    kept = jnp.exp(running.largest - largest)
+    added = jnp.einsum("...qk,...kh->...qh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return _Running(largest, running.total * kept + weights.sum(axis=-1), running.out * kept[..., None] + added)
+
+
+def _result(running: _Running) -> jax.Array:
+    """What the values come to; zeros where nothing was seen."""
+    return running.out / jnp.maximum(running.total, jnp.finfo(jnp.float32).tiny)[..., None]

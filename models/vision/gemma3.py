@@ -1,0 +1,84 @@
+"""What Gemma 3 sees with (Gemma Team 2025, arXiv:2503.19786): SigLIP, means of patches, a norm, one product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.tower import TowerConfig
+from models.layers.norm import OffsetRMSNorm
+from models.vision.clip import SIGLIP, ClipEncoder, read_clip_or_siglip
+from models.vision.llava import PROJECTOR, TOWER
+from models.vision.vit import VitConfig
+from models.weights.declare import ParamDecl, Source, declare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3TowerConfig(TowerConfig):
+    """SigLIP with Gemma 3's projector.
+
+    Attributes:
+      vit: sizes.
+      factor: patches of a side that become one row.
+    """
+
+    vit: VitConfig
+    factor: int
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return (f"{TOWER}.head.",)
+
+    def make(self, hidden_size: int, build: Build) -> Gemma3Tower:
+        return Gemma3Tower(self, hidden_size, build)
+
+
+def read_gemma3(fields: ConfigFields) -> Gemma3TowerConfig:
+    """The tower of a config.json. Raises ModelConfigError."""
+    kind, vit = read_clip_or_siglip(fields, SIGLIP)
+    if kind != SIGLIP:
+        raise fields.fail("vision_config", f"of model_type {SIGLIP}")
+    rows = fields.integer("mm_tokens_per_image", 256)
+    side = round(rows**0.5)
+    if side**2 != rows or side > vit.grid or vit.grid % side:
+        raise fields.fail("mm_tokens_per_image", f"a square whose side divides the {vit.grid} patches of a unit's side")
+    factor = vit.grid // side
+    return Gemma3TowerConfig(
+        num_features=vit.num_features,
+        columns=(),
+        merge=factor**2,
+        unit=vit.num_patches,
+        attends_both_ways=True,
+        vit=vit,
+        factor=factor,
+    )
+
+
+class Gemma3Tower(nnx.Module):
+    """See models.config.tower."""
+
+    def __init__(self, config: Gemma3TowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        vit = config.vit
+        self.encoder = ClipEncoder(vit, (vit.num_layers,), TOWER, build, with_last_norm=True)
+        norm = OffsetRMSNorm(vit.hidden_size, vit.norm_eps, source=f"{PROJECTOR}.mm_soft_emb_norm", build=build)
+        self.norm = norm
+        # Kept as [in, out] in checkpoints: no linear layer there, so nothing quantises it.
+        rows = Source(f"{PROJECTOR}.mm_input_projection_weight", vit.hidden_size)
+        decl = ParamDecl((None, None), (rows,), init_std=vit.hidden_size**-0.5)
+        self.proj = declare((vit.hidden_size, hidden_size), build.dtype, decl)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        del columns  # there are none: all units are alike
+        x = self.encoder(patches)
+        grid, factor, size = self.config.vit.grid, self.config.factor, x.shape[1]
+        side = grid // factor
+        with jax.named_scope("projector"):
+            squares = x.astype(jnp.float32).reshape(-1, side, factor, side, factor, size)
+            pooled = squares.mean(axis=(2, 4)).reshape(-1, size).astype(x.dtype)
+            return jnp.dot(self.norm(pooled), self.proj[...], preferred_element_type=jnp.float32).astype(x.dtype)

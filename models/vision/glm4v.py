@@ -1,0 +1,188 @@
+"""The tower of GLM-4.1V (GLM-V Team 2025, arXiv:2507.01006): patches turn by row and column and have learned positions,
+stretched to a picture's size; those of a frame see each other; a convolution joins four, and a gated MLP follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.layers.linear import Linear
+from models.layers.norm import LayerNorm, RMSNorm
+from models.vision.attention import segment_attention
+from models.vision.layers import (
+    ACTIVATIONS,
+    PatchEmbedding,
+    TowerAttention,
+    TowerLayer,
+    TowerMLP,
+    axial_rope,
+    gelu,
+    joined_qkv,
+    rope_frequencies,
+)
+from models.vision.qwen2_vl import LAYER, VISUAL, Qwen2VLTowerConfig, read_sizes
+from models.weights.declare import ParamDecl, Source, declare
+
+# Of the interpolation by cubic convolution (Keys 1981), as torch has it.
+_KEYS = -0.75
+_PROJECTION_EPS = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4vTowerConfig(Qwen2VLTowerConfig):
+    """
+    Attributes:
+      intermediate_size: of the MLP that makes rows of the model; that of layers is the model's hidden size.
+      side: rows and columns of the learned positions.
+      norm_eps: of all RMS norms.
+      attention_bias: whether q, k and v have one.
+    """
+
+    side: int
+    norm_eps: float
+    attention_bias: bool
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return Glm4vTower(self, hidden_size, build)
+
+
+def read_glm4v(fields: ConfigFields, hidden_size: int) -> Glm4vTowerConfig:
+    """The tower of a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+    sizes = read_sizes(fields, depth=24, hidden_size=1536, num_heads=12, patch_size=14, hidden_act="silu")
+    if fields.integer("out_hidden_size", hidden_size) != hidden_size:
+        raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
+    patch, image = sizes["patch_size"], fields.integer("image_size", 336)
+    if not patch <= image <= 1024 * patch:
+        raise fields.fail("image_size", f"1 to 1024 times patch_size {patch}")
+    sizes |= {"columns": ("segment", "row", "column", "height", "width")}
+    return Glm4vTowerConfig(
+        intermediate_size=fields.integer("intermediate_size", 13696),
+        side=image // patch,
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        attention_bias=fields.boolean("attention_bias", False),
+        **sizes,
+    )
+
+
+class Glm4vTower(nnx.Module):
+    """RMS norms, also around all layers, and gated MLPs."""
+
+    def __init__(self, config: Glm4vTowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        size, features = config.hidden_size, config.num_features
+        self.patches = PatchEmbedding(features, size, source=f"{VISUAL}.patch_embed.proj", bias=True, build=build)
+        self.first_norm = self._norm(f"{VISUAL}.post_conv_layernorm", build)
+        rows = Source(f"{VISUAL}.embeddings.position_embedding.weight", config.side**2)
+        self.positions = declare((rows.rows, size), build.dtype, ParamDecl((None, None), (rows,), init_std=0.02))
+        self.layers = nnx.List(
+            [self._make_layer(hidden_size, replace(build, layer=layer)) for layer in range(config.num_layers)]
+        )
+        self.last_norm = self._norm(f"{VISUAL}.post_layernorm", build)
+        # A convolution of the same kind as the one of patches.
+        joined = size * config.merge
+        self.joining = PatchEmbedding(joined, hidden_size, source=f"{VISUAL}.downsample", bias=True, build=build)
+        self.merger = Glm4vMerger(config, hidden_size, build)
+
+    def _norm(self, source: str, build: Build) -> RMSNorm:
+        return RMSNorm(self.config.hidden_size, self.config.norm_eps, source=source, build=build)
+
+    def _make_layer(self, ffn_size: int, build: Build) -> TowerLayer:
+        config, size = self.config, self.config.hidden_size
+        attention = TowerAttention(
+            size,
+            config.num_heads,
+            qkv=joined_qkv(f"{LAYER}.attn.qkv", size),
+            out=f"{LAYER}.attn.proj",
+            bias=config.attention_bias,
+            out_bias=False,
+            build=build,
+        )
+        mlp = TowerMLP(
+            size,
+            ffn_size,
+            up=[f"{LAYER}.mlp.{name}_proj" for name in ("gate", "up")],
+            down=f"{LAYER}.mlp.down_proj",
+            activation=ACTIVATIONS[config.activation],
+            bias=False,
+            build=build,
+        )
+        return TowerLayer((self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)), attention, mlp)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        """f32[P, F] and i32[C, P] to [P / merge, D]; see models.config.tower."""
+        segment, row, column, height, width = columns
+        config = self.config
+        head_dim = config.hidden_size // config.num_heads
+        freqs = rope_frequencies(head_dim // 2, config.rope_theta)
+        with jax.named_scope("rope_table"):
+            turns = axial_rope(row, column, freqs, freqs)
+        with jax.named_scope("patches"):
+            x = self.first_norm(self.patches(patches))
+        with jax.named_scope("positions"):
+            x = x + self._stretched((row, height), (column, width)).astype(x.dtype)
+        attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, turns, attend)
+        with jax.named_scope("merger"):
+            x = self.last_norm(x).reshape(-1, config.merge, config.hidden_size).swapaxes(1, 2)
+            return self.merger(self.joining(x.reshape(len(x), -1)))
+
+    def _stretched(self, rows: tuple[jax.Array, jax.Array], columns: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Learned positions as they lie over pictures of other sizes, f32[P, D of the tower], by cubic convolution.
+
+        rows, columns: places i32[P] and how many there are. Sixteen positions make one: four rows are blended, then
+        they are, so that no more than a row's are there at a time.
+        """
+        side = self.config.side
+        table = self.positions[...]
+        total = jnp.zeros((len(rows[0]), table.shape[1]), jnp.float32)
+        for row, row_share in _taps(*rows, side):
+            for column, share in _taps(*columns, side):
+                total += table[row * side + column].astype(jnp.float32) * (row_share * share)[:, None]
+        return total
+
+
+def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
+    """The four of `side` learned places around each of `places` i32[P] of `sizes`, i32[P], and their shares f32[P]."""
+    spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
+    low = jnp.floor(spot)
+    taps = []
+    for offset in range(-1, 3):
+        far = jnp.abs(spot - low - offset)
+        near_share = ((_KEYS + 2) * far - (_KEYS + 3)) * far * far + 1
+        far_share = ((_KEYS * far - 5 * _KEYS) * far + 8 * _KEYS) * far - 4 * _KEYS
+        tap = jnp.clip(low.astype(jnp.int32) + offset, 0, side - 1)
+        taps.append((tap, jnp.where(far <= 1, near_share, far_share)))
+    return taps
+
+
+class Glm4vMerger(nnx.Module):
+    """gelu(norm(proj(x))), then a gated MLP."""
+
+    def __init__(self, config: Glm4vTowerConfig, hidden_size: int, build: Build):
+        source = f"{VISUAL}.merger"
+        sources = (Source(f"{source}.proj", hidden_size),)
+        self.proj = Linear(hidden_size, sources, axes=("embed", "embed"), build=build)
+        norm = f"{source}.post_projection_norm"
+        self.norm = LayerNorm(hidden_size, _PROJECTION_EPS, source=norm, build=build)
+        self.mlp = TowerMLP(
+            hidden_size,
+            config.intermediate_size,
+            up=[f"{source}.{name}_proj" for name in ("gate", "up")],
+            down=f"{source}.down_proj",
+            activation=ACTIVATIONS[config.activation],
+            bias=False,
+            build=build,
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[R, D] -> [R, D]"""
+        x = self.norm(self.proj(x))
+        return self.mlp(gelu(x.astype(jnp.float32)).astype(x.dtype))

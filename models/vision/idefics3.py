@@ -1,0 +1,76 @@
+"""What Idefics3 (Laurençon et al. 2024, arXiv:2408.12637) and SmolVLM see with: SigLIP over tiles, neighbouring patches
+side by side, one product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.tower import TowerConfig
+from models.vision.clip import ClipEncoder
+from models.vision.vit import VitConfig, joined_neighbours, linear, read_merge, read_vit, vision_fields
+
+# The names of tensors, as the model says them: a checkpoint has more before them.
+TOWER, CONNECTOR = "vision_model", "connector"
+# What transformers takes for fields that a file lacks.
+_DEFAULTS = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idefics3TowerConfig(TowerConfig):
+    """SigLIP with Idefics3's connector.
+
+    Attributes:
+      vit: sizes.
+      scale_factor: patches of a side that become one row.
+    """
+
+    vit: VitConfig
+    scale_factor: int
+
+    def make(self, hidden_size: int, build: Build) -> Idefics3Tower:
+        return Idefics3Tower(self, hidden_size, build)
+
+
+def read_idefics3(fields: ConfigFields) -> Idefics3TowerConfig:
+    """The tower of a config.json. Raises ModelConfigError."""
+    vit = read_vit(vision_fields(fields, **_DEFAULTS))
+    factor = read_merge(fields, "scale_factor", fields.integer("scale_factor", 2), vit)
+    return Idefics3TowerConfig(
+        num_features=vit.num_features,
+        columns=(),
+        merge=factor**2,
+        unit=vit.num_patches,
+        vit=vit,
+        scale_factor=factor,
+    )
+
+
+class Idefics3Tower(nnx.Module):
+    """See models.config.tower. All patches of a tile are in use, so that each has the position of its place."""
+
+    def __init__(self, config: Idefics3TowerConfig, hidden_size: int, build: Build):
+        vit = config.vit
+        self.config = config
+        self.encoder = ClipEncoder(vit, (vit.num_layers,), TOWER, build, with_last_norm=True)
+        size, name = vit.hidden_size * config.merge, f"{CONNECTOR}.modality_projection.proj"
+        self.proj = linear(size, name, hidden_size, ("embed", "embed"), build, bias=False)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        del columns  # there are none: all units are alike
+        x = joined_neighbours(self.encoder(patches), self.config.vit.grid, self.config.scale_factor)
+        with jax.named_scope("connector"):
+            return self.proj(x)

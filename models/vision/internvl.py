@@ -1,0 +1,189 @@
+"""What InternVL 3 sees with (Zhu et al. 2025, arXiv:2504.10479): InternViT over tiles, neighbouring patches side by
+side, an MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.tower import TowerConfig
+from models.layers.norm import LayerNorm, RMSNorm
+from models.vision.layers import PatchEmbedding, tower_axis
+from models.vision.llava import PROJECTOR, TOWER, Projector
+from models.vision.vit import (
+    VitAttention,
+    VitConfig,
+    VitMLP,
+    joined_neighbours,
+    read_activation,
+    read_layer_index,
+    read_merge,
+    read_vit,
+    run_layers,
+    table,
+    vision_fields,
+)
+from models.weights.declare import ParamDecl, Source, declare
+from sharding.collectives import num_shards, sum_parts
+
+# What transformers takes for fields that a file lacks.
+_DEFAULTS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 448,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-6,
+}
+_NORMS = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+# What torch takes for norms of which no configuration says it: those of q and k, that of the projector.
+_QK_EPS, _PROJECTOR_EPS = 1e-6, 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternVLTowerConfig(TowerConfig):
+    """InternViT with InternVL's projector.
+
+    Attributes:
+      vit: sizes.
+      num_used_layers: layers below the states that are taken.
+      factor: patches of a side that become one row.
+      norm: of layers, a name of _NORMS.
+      attention_bias, qk_norm: of attention; the norms are over all heads at once.
+      projector_activation: of the MLP.
+      last_norm: whether a norm follows the last layer.
+    """
+
+    vit: VitConfig
+    num_used_layers: int
+    factor: int
+    norm: str
+    attention_bias: bool
+    qk_norm: bool
+    projector_activation: str
+    last_norm: bool
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        behind = range(self.num_used_layers, self.vit.num_layers)
+        layers = tuple(f"{TOWER}.encoder.layer.{n}." for n in behind)
+        # A mask token stands for patches that are left out in training.
+        return (*layers, f"{TOWER}.embeddings.mask_token", *(() if self.last_norm else (f"{TOWER}.layernorm.",)))
+
+    def make(self, hidden_size: int, build: Build) -> InternVLTower:
+        return InternVLTower(self, hidden_size, build)
+
+
+def read_internvl(fields: ConfigFields) -> InternVLTowerConfig:
+    """The tower of a config.json. Raises ModelConfigError."""
+    vision = vision_fields(fields, **_DEFAULTS)
+    vit = read_vit(vision, has_class_token=True)
+    vision.require(use_absolute_position_embeddings=True)
+    if (norm := vision.text("norm_type", "layer_norm")) not in _NORMS:
+        raise vision.fail("norm_type", f"one of {', '.join(_NORMS)}")
+    fields.require(vision_feature_select_strategy="default")
+    ratio = fields.number("downsample_ratio", 0.5)
+    if ratio > 1 or 1 / ratio != int(1 / ratio):
+        raise fields.fail("downsample_ratio", "one divided by an integer")
+    factor = read_merge(fields, "downsample_ratio", int(1 / ratio), vit)
+    wanted = fields.value("vision_feature_layer", -1)
+    return InternVLTowerConfig(
+        num_features=vit.num_features,
+        columns=(),
+        merge=factor**2,
+        unit=vit.num_patches,
+        vit=vit,
+        num_used_layers=read_layer_index(fields, wanted, vit.num_layers),
+        factor=factor,
+        norm=norm,
+        attention_bias=vision.boolean("attention_bias", False),
+        qk_norm=vision.boolean("use_qk_norm", False),
+        projector_activation=read_activation(fields, "projector_hidden_act"),
+        last_norm=wanted == -1 and not vision.boolean("use_mean_pooling", True),
+    )
+
+
+class _HeadsNorm(nnx.Module):
+    """x / rms(x) * weight over all heads of a position at once, wherever they are."""
+
+    def __init__(self, config: VitConfig, source: str, build: Build):
+        self.axis = tower_axis("heads", build)
+        rows = Source(source, config.hidden_size, group=config.hidden_size // config.num_heads).tensor("weight")
+        self.weight = declare((config.hidden_size,), build.dtype, ParamDecl((self.axis,), (rows,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[R, heads of this device, H] -> the same"""
+        y = x.astype(jnp.float32)
+        width = y.shape[1] * y.shape[2] * num_shards(self.axis)
+        mean_square = sum_parts(jnp.sum(y * y, axis=(1, 2), keepdims=True), self.axis) / width
+        weight = self.weight[...].astype(jnp.float32).reshape(y.shape[1:])
+        return (y * lax.rsqrt(mean_square + _QK_EPS) * weight).astype(x.dtype)
+
+
+class _Layer(nnx.Module):
+    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), each with a scale for each element."""
+
+    def __init__(self, config: InternVLTowerConfig, source: str, build: Build):
+        vit, norm = config.vit, _NORMS[config.norm]
+        size, eps, attention = vit.hidden_size, vit.norm_eps, f"{source}.attention"
+        norms = None
+        if config.qk_norm:
+            norms = _HeadsNorm(vit, f"{attention}.q_norm", build), _HeadsNorm(vit, f"{attention}.k_norm", build)
+        self.attention_norm = norm(size, eps, source=f"{source}.layernorm_before", build=build)
+        self.attention = VitAttention(
+            vit, source=attention, out="projection_layer", build=build, bias=config.attention_bias, qk_norms=norms
+        )
+        self.mlp_norm = norm(size, eps, source=f"{source}.layernorm_after", build=build)
+        self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
+        decls = [ParamDecl((None,), (Source(f"{source}.lambda_{n}", size),), init_value=0.1) for n in (1, 2)]
+        self.attention_scale, self.mlp_scale = (declare((size,), build.dtype, decl) for decl in decls)
+
+    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
+        """[U * S, D] -> [U * S, D]"""
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), num_units) * self.attention_scale[...]
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x)) * self.mlp_scale[...]
+
+
+class InternVLTower(nnx.Module):
+    """See models.config.tower."""
+
+    def __init__(self, config: InternVLTowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        vit, source = config.vit, f"{TOWER}.embeddings"
+        size = vit.hidden_size
+        sizes, projection = (vit.num_features, vit.hidden_size), f"{source}.patch_embeddings.projection"
+        self.patches = PatchEmbedding(*sizes, source=projection, bias=True, build=build)
+        self.class_token = table(1, size, f"{source}.cls_token", build, flat=True)
+        self.positions = table(vit.num_positions, size, f"{source}.position_embeddings", build, flat=True)
+        sources = [f"{TOWER}.encoder.layer.{number}" for number in range(config.num_used_layers)]
+        self.layers = nnx.List([_Layer(config, name, build) for name in sources])
+        norm = LayerNorm(size, vit.norm_eps, source=f"{TOWER}.layernorm", build=build) if config.last_norm else None
+        self.last_norm = norm
+        size *= config.merge
+        self.projector_norm = LayerNorm(size, _PROJECTOR_EPS, source=f"{PROJECTOR}.layer_norm", build=build)
+        self.projector = Projector(size, hidden_size, config.projector_activation, build)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        del columns  # there are none: all units are alike
+        config, vit = self.config, self.config.vit
+        num_units, size = len(patches) // vit.num_patches, vit.hidden_size
+        with jax.named_scope("patches"):
+            x = self.patches(patches).reshape(num_units, vit.num_patches, size)
+            first = jnp.broadcast_to(self.class_token[...], (num_units, 1, size))
+            x = jnp.concatenate([first, x], axis=1) + self.positions[...].reshape(-1, size)
+        x = run_layers(self.layers, x.reshape(-1, size), num_units, (config.num_used_layers,))[0]
+        if self.last_norm is not None:
+            x = self.last_norm(x)
+        x = x.reshape(num_units, -1, size)[:, 1:].reshape(len(patches), size)
+        with jax.named_scope("projector"):
+            return self.projector(self.projector_norm(joined_neighbours(x, vit.grid, config.factor)))

@@ -1,0 +1,196 @@
+"""What towers are made of: patches to rows, attention and feed-forward parts that devices may share, turning by places.
+
+Names of tensors hold "{layer}", which stands for a layer's number in its tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.build import Build
+from models.layers.linear import Linear
+from models.layers.mlp import gelu_tanh
+from models.layers.rope import apply_rope
+from models.quantization.registry import PLAIN
+from models.weights.declare import Source, parts_of
+
+# (q, k, v), each [P, N, H], to what the patches get, [P, N, H].
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def tower_axis(axis: str, build: Build) -> str:
+    """The logical axis by which a tower's weight is split, or one that is never split where devices do not share it."""
+    return axis if build.split_tower else "embed"
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """x * sigmoid(1.702 x) (Hendrycks & Gimpel 2016, arXiv:1606.08415), `quick_gelu` in configurations."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU by the error function, `gelu` in configurations."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+# By their names in configurations.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "quick_gelu": quick_gelu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "silu": jax.nn.silu,
+}
+
+
+def rope_frequencies(size: int, theta: float) -> np.ndarray:
+    """Radians per place of the size / 2 pairs of `size` elements, float64."""
+    return theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+
+
+def axial_rope(
+    rows: jax.Array, columns: jax.Array, row_freqs: np.ndarray, column_freqs: np.ndarray
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, each f32[P, H / 2], of patches at rows and columns i32[P]: as many pairs as there are `row_freqs`
+    turn by the row, and the rest by the column."""
+    turned = zip((rows, columns), (row_freqs, column_freqs), strict=True)
+    angles = jnp.concatenate(
+        [place.astype(jnp.float32)[:, None] * freqs.astype(np.float32) for place, freqs in turned], 1
+    )
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+class PatchEmbedding(nnx.Module):
+    """Patches f32[P, F] to rows [P, D] in the model's dtype: a convolution whose steps are as long as it is wide, so a
+    product. Its weight, [D, channels, ...] in checkpoints, is read with F joined (CheckpointNames.flattened), and never
+    quantised: no method is for convolutions."""
+
+    def __init__(self, num_features: int, size: int, *, source: str, bias: bool, build: Build):
+        plain = replace(build, scheme=PLAIN)
+        self.proj = Linear(num_features, (Source(source, size),), axes=("embed", "embed"), bias=bias, build=plain)
+        self.dtype = build.dtype
+
+    def __call__(self, patches: jax.Array) -> jax.Array:
+        return self.proj(patches.astype(self.dtype))
+
+
+class TowerAttention(nnx.Module):
+    """Attention of patches with each other.
+
+    Args:
+      qkv: the checkpoint modules of q, k and v.
+      out: that of the output.
+      bias, out_bias: whether they have biases.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_heads: int,
+        *,
+        qkv: Sequence[Source],
+        out: str,
+        build: Build,
+        bias: bool = True,
+        out_bias: bool = True,
+    ):
+        self.head_dim = size // num_heads
+        heads = tower_axis("heads", build)
+        parts = tuple(part._replace(group=self.head_dim) for part in qkv)
+        self.qkv = Linear(size, parts, axes=("embed", heads), bias=bias, build=build)
+        self.out = Linear(size, (Source(out, size),), axes=(heads, "embed"), bias=out_bias, build=build)
+
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
+        """x [P, D] -> [P, D]. turns: cos and sin of the patches."""
+        with jax.named_scope("qkv"):
+            q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
+        with jax.named_scope("rope"):
+            q, k = apply_rope(q, *turns), apply_rope(k, *turns)
+        with jax.named_scope("attend"):
+            o = attend(q, k, v)
+        with jax.named_scope("out"):
+            return self.out(o.reshape(x.shape[0], -1))
+
+
+class TowerMLP(nnx.Module):
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) with two modules in `up`."""
+
+    def __init__(
+        self,
+        size: int,
+        ffn_size: int,
+        *,
+        up: Sequence[str],
+        down: str,
+        activation: Callable[[jax.Array], jax.Array],
+        build: Build,
+        bias: bool = True,
+    ):
+        ffn = tower_axis("ffn", build)
+        sources = tuple(Source(name, ffn_size) for name in up)
+        self.up = Linear(size, sources, axes=("embed", ffn), bias=bias, build=build)
+        self.down = Linear(ffn_size, (Source(down, size),), axes=(ffn, "embed"), bias=bias, build=build)
+        self.activation = activation
+        self.gated = len(sources) > 1
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[P, D] -> [P, D]"""
+        inner = self.up(x)
+        if self.gated:
+            gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
+            return self.down((self.activation(gate) * up).astype(x.dtype))
+        return self.down(self.activation(inner.astype(jnp.float32)).astype(x.dtype))
+
+
+class TowerLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, norms: tuple[nnx.Module, nnx.Module], attention: TowerAttention, mlp: TowerMLP):
+        self.norm1, self.norm2 = norms
+        self.attention = attention
+        self.mlp = mlp
+
+    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.norm1(x), turns, attend)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.norm2(x))
+
+
+class PatchMerger(nnx.Module):
+    """`merge` neighbouring patches to one row of the model: norm, then two products with a GELU between (Qwen2-VL).
+
+    norm: of each patch, or with `joined` of all of them at once.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        merge: int,
+        out_size: int,
+        *,
+        norm: nnx.Module,
+        joined: bool,
+        names: tuple[str, str],
+        build: Build,
+    ):
+        inner, ffn = size * merge, tower_axis("ffn", build)
+        first, second = names
+        self.norm, self.joined, self.width = norm, joined, inner
+        self.up = Linear(inner, (Source(first, inner),), axes=("embed", ffn), bias=True, build=build)
+        self.down = Linear(inner, (Source(second, out_size),), axes=(ffn, "embed"), bias=True, build=build)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[P, D of the tower] -> [P / merge, D of the model]"""
+        x = self.norm(x.reshape(-1, self.width)) if self.joined else self.norm(x).reshape(-1, self.width)
+        return self.down(gelu(self.up(x).astype(jnp.float32)).astype(x.dtype))
+
+
+def joined_qkv(name: str, size: int) -> tuple[Source, ...]:
+    """q, k and v of a module that has all three, one after the other."""
+    return parts_of(name, size, size, size)

@@ -1,0 +1,120 @@
+"""What LLaVA sees with (Liu et al. 2023, arXiv:2310.03744): CLIP or SigLIP, and an MLP over its patches. LLaVA-NeXT
+sees tiles, and has a further embedding for the ends of lines of patches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.tower import TowerConfig
+from models.vision.clip import CLIP, SIGLIP, ClipEncoder, read_clip_or_siglip
+from models.vision.vit import (
+    ACTIVATIONS,
+    VitConfig,
+    linear,
+    read_activation,
+    read_layer_index,
+)
+from models.weights.declare import ParamDecl, Source, declare
+
+# The names of tensors, as the model says them: a checkpoint has more before some of them.
+TOWER, PROJECTOR, NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
+# Which of a unit's positions are taken: of CLIP all but the class token, of SigLIP, which has none, all.
+_STRATEGIES = {CLIP: "default", SIGLIP: "full"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaTowerConfig(TowerConfig):
+    """CLIP or SigLIP with LLaVA's projector.
+
+    Attributes:
+      vit: sizes.
+      layers: how many layers there are below each of the states that are taken, side by side.
+      projector_activation, projector_bias: of the MLP.
+      num_newlines: places behind a unit's patches whose rows are the end of a line; nothing is read of their features.
+    """
+
+    vit: VitConfig
+    layers: tuple[int, ...]
+    projector_activation: str
+    projector_bias: bool = True
+    num_newlines: int = 0
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        behind = range(max(self.layers), self.vit.num_layers)
+        return (f"{TOWER}.post_layernorm.", f"{TOWER}.head.", *(f"{TOWER}.encoder.layers.{n}." for n in behind))
+
+    def make(self, hidden_size: int, build: Build) -> LlavaTower:
+        return LlavaTower(self, hidden_size, build)
+
+
+def read_llava(fields: ConfigFields) -> LlavaTowerConfig:
+    """The tower of a config.json. Raises ModelConfigError."""
+    kind, vit = read_clip_or_siglip(fields)
+    if fields.text("vision_feature_select_strategy", "default") != _STRATEGIES[kind]:
+        raise fields.fail("vision_feature_select_strategy", f"{_STRATEGIES[kind]!r} for a {kind}")
+    wanted = fields.value("vision_feature_layer", -2)
+    listed = wanted if isinstance(wanted, list) and wanted else [wanted]
+    return LlavaTowerConfig(
+        num_features=vit.num_features,
+        columns=(),
+        merge=1,
+        unit=vit.num_patches,
+        vit=vit,
+        layers=tuple(read_layer_index(fields, index, vit.num_layers) for index in listed),
+        projector_activation=read_activation(fields, "projector_hidden_act"),
+        projector_bias=fields.boolean("multimodal_projector_bias", True),
+    )
+
+
+def read_llava_next(fields: ConfigFields) -> LlavaTowerConfig:
+    """LLaVA-NeXT's: a unit has room for the ends of its lines. Raises ModelConfigError."""
+    tower = read_llava(fields)
+    lines = tower.vit.grid
+    return replace(tower, unit=tower.vit.num_patches + lines, num_newlines=lines)
+
+
+class Projector(nnx.Module):
+    """linear_2(activation(linear_1(x))), from the tower's states to embeddings."""
+
+    def __init__(self, in_size: int, hidden_size: int, activation: str, build: Build, *, bias: bool = True):
+        self.up = linear(in_size, f"{PROJECTOR}.linear_1", hidden_size, ("embed", "ffn"), build, bias=bias)
+        self.down = linear(hidden_size, f"{PROJECTOR}.linear_2", hidden_size, ("ffn", "embed"), build, bias=bias)
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[R, in] -> [R, D]"""
+        return self.down(self.activation(self.up(x, out_dtype=jnp.float32)).astype(x.dtype))
+
+
+class LlavaTower(nnx.Module):
+    """See models.config.tower."""
+
+    def __init__(self, config: LlavaTowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        self.encoder = ClipEncoder(config.vit, config.layers, TOWER, build)
+        size, bias = config.vit.hidden_size * len(config.layers), config.projector_bias
+        self.projector = Projector(size, hidden_size, config.projector_activation, build, bias=bias)
+        newline = ParamDecl((None,), (Source(NEWLINE, hidden_size),), init_std=0.02)
+        self.newline = declare((hidden_size,), build.dtype, newline) if config.num_newlines else None
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        del columns  # there are none: all units are alike
+        config = self.config
+        if self.newline is None:
+            return self._project(self.encoder(patches))
+        units = patches.reshape(-1, config.unit, patches.shape[1])[:, : config.vit.num_patches]
+        rows = self._project(self.encoder(units.reshape(-1, patches.shape[1])))
+        rows = rows.reshape(len(units), config.vit.num_patches, -1)
+        ends = jnp.broadcast_to(self.newline[...], (len(units), config.num_newlines, rows.shape[-1]))
+        return jnp.concatenate([rows, ends], axis=1).reshape(len(patches), -1)
+
+    def _project(self, states: jax.Array) -> jax.Array:
+        with jax.named_scope("projector"):
+            return self.projector(states)

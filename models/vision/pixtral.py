@@ -1,0 +1,179 @@
+"""The tower of Pixtral (Agrawal et al. 2024, arXiv:2410.07073), as Mistral Small 3.1 and later have it: patches turn by
+row and column, those of a picture see each other, and four become a row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.tower import TowerConfig
+from models.layers.linear import Linear
+from models.layers.norm import RMSNorm
+from models.vision.attention import UNIT, segment_attention
+from models.vision.layers import (
+    ACTIVATIONS,
+    PatchEmbedding,
+    TowerAttention,
+    TowerLayer,
+    TowerMLP,
+    axial_rope,
+    rope_frequencies,
+    tower_axis,
+)
+from models.weights.declare import Source
+
+TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
+LAYER = f"{TOWER}.transformer.layers.{{layer}}"
+EPS = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixtralTowerConfig(TowerConfig):
+    """Sizes of the tower; `columns` are those that jaxengine.media.processors.grids writes.
+
+    Attributes:
+      hidden_size, intermediate_size, num_layers, num_heads: of its layers.
+      activation, projector_activation: of models.vision.layers.ACTIVATIONS.
+      patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
+      rope_theta: of the frequencies that rows and columns share.
+      projector_bias, norm_eps: of what makes rows of the model.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: str
+    projector_activation: str
+    patch_size: int
+    spatial_merge_size: int
+    rope_theta: float
+    projector_bias: bool
+    norm_eps: float
+    temporal_patch_size: int = 1
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return PixtralTower(self, hidden_size, build)
+
+
+def read_pixtral(fields: ConfigFields, norm_eps: float) -> PixtralTowerConfig:
+    """The tower of the config.json of a Mistral that sees.
+
+    norm_eps: of the text's norms. Raises ModelConfigError.
+    """
+    fields.require(vision_feature_layer=-1)
+    vision = ConfigFields(fields.mapping("vision_config") or {})
+    vision.require(num_channels=3)
+    kind = vision.text("model_type", "pixtral")
+    if kind != "pixtral":
+        raise vision.fail("model_type", "pixtral in vision_config")
+    size, heads = vision.integer("hidden_size", 1024), vision.integer("num_attention_heads", 16)
+    if size % heads or size // heads % 4:
+        raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
+    if vision.integer("head_dim", size // heads) != size // heads:
+        raise vision.fail("head_dim", f"hidden_size / num_attention_heads = {size // heads}")
+    patch, merge = vision.integer("patch_size", 14), fields.integer("spatial_merge_size", 2)
+    rope = ConfigFields(vision.mapping("rope_parameters") or {})
+    theta = rope.number("rope_theta", None) or vision.number("rope_theta", 10000.0)
+    return PixtralTowerConfig(
+        num_features=3 * patch * patch,
+        columns=("segment", "row", "column"),
+        merge=merge * merge,
+        unit=math.lcm(UNIT, merge * merge),
+        hidden_size=size,
+        intermediate_size=vision.integer("intermediate_size", 4096),
+        num_layers=vision.integer("num_hidden_layers", 24),
+        num_heads=heads,
+        activation=_activation(vision, "hidden_act"),
+        projector_activation=_activation(fields, "projector_hidden_act"),
+        patch_size=patch,
+        spatial_merge_size=merge,
+        rope_theta=theta,
+        projector_bias=fields.boolean("multimodal_projector_bias", False),
+        norm_eps=norm_eps,
+    )
+
+
+def _activation(fields: ConfigFields, name: str) -> str:
+    found = fields.text(name, "gelu")
+    if found not in ACTIVATIONS:
+        raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
+    return found
+
+
+class PixtralTower(nnx.Module):
+    """RMS norms, gated MLPs, no biases."""
+
+    def __init__(self, config: PixtralTowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        size = config.hidden_size
+        self.patches = PatchEmbedding(config.num_features, size, source=f"{TOWER}.patch_conv", bias=False, build=build)
+        self.first_norm = RMSNorm(size, EPS, source=f"{TOWER}.ln_pre", build=build)
+        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
+        self.projector = PixtralProjector(config, hidden_size, build)
+
+    def _make_layer(self, build: Build) -> TowerLayer:
+        config, size = self.config, self.config.hidden_size
+        norms = (RMSNorm(size, EPS, source=f"{LAYER}.{name}", build=build) for name in ("attention_norm", "ffn_norm"))
+        before_attention, before_mlp = norms
+        qkv = [Source(f"{LAYER}.attention.{name}_proj", size) for name in "qkv"]
+        attention = TowerAttention(
+            size, config.num_heads, qkv=qkv, out=f"{LAYER}.attention.o_proj", bias=False, out_bias=False, build=build
+        )
+        mlp = TowerMLP(
+            size,
+            config.intermediate_size,
+            up=[f"{LAYER}.feed_forward.{name}_proj" for name in ("gate", "up")],
+            down=f"{LAYER}.feed_forward.down_proj",
+            activation=ACTIVATIONS[config.activation],
+            bias=False,
+            build=build,
+        )
+        return TowerLayer((before_attention, before_mlp), attention, mlp)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        """f32[P, F] and i32[C, P] to [P / merge, D]; see models.config.tower."""
+        segment, rows, places = columns
+        head_dim = self.config.hidden_size // self.config.num_heads
+        # Rows have every other frequency of a head's, and columns the rest.
+        freqs = rope_frequencies(head_dim, self.config.rope_theta)
+        with jax.named_scope("rope_table"):
+            turns = axial_rope(rows, places, freqs[0::2], freqs[1::2])
+        with jax.named_scope("patches"):
+            x = self.first_norm(self.patches(patches))
+        attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, turns, attend)
+        with jax.named_scope("projector"):
+            return self.projector(x)
+
+
+class PixtralProjector(nnx.Module):
+    """Patches to rows of the model: a norm, a product that joins neighbours, and two with an activation between."""
+
+    def __init__(self, config: PixtralTowerConfig, hidden_size: int, build: Build):
+        size, self.merge = config.hidden_size, config.merge
+        ffn, bias = tower_axis("ffn", build), config.projector_bias
+        self.norm = RMSNorm(size, config.norm_eps, source=f"{PROJECTOR}.norm", build=build)
+        merged = (Source(f"{PROJECTOR}.patch_merger.merging_layer", size),)
+        self.merging = Linear(size * self.merge, merged, axes=("embed", "embed"), build=build)
+        first, second = ((Source(f"{PROJECTOR}.linear_{number}", hidden_size),) for number in (1, 2))
+        self.up = Linear(size, first, axes=("embed", ffn), bias=bias, build=build)
+        self.down = Linear(hidden_size, second, axes=(ffn, "embed"), bias=bias, build=build)
+        self.activation = ACTIVATIONS[config.projector_activation]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[P, D of the tower] -> [P / merge, D of the model]"""
+        width = x.shape[1]
+        # The checkpoint has a channel's patches side by side, as torch's unfold gives them.
+        joined = self.norm(x).reshape(-1, self.merge, width).swapaxes(1, 2).reshape(-1, self.merge * width)
+        inner = self.up(self.merging(joined)).astype(x.dtype)
+        return self.down(self.activation(inner.astype(jnp.float32)).astype(x.dtype))

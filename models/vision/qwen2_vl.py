@@ -1,0 +1,255 @@
+"""The towers of Qwen2-VL (Wang et al. 2024, arXiv:2409.12191) and Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923).
+
+Patches of two frames at a time; those of a frame see each other, in Qwen2.5-VL mostly those of a window of it. Four
+patches become a row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields, ModelConfigError
+from models.config.tower import TowerConfig
+from models.layers.norm import LayerNorm, NormClass, RMSNorm
+from models.vision.attention import UNIT, segment_attention, window_attention, window_block
+from models.vision.layers import (
+    ACTIVATIONS,
+    Attend,
+    PatchEmbedding,
+    PatchMerger,
+    TowerAttention,
+    TowerLayer,
+    TowerMLP,
+    axial_rope,
+    joined_qkv,
+    rope_frequencies,
+)
+
+VISUAL = "visual"
+LAYER = f"{VISUAL}.blocks.{{layer}}"
+EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2VLTowerConfig(TowerConfig):
+    """Sizes of the tower; `columns` are those that jaxengine.media.processors.qwen2_vl writes.
+
+    Attributes:
+      hidden_size, intermediate_size, num_layers, num_heads: of its layers.
+      activation: of models.vision.layers.ACTIVATIONS.
+      patch_size, temporal_patch_size: pixels and frames of a patch.
+      spatial_merge_size: rows and columns of patches that become one row.
+      rope_theta: see models.vision.layers.axial_rope.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: str
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    rope_theta: float = 10000.0
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return Qwen2VLTower(self, hidden_size, build)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2_5VLTowerConfig(Qwen2VLTowerConfig):
+    """
+    Attributes:
+      window_size: rows and columns of patches in a window.
+      full_layers: those whose patches see their whole frame.
+      tokens_per_second: places in time of a second of video.
+    """
+
+    window_size: int
+    full_layers: tuple[int, ...]
+    tokens_per_second: float
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return Qwen2_5VLTower(self, hidden_size, build)
+
+
+def read_sizes(fields: ConfigFields, *, width: str = "hidden_size", **defaults: Any) -> dict[str, Any]:
+    """What the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL spell alike in vision_config, as their config's arguments.
+
+    width: the field of the tower's hidden size. defaults: of fields that may be absent.
+    """
+    fields = fields.with_defaults(**{"spatial_merge_size": 2, "temporal_patch_size": 2, **defaults})
+    channels = fields.integer("in_channels", None) or fields.integer("in_chans", 3)
+    if channels != 3:
+        raise ModelConfigError(f"in_channels of vision_config must be 3, got {channels}")
+    patch, frames, merge = (
+        fields.integer(name) for name in ("patch_size", "temporal_patch_size", "spatial_merge_size")
+    )
+    size, heads = fields.integer(width), fields.integer("num_heads")
+    if size % heads or size // heads % 4:
+        raise fields.fail(width, f"a multiple of 4 * num_heads = {4 * heads}")
+    activation = fields.text("hidden_act")
+    if activation not in ACTIVATIONS:
+        raise fields.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+    rope = ConfigFields(fields.mapping("rope_parameters") or {})
+    return {
+        "num_features": channels * frames * patch * patch,
+        "columns": ("segment", "row", "column"),
+        "merge": merge * merge,
+        "unit": math.lcm(UNIT, merge * merge),
+        "hidden_size": size,
+        "num_layers": fields.integer("depth"),
+        "num_heads": heads,
+        "activation": activation,
+        "patch_size": patch,
+        "temporal_patch_size": frames,
+        "spatial_merge_size": merge,
+        "rope_theta": rope.number("rope_theta", 10000.0),
+    }
+
+
+def read_qwen2_vl(fields: ConfigFields, hidden_size: int) -> Qwen2VLTowerConfig:
+    """The tower of a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+    defaults = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "patch_size": 14, "hidden_act": "quick_gelu"}
+    sizes = read_sizes(fields, width="embed_dim", **defaults)
+    if fields.integer("hidden_size", hidden_size) != hidden_size:
+        raise fields.fail("hidden_size", f"that of the text, {hidden_size}")
+    return Qwen2VLTowerConfig(intermediate_size=int(sizes["hidden_size"] * fields.number("mlp_ratio", 4)), **sizes)
+
+
+def read_qwen2_5_vl(fields: ConfigFields, hidden_size: int) -> Qwen2_5VLTowerConfig:
+    """The same of Qwen2.5-VL."""
+    sizes = read_sizes(fields, depth=32, num_heads=16, patch_size=14, hidden_act="silu")
+    if fields.integer("out_hidden_size", hidden_size) != hidden_size:
+        raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
+    patch, merge = sizes["patch_size"], sizes["spatial_merge_size"]
+    window = fields.integer("window_size", 112) // merge // patch * merge
+    if not 1 <= window <= 64:
+        raise fields.fail("window_size", f"1 to 64 times patch_size {patch}, in steps of {merge}")
+    full = fields.value("fullatt_block_indexes", [7, 15, 23, 31])
+    if not isinstance(full, list) or any(type(layer) is not int for layer in full):
+        raise fields.fail("fullatt_block_indexes", "a list of layers")
+    sizes |= {
+        "columns": ("segment", "window", "row", "column"),
+        "unit": math.lcm(UNIT, window_block(window * window), sizes["merge"]),
+    }
+    return Qwen2_5VLTowerConfig(
+        intermediate_size=fields.integer("intermediate_size", 3420),
+        window_size=window,
+        full_layers=tuple(sorted(layer for layer in set(full) if 0 <= layer < sizes["num_layers"])),
+        tokens_per_second=fields.number("tokens_per_second", 4.0),
+        **sizes,
+    )
+
+
+class Qwen2VLTower(nnx.Module):
+    """Layer norms, biases everywhere but in the patches' product, and MLPs of two products."""
+
+    norm_class: ClassVar[NormClass] = LayerNorm
+    patch_bias: ClassVar[bool] = False
+    mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("fc1",), "fc2")
+    # Norm and products of the merger.
+    merger_names: ClassVar[tuple[str, str, str]] = ("merger.ln_q", "merger.mlp.0", "merger.mlp.2")
+
+    def __init__(self, config: Qwen2VLTowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        size = config.hidden_size
+        self.patches = PatchEmbedding(
+            config.num_features, size, source=f"{VISUAL}.patch_embed.proj", bias=self.patch_bias, build=build
+        )
+        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
+        self.merger = self.make_merger(hidden_size, self.merger_names, build)
+
+    def _make_layer(self, build: Build) -> TowerLayer:
+        config, size = self.config, self.config.hidden_size
+        up, down = self.mlp_names
+        return TowerLayer(
+            (self._norm(f"{LAYER}.norm1", build), self._norm(f"{LAYER}.norm2", build)),
+            TowerAttention(
+                size, config.num_heads, qkv=joined_qkv(f"{LAYER}.attn.qkv", size), out=f"{LAYER}.attn.proj", build=build
+            ),
+            TowerMLP(
+                size,
+                config.intermediate_size,
+                up=[f"{LAYER}.mlp.{name}" for name in up],
+                down=f"{LAYER}.mlp.{down}",
+                activation=ACTIVATIONS[config.activation],
+                build=build,
+            ),
+        )
+
+    def make_merger(self, hidden_size: int, names: tuple[str, str, str], build: Build, *, joined: bool = False) -> Any:
+        size, merge = self.config.hidden_size, self.config.merge
+        norm, *products = (f"{VISUAL}.{name}" for name in names)
+        return PatchMerger(
+            size,
+            merge,
+            hidden_size,
+            norm=self._norm(norm, build, size * merge if joined else size),
+            joined=joined,
+            names=(products[0], products[1]),
+            build=build,
+        )
+
+    def _norm(self, source: str, build: Build, size: int | None = None) -> nnx.Module:
+        return self.norm_class(size or self.config.hidden_size, EPS, source=source, build=build)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        """f32[P, F] and i32[C, P] to [P / merge, D]; see models.config.tower."""
+        named = dict(zip(self.config.columns, columns, strict=True))
+        head_dim = self.config.hidden_size // self.config.num_heads
+        with jax.named_scope("patches"):
+            x = self.embed(patches, named)
+        with jax.named_scope("rope_table"):
+            # Rows and columns both have the frequencies of a head of half the size.
+            freqs = rope_frequencies(head_dim // 2, self.config.rope_theta)
+            turns = axial_rope(named["row"], named["column"], freqs, freqs)
+        return self.run(x, turns, named)
+
+    def embed(self, patches: jax.Array, columns: dict[str, jax.Array]) -> jax.Array:
+        """What the first layer gets, [P, D of the tower]."""
+        del columns
+        return self.patches(patches)
+
+    def run(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], columns: dict[str, jax.Array]) -> jax.Array:
+        """Layers and merger."""
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, turns, self.attend(index, columns))
+        with jax.named_scope("merger"):
+            return self.merger(x)
+
+    def attend(self, layer: int, columns: dict[str, jax.Array]) -> Attend:
+        """What a layer's patches see."""
+        del layer
+        return partial(segment_attention, segment=columns["segment"], scale=self._scale)
+
+    @property
+    def _scale(self) -> float:
+        return (self.config.hidden_size // self.config.num_heads) ** -0.5
+
+
+class Qwen2_5VLTower(Qwen2VLTower):
+    """RMS norms, gated MLPs, and windows in most layers. Patches come sorted by window."""
+
+    norm_class: ClassVar[NormClass] = RMSNorm
+    mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("gate_proj", "up_proj"), "down_proj")
+    config: Qwen2_5VLTowerConfig
+
+    def attend(self, layer: int, columns: dict[str, jax.Array]) -> Attend:
+        if layer in self.config.full_layers:
+            return super().attend(layer, columns)
+        return partial(
+            window_attention,
+            segment=columns["segment"],
+            window=columns["window"],
+            longest=self.config.window_size**2,
+            scale=self._scale,
+        )

@@ -1,0 +1,124 @@
+"""The tower of Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen2-VL's with learned positions, stretched to the size
+of a picture, and with rows from its middle that the model's first layers add (DeepStack, Meng et al. 2024,
+arXiv:2406.04334)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields, ModelConfigError
+from models.vision.qwen2_vl import VISUAL, Qwen2VLTower, Qwen2VLTowerConfig, read_sizes
+from models.weights.declare import ParamDecl, Source, declare
+
+_MERGER = ("norm", "linear_fc1", "linear_fc2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLTowerConfig(Qwen2VLTowerConfig):
+    """
+    Attributes:
+      side: rows and columns of the learned positions.
+      deepstack_layers: those whose states become further parts of a row, in this order.
+    """
+
+    side: int
+    deepstack_layers: tuple[int, ...]
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return Qwen3VLTower(self, hidden_size, build)
+
+
+def read_qwen3_vl(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
+    """The tower of a vision_config, for a model of this hidden size. Raises ModelConfigError."""
+    defaults = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh"}
+    sizes = read_sizes(fields, **defaults)
+    if fields.integer("out_hidden_size", hidden_size) != hidden_size:
+        raise fields.fail("out_hidden_size", f"the hidden_size of the text, {hidden_size}")
+    positions = fields.integer("num_position_embeddings", 2304)
+    if math.isqrt(positions) ** 2 != positions:
+        raise fields.fail("num_position_embeddings", "a square")
+    layers = fields.value("deepstack_visual_indexes", [8, 16, 24])
+    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
+        raise fields.fail("deepstack_visual_indexes", "a list of layers")
+    if sorted({*layers}) != layers or (layers and not 0 <= layers[0] <= layers[-1] < sizes["num_layers"]):
+        raise ModelConfigError(
+            f"deepstack_visual_indexes must be ascending layers below depth = {sizes['num_layers']}, got {layers[:100]}"
+        )
+    sizes |= {"columns": ("segment", "row", "column", "height", "width"), "num_parts": 1 + len(layers)}
+    return Qwen3VLTowerConfig(
+        intermediate_size=fields.integer("intermediate_size", 4304),
+        side=math.isqrt(positions),
+        deepstack_layers=tuple(layers),
+        **sizes,
+    )
+
+
+def read_qwen3_5(fields: ConfigFields, hidden_size: int) -> Qwen3VLTowerConfig:
+    """The same of Qwen3.5, whose layers add no states of the tower's."""
+    return read_qwen3_vl(ConfigFields({**fields.raw, "deepstack_visual_indexes": []}), hidden_size)
+
+
+class Qwen3VLTower(Qwen2VLTower):
+    """Biases everywhere; a merger for each layer whose states the model's layers add."""
+
+    patch_bias: ClassVar[bool] = True
+    mlp_names: ClassVar[tuple[tuple[str, ...], str]] = (("linear_fc1",), "linear_fc2")
+    merger_names: ClassVar[tuple[str, str, str]] = ("merger.norm", "merger.linear_fc1", "merger.linear_fc2")
+    config: Qwen3VLTowerConfig
+
+    def __init__(self, config: Qwen3VLTowerConfig, hidden_size: int, build: Build):
+        super().__init__(config, hidden_size, build)
+        rows = Source(f"{VISUAL}.pos_embed.weight", config.side**2)
+        decl = ParamDecl((None, None), (rows,), init_std=0.02)
+        self.positions = declare((config.side**2, config.hidden_size), build.dtype, decl)
+        self.mergers = nnx.List([self._deepstack_merger(n, hidden_size, build) for n in range(config.num_parts - 1)])
+
+    def _deepstack_merger(self, number: int, hidden_size: int, build: Build) -> Any:
+        norm, first, second = (f"deepstack_merger_list.{number}.{name}" for name in _MERGER)
+        return self.make_merger(hidden_size, (norm, first, second), build, joined=True)
+
+    def embed(self, patches: jax.Array, columns: dict[str, jax.Array]) -> jax.Array:
+        x = self.patches(patches)
+        with jax.named_scope("positions"):
+            return x + self._stretched(columns).astype(x.dtype)
+
+    def _stretched(self, columns: dict[str, jax.Array]) -> jax.Array:
+        """Learned positions as they lie over pictures of other sizes, f32[P, D of the tower].
+
+        Corners meet, and what lies between is blended of four (bilinear).
+        """
+        side = self.config.side
+        rows, row_shares = _between(columns["row"], columns["height"], side)
+        places, place_shares = _between(columns["column"], columns["width"], side)
+        index = (rows[:, :, None] * side + places[:, None, :]).reshape(-1, 4)
+        shares = (row_shares[:, :, None] * place_shares[:, None, :]).reshape(-1, 4)
+        return jnp.sum(self.positions[...][index].astype(jnp.float32) * shares[..., None], axis=1)
+
+    def run(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], columns: dict[str, jax.Array]) -> jax.Array:
+        """[P / merge, num_parts * D]"""
+        parts = []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, turns, self.attend(index, columns))
+            if index in self.config.deepstack_layers:
+                with jax.named_scope("deepstack"):
+                    parts.append(self.mergers[len(parts)](x))
+        with jax.named_scope("merger"):
+            return jnp.concatenate([self.merger(x), *parts], axis=-1)
+
+
+def _between(places: jax.Array, sizes: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
+    """The two of `side` learned places between which each of `places` i32[P] of `sizes` lies, i32[P, 2], and the share
+    that each has, f32[P, 2]."""
+    spot = places.astype(jnp.float32) * (side - 1) / jnp.maximum(sizes - 1, 1).astype(jnp.float32)
+    low = jnp.floor(spot)
+    both = low[:, None] + jnp.arange(2, dtype=jnp.float32)
+    shares = jnp.maximum(1 - jnp.abs(spot[:, None] - both), 0.0)
+    return jnp.clip(both.astype(jnp.int32), 0, side - 1), shares

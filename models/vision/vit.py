@@ -1,0 +1,275 @@
+"""A vision transformer over units: pictures, or tiles of them, that all have the same number of patches (Dosovitskiy et
+al. 2021, arXiv:2010.11929), as CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023) and InternVL have it.
+
+Further shape letters: U units, S positions of a unit, P patches of all units, F numbers of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.layers.linear import Linear
+from models.layers.mlp import gelu_tanh
+from models.layers.norm import LayerNorm
+from models.vision.layers import gelu, quick_gelu, tower_axis
+from models.weights.declare import ParamDecl, Source, declare
+
+MAX_SIDE = 4096  # pixels of a unit
+# Positions of a unit whose queries meet all keys at once: what one head's scores take is at most this squared.
+_QUERIES = 1152
+
+
+# By their names in configurations.
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "quick_gelu": quick_gelu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_new": gelu_tanh,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VitConfig:
+    """Sizes of a vision transformer.
+
+    Attributes:
+      num_layers: those of the checkpoint.
+      image_size, patch_size: pixels of a side; a unit is a square of squares.
+      has_class_token: whether a position that is no patch comes first.
+      activation: a name of ACTIVATIONS.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    image_size: int
+    patch_size: int
+    activation: str
+    norm_eps: float
+    has_class_token: bool = False
+
+    @property
+    def grid(self) -> int:
+        """Patches of a side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        """Of a unit."""
+        return self.grid**2
+
+    @property
+    def num_positions(self) -> int:
+        """S: patches, and the class token."""
+        return self.num_patches + self.has_class_token
+
+    @property
+    def num_features(self) -> int:
+        """F: red, green and blue of a patch's pixels, colour by colour, row by row."""
+        return 3 * self.patch_size**2
+
+
+def vision_fields(fields: ConfigFields, **defaults: Any) -> ConfigFields:
+    """`vision_config` of a configuration, by names that errors tell whole; defaults for what a file leaves out."""
+    vision = fields.mapping("vision_config")
+    if vision is None:
+        raise fields.fail("vision_config", "a mapping")
+    prefix = "vision_config."
+    return ConfigFields({prefix + name: value for name, value in vision.items()}, prefix).with_defaults(**defaults)
+
+
+def read_vit(vision: ConfigFields, **more: Any) -> VitConfig:
+    """The sizes, as all configurations spell them. Raises ModelConfigError."""
+    vision.require(num_channels=3)
+    size, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
+    if size % heads:
+        raise vision.fail("num_attention_heads", f"a divisor of hidden_size {size}")
+    image, patch = _side(vision, "image_size"), _side(vision, "patch_size")
+    if image < patch:
+        raise vision.fail("image_size", f">= patch_size {patch}")
+    return VitConfig(
+        hidden_size=size,
+        intermediate_size=vision.integer("intermediate_size"),
+        num_layers=vision.integer("num_hidden_layers"),
+        num_heads=heads,
+        image_size=image,
+        patch_size=patch,
+        activation=read_activation(vision, "hidden_act"),
+        norm_eps=vision.number("layer_norm_eps"),
+        **more,
+    )
+
+
+def _side(vision: ConfigFields, name: str) -> int:
+    """Pixels of a square's side, which may be given twice."""
+    value = vision.value(name)
+    sides = value if isinstance(value, (list, tuple)) else [value]
+    if not 1 <= len(sides) <= 2 or any(type(side) is not int or not 1 <= side <= MAX_SIDE for side in sides):
+        raise vision.fail(name, f"an integer >= 1 and <= {MAX_SIDE}, or two")
+    if len(set(sides)) != 1:
+        raise vision.fail(name, "the same for height and width")
+    return sides[0]
+
+
+def read_activation(fields: ConfigFields, name: str, default: str = "gelu") -> str:
+    """A name of ACTIVATIONS."""
+    found = fields.text(name, default)
+    if found not in ACTIVATIONS:
+        raise fields.fail(name, f"one of {', '.join(ACTIVATIONS)}")
+    return found
+
+
+def read_layer_index(fields: ConfigFields, index: Any, num_layers: int) -> int:
+    """How many layers there are below the states that an index of `vision_feature_layer` means; negative from the end:
+    -1 is what the last layer gives, -2 what it gets."""
+    if type(index) is not int or not -num_layers - 1 <= index <= num_layers:
+        raise fields.fail("vision_feature_layer", f"an integer from {-num_layers - 1} to {num_layers}")
+    return index if index >= 0 else num_layers + 1 + index
+
+
+def linear(
+    in_size: int, source: str, out_size: int, axes: tuple[str, str], build: Build, *, bias: bool = True
+) -> Linear:
+    """A product of a tower, from one module of the checkpoint; `axes` as Linear has them."""
+    split = (tower_axis(axes[0], build), tower_axis(axes[1], build))
+    return Linear(in_size, (Source(source, out_size),), axes=split, bias=bias, build=build)
+
+
+@dataclass(frozen=True)
+class VitNames:
+    """What a checkpoint calls the modules of a layer; `layers` comes before the number, the others behind it."""
+
+    layers: str
+    attention_norm: str = "layer_norm1"
+    mlp_norm: str = "layer_norm2"
+    attention: str = "self_attn"
+    out: str = "out_proj"
+
+
+class VitAttention(nnx.Module):
+    """Attention of each unit's positions to all of them.
+
+    q_norm, k_norm: over all heads at once, [R, heads of this device, H] to the same; None for none.
+    """
+
+    def __init__(
+        self,
+        config: VitConfig,
+        *,
+        source: str,
+        out: str,
+        build: Build,
+        bias: bool = True,
+        qk_norms: tuple[nnx.Module, nnx.Module] | None = None,
+    ):
+        size = config.hidden_size
+        self.head_dim = size // config.num_heads
+        qkv = tuple(Source(f"{source}.{name}_proj", size, group=self.head_dim) for name in "qkv")
+        heads = tower_axis("heads", build)
+        self.qkv = Linear(size, qkv, axes=("embed", heads), bias=bias, build=build)
+        self.out = linear(size, f"{source}.{out}", size, ("heads", "embed"), build)
+        self.q_norm, self.k_norm = qk_norms or (None, None)
+
+    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
+        """[U * S, D] -> [U * S, D]"""
+        q, k, v = jnp.split(self.qkv(x).reshape(len(x), -1, self.head_dim), 3, axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        o = attend_units(*(each.reshape(num_units, -1, *each.shape[1:]) for each in (q, k, v)))
+        return self.out(o.reshape(len(x), -1))
+
+
+def attend_units(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Softmax attention inside of each unit, [U, S, N, H] each, to the same: scores are there of one unit at a time,
+    and of a part of its queries where it has many."""
+    num_positions, head_dim = q.shape[1], q.shape[3]
+    blocks = -(-num_positions // _QUERIES)
+    rows = -(-num_positions // blocks)
+
+    def block(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        scores = jnp.einsum("snh,tnh->nst", queries, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        return jnp.einsum("nst,tnh->snh", weights, values, preferred_element_type=jnp.float32).astype(values.dtype)
+
+    def unit(qkv: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        queries, keys, values = qkv
+        if blocks == 1:
+            return block(queries, keys, values)
+        queries = jnp.pad(queries, ((0, blocks * rows - num_positions), (0, 0), (0, 0)))
+        cut = queries.reshape(blocks, rows, *queries.shape[1:])
+        o = lax.map(lambda part: block(part, keys, values), cut)
+        return o.reshape(blocks * rows, *o.shape[2:])[:num_positions]
+
+    return unit((q[0], k[0], v[0]))[None] if len(q) == 1 else lax.map(unit, (q, k, v))
+
+
+class VitMLP(nnx.Module):
+    """fc2(activation(fc1(x)))."""
+
+    def __init__(self, config: VitConfig, *, source: str, build: Build):
+        size, inner = config.hidden_size, config.intermediate_size
+        self.fc1 = linear(size, f"{source}.fc1", inner, ("embed", "ffn"), build)
+        self.fc2 = linear(inner, f"{source}.fc2", size, ("ffn", "embed"), build)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[R, D] -> [R, D]"""
+        return self.fc2(self.activation(self.fc1(x, out_dtype=jnp.float32)).astype(x.dtype))
+
+
+class VitLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: VitConfig, source: str, names: VitNames, build: Build):
+        size, eps = config.hidden_size, config.norm_eps
+        self.attention_norm = LayerNorm(size, eps, source=f"{source}.{names.attention_norm}", build=build)
+        self.attention = VitAttention(config, source=f"{source}.{names.attention}", out=names.out, build=build)
+        self.mlp_norm = LayerNorm(size, eps, source=f"{source}.{names.mlp_norm}", build=build)
+        self.mlp = VitMLP(config, source=f"{source}.mlp", build=build)
+
+    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
+        """[U * S, D] -> [U * S, D]"""
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), num_units)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+def table(rows: int, size: int, source: str, build: Build, *, flat: bool = False) -> nnx.Param:
+    """Vectors that are added to states, [rows, size]; flat: [1, rows * size], of a tensor with a first axis of 1."""
+    shape = (1, rows * size) if flat else (rows, size)
+    return declare(shape, build.dtype, ParamDecl((None, None), (Source(source, shape[0]),), init_std=0.02))
+
+
+def run_layers(layers: Any, x: jax.Array, num_units: int, wanted: tuple[int, ...]) -> list[jax.Array]:
+    """[U * S, D] through layers, and of it what there is below the layers of these numbers, in their order."""
+    states = {0: x}
+    for number, layer in enumerate(layers, 1):
+        with jax.named_scope(f"layer_{number - 1}"):
+            states[number] = x = layer(x, num_units)
+    return [states[number] for number in wanted]
+
+
+def joined_neighbours(x: jax.Array, grid: int, factor: int) -> jax.Array:
+    """States of units of grid x grid patches [P, D] to [P / factor**2, D * factor**2]: those of each square of factor x
+    factor patches side by side, row by row ("pixel shuffle")."""
+    side, size = grid // factor, x.shape[1]
+    cut = x.reshape(-1, side, factor, side, factor, size).transpose(0, 1, 3, 2, 4, 5)
+    return cut.reshape(-1, size * factor**2)
+
+
+def read_merge(fields: ConfigFields, name: str, factor: int, vit: VitConfig) -> int:
+    """How many patches of a side become one row. Raises ModelConfigError where it does not divide them."""
+    if vit.grid % factor:
+        raise fields.fail(name, f"such that it divides the {vit.grid} patches of a unit's side")
+    return factor

@@ -1,0 +1,172 @@
+"""The rank's pool of embeddings of pictures: which rows hold which picture, for whom, and what is to be encoded.
+
+A picture is encoded in the step whose chunk first reaches it, before that step's forward pass, and its rows are kept as
+long as a running request has tokens of it to compute; then until others need the room, least recently used first, so
+that the next request with the same picture finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler.media import Media, MediaItem
+
+
+class Encode(NamedTuple):
+    """A picture to be encoded, and the rows of the pool, i32[num_rows], that get its embeddings."""
+
+    item: MediaItem
+    rows: np.ndarray
+
+
+class EncoderRows:
+    """Rows 0 .. num_rows - 1, counted by the slots that need them.
+
+    Attributes:
+      encodes: of the step being put together.
+      num_queries, num_hits: pictures that chunks have reached, and those of them whose rows were there.
+    """
+
+    def __init__(self, num_rows: int, max_patches: int, *, whole: bool = False):
+        """max_patches: that one step encodes at most. whole: a step has all tokens left of a picture, or none."""
+        self.num_rows, self.max_patches, self.whole = num_rows, max_patches, whole
+        self.encodes: list[Encode] = []
+        self.num_queries = self.num_hits = 0
+        self._num_patches = 0
+        self._free = np.arange(num_rows - 1, -1, -1, dtype=np.int32)
+        self._num_free = num_rows
+        self._rows: dict[bytes, np.ndarray] = {}
+        self._users: dict[bytes, set[int]] = {}  # slots; of digests that somebody needs
+        self._idle: dict[bytes, None] = {}  # the others, least recently used first
+        self._num_idle_rows = 0
+        self._needed: dict[int, dict[bytes, int]] = {}  # slot -> digest -> position behind the item
+
+    @property
+    def num_used(self) -> int:
+        """Rows that somebody needs."""
+        return self.num_rows - self._num_free - self._num_idle_rows
+
+    @property
+    def num_kept(self) -> int:
+        """Rows that hold something, needed or not."""
+        return self.num_rows - self._num_free
+
+    def begin_step(self) -> None:
+        """What is encoded from now on belongs to another step."""
+        self.encodes, self._num_patches = [], 0
+
+    def reach(self, media: Media | None, start: int, count: int) -> int:
+        """How many of the tokens [start, start + count) of a prompt this step can compute, as far as pictures go."""
+        if media is None or start >= media.end:
+            return count
+        patches, rows, seen = self.max_patches - self._num_patches, self._num_free + self._num_idle_rows, set()
+        for item in _within(media, start, count):
+            if self.whole and item.end > start + count:
+                return max(0, item.begin - start)
+            if item.digest in seen or item.digest in self._users:
+                continue
+            seen.add(item.digest)
+            rows -= item.num_rows
+            if item.digest not in self._idle:
+                patches -= item.num_patches
+            if patches < 0 or rows < 0:
+                return max(0, item.begin - start)
+        return count
+
+    def take(self, slot: int, media: Media | None, start: int, count: int) -> None:
+        """Has a slot need the pictures of these tokens, which `reach` allowed; those not there are to be encoded."""
+        if media is None or start >= media.end:
+            return
+        own, items = self._needed.setdefault(slot, {}), _within(media, start, count)
+        for item in items:  # before anything is given away
+            if item.digest in self._idle:
+                del self._idle[item.digest]
+                self._num_idle_rows -= item.num_rows
+                self._users[item.digest] = set()
+        for item in items:
+            if item.digest not in own:
+                self.num_queries += 1
+                self.num_hits += item.digest in self._users
+            if item.digest not in self._users:
+                self._rows[item.digest] = rows = self._allocate(item.num_rows)
+                self._users[item.digest] = set()
+                self.encodes.append(Encode(item, rows))
+                self._num_patches += item.num_patches
+            self._users[item.digest].add(slot)
+            own[item.digest] = max(item.end, own.get(item.digest, 0))
+
+    def inputs(
+        self, chunks: Sequence[tuple[Media | None, int, int]], num_tokens: int
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """`embeds` and `places` of a step (scheduler.batch), whose last tokens are those of the chunks: what belongs to
+        their prompts, first token, number of tokens."""
+        embeds = places = None
+        end = num_tokens - sum(count for _, _, count in chunks)
+        for media, start, count in chunks:
+            first, end = end, end + count
+            if media is not None and start < media.end:
+                if embeds is None or places is None:
+                    embeds, places = np.full(num_tokens, -1, np.int32), np.full((3, num_tokens), -1, np.int32)
+                embeds[first:end] = self.index(media, start, count)
+                places[:, first:end] = media.places(start, count)
+        return embeds, places
+
+    def index(self, media: Media, start: int, count: int) -> np.ndarray:
+        """i32[count], the rows of tokens whose pictures are there, -1 for those without one."""
+        found = np.full(count, -1, np.int32)
+        for item in _within(media, start, count):
+            first, last = np.searchsorted(item.positions, (start, start + count))
+            found[item.positions[first:last] - start] = self._rows[item.digest][first:last]
+        return found
+
+    def passed(self, slot: int, position: int) -> None:
+        """A slot's tokens before this position are computed once the step that is put together has run."""
+        own = self._needed.get(slot)
+        if own is None:
+            return
+        for digest in [digest for digest, end in own.items() if end <= position]:
+            self._leave(slot, digest)
+            del own[digest]
+        if not own:
+            del self._needed[slot]
+
+    def release(self, slot: int) -> None:
+        """A slot is given up."""
+        for digest in self._needed.pop(slot, {}):
+            self._leave(slot, digest)
+
+    def clear(self) -> None:
+        """Forgets what nobody needs."""
+        for digest in list(self._idle):
+            self._evict(digest)
+
+    def _leave(self, slot: int, digest: bytes) -> None:
+        users = self._users[digest]
+        users.discard(slot)
+        if not users:
+            del self._users[digest]
+            self._idle[digest] = None
+            self._num_idle_rows += len(self._rows[digest])
+
+    def _allocate(self, count: int) -> np.ndarray:
+        while self._num_free < count:
+            self._evict(next(iter(self._idle)))
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count].copy()
+
+    def _evict(self, digest: bytes) -> None:
+        rows = self._rows.pop(digest)
+        del self._idle[digest]
+        if self.encodes:  # it may have lost its only user in the step that was to encode it
+            self.encodes = [each for each in self.encodes if each.item.digest != digest]
+        self._free[self._num_free : self._num_free + len(rows)] = rows
+        self._num_free += len(rows)
+        self._num_idle_rows -= len(rows)
+
+
+def _within(media: Media, start: int, count: int) -> list[MediaItem]:
+    """Items that have embeddings among these tokens, in order."""
+    return [item for item in media.items if item.begin < start + count and item.end > start]

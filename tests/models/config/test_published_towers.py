@@ -1,0 +1,315 @@
+"""What published checkpoints that see say of their towers, in the spellings of transformers 4 and 5, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from models.config.fields import ModelConfigError
+from models.config.rope import Rope, RopeScaling
+from models.registry import read_hf
+from models.vision.glm4v import Glm4vTowerConfig
+from models.vision.pixtral import PixtralTowerConfig
+from models.vision.qwen2_vl import Qwen2_5VLTowerConfig, Qwen2VLTowerConfig
+from models.vision.qwen3_vl import Qwen3VLTowerConfig
+
+TOKENS = {"vision_start_token_id": 151652, "image_token_id": 151655, "video_token_id": 151656}
+# Qwen/Qwen2-VL-7B-Instruct
+QWEN2_VL: dict[str, Any] = {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    **TOKENS,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_chans": 3,
+        "hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 152064,
+}
+# Qwen/Qwen2.5-VL-7B-Instruct
+QWEN2_5_VL = QWEN2_VL | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "max_position_embeddings": 128000,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+}
+# Qwen/Qwen3-VL-8B-Instruct
+QWEN3_VL: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    **TOKENS,
+    "text_config": {
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "vocab_size": 151936,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+# mistralai/Mistral-Small-3.1-24B-Instruct-2503
+MISTRAL3: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "vision_config": {
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "image_size": 1540,
+        "intermediate_size": 4096,
+        "model_type": "pixtral",
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+}
+# zai-org/GLM-4.1V-9B-Thinking
+GLM4V: dict[str, Any] = {
+    "architectures": ["Glm4vForConditionalGeneration"],
+    "image_start_token_id": 151339,
+    "image_end_token_id": 151340,
+    "image_token_id": 151343,
+    "video_token_id": 151344,
+    "text_config": {
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338, 151348],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "max_position_embeddings": 65536,
+        "model_type": "glm4v_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]},
+        "rope_theta": 10000.0,
+        "vocab_size": 151552,
+    },
+    "vision_config": {
+        "attention_bias": False,
+        "depth": 24,
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "image_size": 336,
+        "in_channels": 3,
+        "intermediate_size": 13696,
+        "num_heads": 12,
+        "out_hidden_size": 4096,
+        "patch_size": 14,
+        "rms_norm_eps": 1e-05,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+def test_qwen2_vl():
+    config = read_hf(QWEN2_VL)
+    assert config.tower == Qwen2VLTowerConfig(
+        num_features=1176,
+        columns=("segment", "row", "column"),
+        merge=4,
+        unit=256,
+        hidden_size=1280,
+        intermediate_size=5120,
+        num_layers=32,
+        num_heads=16,
+        activation="quick_gelu",
+        patch_size=14,
+        temporal_patch_size=2,
+        spatial_merge_size=2,
+    )
+    rope = Rope(128, 1e6, sections=(16, 24, 24))
+    assert config.sees_places and {layer.rope for layer in config.attention} == {rope}
+    assert config.attention[0].bias and config.attention[0].window is None
+    # transformers 5
+    outer = {"architectures", "vision_config", *TOKENS}
+    text = {name: value for name, value in QWEN2_VL.items() if name not in outer | {"rope_scaling", "rope_theta"}}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    nested = {name: value for name, value in QWEN2_VL.items() if name in outer} | {"text_config": text}
+    assert read_hf(nested | {"tie_word_embeddings": False}) == config
+    # For long contexts Qwen2.5-VL's cards say to add yarn, which keeps the sections.
+    yarn = {"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24], "original_max_position_embeddings": 32768}
+    stretched = read_hf(QWEN2_VL | {"rope_scaling": yarn}).attention[0].rope
+    assert stretched is not None and stretched.sections == (16, 24, 24)
+    assert isinstance(stretched.scaling, RopeScaling) and stretched.scaling.rope_type == "yarn"
+
+
+def test_qwen2_5_vl():
+    tower = read_hf(QWEN2_5_VL).tower
+    assert isinstance(tower, Qwen2_5VLTowerConfig)
+    assert (tower.window_size, tower.full_layers, tower.tokens_per_second) == (8, (7, 15, 23, 31), 2.0)
+    assert tower.columns == ("segment", "window", "row", "column") and tower.unit == 256
+    assert (tower.hidden_size, tower.intermediate_size, tower.activation) == (1280, 3420, "silu")
+
+
+def test_qwen3_vl():
+    config = read_hf(QWEN3_VL)
+    assert isinstance(config.tower, Qwen3VLTowerConfig)
+    assert (config.tower.side, config.tower.deepstack_layers, config.tower.num_parts) == (48, (8, 16, 24), 4)
+    rope = Rope(128, 5e6, sections=(24, 20, 20), sections_interleaved=True)
+    assert {layer.rope for layer in config.attention} == {rope} and config.attention[0].qk_norm
+    turns = rope.section_of_pairs()
+    assert turns[:7].tolist() == [0, 1, 2, 0, 1, 2, 0] and not turns[60:].any()
+    assert [int((turns == section).sum()) for section in range(3)] == [24, 20, 20]
+
+
+def test_mistral_small_3():
+    config = read_hf(MISTRAL3)
+    assert config.tower == PixtralTowerConfig(
+        num_features=588,
+        columns=("segment", "row", "column"),
+        merge=4,
+        unit=256,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_layers=24,
+        num_heads=16,
+        activation="silu",
+        projector_activation="gelu",
+        patch_size=14,
+        spatial_merge_size=2,
+        rope_theta=10000.0,
+        projector_bias=False,
+        norm_eps=1e-5,
+    )
+    assert not config.sees_places and replace(config, tower=None).tower is None
+
+
+def test_glm_4_1v():
+    config = read_hf(GLM4V)
+    assert isinstance(config.tower, Glm4vTowerConfig)
+    assert (config.tower.side, config.tower.intermediate_size, config.tower.attention_bias) == (24, 13696, False)
+    assert config.tower.columns == ("segment", "row", "column", "height", "width")
+    rope = Rope(64, 1e4, interleaved=True, sections=(8, 12, 12))
+    assert {layer.rope for layer in config.attention} == {rope} and config.attention[0].bias
+
+
+@pytest.mark.parametrize(
+    ("raw", "where", "change", "message"),
+    [
+        (QWEN2_VL, None, {"rope_scaling": {"type": "mrope"}}, "mrope_section is missing"),
+        (
+            QWEN2_VL,
+            None,
+            {"rope_scaling": {"type": "mrope", "mrope_section": "all"}},
+            "a list of three numbers of pairs",
+        ),
+        (QWEN2_VL, None, {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24]}}, "three counts that sum up to"),
+        (QWEN2_VL, None, {"vision_config": None}, "vision_config must be a mapping, got None"),
+        (QWEN2_VL, "vision_config", {"in_chans": 1}, "in_channels of vision_config must be 3, got 1"),
+        (QWEN2_VL, "vision_config", {"num_heads": 7}, r"embed_dim must be a multiple of 4 \* num_heads = 28, got 1280"),
+        (QWEN2_VL, "vision_config", {"hidden_size": 1024}, "hidden_size must be that of the text, 3584, got 1024"),
+        (QWEN2_VL, "vision_config", {"hidden_act": "relu"}, "hidden_act must be one of quick_gelu, gelu"),
+        (QWEN2_VL, "vision_config", {"depth": 10**9}, "depth must be an integer >= 1 and <= 1024"),
+        (QWEN2_5_VL, "vision_config", {"window_size": 13}, "window_size must be 1 to 64 times patch_size 14"),
+        (QWEN2_5_VL, "vision_config", {"out_hidden_size": 5}, "out_hidden_size must be the hidden_size of the text"),
+        (QWEN2_5_VL, "vision_config", {"fullatt_block_indexes": 7}, "fullatt_block_indexes must be a list of layers"),
+        (QWEN3_VL, "vision_config", {"num_position_embeddings": 5}, "num_position_embeddings must be a square, got 5"),
+        (QWEN3_VL, "vision_config", {"deepstack_visual_indexes": [9, 8]}, "must be ascending layers below depth = 27"),
+        (QWEN3_VL, "vision_config", {"deepstack_visual_indexes": [27]}, "must be ascending layers below depth = 27"),
+        (
+            MISTRAL3,
+            "vision_config",
+            {"model_type": "siglip"},
+            "model_type must be pixtral in vision_config, got 'siglip'",
+        ),
+        (
+            MISTRAL3,
+            "vision_config",
+            {"head_dim": 32},
+            "head_dim must be hidden_size / num_attention_heads = 64, got 32",
+        ),
+        (GLM4V, "vision_config", {"image_size": 7}, "image_size must be 1 to 1024 times patch_size 14, got 7"),
+        (GLM4V, "vision_config", {"out_hidden_size": 8}, "out_hidden_size must be the hidden_size of the text, 4096"),
+        (MISTRAL3, None, {"vision_feature_layer": -2}, "vision_feature_layer must be -1 or absent, got -2"),
+        (MISTRAL3, None, {"projector_hidden_act": "relu"}, "projector_hidden_act must be one of"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) and len(value) == 1 else "",
+)
+def test_what_is_not_built_is_refused(raw, where, change, message):
+    with pytest.raises(ModelConfigError, match=message):
+        read_hf(raw | (change if where is None else {where: raw[where] | change}))

@@ -1,0 +1,208 @@
+"""Towers of published checkpoints whose pictures are squares, and what is wrong with those that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from models.config.fields import ModelConfigError
+from models.registry import read_hf
+from tests.models.config.published import GEMMA3_VISION
+
+# llava-hf/llava-1.5-7b-hf
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "image_token_index": 32000,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+}
+# llava-hf/llava-interleave-qwen-0.5b-hf
+LLAVA_SIGLIP = LLAVA | {
+    "text_config": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "max_position_embeddings": 32768,
+        "model_type": "qwen2",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 152000,
+    },
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 384,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 26,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+# llava-hf/llava-v1.6-mistral-7b-hf
+LLAVA_NEXT = LLAVA | {
+    "architectures": ["LlavaNextForConditionalGeneration"],
+    "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    "text_config": {
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "vocab_size": 32064,
+    },
+}
+# HuggingFaceTB/SmolVLM-256M-Instruct
+SMOLVLM = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "image_token_id": 49190,
+    "scale_factor": 4,
+    "text_config": {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 64,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 100000,
+        "vocab_size": 49280,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "hidden_size": 768,
+        "image_size": 512,
+        "intermediate_size": 3072,
+        "model_type": "idefics3_vision",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "patch_size": 16,
+    },
+}
+# OpenGVLab/InternVL3-1B-hf
+INTERNVL = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "downsample_ratio": 0.5,
+    "image_seq_length": 256,
+    "image_token_id": 151667,
+    "text_config": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "model_type": "qwen2",
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rope_theta": 1000000.0,
+        "vocab_size": 151674,
+    },
+    "vision_config": {
+        "attention_bias": True,
+        "hidden_size": 1024,
+        "image_size": [448, 448],
+        "intermediate_size": 4096,
+        "model_type": "internvl_vision",
+        "norm_type": "layer_norm",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": [14, 14],
+        "use_mean_pooling": True,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "unit", "rows", "features", "layers"),
+    [
+        (LLAVA, 576, 576, 588, 32),
+        (LLAVA_SIGLIP, 729, 729, 588, 24),
+        (LLAVA_NEXT, 576 + 24, 600, 588, 32),  # 24 ends of lines behind the patches of each tile
+        (SMOLVLM, 1024, 64, 768, 30),
+        (INTERNVL, 1024, 256, 588, 24),
+        (GEMMA3_VISION, 4096, 256, 588, 48),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "",
+)
+def test_published(raw, unit, rows, features, layers):
+    config = read_hf(raw)
+    assert config.tower is not None
+    assert (config.tower.unit, config.tower.unit // config.tower.merge, config.tower.num_features) == (
+        unit,
+        rows,
+        features,
+    )
+    assert config.num_layers == layers and config.tower.columns == () and config.tower.num_parts == 1
+    assert config.tower.attends_both_ways == (raw is GEMMA3_VISION)
+
+
+def test_layers_behind_the_last_that_is_needed_stay_in_the_file():
+    tower = read_hf(LLAVA).tower
+    assert tower is not None and tower.unused[-1] == "vision_tower.encoder.layers.23."
+    assert not any(name.startswith("vision_tower.encoder.layers.22.") for name in tower.unused)
+
+
+def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
+    return raw | {"vision_config": raw["vision_config"] | vision}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (LLAVA | {"vision_config": None}, "vision_config must be a mapping, got None"),
+        (changed(LLAVA, model_type="pixtral"), "vision_config.model_type must be clip_vision_model or siglip"),
+        (changed(LLAVA, num_attention_heads=15), "vision_config.num_attention_heads must be a divisor"),
+        (changed(LLAVA, image_size=1 << 20), "vision_config.image_size must be an integer >= 1 and <= 4096"),
+        (changed(LLAVA, image_size=[336, 224]), "vision_config.image_size must be the same for height and width"),
+        (changed(LLAVA, patch_size=400), "vision_config.image_size must be >= patch_size 400, got 336"),
+        (changed(LLAVA, hidden_act="relu6"), "vision_config.hidden_act must be one of quick_gelu, gelu"),
+        (changed(LLAVA, num_channels=4), "vision_config.num_channels must be 3 or absent, got 4"),
+        (LLAVA | {"vision_feature_layer": -26}, "vision_feature_layer must be an integer from -25 to 24, got -26"),
+        (LLAVA | {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy must be 'default' for a"),
+        (LLAVA | {"text_config": {"model_type": "opt"}}, "model_type must be one of llama, mistral, qwen2, qwen3"),
+        (SMOLVLM | {"scale_factor": 5}, "scale_factor must be such that it divides the 32 patches"),
+        (INTERNVL | {"downsample_ratio": 0.3}, "downsample_ratio must be one divided by an integer, got 0.3"),
+        (changed(INTERNVL, norm_type="batch"), "vision_config.norm_type must be one of layer_norm, rms_norm"),
+        (
+            GEMMA3_VISION | {"mm_tokens_per_image": 200},
+            "mm_tokens_per_image must be a square whose side divides",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused(raw, message):
+    with pytest.raises(ModelConfigError) as error:
+        read_hf(raw)
+    assert message in str(error.value)

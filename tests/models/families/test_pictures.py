@@ -1,0 +1,68 @@
+"""Prompts with pictures and videos against what transformers makes of them (tests/fixtures/record_pictures.py)."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from tests.fixtures.picture_cases import PROMPTS
+from tests.models.families.pictures import Run, load, prepared, see
+from tests.models.families.test_golden import assert_close
+
+# Of the others' parts: Qwen3-VL's tower and prompts, and a tower that is the others' without what they add.
+FURTHER = frozenset(("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision"))
+# With windows, and with learned positions; the others' patches know less of their neighbours.
+PACKED = frozenset(("qwen2_5_vl_vision", "qwen3_vl_vision"))
+
+
+@pytest.fixture(scope="module", params=PROMPTS)
+def case(request, tmp_path_factory):
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield load(request.param, tmp_path_factory.mktemp(request.param))
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_prompts_are_those_of_transformers(case):
+    for name, prompt in PROMPTS[case.name].items():
+        expanded, items = prepared(case, prompt)
+        np.testing.assert_array_equal(expanded.token_ids, case.goldens[f"{name}_ids"])
+        if f"{name}_places" in case.goldens and expanded.order:
+            np.testing.assert_array_equal(expanded.rope_positions, case.goldens[f"{name}_places"])
+        if f"{name}_pixels" in case.goldens:
+            wanted = case.goldens[f"{name}_pixels"]
+            (shown,) = items["video"]
+            # Towers with windows take patches in another order: compared as sets.
+            ours = {tuple(np.round(patch, 3)) for patch in shown.patches}
+            assert {tuple(np.round(patch, 3)) for patch in wanted} <= ours
+
+
+def test_logits_and_answers_are_those_of_transformers(case, thorough):
+    if case.name in FURTHER and not thorough:
+        pytest.skip("made of other families' parts: --thorough")
+    for name, prompt in PROMPTS[case.name].items():
+        run = Run(case, prompt)
+        wanted = case.goldens[f"{name}_logits"]
+        logits = run.prompt()
+        assert_close(logits[-len(wanted) :], wanted)
+        answer, last = [], logits[-1]
+        for _ in case.goldens[f"{name}_greedy"]:
+            answer.append(int(last.argmax()))
+            last = run.token(answer[-1])
+        np.testing.assert_array_equal(answer, case.goldens[f"{name}_greedy"])
+
+
+def test_what_a_picture_becomes_does_not_depend_on_its_neighbours(case, thorough):
+    """Not by a bit, wherever in a call of as many patches it begins, at multiples of the tower's unit."""
+    if case.name not in PACKED and not thorough:
+        pytest.skip("packed as another family's patches are: --thorough")
+    _, items = prepared(case, PROMPTS[case.name]["both"])
+    first, second = items["image"]
+    unit = case.config.tower.unit
+    assert unit > len(first.patches) > len(second.patches)
+    forward, backward = see(case, [first, second], align=unit), see(case, [second, first], align=unit)
+    np.testing.assert_array_equal(forward[0], backward[1])
+    np.testing.assert_array_equal(forward[1], backward[0])
+    # Side by side they share blocks, whose sums are made in another order.
+    for ours, apart in zip(see(case, [first, second]), forward, strict=True):
+        np.testing.assert_allclose(ours, apart, rtol=1e-5, atol=1e-5 * np.abs(apart).max())

@@ -1,0 +1,160 @@
+"""How towers are stored, split and read: what Build, quantisation and checkpoints of both transformers do to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from models.build import Build
+from models.config.hf import read_config_json
+from models.config.lora import LoraSpec
+from models.quantization.plain import PlainWeight
+from models.quantization.registry import read_quantization, rounded
+from models.registry import build_model, read_folder, read_hf
+from models.weights.compress import compress
+from models.weights.declare import declared_params
+from models.weights.errors import ModelFileError
+from models.weights.load import load_params
+from models.weights.safetensors import SafetensorsCheckpoint
+from sharding.layout import MeshLayout
+from tests.fixtures.picture_cases import PROMPTS
+from tests.fixtures.picture_checkpoints import whole_checkpoint
+
+ROOT = Path(__file__).parents[3]
+NAMES = sorted(PROMPTS)
+PARTS = {("attention", "qkv"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: whole_checkpoint(name, tmp_path_factory.mktemp(name)) for name in NAMES}
+
+
+def split(model):
+    """Paths of the tower's weights that devices have parts of."""
+    axes = {param.path[1:]: param.decl.axes for param in declared_params(model) if param.path[0] == "tower"}
+    return {path for path, names in axes.items() if any(name in ("heads", "ffn") for name in names)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_devices_share_a_tower_or_have_one_each(folders, name):
+    config = read_folder(folders[name])
+    shared = split(build_model(config, Build("float32")))
+    layers = {path[1:4] for path in shared if path[0] == "layers"}
+    assert layers == {(layer, *part) for layer in range(config.tower.num_layers) for part in PARTS}
+    behind = {part for path in shared if path[0] in ("merger", "projector") for part in path}
+    assert behind >= {"up", "down"}
+    assert not split(build_model(config, Build("float32", split_tower=False)))
+
+
+def test_heads_that_do_not_divide_are_refused(folders):
+    config = read_folder(folders["qwen2_5_vl_vision"])  # three heads of its tower, four of its text
+    with pytest.raises(ValueError, match=r"tower\.layers\.0\.attention\.qkv.* cannot be split evenly"):
+        build_model(config, Build("float32", MeshLayout(model=2)))
+    build_model(config, Build("float32", MeshLayout(model=2), split_tower=False))
+
+
+def kinds(model, name):
+    """Whether the weights of a part of the model are plain."""
+    graph = nnx.iter_graph(getattr(model, name))
+    return {isinstance(node, PlainWeight) for _, node in graph if hasattr(node, "matmul")}
+
+
+def test_rounding_at_load_leaves_a_tower_as_it_is(folders):
+    config = replace(read_folder(folders["qwen2_vl_vision"]), quantization=rounded("int8"))
+    model = build_model(config, Build("float32", lora=LoraSpec(max_loras=1, max_lora_rank=4)))
+    assert kinds(model, "tower") == {True} and False in kinds(model, "layers")
+    assert not [path for path, _ in nnx.to_flat_state(nnx.state(model.tower)) if "lora" in path]
+
+
+def test_a_checkpoint_says_what_of_its_tower_is_quantised(folders):
+    raw = read_config_json(folders["qwen2_vl_vision"])
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+    whole = build_model(read_hf(raw | {"quantization_config": settings}), Build("float32"))
+    # What makes rows of patches is a convolution, and stays.
+    assert kinds(whole, "tower") == {True, False} and {True} == kinds(whole.tower, "patches")
+    for without in (settings | {"modules_to_not_convert": ["visual"]}, gptq()):
+        model = build_model(read_hf(raw | {"quantization_config": without}), Build("float32"))
+        assert kinds(model, "tower") == {True} and False in kinds(model, "layers")
+
+
+def gptq():
+    assert read_quantization(settings := {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}) is not None
+    return settings
+
+
+def loaded(folder, **changes):
+    config = replace(read_folder(folder), **changes)
+    model = build_model(config, Build("float32"))
+    source = SafetensorsCheckpoint(folder)
+    values = load_params(model, source)
+    source.close()
+    return dict(nnx.to_flat_state(values))
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl_vision", "mistral3_pictures_vision"])
+def test_a_rounded_checkpoint_has_the_tower_as_it_was(folders, name, tmp_path):
+    config = replace(read_folder(folders[name]), quantization=rounded("int8"))
+    source = SafetensorsCheckpoint(folders[name])
+    (tmp_path / "rounded").mkdir()
+    settings, _ = compress(source, build_model(config, Build("float32")), tmp_path / "rounded")
+    source.close()
+    raw = read_config_json(folders[name]) | {"quantization_config": settings}
+    (tmp_path / "rounded" / "config.json").write_text(json.dumps(raw))
+    ours, theirs = loaded(folders[name]), loaded(tmp_path / "rounded")
+    towers = [path for path in ours if path[0] == "tower"]
+    assert towers == [path for path in theirs if path[0] == "tower"]
+    assert all((ours[path].get_value() == theirs[path].get_value()).all() for path in towers)
+    assert ours.keys() != theirs.keys()
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl_vision", "mistral3_pictures_vision"])
+def test_names_of_both_transformers_are_read(folders, name, tmp_path):
+    ours = loaded(folders[name])
+    folder = whole_checkpoint(name, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    older = {"visual.": "model.visual.", "model.": "model.language_model."}
+    if name.startswith("mistral3"):
+        older = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+        older |= {f"{part}.": f"model.{part}." for part in ("vision_tower", "multi_modal_projector")}
+    renamed = {}
+    for tensor, values in tensors.items():
+        old = next((old for old in older if tensor.startswith(old)), None)
+        renamed[tensor if old is None else older[old] + tensor[len(old) :]] = values
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, folder / "model.safetensors")
+    theirs = loaded(folder)
+    assert ours.keys() == theirs.keys()
+    assert all((ours[path].get_value() == theirs[path].get_value()).all() for path in ours)
+
+
+def test_a_model_that_is_not_to_see_reads_its_text(folders, tmp_path):
+    ours, blind = loaded(folders["qwen3_vl_vision"]), loaded(folders["qwen3_vl_vision"], tower=None)
+    assert blind.keys() == {path for path in ours if path[0] != "tower"}
+    folder = whole_checkpoint("qwen3_vl_vision", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    gone = next(tensor for tensor in tensors if tensor.endswith("pos_embed.weight"))
+    save_file({name: values for name, values in tensors.items() if name != gone}, folder / "model.safetensors")
+    loaded(folder, tower=None)
+    with pytest.raises(ModelFileError, match=r"missing.*visual\.pos_embed\.weight"):
+        loaded(folder)
+
+
+@pytest.mark.thorough("a process of its own with two devices")
+@pytest.mark.parametrize("name", ["qwen3_vl_vision", "mistral3_pictures_vision"])
+def test_devices_see_together_what_one_sees(folders, name):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.models.vision.split_tower", str(folders[name])]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert float(np.float64(done.stdout.split()[-1])) < 1e-5

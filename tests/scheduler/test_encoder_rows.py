@@ -1,0 +1,209 @@
+"""Embeddings of pictures: encoded before the step that needs them, there as long as one does, never anybody else's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scheduler.encoder_rows import EncoderRows
+from scheduler.media import Media, MediaItem
+from scheduler.request import FinishReason
+from tests.scheduler.fake_device import VOCAB_SIZE
+from tests.scheduler.loop import Loop, check_output, make
+
+PLACEHOLDER = 7
+NUM_ROWS, MAX_PATCHES = 20, 32
+
+
+def item(name: str, positions, patches_per_row: int = 2) -> MediaItem:
+    """A picture whose patches say whose they are."""
+    positions = np.asarray(positions, np.int32)
+    patches = np.zeros((len(positions) * patches_per_row, 1), np.float32)
+    return MediaItem("image", name.encode(), positions, patches, np.zeros((1, len(patches)), np.int32), positions * 0)
+
+
+def random_media(rng: np.random.Generator, length: int) -> Media | None:
+    """Pictures of few kinds at random places, some with tokens between their embeddings."""
+    items, end = [], 0
+    while len(items) < 4:
+        first = end + int(rng.integers(0, 6))
+        # A name says how many embeddings there are, as a digest does.
+        count = int(rng.integers(1, 9))
+        step = 1 + count % 2
+        positions = first + step * np.arange(count)
+        if positions[-1] >= length - 1:
+            break
+        end = positions[-1] + 1
+        items.append(item(f"{count} of {rng.integers(3)}", positions))
+    if not items:
+        return None
+    places = rng.integers(0, 50, (3, length)).astype(np.int32)
+    return Media(tuple(items), places, int(rng.integers(-5, 5)))
+
+
+class SeeingLoop(Loop):
+    """Writes what is encoded, and looks whether each token of each step finds its own picture there."""
+
+    def __init__(self, **changes):
+        super().__init__(num_encoder_rows=NUM_ROWS, max_encoder_patches=MAX_PATCHES, **changes)
+        self.embeddings = [np.full(NUM_ROWS, None, object) for _ in self.scheduler.ranks]
+        self.num_encoded = 0
+
+    def check(self, step):
+        super().check(step)
+        for rank, batch, held in zip(self.scheduler.ranks, step.batches, self.embeddings, strict=True):
+            assert sum(each.item.num_patches for each in batch.encodes) <= MAX_PATCHES
+            written = np.concatenate([each.rows for each in batch.encodes]) if batch.encodes else np.empty(0)
+            assert len(np.unique(written)) == len(written), "two pictures in one row"
+            for each in batch.encodes:
+                self.num_encoded += 1
+                held[each.rows] = [(each.item.digest, row) for row in range(each.item.num_rows)]
+            rows = rank.encoder_rows
+            assert 0 <= rows.num_used <= rows.num_kept <= NUM_ROWS
+            self.check_tokens(rank, batch, held)
+
+    def check_tokens(self, rank, batch, held):
+        end, sees = batch.num_decode, False
+        for row in range(batch.num_decode, batch.num_rows):
+            slot, count = int(batch.slots[row]), int(batch.num_scheduled[row])
+            first, end = end, end + count
+            request = rank.slots.requests[slot]
+            media, start = request.media, int(rank.slots.num_computed[slot]) - count
+            wanted = (
+                {}
+                if media is None
+                else {
+                    int(position): (each.digest, number)
+                    for each in media.items
+                    for number, position in enumerate(each.positions)
+                }
+            )
+            places_of = [] if media is None else [set(each.positions.tolist()) for each in media.items]
+            if rank.config.whole_pictures:
+                assert not any({start + count - 1, start + count} <= each for each in places_of), "half a picture"
+            behind = media is None or start >= media.end
+            sees |= not behind
+            if batch.embeds is None:
+                assert behind, "a step without what a token needs"
+                continue
+            for token in range(count):
+                embed, position = int(batch.embeds[first + token]), start + token
+                assert (held[embed] if embed >= 0 else None) == wanted.get(position)
+                known = not behind and media.rope_positions is not None and position < request.num_prompt_tokens
+                places = media.rope_positions[:, position].tolist() if known else [-1] * 3
+                assert batch.places[:, first + token].tolist() == places
+        assert sees == (batch.embeds is not None)
+        if batch.embeds is not None:
+            assert (batch.embeds[: batch.num_decode] == -1).all() and (batch.places[:, : batch.num_decode] == -1).all()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_pages", [64, 20])
+def test_every_token_finds_its_picture(num_ranks, num_pages):
+    rng = np.random.default_rng(num_ranks + num_pages)
+    loop, requests = SeeingLoop(num_ranks=num_ranks, num_pages=num_pages), []
+    for index in range(160):
+        length = int(rng.integers(2, 56))
+        media = random_media(rng, length) if rng.random() < 0.7 else None
+        prompt = rng.integers(0, VOCAB_SIZE, length)
+        for each in media.items if media else ():
+            prompt[each.positions] = PLACEHOLDER
+        requests.append(make(index, prompt, int(rng.integers(1, min(9, 64 - length) + 1)), media=media))
+        loop.scheduler.add_request(requests[-1])
+        for _ in range(int(rng.integers(0, 4))):
+            loop.step()
+        if rng.random() < 0.1:
+            loop.scheduler.finish(requests[int(rng.integers(len(requests)))], FinishReason.ABORT)
+    loop.run()
+    for request in requests:
+        if request.finish_reason != "abort" and request.media is None:
+            check_output(request)
+        assert request.finish_reason in ("abort", "length", "stop")
+    ranks = [rank.encoder_rows for rank in loop.scheduler.ranks]
+    assert loop.num_encoded and sum(each.num_hits for each in ranks) > 20
+    assert [each.num_used for each in ranks] == [0] * num_ranks, "somebody who has gone still needs a picture"
+    assert num_pages == 64 or loop.scheduler.num_preemptions > 3
+    for each in ranks:
+        each.clear()
+        assert each.num_kept == 0
+
+
+def test_a_picture_that_came_before_is_not_encoded_again():
+    loop = SeeingLoop(enable_prefix_caching=False)
+    for index in range(3):
+        loop.scheduler.add_request(make(index, [1, *[PLACEHOLDER] * 8, 2], 2, media=Media((item("a", range(1, 9)),))))
+        loop.run()
+    assert loop.num_encoded == 1
+    (rank,) = loop.scheduler.ranks
+    assert (rank.encoder_rows.num_queries, rank.encoder_rows.num_hits) == (3, 2)
+
+
+def test_a_known_prefix_needs_no_picture():
+    """Another picture in its place is another prefix."""
+    loop, cached = SeeingLoop(), []
+    for name in "aab":
+        media = Media((item(name, range(1, 8)),))
+        request = make(f"{len(cached)}", [1, *[PLACEHOLDER] * 7, 2, 3, 4], 2, media=media)
+        loop.scheduler.add_request(request)
+        loop.run()
+        cached.append((request.num_cached_tokens, loop.num_encoded))
+        loop.scheduler.ranks[0].encoder_rows.clear()
+    assert cached == [(0, 1), (8, 1), (0, 2)]
+
+
+def test_pages_are_told_apart_by_what_is_seen():
+    def hashes(*items: MediaItem) -> list[bytes]:
+        request = make("x", [PLACEHOLDER] * 16, media=Media(items) if items else None)
+        return request.extend_page_hashes(request.prompt_token_ids, 4)
+
+    plain, seen = hashes(), hashes(item("a", range(5, 11)))
+    assert plain[0] == seen[0] and len({*plain[1:], *seen[1:]}) == 6
+    assert hashes(item("a", range(5, 11))) == seen
+    assert hashes(item("b", range(5, 11)))[1:] != seen[1:] and hashes(item("a", range(6, 12)))[1:] != seen[1:]
+    # The same picture beginning in the page before shows other rows in this one.
+    assert hashes(item("a", range(4, 10)))[1] != seen[1]
+
+
+def test_a_chunk_ends_before_a_picture_that_has_no_room():
+    rows = EncoderRows(10, 16)
+    media = Media((item("a", range(2, 6)), item("b", range(8, 13)), item("c", range(14, 18))))
+    assert rows.reach(media, 0, 20) == 8, "8 patches of 16, then 10 more"
+    rows.take(0, media, 0, 8)
+    assert [each.item.digest for each in rows.encodes] == [b"a"] and rows.index(media, 0, 8).tolist()[6:] == [-1, -1]
+    assert rows.reach(media, 8, 4) == 0
+    rows.begin_step()
+    rows.passed(0, 8)
+    assert rows.reach(media, 8, 12) == 6 and rows.reach(media, 18, 5) == 5
+    rows.take(0, media, 8, 6)
+    # Another slot may have the rows that nobody needs, and those of the first one are not given away.
+    rows.begin_step()
+    other = Media((replace_name(media.items[2], "d"),))
+    assert rows.reach(other, 14, 4) == 4
+    rows.take(1, other, 14, 4)
+    assert rows.reach(media, 14, 4) == 0 and rows.num_used == 9
+    rows.release(1)
+    assert rows.encodes[0].item.digest == b"d" and rows.reach(media, 14, 4) == 4
+    rows.take(0, media, 14, 4)
+    assert [each.item.digest for each in rows.encodes] == [b"c"], "what nobody needs any more is not encoded over c"
+
+
+def test_whole_pictures_in_a_crowd():
+    rng, loop = np.random.default_rng(0), SeeingLoop(whole_pictures=True, num_pages=20)
+    requests = []
+    for index in range(60):
+        length = int(rng.integers(2, 50))
+        media = random_media(rng, length)
+        prompt = rng.integers(0, VOCAB_SIZE, length)
+        for each in media.items if media else ():
+            prompt[each.positions] = PLACEHOLDER
+        requests.append(make(index, prompt, 4, media=media))
+        loop.scheduler.add_request(requests[-1])
+        loop.step()
+    loop.run()
+    assert all(request.finish_reason in ("length", "stop") for request in requests) and loop.num_encoded
+
+
+def replace_name(each: MediaItem, name: str) -> MediaItem:
+    return replace(each, digest=name.encode())
