@@ -101,6 +101,8 @@ def _reader(hint: Any, nargs: str | None = None) -> dict[str, Any]:
         return {"type": kind, "metavar": kind.__name__.upper()}
     if set(kinds) == {str, bool}:
         return {"nargs": "?", "const": True, "metavar": "STR"}
+    if len(kinds) > 1 and str in kinds:
+        return {"type": str, "metavar": "JSON"}  # or a text of its own, which its dataclass reads
     if origin is typing.Literal:
         return {"type": type(arguments[0]), "choices": arguments}
     if origin in (Sequence, list, tuple) and arguments[0] is str:

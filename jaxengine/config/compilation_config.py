@@ -63,7 +63,13 @@ class CompilationConfig:
         return replace(self, **{name: tuple(-(-size // parts) for size in each) for name, each in sizes.items()})
 
     def buckets(
-        self, platform: Platform, max_num_seqs: int, max_num_batched_tokens: int, widths: tuple[int, ...]
+        self,
+        platform: Platform,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        widths: tuple[int, ...],
+        *,
+        media: bool = False,
     ) -> Buckets:
         """The shapes under these limits of one rank, and the platform's where no sizes were given."""
         decode, prefill = self.cudagraph_capture_sizes, self.prefill_sizes
@@ -72,6 +78,6 @@ class CompilationConfig:
         if prefill is None:
             prefill = tuple(size for size in platform.prefill_sizes if size < max_num_batched_tokens)
         try:
-            return Buckets(max_num_seqs, max_num_batched_tokens, decode, prefill, widths)
+            return Buckets(max_num_seqs, max_num_batched_tokens, decode, prefill, widths, media=media)
         except ValueError as error:
             raise ConfigError("compilation_config", self, str(error)) from None

@@ -7,23 +7,23 @@ that is not built yet is refused with its name, never accepted and forgotten.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.config import vllm_options
 from jaxengine.config.compilation_config import CompilationConfig
+from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
 from jaxengine.config.errors import ConfigError
-from jaxengine.config.gguf_file import with_gguf_file
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
 from jaxengine.config.lora import LoraOptions, check_lora, check_lora_model
+from jaxengine.config.multimodal import READERS, MediaOptions
+from jaxengine.config.option_names import chosen_options
 from jaxengine.config.pipeline import check_stages, read_layers
 from jaxengine.config.platforms import Platform
-from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides, settle_names
+from jaxengine.config.pooler_config import POOLING_TASKS, PoolerConfig, read_hf_overrides
 from jaxengine.config.prefix_caching import settle_snapshots
-from jaxengine.config.speculation import SpeculativeConfig, check_speculation, settle_speculation
+from jaxengine.config.speculation import SpeculativeConfig, check_speculation
 from jaxengine.config.step_tokens import step_tokens
 from jaxengine.config.structured_outputs_config import StructuredOutputsConfig
 from jaxengine.config.values import dtype_name, kind_missed, plain, read_size, whole_number
@@ -48,12 +48,13 @@ _READERS = {
     "pooler_config": PoolerConfig.read,
     "speculative_config": SpeculativeConfig.read,
     "hf_overrides": read_hf_overrides,
+    **READERS,
 }
 
 
 @dataclass(frozen=True)
-class EngineConfig(LoraOptions):
-    """Engine options, beside those of LoraOptions.
+class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
+    """Engine options, beside those of EncoderOptions, LoraOptions and MediaOptions.
 
     Attributes:
       model: a GGUF file, a Hugging Face folder, or a hub id to download, of a GGUF file as org/name/FILE.gguf or
@@ -227,6 +228,7 @@ class EngineConfig(LoraOptions):
                 raise ConfigError(name, value, f"{least} to {most}")
         check_scales(self.kv_cache_dtype, self.kv_cache_scales)
         check_lora(self, self.nnodes)
+        check_encoder(self)
         if (share := self.gpu_memory_utilization) is not None and not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", share, "more than 0, at most 1")
         if self.all2all_backend != GATHER and not self.enable_expert_parallel:
@@ -242,24 +244,12 @@ class EngineConfig(LoraOptions):
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """A config from keyword options; one that is unknown or not built yet is refused with its name."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        options, chosen = with_gguf_file(settle_speculation(settle_names(options))), {}
-        for name, value in options.items():
-            if name in known:
-                chosen[name] = value
-            elif name in vllm_options.NAMES:
-                vllm_options.settle(name, plain(value))
-            elif name != "cudagraph_capture_sizes":
-                near = difflib.get_close_matches(name, [*known, *vllm_options.NAMES], 1)
-                advice = f"did you mean {near[0]}?" if near else "docs/options.md has all of them"
-                raise ConfigError.because(name, f"there is no option {name!r}", advice)
-        if (sizes := options.get("cudagraph_capture_sizes")) is not None:
-            shapes = CompilationConfig.read(chosen.get("compilation_config"))
-            chosen["compilation_config"] = dataclasses.replace(shapes, cudagraph_capture_sizes=sizes)
-        return cls(**chosen)
+        return cls(**chosen_options({field.name for field in dataclasses.fields(cls)}, options))
 
-    def resolved(self, model: ModelConfig, platform: Platform) -> ResolvedConfig:
-        """This config with nothing left open.
+    def resolved(
+        self, model: ModelConfig, platform: Platform, pictures: Sequence[tuple[int, int]] = ()
+    ) -> ResolvedConfig:
+        """This config with nothing left open. pictures: sizes of settle_encoder.
 
         Raises:
           ConfigError: values that do not go together, or that the model cannot do.
@@ -301,6 +291,7 @@ class EngineConfig(LoraOptions):
             max_logprobs=vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size),
             runner="generate" if model.pooler is None else "pooling",
         )
+        chosen.update(settle_encoder(chosen, model, platform, pictures))
         check_speculation(chosen, model)
         return ResolvedConfig(**chosen)
 
@@ -344,6 +335,7 @@ class ResolvedConfig(EngineConfig):
 
     Attributes:
       default_seq_tokens: Platform.seq_tokens, where the user leaves the size of the KV pool to the platform.
+      num_encoder_rows, max_encoder_patches, whole_pictures: as SchedulerConfig has them.
     """
 
     max_model_len: int = 0
@@ -353,6 +345,9 @@ class ResolvedConfig(EngineConfig):
     gpu_memory_utilization: float = 0.0
     num_state_snapshots: int = 0
     default_seq_tokens: int | None = None
+    num_encoder_rows: int = 0
+    max_encoder_patches: int = 0
+    whole_pictures: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -369,11 +364,12 @@ class ResolvedConfig(EngineConfig):
         """Whether the size of the KV pool is said outright."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
-    def buckets(self, platform: Platform) -> Buckets:
-        """The shapes to compile."""
+    def buckets(self, platform: Platform, *, media: bool = False) -> Buckets:
+        """The shapes to compile; media: also those of steps with pictures."""
         # A prompt of one token is all that steps without prompts have to do where nothing is generated.
         platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
-        return self.compilation_config.buckets(platform, self.max_num_seqs, self.max_num_batched_tokens, self.widths)
+        limits = self.max_num_seqs, self.max_num_batched_tokens, self.widths
+        return self.compilation_config.buckets(platform, *limits, media=media)
 
     def scheduler_config(
         self, num_pages: int, num_ranks: int = 1, windows: tuple[int | None, ...] = (None,)
@@ -395,4 +391,7 @@ class ResolvedConfig(EngineConfig):
             num_snapshots=self.num_state_snapshots,
             widths=self.widths,
             num_adapters=self.max_loras if self.enable_lora else 0,
+            num_encoder_rows=self.num_encoder_rows,
+            max_encoder_patches=self.max_encoder_patches,
+            whole_pictures=self.whole_pictures,
         )

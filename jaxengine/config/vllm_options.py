@@ -95,7 +95,7 @@ EARLIER = frozenset(("override_pooler_config", "task", *FLAT))
 
 _SWITCHES = """
     cudagraph_metrics data_parallel_external_lb data_parallel_hybrid_lb
-    data_parallel_multi_port_external_lb disable_chunked_mm_input disable_sliding_window enable_batch_sharded_sampling
+    data_parallel_multi_port_external_lb disable_sliding_window enable_batch_sharded_sampling
     enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb enable_fault_tolerance
     enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
     enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
@@ -110,17 +110,17 @@ _SWITCHES = """
     exclude_tools_when_tool_choice_none headless
 """
 _UNSET = """
-    additional_config allowed_local_media_path allowed_media_domains attention_backend attention_config
+    additional_config attention_backend attention_config
     aux_output_config collect_detailed_traces cp_kv_cache_interleave_size cpu_distributed_timeout_seconds
     cpu_offload_params custom_histogram_buckets data_parallel_address data_parallel_rank data_parallel_rpc_port
     data_parallel_size_local data_parallel_start_rank dcp_comm_backend default_mm_loras device_ids diffusion_config
     distributed_timeout_seconds ec_manager_config ec_transfer_config elastic_ep_max_dp_size engram_config eplb_config
     fault_tolerance_config gdn_prefill_backend hf_config_path io_processor_plugin ir_op_priority
     kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype_skip_layers kv_events_config kv_offloading_size
-    kv_transfer_config limit_mm_per_prompt log_config_file log_level logging_config logits_processors
+    kv_transfer_config log_config_file log_level logging_config logits_processors
     lora_target_modules mamba_block_size mamba_config mamba_ssu_algorithm max_cudagraph_capture_size
-    max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens media_io_kwargs mm_encoder_attn_backend
-    mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_processor_kwargs
+    max_lora_cls_labels max_num_active_seqs max_num_scheduled_tokens mm_encoder_attn_backend
+    mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
     model_class_overrides model_loader_extra_config model_weights numa_bind_cpus numa_bind_nodes offload_params
     prefix_match_unit profiler_config quantization_config
     reasoning_config reasoning_parser_plugin rope_scaling rope_theta scheduler_cls sleep_preserve_parameter_names
@@ -161,13 +161,9 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "middleware": ([],),
     "mm_device_do_normalize": (True,),
     "mm_encoder_fp8_scale_save_margin": (1.5,),
-    "mm_encoder_tp_mode": ("weights",),
     "mm_hasher_algorithm": ("blake3",),
     "mm_ipc_gpu_memory_gb": (0,),
-    "mm_processor_cache_gb": (4, 0),
-    "mm_processor_cache_type": ("lru",),
     "mm_processor_device": ("auto",),
-    "mm_shm_cache_max_object_size_mb": (128,),
     "mm_tensor_ipc": ("direct_rpc",),
     "model_impl": ("auto",),
     "moe_backend": ("auto",),

@@ -19,7 +19,8 @@ from jaxengine.drafts.registry import proposer_of
 from jaxengine.engine.in_flight import InFlight, scored_prompts
 from jaxengine.engine.output import EngineOutput
 from jaxengine.engine.slot_rows import SlotRows
-from jaxengine.engine.stats import BucketUse, RequestStats, StepStats
+from jaxengine.engine.stats import BucketUse, MediaStats, RequestStats, StepStats
+from jaxengine.engine.step_media import prepare_media
 from jaxengine.engine.timeline import Timeline
 from jaxengine.grammars.request_masks import RequestMasks
 from jaxengine.runner.adapter_store import AdapterStore
@@ -27,7 +28,7 @@ from jaxengine.runner.model_runner import ModelRunner
 from scheduler.batch import ScheduledStep
 from scheduler.buckets import Bucket
 from scheduler.errors import RequestError
-from scheduler.request import FinishReason, Request, RequestStatus, Wait
+from scheduler.request import Adapter, FinishReason, Request, RequestStatus, Wait
 from scheduler.scheduler import Scheduler
 from scheduler.token_params import MASK
 
@@ -41,7 +42,7 @@ class Engine:
     """Runs requests to their end. Not thread-safe: one thread adds, aborts and steps.
 
     Attributes:
-      stats, request_stats, bucket_use, timeline: what was counted about steps and requests.
+      stats, request_stats, media_stats, bucket_use, timeline: what was counted about steps and requests.
       untold: requests that have ended and are counted once it is known what their text says (`count_end`).
       adapters: that requests may name; None without room for any.
       busy_since: when the first request came after a time without any.
@@ -58,6 +59,7 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.stats = StepStats()
         self.request_stats = RequestStats(runner.config.max_model_len)
+        self.media_stats = MediaStats()
         self.bucket_use = {bucket: BucketUse() for bucket in runner.buckets}
         self.timeline = Timeline()
         self._max_in_flight = runner.config.max_in_flight
@@ -140,6 +142,14 @@ class Engine:
             raise RequestError("the engine was started without enable_lora", param="lora_name")
         return self.adapters
 
+    def unload_adapter(self, name: str) -> None:
+        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError."""
+        self.require_adapters().remove(name, self.scheduler.adapters, self._adapters_in_use)
+
+    def _adapters_in_use(self) -> set[Adapter]:
+        """Those of unfinished requests."""
+        return {each.adapter for each in self.scheduler.requests if each.adapter is not None}
+
     def _take_masks(self, output: EngineOutput) -> None:
         """Lets requests run whose masks have come, and ends those that their grammars end."""
         if self.masks is None:
@@ -159,10 +169,7 @@ class Engine:
         """Brings adapters to the devices that requests wait for, and ends those whose adapters cannot be used."""
         if self.adapters is None:
             return
-        failed = self.adapters.advance(
-            self.scheduler.adapters,
-            lambda: {each.adapter for each in self.scheduler.requests if each.adapter is not None},
-        )
+        failed = self.adapters.advance(self.scheduler.adapters, self._adapters_in_use)
         for request, error in failed:
             self.finish(request, FinishReason.ERROR, str(error))
         output.refused += failed
@@ -181,6 +188,8 @@ class Engine:
         prepared = time.monotonic()
         if self.adapters is not None:
             self.adapters.set_rows(step, self.scheduler.config.max_num_seqs)
+        if self.runner.encoder is not None:
+            prepare_media(self.runner, step, self.scheduler.config.max_num_seqs, self.media_stats)
         pending = self.runner.execute(message)
         dispatched = time.monotonic()
         self._count(step, message.bucket)

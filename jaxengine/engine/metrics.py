@@ -54,6 +54,18 @@ HELP = {
     "vllm:spec_decode_num_draft_tokens": "Drafts that were verified.",
     "vllm:spec_decode_num_accepted_tokens": "Drafts that were accepted.",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that were accepted, by their place.",
+    "vllm:mm_cache_queries": "Pictures and videos looked up as made ready for the model.",
+    "vllm:mm_cache_hits": "Pictures and videos found made ready for the model.",
+    "jaxengine:mm_ipc_bytes": "Bytes of pixels that came from API processes, by way.",
+    "jaxengine:encoder_cache_queries": "Pictures and videos whose embeddings prompts came to.",
+    "jaxengine:encoder_cache_hits": "Pictures and videos whose embeddings were there when prompts came to them.",
+    "jaxengine:encoder_calls": "Calls of the encoder of pictures.",
+    "jaxengine:encoder_items": "Pictures and videos encoded.",
+    "jaxengine:encoder_patches": "Patches of pictures and videos encoded.",
+    "jaxengine:encoder_host_seconds": "Time the host spent on putting pictures together and calling their encoder.",
+    "jaxengine:encoder_cache_embeddings": "Embeddings of pictures that there is room for.",
+    "jaxengine:encoder_cache_embeddings_kept": "Embeddings of pictures that are there.",
+    "jaxengine:encoder_cache_embeddings_used": "Embeddings of pictures that running requests need.",
     "jaxengine:request_preprocessing_time_seconds": "From a request's arrival until the engine got it, tokenised.",
     "jaxengine:compilations_since_ready": "Programs that XLA compiled while the engine was serving; 0 is right.",
     "jaxengine:executables_compiled": "Programs that the start-up compiled.",
@@ -216,6 +228,7 @@ class Metrics:
             yield Counter("vllm:spec_decode_num_accepted_tokens", int(drafts.accepted.sum()))
             for place, count in enumerate(drafts.accepted[: speculation.num_speculative_tokens].tolist()):
                 yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(place)})
+        yield from self._media_counters()
         for reason, count in finished.items():
             yield Counter("vllm:request_success", count, {"finished_reason": reason.value})
         for part in ("schedule", "dispatch", "wait", "update"):
@@ -225,6 +238,24 @@ class Metrics:
             yield Counter("jaxengine:bucket_steps", use.num_steps, labels)
             yield Counter("jaxengine:bucket_tokens", use.num_tokens, labels)
             yield Counter("jaxengine:bucket_padding_tokens", use.num_padding_tokens, labels)
+
+    def _media_counters(self) -> Iterator[Counter]:
+        counts, rows = self._engine.media_stats, [rank.encoder_rows for rank in self._engine.scheduler.ranks]
+        yield Counter("vllm:mm_cache_queries", counts.num_queries)
+        yield Counter("vllm:mm_cache_hits", counts.num_hits)
+        if self._engine.runner.encoder is None:
+            return
+        for way, value in (("socket", counts.socket_bytes), ("shared_memory", counts.shared_bytes)):
+            yield Counter("jaxengine:mm_ipc_bytes", value, {"way": way})
+        for name, value in {
+            "cache_queries": sum(each.num_queries for each in rows),
+            "cache_hits": sum(each.num_hits for each in rows),
+            "calls": counts.num_calls,
+            "items": counts.num_items,
+            "patches": counts.num_patches,
+            "host_seconds": counts.encode_seconds,
+        }.items():
+            yield Counter(f"jaxengine:encoder_{name}", value)
 
     def _gauges(self) -> Iterator[Gauge]:
         scheduler, config = self._engine.scheduler, self._engine.runner.config
@@ -239,6 +270,11 @@ class Metrics:
             "jaxengine:num_pages": scheduler.num_pages,
         }.items():
             yield Gauge(name, value)
+        if self._engine.runner.encoder is not None:
+            rows = [rank.encoder_rows for rank in scheduler.ranks]
+            yield Gauge("jaxengine:encoder_cache_embeddings", sum(each.num_rows for each in rows))
+            yield Gauge("jaxengine:encoder_cache_embeddings_kept", sum(each.num_kept for each in rows))
+            yield Gauge("jaxengine:encoder_cache_embeddings_used", sum(each.num_used for each in rows))
         for reason, count in (("capacity", scheduler.num_waiting - deferred), ("deferred", deferred)):
             yield Gauge("vllm:num_requests_waiting_by_reason", count, {"reason": reason})
         info = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxengine.config.speculation import MAX_DRAFTS
+from scheduler.media import Media
 from scheduler.request import NOT_FINITE, FinishReason, Request
 
 # Upper bounds as vLLM has them, seconds, so that its dashboards fit.
@@ -154,6 +155,33 @@ class StepStats:
     def count_untold(self, num_tokens: int) -> None:
         """So many tokens that have been counted came after their request's text had ended."""
         self._num_untold_tokens += num_tokens
+
+
+@dataclass
+class MediaStats:
+    """What became of pictures and videos.
+
+    Attributes:
+      num_queries, num_hits: items of requests that were looked up as made ready for the tower, and those found.
+      num_calls: of the tower's program, which encoded num_items of num_patches, what fills them up included.
+      encode_seconds: in which the host put them together and dispatched the calls.
+      socket_bytes, shared_bytes: of pixels that came from other processes in messages, and in shared memory.
+    """
+
+    num_queries: int = 0
+    num_hits: int = 0
+    num_calls: int = 0
+    num_items: int = 0
+    num_patches: int = 0
+    encode_seconds: float = 0.0
+    socket_bytes: int = 0
+    shared_bytes: int = 0
+
+    def count(self, media: Media | None) -> None:
+        """A request was queued."""
+        for item in () if media is None else media.items:
+            self.num_queries += item.cached is not None
+            self.num_hits += item.cached is True
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,15 @@ import numpy as np
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import ConfigError, ResolvedConfig
 from jaxengine.config.pooling_model import PoolingModel
+from jaxengine.media.load import MultiModalData
+from jaxengine.media.messages import MediaReader
+from jaxengine.media.open import open_processor
+from jaxengine.requests.media_inputs import DATA, READY, MediaInputs, has_media
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.pooling_params import PoolingParams
 from jaxengine.requests.pooling_processor import PoolingProcessor
-from jaxengine.requests.prepared import PreparedRequest, Prompt, verify_salt
+from jaxengine.requests.prepared import PROMPT_KEYS, PreparedRequest, Prompt, verify_salt
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams, verify_bad_word_tokens
 from jaxengine.requests.structured_outputs import StructuredOutputsParams
 from jaxengine.tokens.tokenizer import Tokenizer
@@ -37,6 +42,7 @@ class InputProcessor:
       config, model_config, tokenizer: of the engine; tokenizer None with skip_tokenizer_init.
       generation_defaults: sampling parameters that the model suggests.
       pooling: how a pooling model answers; None where the model generates.
+      media: of pictures and videos; None for a model that takes none.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class InputProcessor:
         *,
         origin: int = 0,
         pooling: PoolingModel | None = None,
+        media: MediaInputs | None = None,
     ):
         """origin: which of the processes that prepare requests for the engine this is, so that their seeds differ."""
         self.config = config
@@ -55,6 +62,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.generation_defaults = generation_defaults
         self.pooling = pooling
+        self.media = media
         self._origin = origin
         self._num_requests = 0
 
@@ -68,9 +76,15 @@ class InputProcessor:
             raise RequestError("there is no tokenizer: skip_tokenizer_init is set", param="skip_tokenizer_init")
         return self.tokenizer
 
+    @cached_property
+    def media_reader(self) -> MediaReader:
+        """What reads the pictures and videos of conversations."""
+        return MediaReader(None, self.config) if self.media is None else self.media.reader
+
     def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
+        multi_modal_data: MultiModalData | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -78,7 +92,10 @@ class InputProcessor:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The prompt of a conversation, its text and its token ids. Raises as Tokenizer.apply_chat_template."""
+        """The prompt of a conversation: its text, its token ids and, if there are any, its pictures and videos.
+
+        messages, multi_modal_data: of `media_reader.read`. Raises as Tokenizer.apply_chat_template.
+        """
         tokenizer = self.require_tokenizer()
         text = tokenizer.apply_chat_template(
             messages,
@@ -87,9 +104,11 @@ class InputProcessor:
             tools=tools,
             chat_template=chat_template or self.config.chat_template,
             chat_template_kwargs=chat_template_kwargs,
+            placeholder=self.media_reader.placeholder,
         )
         # The template has written the special tokens already.
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        prompt = {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return {**prompt, "multi_modal_data": multi_modal_data} if multi_modal_data else prompt
 
     def prepare(
         self,
@@ -114,7 +133,9 @@ class InputProcessor:
         params = params.checked()
         options = options or RequestOptions()
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
+        prompt = self.make_ready(prompt)
         text, token_ids, salt = self._read_prompt(prompt)
+        media = prompt.get(READY) if isinstance(prompt, Mapping) else None
         longest = self.config.max_model_len
         if not 1 <= len(token_ids) < longest:
             raise RequestError(
@@ -142,6 +163,7 @@ class InputProcessor:
                 reasoning_begin=reasoning_begin,
                 fallback_seed=self._draw_seed(index, number),
                 cache_salt=salt,
+                media=media,
                 **fields,
             )
             for number in range(params.n)
@@ -172,7 +194,7 @@ class InputProcessor:
             text = f"dimensions is {recipe.dimensions}; allowed are 1 to {most}"
             raise RequestError(text, param="dimensions", value=recipe.dimensions)
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
-        text, token_ids, salt = self._read_prompt(prompt, params.prefix(model))
+        text, token_ids, salt = self._read_prompt(self.make_ready(prompt), params.prefix(model))
         token_ids = params.cut(token_ids, longest)
         if not 1 <= len(token_ids) <= longest:
             problem = f"prompt has {len(token_ids)} tokens; allowed are 1 to {longest} (max_model_len)"
@@ -200,14 +222,10 @@ class InputProcessor:
         """(text, token ids, cache salt); prefix: what is put before a text."""
         salt = None
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown:
+            if unknown := prompt.keys() - {*PROMPT_KEYS, READY}:
                 name = sorted(map(str, unknown))[0]
-                raise RequestError(
-                    f"prompt has the key {show_value(name)}; allowed are prompt, prompt_token_ids and cache_salt",
-                    param="prompt",
-                    value=name,
-                )
+                problem = f"prompt has the key {show_value(name)}; allowed are {', '.join(PROMPT_KEYS)}"
+                raise RequestError(problem, param="prompt", value=name)
             salt = prompt.get("cache_salt")
             verify_salt(salt)
             if "prompt_token_ids" in prompt:
@@ -230,6 +248,19 @@ class InputProcessor:
                 "prompt is text, but skip_tokenizer_init is set; give prompt_token_ids", param="prompt", value=prompt
             )
         return prompt, self.tokenizer.encode(prefix + prompt), salt
+
+    def make_ready(self, prompt: Prompt) -> Prompt:
+        """The prompt with its pictures and videos as the model's tower takes them, for `prepare`.
+
+        Takes long where there are any: not for an event loop. Raises RequestError.
+        """
+        if not has_media(prompt):
+            return prompt
+        if self.media is None:
+            problem = f"{DATA} is given, but this model takes text only, or is to (limit_mm_per_prompt)"
+            raise RequestError(problem, param=DATA)
+        text, token_ids, _ = self._read_prompt(prompt)
+        return self.media.made_ready(prompt, text, token_ids)
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
         vocab_size = self.model_config.vocab_size
@@ -356,6 +387,13 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
             "set override_generation_config, or generation_config='vllm'",
         ) from error
     tokenizer = source.load_tokenizer(config)
+    processor, tower = open_processor(source.path, source.config, config.hf_overrides, tokenizer), source.config.tower
     return InputProcessor(
-        config, source.config, tokenizer, source.generation_defaults, origin=origin, pooling=source.pooling
+        config,
+        source.config,
+        tokenizer,
+        source.generation_defaults,
+        origin=origin,
+        pooling=source.pooling,
+        media=None if processor is None or tower is None else MediaInputs(processor, tower, config),
     )

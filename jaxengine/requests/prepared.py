@@ -17,10 +17,17 @@ _MAX_SALT = 1024
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. cache_salt: requests share cached prefixes only within one salt."""
+    """A prompt as text.
+
+    cache_salt: requests share cached prefixes only within one salt. multi_modal_data: by modality, "image" or "video",
+    one decoded item or a list of them, for which the prompt has placeholders, in this order; mm_processor_kwargs: what
+    the model's processor is told of them.
+    """
 
     prompt: str
     cache_salt: NotRequired[str | None]
+    multi_modal_data: NotRequired[Mapping[str, Any] | None]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any] | None]
 
 
 class TokensPrompt(TypedDict):
@@ -29,7 +36,11 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
     cache_salt: NotRequired[str | None]
+    multi_modal_data: NotRequired[Mapping[str, Any] | None]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any] | None]
 
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs")
 
 Prompt = str | Sequence[int] | np.ndarray | TextPrompt | TokensPrompt | Mapping[str, Any]
 

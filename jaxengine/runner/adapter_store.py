@@ -19,7 +19,7 @@ from models.weights.errors import ModelFileError
 from models.weights.peft import AdapterWeights, read_adapter
 from scheduler.adapters import AdapterSlots
 from scheduler.batch import ScheduledStep
-from scheduler.errors import RequestError, show_value
+from scheduler.errors import RequestError, UnknownAdapterError, show_value
 from scheduler.request import Adapter, Request
 
 # Adapters that may be loaded, and names they may have.
@@ -90,7 +90,11 @@ class AdapterStore:
 
     def read(self, path: str) -> AdapterWeights:
         """Reads and checks an adapter for this model. Raises ModelFileError."""
-        return read_adapter(Path(path).expanduser(), self._targets, self._max_rank, self._dtype)
+        try:
+            folder = Path(path).expanduser()
+        except RuntimeError as error:  # a user who is not there
+            raise ModelFileError(path, f"cannot be resolved: {error}") from None
+        return read_adapter(folder, self._targets, self._max_rank, self._dtype)
 
     def known(self, name: str, path: str, number: int) -> bool:
         """Whether this adapter is loaded; RequestError where another one has its name or number."""
@@ -123,11 +127,17 @@ class AdapterStore:
         self._named[name] = self._records[adapter] = record
         self._keep(adapter, weights)
 
-    def remove(self, name: str, slots: AdapterSlots) -> None:
-        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError."""
-        record = self._record(name)
-        del self._named[name]
+    def remove(self, name: str, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> None:
+        """Lets no further request name an adapter; those that do run to their ends. Raises RequestError.
+
+        in_use: as of `advance`.
+        """
+        if name not in self._named:
+            text = f"the adapter {show_value(name)} does not exist"
+            raise RequestError(text, param="lora_name", value=name)
+        record = self._named.pop(name)
         slots.retire(record.adapter)
+        self._forget(in_use)
 
     def begin_load(self, name: str, path: str, number: int | None = None) -> int:
         """Has an adapter read on the thread; the ticket for `is_loaded`, 0 for one that is loaded already.
@@ -170,8 +180,11 @@ class AdapterStore:
         return self.known(name, path, self.free_number())
 
     def find(self, request: Request) -> None:
-        """Gives a request the adapter that it names; RequestError where there is none of that name."""
-        request.adapter = None if request.lora is None else self._record(request.lora).adapter
+        """Gives a request the adapter that it names; UnknownAdapterError where there is none of that name."""
+        if request.lora is not None and request.lora not in self._named:
+            text = f"the adapter {show_value(request.lora)} does not exist"
+            raise UnknownAdapterError(text, param="model", value=request.lora)
+        request.adapter = None if request.lora is None else self._named[request.lora].adapter
 
     def set_rows(self, step: ScheduledStep, max_num_seqs: int) -> None:
         """Tells the devices which adapters the requests have that got their slots in this step."""
@@ -181,7 +194,9 @@ class AdapterStore:
             self._runner.set_adapters(slots, [-1 if each.adapter is None else each.adapter_slot for each in admitted])
 
     def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
-        """Starts and completes what the scheduler asks for; requests whose adapter could not be read.
+        """Starts what the scheduler asks for and completes one of those that are done; whose adapter could not be read.
+
+        One at a time, for running requests wait meanwhile: a crowd of adapters is brought over several steps.
 
         in_use: tells the adapters of unfinished requests.
         """
@@ -202,11 +217,8 @@ class AdapterStore:
             self._keep(upload.adapter, weights)
             self._runner.write_adapter(upload.slot, values)
             slots.loaded(upload.slot, upload.adapter)
-        if len(self._records) > len(self._named):
-            named, users = {record.adapter for record in self._named.values()}, in_use()
-            for adapter in [each for each in self._records if each not in named | users]:
-                del self._records[adapter]
-                self._host.pop(adapter, None)
+            break
+        self._forget(in_use)
         return failed
 
     def wait(self, seconds: float) -> None:
@@ -217,10 +229,13 @@ class AdapterStore:
         """Ends the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _record(self, name: str) -> AdapterRecord:
-        if name not in self._named:
-            raise RequestError(f"the adapter {show_value(name)} does not exist", param="model", value=name)
-        return self._named[name]
+    def _forget(self, in_use: Callable[[], set[Adapter]]) -> None:
+        """Lets go of adapters that no request may name and none has."""
+        if len(self._records) > len(self._named):
+            kept = {record.adapter for record in self._named.values()} | in_use()
+            for adapter in [each for each in self._records if each not in kept]:
+                del self._records[adapter]
+                self._host.pop(adapter, None)
 
     def _upload(self, adapter: Adapter) -> tuple[AdapterWeights, Any]:
         record, weights = self._records[adapter], self._host.get(adapter)

@@ -134,8 +134,15 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
 
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
     """The abstract model of a stage; ConfigError with the sizes that would do if the mesh does not divide it."""
+    parts = 1 if model_config.tower is None else model_config.tower.num_parts
+    if not stage.is_first and stage.layers[0] < parts - 1:
+        # Embeddings are where they are encoded; hidden states alone go on to the next stage.
+        problem = f"the first {parts - 1} layers add parts of pictures, but the first stage has {stage.layers[0]}"
+        raise ConfigError.because("pipeline_parallel_size", problem, "give it more by pipeline_layers, or fewer stages")
     try:
-        return build_model(model_config, Build(config.dtype, layout, stage, lora=config.lora_spec))
+        split_tower = config.mm_encoder_tp_mode == "weights"
+        build = Build(config.dtype, layout, stage, lora=config.lora_spec, split_tower=split_tower)
+        return build_model(model_config, build)
     except ValueError as error:
         sizes = tensor_sizes(
             model_config, lambda size: replace(config, tensor_parallel_size=size).mesh_layout(model_config)

@@ -19,9 +19,10 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.config.speculation import MAX_DRAFTS
-from jaxengine.runner.step import SampledRows, SlotState, TokenState
+from jaxengine.runner.device_state import SlotState, TokenState
+from jaxengine.runner.step import SampledRows
 from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
-from jaxengine.sampling.sampler import SampleOutput, flags_of, sample
+from jaxengine.sampling.sampler import SampleOutput, SamplerFlags, flags_of, sample
 from jaxengine.sampling.state import SamplingState, count_tokens, write_slots, write_tokens
 from jaxengine.sampling.verification import assumed_tokens, verify
 from models.config.model_config import ModelConfig
@@ -77,18 +78,10 @@ def make_sample(spec: HeadSpec) -> Callable:
 
     def sample_rows(tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array):
         flags = flags_of(rows.features[0])
-        with jax.named_scope("sample"):
-            own = sample(
-                logits,
-                sampling,
-                tokens.token_counts,
-                rows.slot,
-                rows.position,
-                flags,
-                max_logprobs=spec.max_logprobs,
-                logprobs_mode=spec.logprobs_mode,
-            )
-        tokens = _remember(tokens, rows, own.token_ids, flags.any_penalties)
+        own = _chosen(spec, logits, sampling, tokens, rows.slot, rows.position, flags)
+        target = jnp.where(rows.is_sampled, rows.slot, tokens.last_token.shape[0])
+        kept = own.token_ids, rows.is_sampled, flags
+        tokens = _remember(tokens, target, own.token_ids, rows.slot, rows.position, *kept)
         with jax.named_scope("results"):
             scores = _stack_scores(TokenLogprobs(*own[1:]), flags.any_logprobs)
             return tokens, SampleOutput(stack_ranks(own.token_ids), *scores)
@@ -129,26 +122,13 @@ def make_verify(spec: HeadSpec) -> Callable:
         slot = jnp.repeat(rows.slot, width)
         position = (rows.position[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
         flags = flags_of(rows.features[0])
-        with jax.named_scope("sample"):
-            own = sample(
-                logits,
-                sampling,
-                tokens.token_counts,
-                slot,
-                position,
-                flags,
-                max_logprobs=spec.max_logprobs,
-                logprobs_mode=spec.logprobs_mode,
-                assumed=assumed_tokens(drafts),
-            )
+        own = _chosen(spec, logits, sampling, tokens, slot, position, flags, assumed_tokens(drafts))
         with jax.named_scope("verify"):
             found = verify(own.token_ids.reshape(-1, width), drafts, num_drafts, rows.is_sampled)
-            is_kept, num_slots = found.is_kept.reshape(-1), tokens.last_token.shape[0]
-            target = jnp.where(rows.is_sampled, rows.slot, num_slots)
+            target = jnp.where(rows.is_sampled, rows.slot, tokens.last_token.shape[0])
             num_computed = write_slots(slots.num_computed, target, rows.position - 1 + found.counts)
-            last_token = write_slots(tokens.last_token, target, jnp.maximum(found.last, 0))
-            counted = count_tokens(tokens.token_counts, slot, own.token_ids, is_kept & flags.any_penalties)
-            tokens = TokenState(last_token, counted, _written(tokens.history, slot, position, own.token_ids, is_kept))
+            kept = own.token_ids, found.is_kept.reshape(-1), flags
+            tokens = _remember(tokens, target, found.last, slot, position, *kept)
         with jax.named_scope("results"):
             scores = _stack_scores(TokenLogprobs(*own[1:]), flags.any_logprobs)
             told = map(stack_ranks, (found.counts, num_drafts))
@@ -213,17 +193,47 @@ def _stack_scores(scores: TokenLogprobs, wanted: jax.Array) -> TokenLogprobs:
     return lax.cond(wanted, lambda: TokenLogprobs(*map(stack_ranks, scores)), lambda: TokenLogprobs(*nothing))
 
 
-def _remember(tokens: TokenState, rows: SampledRows, token_ids: jax.Array, any_penalties: jax.Array) -> TokenState:
-    """Keeps each sampling row's token for the next step and counts it where penalties need it."""
-    num_slots = tokens.last_token.shape[0]
-    target = jnp.where(rows.is_sampled, rows.slot, num_slots)
+def _chosen(
+    spec: HeadSpec,
+    logits: jax.Array,
+    sampling: SamplingState,
+    tokens: TokenState,
+    slot: jax.Array,
+    position: jax.Array,
+    flags: SamplerFlags,
+    assumed: jax.Array | None = None,
+) -> SampleOutput:
+    with jax.named_scope("sample"):
+        return sample(
+            logits,
+            sampling,
+            tokens.token_counts,
+            slot,
+            position,
+            flags,
+            max_logprobs=spec.max_logprobs,
+            logprobs_mode=spec.logprobs_mode,
+            assumed=assumed,
+        )
+
+
+def _remember(
+    tokens: TokenState,
+    target: jax.Array,
+    last: jax.Array,
+    slot: jax.Array,
+    position: jax.Array,
+    token_ids: jax.Array,
+    is_kept: jax.Array,
+    flags: SamplerFlags,
+) -> TokenState:
+    """Keeps each row's `last` token, i32[S] of the slots `target`, for the next step, and all that were chosen and
+    kept, each at its slot and position; counts these where penalties need it."""
     # A poisoned row's -1 would index the embedding; its request ends anyway.
-    last_token = write_slots(tokens.last_token, target, jnp.maximum(token_ids, 0))
+    last_token = write_slots(tokens.last_token, target, jnp.maximum(last, 0))
     # Not a conditional around it: its result would be a copy of the counts.
-    counted = count_tokens(tokens.token_counts, rows.slot, token_ids, rows.is_sampled & any_penalties)
-    return TokenState(
-        last_token, counted, _written(tokens.history, rows.slot, rows.position, token_ids, rows.is_sampled)
-    )
+    counted = count_tokens(tokens.token_counts, slot, token_ids, is_kept & flags.any_penalties)
+    return TokenState(last_token, counted, _written(tokens.history, slot, position, token_ids, is_kept))
 
 
 def _written(

@@ -32,11 +32,13 @@ class StageNeeds(NamedTuple):
       programs: what all of them hold as long as they are loaded, which is as long as the engine lives.
       workspace: what the largest need while they run, the state of the slots included.
       states: what layers keep of slots in place of pages.
+      embeddings: those of pictures.
     """
 
     programs: int
     workspace: int
     states: int = 0
+    embeddings: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class MemoryPlan:
       programs: what all compiled programs hold.
       workspace: the largest compiled step's temporary memory, slot state included.
       states: what layers keep of slots in place of pages.
+      embeddings: those of pictures, of a model that sees some.
       process: on a CPU what the process holds besides, the interpreter and its libraries for instance; else 0.
       by_need: the pool is as large as default requests need, although the budget has room for more.
       pages_per_seq: the most that a request of max_model_len tokens holds at once, over all cache groups.
@@ -67,6 +70,7 @@ class MemoryPlan:
     pages_per_seq: int
     max_model_len: int
     by_need: bool
+    embeddings: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -80,6 +84,7 @@ class MemoryPlan:
             "programs": self.programs,
             "kv_pages": self.kv_bytes,
             "states": self.states,
+            "embeddings": self.embeddings,
             "workspace": self.workspace,
             "process": self.process,
         }
@@ -101,6 +106,7 @@ class MemoryPlan:
             ("programs", self.programs),
             ("KV pages", self.kv_bytes),
             *([("states", self.states)] if self.states else []),
+            *([("embeddings", self.embeddings)] if self.embeddings else []),
             ("workspace", self.workspace),
             *([("process", self.process)] if self.process else []),
             ("free of budget", max(0, self.budget - self.planned)),
@@ -219,6 +225,7 @@ def plan_memory(
         pages_per_seq=pages_per_seq,
         max_model_len=config.max_model_len,
         by_need=by_need,
+        embeddings=needs.embeddings,
     )
 
 

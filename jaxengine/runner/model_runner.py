@@ -17,9 +17,10 @@ import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.runner.compile_watch import CompileWatch
-from jaxengine.runner.heads import HEADS, POOL, SCORE, PoolOutput, VerifyOutput, verifier
+from jaxengine.runner.heads import HEADS, POOL, SCORE, verifier
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, plan_memory, return_free_memory
 from jaxengine.runner.peers import ALONE, Peers
+from jaxengine.runner.pending_step import PendingStep
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.state_changes import (
     ADAPTERS,
@@ -27,85 +28,24 @@ from jaxengine.runner.state_changes import (
     COUNTS_ROW,
     HISTORY_ROW,
     MASK_ROWS,
-    NUM_ADAPTER_ROWS,
+    NUM_COLUMN_ROWS,
     NUM_DELTAS,
     NUM_MASK_ROWS,
     NUM_PARAM_ROWS,
     PAGE_DELTAS,
     PARAMETERS,
+    ROPE_DELTAS,
 )
 from jaxengine.runner.step import Forwarded
-from jaxengine.sampling.logprobs import TokenLogprobs
-from jaxengine.sampling.sampler import SampleOutput
 from jaxengine.sampling.state import NEUTRAL
 from models.cache import platform_of
 from models.quantization.table import weight_rows
 from models.weights.lora_pools import AdapterTargets, Matrices, targets_of
 from scheduler.buckets import Bucket
+from scheduler.encoder_rows import Encode
 from scheduler.packing import StepInput, delta_chunks
 
 Progress = Callable[[int, int, str], None]
-
-
-class PendingStep:
-    """A step whose forward pass has been dispatched, its results possibly still being computed.
-
-    It has tokens once its sampler, or what pools in its place, has been dispatched too. All results have a leading axis
-    of ranks.
-
-    Attributes:
-      forwarded: what the forward pass left; None once the sampler has taken it.
-    """
-
-    def __init__(self, bucket: Bucket, forwarded: Forwarded, fetch: Callable[[jax.Array], np.ndarray] = np.asarray):
-        """fetch: waits for a result."""
-        self.bucket = bucket
-        self.forwarded: Forwarded | None = forwarded
-        self.sampled: SampleOutput | VerifyOutput | PoolOutput | None = None
-        self.scored: TokenLogprobs | None = None
-        self._fetch = fetch
-
-    @property
-    def pools(self) -> bool:
-        """Whether its rows are pooled."""
-        return isinstance(self.sampled, PoolOutput)
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether its sampler has been dispatched."""
-        return self.sampled is not None
-
-    def is_ready(self) -> bool:
-        """Whether the step is done, so that `token_ids` would not wait."""
-        # Every array has it, but the type that jax declares does not say so.
-        return self.sampled is not None and self.sampled.token_ids.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def token_ids(self) -> np.ndarray:
-        """i32[ranks, rows of logits], or i32[ranks, rows, W]; waits for the step."""
-        assert self.sampled is not None
-        token_ids, width = self._fetch(self.sampled.token_ids), self.bucket.width
-        return token_ids if width == 1 else token_ids.reshape(len(token_ids), -1, width)
-
-    def verified(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Of a step with drafts, tokens that each row has got and drafts it had, i32[ranks, rows] both; else None."""
-        if not isinstance(self.sampled, VerifyOutput):
-            return None
-        return self._fetch(self.sampled.counts), self._fetch(self.sampled.num_drafts)
-
-    def logprobs(self) -> SampleOutput | VerifyOutput:
-        """The sampled rows' logprobs as numpy arrays; with drafts of all places, row after row."""
-        assert isinstance(self.sampled, (SampleOutput, VerifyOutput))
-        return jax.tree.map(self._fetch, self.sampled)
-
-    def vectors(self) -> np.ndarray:
-        """f32[ranks, rows, N], what a pooling model tells of the prompts that end in this step; waits for it."""
-        assert isinstance(self.sampled, PoolOutput)
-        return self._fetch(self.sampled.vectors)
-
-    def prompt_logprobs(self) -> TokenLogprobs:
-        """The prompt tokens' logprobs as numpy arrays."""
-        assert self.scored is not None
-        return jax.tree.map(self._fetch, self.scored)
 
 
 class ModelRunner:
@@ -116,6 +56,8 @@ class ModelRunner:
       compiles: what XLA compiled while the engine was serving.
       pools: whether the model pools, so that steps end with `pool`, not with `sample`.
       keeps_history: whether drafts are made on the device.
+      encoder: how pictures are encoded; None for a model that sees none.
+      has_places: whether layers turn queries and keys by places in time, height and width.
     """
 
     def __init__(
@@ -143,11 +85,18 @@ class ModelRunner:
         self._has_bias = np.zeros(self.num_ranks * config.max_num_seqs, np.bool_)
         self._has_mask = np.zeros_like(self._has_bias)
         self._adapter = np.full(len(self._has_bias), -1, np.int32)
+        self._rope_delta = np.zeros(len(self._has_bias), np.int32)
+        self.has_places = stages[0].programs.packer.with_places
+        encoder = stages[0].programs.encoder
+        self.encoder = None if encoder is None else encoder.layout
         return_free_memory()
         before = self.memory_in_use()
         # Where the user says how large the pool is, the steps tell their needs after they have been compiled.
         late = config.fixes_pages and not config.enforce_eager
-        needs = [StageNeeds(0, 0, stage.programs.state_bytes) if late else stage.foresee_needs() for stage in stages]
+        needs = [
+            StageNeeds(0, 0, stage.programs.state_bytes, stage.encoder_bytes) if late else stage.foresee_needs()
+            for stage in stages
+        ]
         plan = self._plan_memory(needs)
         programs = hashlib.sha256(repr([stage.programs.description for stage in stages]).encode()).hexdigest()
         self.plan = replace(plan, num_pages=peers.agree(plan.num_pages, programs))
@@ -198,6 +147,16 @@ class ModelRunner:
         # Engines of several processes have no wide buckets (jaxengine.config.speculation).
         self._peers.announce("forward", (message,), num_tokens=bucket.num_tokens, num_seqs=bucket.num_seqs)
         return PendingStep(bucket, self._peers.run(lambda: self._forward(bucket, message)), self._fetch)
+
+    def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
+        """Dispatches the encoding of each rank's pictures, before the forward pass that is the first to need them."""
+        assert self.encoder is not None
+        # Engines of several processes see nothing (jaxengine.config.encoder).
+        self._stages[0].encode(self.encoder.pack(encodes))
+
+    def set_rope_deltas(self, slots: list[int], deltas: list[int]) -> None:
+        """Says what the places of tokens behind these slots' prompts are more than their positions."""
+        self._set_column(ROPE_DELTAS, self._rope_delta, slots, deltas)
 
     def sample(self, pending: PendingStep) -> None:
         """Dispatches the sampler of a step, after which nothing else can be done with it; so do the other processes.
@@ -282,13 +241,7 @@ class ModelRunner:
 
     def set_adapters(self, slots: list[int], adapters: list[int]) -> None:
         """Says which slot of the pools these slots' adapters have, -1 for none."""
-        news = [pair for pair in zip(slots, adapters, strict=True) if self._adapter[pair[0]] != pair[1]]
-        for first in range(0, len(news), NUM_ADAPTER_ROWS):
-            rows = np.full((2, NUM_ADAPTER_ROWS), len(self._adapter), np.int32)
-            for index, (slot, adapter) in enumerate(news[first : first + NUM_ADAPTER_ROWS]):
-                rows[:, index] = slot, adapter
-                self._adapter[slot] = adapter
-            self.change_state(ADAPTERS, *rows)
+        self._set_column(ADAPTERS, self._adapter, slots, adapters)
 
     def expert_load(self) -> np.ndarray | None:
         """u32[layers, E], tokens that experts were picked for so far, modulo 2**32; None without experts.
@@ -298,6 +251,16 @@ class ModelRunner:
         self._peers.announce("expert load")
         loads = [load for stage in self._stages if (load := self._peers.run(stage.expert_load)) is not None]
         return np.concatenate([self._fetch(load).sum(axis=0, dtype=np.uint32) for load in loads]) if loads else None
+
+    def _set_column(self, name: str, known: np.ndarray, slots: list[int], values: list[int]) -> None:
+        """Tells the devices the values that differ from what they know of these slots."""
+        news = [pair for pair in zip(slots, values, strict=True) if known[pair[0]] != pair[1]]
+        for first in range(0, len(news), NUM_COLUMN_ROWS):
+            rows = np.full((2, NUM_COLUMN_ROWS), len(known), np.int32)
+            for index, (slot, value) in enumerate(news[first : first + NUM_COLUMN_ROWS]):
+                rows[:, index] = slot, value
+                known[slot] = value
+            self.change_state(name, *rows)
 
     def _forward(self, bucket: Bucket, message: np.ndarray) -> Forwarded:
         output = None
@@ -349,6 +312,7 @@ class ModelRunner:
             else:
                 process, programs = 0, stage.program_bytes
             own = {"weights": weights, "programs": programs, "workspace": workspace, "states": states}
+            own["embeddings"] = stage.encoder_bytes
             plans.append(replace(self.plan, **own, process=process))
         return max(plans, key=lambda plan: plan.planned)
 
@@ -356,13 +320,17 @@ class ModelRunner:
         """Makes every executable serving can need, the costly ones first so that they show early."""
         buckets = [] if self.config.enforce_eager else sorted(self.buckets, reverse=True)
         heads = [] if self.config.enforce_eager else self._last.programs.heads()
-        total = len(buckets) * len(self._stages) + len(heads)
+        sizes = [] if self.config.enforce_eager or self.encoder is None else self.encoder.sizes
+        total = len(buckets) * len(self._stages) + len(heads) + len(sizes)
         for stage in self._stages:
             stage.plan_pool(self.plan.num_pages)
         for index, bucket in enumerate(buckets):
             for number, stage in enumerate(self._stages):
                 progress(index * len(self._stages) + number, total, str(bucket))
                 stage.compile_forward(bucket)
+        for index, size in enumerate(sizes):
+            progress(len(buckets) * len(self._stages) + index, total, f"encode {size} patches")
+            self._stages[0].compile_encoder(size)
         for index, (name, size) in enumerate(heads):
             progress(total - len(heads) + index, total, f"{name} {size}")
             self._last.compile_head(name, size)

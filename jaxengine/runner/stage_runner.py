@@ -15,11 +15,14 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding
 
+from jaxengine.runner.encoder import EncoderInput
+from jaxengine.runner.encoder_programs import EncoderPrograms
 from jaxengine.runner.executables import ExecutableCache, compile_program
 from jaxengine.runner.heads import HEADS
 from jaxengine.runner.memory import StageNeeds, device_memory, held_bytes, memory_in_use, workspace_bytes
+from jaxengine.runner.program import Program
 from jaxengine.runner.step import Forwarded
-from jaxengine.runner.step_programs import Program, StepPrograms, known_tokens
+from jaxengine.runner.step_programs import StepPrograms, known_tokens
 from models.weights.kv_scales import KVScales
 from models.weights.lora_pools import Matrices, slot_values
 from scheduler.buckets import Bucket
@@ -51,6 +54,7 @@ class StageRunner:
         self._params = jax.tree.leaves(params)
         self._forwards: dict[Bucket, jax.stages.Compiled] = {}
         self._heads: dict[tuple[str, int], jax.stages.Compiled] = {}
+        self._encoders: dict[int, jax.stages.Compiled] = {}
         self._changes = {name: self._compile(change) for name, change in programs.state_changes().items()}
         write = programs.write_adapter(self._params) if programs.adapter_pools else None
         self._write_adapter = None if write is None else self._compile(write)
@@ -110,8 +114,11 @@ class StageRunner:
         forward = self.executables.get_number("workspace", *key, workspace)
         for name, size in programs.heads():
             self.compile_head(name, size)
+        if programs.encoder is not None:
+            for size in programs.encoder.layout.sizes:
+                self.compile_encoder(size)
         held = held * len(programs.packer.buckets) + self._held_beside_forwards
-        return StageNeeds(held, forward + self._bytes_beside_forward, programs.state_bytes)
+        return StageNeeds(held, forward + self._bytes_beside_forward, programs.state_bytes, self.encoder_bytes)
 
     def plan_pool(self, num_pages: int) -> None:
         """Decides the pool's size, pages of a layer and rank, and with it the shapes of forward passes."""
@@ -126,8 +133,15 @@ class StageRunner:
         if (name, size) not in self._heads:
             self._heads[name, size] = self._compile(self.programs.head(name, size, self._params))
 
+    def compile_encoder(self, size: int) -> None:
+        """Compiles or loads what encodes pictures of up to so many patches, unless that has been done."""
+        if size not in self._encoders:
+            self._encoders[size] = self._compile(self._encoder_programs.encode(size, self._params))
+
     def allocate(self) -> None:
-        """Makes the pool and the state of the slots."""
+        """Makes the pools and the state of the slots."""
+        if self.programs.encoder is not None:
+            self._encoder_rows = self._compile(self.programs.encoder.pool())()
         self._kv = self._compile(self.programs.pool(self._kv_shapes))()
         if self.kv_scales is not None:
             k, v = self.kv_scales.of_layers(self.programs.paged_layers)
@@ -157,9 +171,17 @@ class StageRunner:
         arguments = (self._params, self._kv, self._state.slots, last_token, message)
         if hidden is not None:
             arguments = (*arguments, self._receive(hidden))
+        elif bucket.media:
+            arguments = (*arguments, self._encoder_rows)
         self._kv, slots, output = self._forwards[bucket](*arguments)
         self._state = self._state._replace(slots=slots)
         return output
+
+    def encode(self, pictures: EncoderInput) -> None:
+        """Dispatches the encoding of pictures, whose embeddings the next forward pass finds in the pool."""
+        size = pictures.patches.shape[1]
+        self.compile_encoder(size)  # enforce_eager: when it first occurs
+        self._encoder_rows = self._encoders[size](self._params, self._encoder_rows, *pictures)
 
     def run_head(self, name: str, size: int, forwarded: Forwarded) -> Any:
         """Dispatches a head of that size on what a forward pass left; its output."""
@@ -209,12 +231,26 @@ class StageRunner:
         return jax.make_array_from_single_device_arrays(hidden.shape, self._ranks, parts)
 
     @property
+    def encoder_bytes(self) -> int:
+        """Bytes of one device that the embeddings of pictures take."""
+        return 0 if self.programs.encoder is None else part_bytes(self.programs.encoder.rows)
+
+    @property
+    def _encoder_programs(self) -> EncoderPrograms:
+        assert self.programs.encoder is not None
+        return self.programs.encoder
+
+    @property
     def _held_beside_forwards(self) -> int:
         changes = [self._held(change, self._changes[name]) for name, change in self.programs.state_changes().items()]
         heads = [self._held(self.programs.head(*key, self._params), head) for key, head in self._heads.items()]
         own = self._write_adapter
         write = 0 if own is None else self._held(self.programs.write_adapter(self._params), own)
-        return sum(changes) + sum(heads) + write
+        encoders = [
+            self._held(self._encoder_programs.encode(size, self._params), encoder)
+            for size, encoder in self._encoders.items()
+        ]
+        return sum(changes) + sum(heads) + write + sum(encoders)
 
     def _held(self, program: Program, compiled: jax.stages.Compiled) -> int:
         """Bytes that a compiled program holds; remembered, because its file may have to be made to tell."""
@@ -231,14 +267,15 @@ class StageRunner:
 
     @property
     def _bytes_beside_forward(self) -> int:
-        """The state but for that of layers, and the most that a head of the step before and what it works on can hold
-        meanwhile."""
+        """The state but for that of layers, and the most that a head of the step before and what it works on, and
+        pictures that are being encoded, can hold meanwhile."""
         heads = [
             self.programs.forwarded_bytes(*key) + workspace_bytes(head.memory_analysis())
             for key, head in self._heads.items()
         ]
+        encoders = [workspace_bytes(encoder.memory_analysis()) for encoder in self._encoders.values()]
         state = sum(map(part_bytes, jax.tree.leaves(self.programs.state_shapes)))
-        return state - self.programs.state_bytes + max(heads, default=0)
+        return state - self.programs.state_bytes + max(heads, default=0) + max(encoders, default=0)
 
     def _compile(self, program: Program) -> jax.stages.Compiled:
         return self.executables.get(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxengine.runner.step import DeviceState, own_slots, write_page_deltas
+from jaxengine.runner.device_state import DeviceState, own_slots, write_page_deltas
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.state import NEUTRAL
 from sharding.rules import logical_to_spec
@@ -24,10 +24,10 @@ from sharding.rules import logical_to_spec
 NUM_DELTAS = 1024
 NUM_PARAM_ROWS = 8
 NUM_MASK_ROWS = 16
-# Slots whose adapters one brings.
-NUM_ADAPTER_ROWS = 64
+# Slots of which one brings a number: that of the adapter, say.
+NUM_COLUMN_ROWS = 64
 
-PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW, HISTORY_ROW, ADAPTERS = (
+PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW, HISTORY_ROW, ADAPTERS, ROPE_DELTAS = (
     "page deltas",
     "parameters",
     "bias row",
@@ -35,6 +35,7 @@ PAGE_DELTAS, PARAMETERS, BIAS_ROW, MASK_ROWS, COUNTS_ROW, HISTORY_ROW, ADAPTERS 
     "counts row",
     "history row",
     "adapters",
+    "rope deltas",
 )
 
 Shape = tuple[tuple[int, ...], Any, PartitionSpec]
@@ -53,6 +54,7 @@ class StateSizes(NamedTuple):
       samples: whether the stage is the last one, of a model that generates.
       history: positions whose tokens are kept of a slot, 0 where none are.
       adapters: whether slots may have any.
+      places: whether layers turn queries and keys by places.
     """
 
     vocab_size: int
@@ -60,6 +62,7 @@ class StateSizes(NamedTuple):
     samples: bool
     history: int = 0
     adapters: bool = False
+    places: bool = False
 
 
 class StateChange(NamedTuple):
@@ -71,6 +74,7 @@ class StateChange(NamedTuple):
       everywhere: every stage has it; else the last one alone, which samples.
       of_history: only a stage that keeps one has it.
       of_adapters: only engines with room for adapters have it.
+      of_places: only models whose layers turn queries and keys by places have it.
     """
 
     function: Callable[..., DeviceState]
@@ -78,10 +82,12 @@ class StateChange(NamedTuple):
     everywhere: bool = False
     of_history: bool = False
     of_adapters: bool = False
+    of_places: bool = False
 
     def is_of(self, sizes: StateSizes) -> bool:
         """Whether a stage of these sizes has it."""
         has = (sizes.history > 0 or not self.of_history) and (sizes.adapters or not self.of_adapters)
+        has = has and (sizes.places or not self.of_places)
         return has and (self.everywhere or sizes.samples)
 
 
@@ -106,6 +112,12 @@ def _set_adapters(state: DeviceState, slots: jax.Array, adapters: jax.Array) -> 
     assert state.slots.adapter is not None
     written = sampling_state.write_slots(state.slots.adapter, _own(state, slots), adapters)
     return state._replace(slots=state.slots._replace(adapter=written))
+
+
+def _set_rope_deltas(state: DeviceState, slots: jax.Array, deltas: jax.Array) -> DeviceState:
+    assert state.slots.rope_delta is not None
+    written = sampling_state.write_slots(state.slots.rope_delta, _own(state, slots), deltas)
+    return state._replace(slots=state.slots._replace(rope_delta=written))
 
 
 def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
@@ -150,8 +162,14 @@ STATE_CHANGES = {
     ),
     ADAPTERS: StateChange(
         _set_adapters,
-        lambda sizes: [((NUM_ADAPTER_ROWS,), np.int32, _EVERYWHERE)] * 2,
+        lambda sizes: [((NUM_COLUMN_ROWS,), np.int32, _EVERYWHERE)] * 2,
         everywhere=True,
         of_adapters=True,
+    ),
+    ROPE_DELTAS: StateChange(
+        _set_rope_deltas,
+        lambda sizes: [((NUM_COLUMN_ROWS,), np.int32, _EVERYWHERE)] * 2,
+        everywhere=True,
+        of_places=True,
     ),
 }

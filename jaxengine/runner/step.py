@@ -19,72 +19,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxengine.drafts.proposer import Drafts, Proposer
+from jaxengine.runner.device_state import SlotState, write_page_deltas
 from jaxengine.runner.pooling import pool_rows
-from jaxengine.sampling import state as sampling_state
-from jaxengine.sampling.state import SamplingState, write_slots
+from jaxengine.sampling.state import write_slots
 from models.cache import Cache, StateRows
-from models.forward_batch import HEADER, Adapters, ForwardBatch, StepLayout
+from models.forward_batch import HEADER, Adapters, ForwardBatch, MediaRows, StepLayout
 from models.layers.attention import RaggedBatch
 from models.layers.moe import ExpertLoad
 from scheduler.pages.snapshots import LOAD, POSITION, SAVE
 from scheduler.token_params import ADAPTER
-from sharding.collectives import num_shards, shard_index
-
-
-class SlotState(NamedTuple):
-    """What a stage remembers of the R = max_num_seqs slots; forward changes it.
-
-    Attributes:
-      page_table: i32[G * R, W], of the cache groups one after the other, then that of snapshots if any are kept.
-      num_computed: i32[R], tokens whose KV is written.
-      expert_load: u32[1, layers, E], tokens that experts were picked for so far, from 0 again after 2**32 - 1; only for
-        models with experts.
-      pooled: f32[R, D], what pooling keeps of prompts between steps (jaxengine.runner.pooling), where it keeps any.
-      states: of models.cache.Cache, a row for each slot, then for each snapshot (scheduler.pages.snapshots); empty
-        where no layer keeps any.
-      adapter: i32[R], where in the pools of adapters each slot's is, -1 for none; None without room for adapters.
-    """
-
-    page_table: jax.Array
-    num_computed: jax.Array
-    expert_load: jax.Array | None
-    pooled: jax.Array | None = None
-    states: tuple[tuple[jax.Array, ...], ...] = ()
-    adapter: jax.Array | None = None
-
-
-class TokenState(NamedTuple):
-    """What is remembered of the tokens sampled; the sampler changes it.
-
-    Attributes:
-      last_token: i32[R], the token sampled last.
-      token_counts: i32[R, V], what penalties count (jaxengine.sampling.state).
-      history: i32[R, L], the tokens of each slot by position, as far as they are known, of which drafts are made; None
-        where the device makes none. The host writes what a request brings, the sampler what it chooses.
-    """
-
-    last_token: jax.Array
-    token_counts: jax.Array
-    history: jax.Array | None = None
-
-
-class DeviceState(NamedTuple):
-    """All that is kept between steps beside the KV pool.
-
-    Attributes:
-      slots: donated to each forward pass, which returns it changed.
-      tokens: donated to each sampler, which returns it changed; None in a stage that does not sample.
-      sampling: sampling parameters, which change between steps only; None in a stage that does not sample.
-    """
-
-    slots: SlotState
-    tokens: TokenState | None
-    sampling: SamplingState | None
-
-    @property
-    def keeps_history(self) -> bool:
-        """Whether it has the tokens of which drafts are made."""
-        return self.tokens is not None and self.tokens.history is not None
 
 
 class SampledRows(NamedTuple):
@@ -152,55 +95,6 @@ class StepSpec:
     proposer: Proposer | None = None
 
 
-def init_state(
-    max_num_seqs: int,
-    max_pages: int,
-    vocab_size: int | None,
-    experts: tuple[int, int] | None = None,
-    num_groups: int = 1,
-    pooled: int | None = None,
-    states: tuple[tuple[jax.Array, ...], ...] = (),
-    history: int | None = None,
-    adapters: bool = False,
-) -> DeviceState:
-    """State of slots that nobody has used yet, with these states of layers.
-
-    vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer; pooled: size of
-    what pooling keeps of a slot; history: positions of a slot whose tokens are kept, None for none; adapters: whether
-    slots may have any.
-    """
-    slots = SlotState(
-        page_table=jnp.zeros((num_groups * max_num_seqs, max_pages), jnp.int32),
-        num_computed=jnp.zeros(max_num_seqs, jnp.int32),
-        expert_load=None if experts is None else jnp.zeros((1, *experts), jnp.uint32),
-        pooled=None if pooled is None else jnp.zeros((max_num_seqs, pooled), jnp.float32),
-        states=states,
-        adapter=jnp.full(max_num_seqs, -1, jnp.int32) if adapters else None,
-    )
-    if vocab_size is None:
-        return DeviceState(slots, None, None)
-    tokens = TokenState(
-        last_token=jnp.zeros(max_num_seqs, jnp.int32),
-        token_counts=jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
-        history=None if history is None else jnp.zeros((max_num_seqs, history), jnp.int32),
-    )
-    return DeviceState(slots, tokens, sampling_state.init_state(max_num_seqs, vocab_size))
-
-
-def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:
-    """Slots numbered over all ranks as this rank numbers its own; `num_slots` for those of others."""
-    if num_shards("batch") == 1:
-        return slots
-    slots = slots - shard_index("batch") * num_slots
-    return jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)
-
-
-def write_page_deltas(state: SlotState, deltas: jax.Array) -> SlotState:
-    """Writes page-table entries i32[3, n] (row, column, page); a row of G * R or more is dropped."""
-    rows, columns, pages = deltas
-    return state._replace(page_table=state.page_table.at[rows, columns].set(pages, mode="drop"))
-
-
 def unpack(
     state: SlotState,
     last_token: jax.Array | None,
@@ -208,12 +102,14 @@ def unpack(
     layout: StepLayout,
     page_size: int,
     draft: Callable[[jax.Array, jax.Array], Drafts] | None = None,
+    media_rows: jax.Array | None = None,
 ):
     """Expands a rank's message: (state with the new page-table entries and counts, ForwardBatch, Rows, header dict,
     Drafts).
 
     last_token: None where the message has every token. draft: (slots, known tokens of each) -> the tokens that stand
-    behind the last one; None, and so are the Drafts, where the message has them or rows have none.
+    behind the last one; None, and so are the Drafts, where the message has them or rows have none. media_rows: the
+    encoder's pool, in a stage that has one.
     """
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
     state = write_page_deltas(state, layout.view(buffer, "deltas"))
@@ -265,8 +161,18 @@ def unpack(
         ragged=tuple(ragged),
         state_rows=_state_rows(state, slot, count, start, is_new, ragged[0]),
         adapters=_adapters(state, jnp.where(valid, index[row], num_slots), header["features"]),
+        media=MediaRows(media_rows, layout.view(buffer, "media")[0]) if layout.num_media else None,
+        rope_positions=_rope_positions(state, positions, index[row], layout.view(buffer, "media")),
     )
     return state, batch, Rows(slot, count, start, sample, next_token), header, drafts
+
+
+def _rope_positions(state: SlotState, positions: jax.Array, slot: jax.Array, media: jax.Array) -> jax.Array | None:
+    """Of ForwardBatch; positions, slot: i32[T], media: the message's field."""
+    if state.rope_delta is None:
+        return None
+    own = positions + state.rope_delta[slot]
+    return own if media.shape[0] == 0 else jnp.where(media[1:] >= 0, media[1:], own)
 
 
 def _adapters(state: SlotState, slot: jax.Array, features: jax.Array) -> Adapters | None:
@@ -312,19 +218,21 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
     """The forward pass of one shape: (params: list of arrays, kv, SlotState, last_token, message) -> (kv, SlotState,
     Forwarded).
 
-    A stage that is not the first takes hidden states as a sixth argument, one that is not the last gives hidden states
-    instead of Forwarded. last_token: of TokenState, None in a stage without one; with a proposer (last_token, history).
+    A stage that is not the first takes hidden states as a sixth argument, and the first one in a step with pictures the
+    encoder's pool; one that is not the last gives hidden states instead of Forwarded. last_token: of TokenState, None
+    in a stage without one; with a proposer (last_token, history).
     """
 
     def forward(params, kv, state: SlotState, last_token: Any, message: jax.Array, *hidden: jax.Array):
         model = nnx.merge(graph, jax.tree.unflatten(params_tree, params))
+        media_rows, hidden = (hidden[0], ()) if hidden and model.stage.is_first else (None, hidden)
         draft = None
         if spec.proposer is not None:
             last_token, history = last_token
             draft = partial(_propose, spec.proposer, history, spec.width - 1)
         with jax.named_scope("unpack"):
             state, batch, rows, header, drafts = unpack(
-                state, last_token, message.reshape(-1), spec.layout, spec.page_size, draft
+                state, last_token, message.reshape(-1), spec.layout, spec.page_size, draft, media_rows
             )
             if spec.width > 1:
                 batch = batch._replace(logits_indices=_places(batch, rows, spec.width))

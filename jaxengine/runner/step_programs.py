@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,13 @@ from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
 from jaxengine.drafts.proposer import Proposer
 from jaxengine.drafts.registry import proposer_of
+from jaxengine.runner.device_state import DeviceState, SlotState, TokenState, init_state
+from jaxengine.runner.encoder import EncoderLayout
+from jaxengine.runner.encoder_programs import EncoderPrograms
 from jaxengine.runner.heads import HEADS, HeadSpec, heads_of
+from jaxengine.runner.program import Program, abstract_params, on_devices, program_on, shape_on
 from jaxengine.runner.state_changes import STATE_CHANGES, StateChange, StateSizes
-from jaxengine.runner.step import (
-    DeviceState,
-    Forwarded,
-    SampledRows,
-    SlotState,
-    StepSpec,
-    TokenState,
-    init_state,
-    make_forward,
-)
+from jaxengine.runner.step import Forwarded, SampledRows, StepSpec, make_forward
 from jaxengine.sampling.state import NEUTRAL, RowParams, SamplingState, mask_words
 from models.cache import (
     KVPages,
@@ -61,23 +56,6 @@ _RANKS = logical_to_spec(("batch",))
 _RANKS_VOCAB = logical_to_spec(("batch", "sampled_vocab"))
 
 
-class Program(NamedTuple):
-    """One thing to compile.
-
-    Attributes:
-      name: for messages; with the description of its StepPrograms it says which program it is.
-      arguments: as shapes with their shardings and layouts.
-      results: a pytree of the structure of what it returns.
-      donate: indices of donated arguments.
-    """
-
-    name: str
-    function: Callable
-    arguments: tuple[Any, ...]
-    results: Any
-    donate: tuple[int, ...]
-
-
 class StepPrograms:
     """The programs of one model, or of one of its pipeline stages.
 
@@ -86,6 +64,7 @@ class StepPrograms:
       groups: cache groups of the whole model, with the layers of this stage.
       layout: of the KV pool.
       num_columns: columns of a page table.
+      encoder: the programs that encode pictures, in a first stage that sees some; else None.
       adapter_pools: the arrays of pools of adapters, none without room for any.
       state_shapes: what is kept between steps, abstract.
       vocab_size: tokens the sampler knows, those that only fill up the last device's part included.
@@ -104,7 +83,15 @@ class StepPrograms:
         self.layout = platform.name
         self._num_slots, self._num_snapshots = config.max_num_seqs, config.num_state_snapshots
         num_tables = len(paged_groups(self.groups)) + (self._num_snapshots > 0)
-        self.packer = Packer(config.buckets(platform), config.block_size, model.mesh.num_ranks, num_tables)
+        self._sees, self._places = model.config.tower is not None, model.config.sees_places
+        buckets, num_ranks = config.buckets(platform, media=self._sees), model.mesh.num_ranks
+        self.packer = Packer(buckets, config.block_size, num_ranks, num_tables, self._places)
+        self.encoder: EncoderPrograms | None = None
+        if model.config.tower is not None and model.stage.is_first:
+            parts = 1 if model.build.split_tower else model.mesh.model
+            limits = config.num_encoder_rows, config.max_encoder_patches
+            layout = EncoderLayout(model.config.tower, *limits, num_ranks, parts)
+            self.encoder = EncoderPrograms(model, layout, config.dtype, mesh)
         # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)
         pages = max(pages, 3 * (self._num_snapshots > 0))  # columns that name snapshots
@@ -149,7 +136,8 @@ class StepPrograms:
         return abstract_kv(self.groups, num_pages, layout=self.layout, mesh=self.mesh)
 
     def forward(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> Program:
-        """A bucket's forward pass: (params, kv, slots, last_token, message[, hidden]) -> (kv, slots, Forwarded).
+        """A bucket's forward pass: (params, kv, slots, last_token, message[, hidden, or the encoder's rows]) -> (kv,
+        slots, Forwarded).
 
         params: the model's leaves, arrays or shapes; kv: as `kv_shapes` gives it. Of a stage that is not the last the
         third result is hidden states.
@@ -163,7 +151,10 @@ class StepPrograms:
         last_token = known_tokens(state.tokens, bucket)
         message = self._shape((ranks, layout.size), np.int32, _RANKS)
         hidden = self._hidden(bucket.num_tokens)
-        arguments = (_abstract(params), kv, state.slots, last_token, message, *([] if stage.is_first else [hidden]))
+        more = [] if stage.is_first else [hidden]
+        if bucket.media and self.encoder is not None:
+            more = [self.encoder.rows]
+        arguments = (abstract_params(params), kv, state.slots, last_token, message, *more)
         output: Any = hidden
         if stage.is_last:
             size = num_logits if bucket.width == 1 else bucket.num_seqs
@@ -183,7 +174,7 @@ class StepPrograms:
     def head(self, name: str, size: int, params: Sequence[Any]) -> Program:
         """A head of `HEADS` of a size: (arguments as the head names them) -> (what it changes, its output)."""
         head = HEADS[name]
-        shapes = {"params": _abstract(params), **self.state_shapes._asdict()}
+        shapes = {"params": abstract_params(params), **self.state_shapes._asdict()}
         shapes |= self._forwarded(size, size, head.width)._asdict()
         everywhere = self._shape((), np.int32)  # only where it lies matters
         output = head.output(*[everywhere] * len(head.output._fields))
@@ -202,7 +193,12 @@ class StepPrograms:
         """The programs that change the state between steps, by name: (state, their arguments) -> state."""
         history = 0 if self._proposer is None else self._max_model_len
         sizes = StateSizes(
-            self.vocab_size, self.stored_mask_words, self._samples, history, adapters=bool(self.adapter_pools)
+            self.vocab_size,
+            self.stored_mask_words,
+            self._samples,
+            history,
+            adapters=bool(self.adapter_pools),
+            places=self._places,
         )
         changes = {name: change for name, change in STATE_CHANGES.items() if change.is_of(sizes)}
         return {name: self._state_change(name, change, sizes) for name, change in changes.items()}
@@ -215,9 +211,7 @@ class StepPrograms:
     def _program(
         self, name: str, function: Callable, arguments: tuple[Any, ...], results: Any, donate: tuple[int, ...]
     ) -> Program:
-        """results: shapes of which only the shardings matter."""
-        function = self._on_devices(function, _partition(arguments), _partition(results))
-        return Program(name, function, arguments, results, donate)
+        return program_on(self.mesh, name, function, arguments, results, donate)
 
     @property
     def _samples(self) -> bool:
@@ -259,14 +253,8 @@ class StepPrograms:
         targets = self._shape((ranks * num_tokens,), np.int32, _RANKS)
         return Forwarded(rows, logits, self._hidden(num_tokens), targets)
 
-    def _on_devices(self, function: Callable, arguments: Any, results: Any) -> Callable:
-        if self.mesh.size == 1:
-            return function
-        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=results, check_vma=False)
-
     def _shape(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYWHERE) -> Any:
-        """A shape, which stands for an array."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+        return shape_on(self.mesh, shape, dtype, spec)
 
     def _state_partition(self) -> DeviceState:
         """PartitionSpecs in the places of arrays."""
@@ -279,6 +267,7 @@ class StepPrograms:
             pooled=None if self._kept_size is None else ranks,
             states=state_partition(self.groups),
             adapter=ranks if self.adapter_pools else None,
+            rope_delta=ranks if self._places else None,
         )
         if not self._samples:
             return DeviceState(slots, None, None)
@@ -292,7 +281,7 @@ class StepPrograms:
         states = state_rows(self.groups, self._num_slots + self._num_snapshots)
         counts = self._experts, self.packer.num_groups, self._kept_size
         history = None if self._proposer is None else self._max_model_len
-        return init_state(*sizes, *counts, states, history, bool(self.adapter_pools))
+        return init_state(*sizes, *counts, states, history, bool(self.adapter_pools), self._places)
 
     def _state_shapes(self) -> DeviceState:
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -304,7 +293,7 @@ class StepPrograms:
         """(the arrays of adapter_pools, slot, what one adapter has of each) -> the arrays with it in the slot."""
         spec, pools = self.model.build.lora, self.adapter_pools
         assert spec is not None
-        arrays = [_abstract(params)[pool.index] for pool in pools]
+        arrays = [abstract_params(params)[pool.index] for pool in pools]
         new = [
             self._shape(slot_shape(pool, spec), pool.dtype, array.sharding.spec)
             for pool, array in zip(pools, arrays, strict=True)
@@ -343,7 +332,7 @@ class StepPrograms:
 
     def gather_ranks(self, x: jax.Array) -> jax.Array:
         """x [ranks, ...], a part on each rank, on every device."""
-        gather = self._on_devices(lambda part: stack_ranks(part[0]), (_RANKS,), _EVERYWHERE)
+        gather = on_devices(self.mesh, lambda part: stack_ranks(part[0]), (_RANKS,), _EVERYWHERE)
         return jax.jit(gather)(x)
 
 
@@ -363,13 +352,3 @@ def _count_experts(model: CausalLM) -> tuple[int, int] | None:
         return None
     num_layers = sum(layer not in experts.dense_layers for layer in model.stage.layers)
     return (num_layers, experts.num_experts) if num_layers else None
-
-
-def _abstract(params: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The model's leaves, arrays or shapes, as shapes with their shardings and layouts."""
-    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format) for leaf in params]
-
-
-def _partition(shapes: Any) -> Any:
-    """PartitionSpecs in the places of shapes."""
-    return jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import wait
 from pathlib import Path
 
 import jax
 import pytest
 
 from jaxengine import LLM, LoRARequest, RequestError, SamplingParams
+from jaxengine.requests.options import RequestOptions
+from models.weights.errors import ModelFileError
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
@@ -145,6 +148,8 @@ def test_a_bad_adapter_is_one_error_and_changes_nothing(llm, adapters, expected,
         tokens(llm, PROMPTS, LoRARequest("rank 8", 99, other))
     with pytest.raises(RequestError, match="lora_int_id 2 is taken"):
         tokens(llm, PROMPTS, LoRARequest("new", 2, other))
+    with pytest.raises(ModelFileError, match="nobody.*cannot be resolved"):
+        tokens(llm, PROMPTS, LoRARequest("home", 99, "~nobody of this name/adapter"))
     with pytest.raises(RequestError, match="lora_request must be one LoRARequest"):
         tokens(llm, PROMPTS, [adapters["rank 8"]])
     assert llm.core.utility("adapters") == before
@@ -162,6 +167,33 @@ def test_preempted_requests_give_the_same(llm, adapters, expected):
         use_scheduler(llm)
 
 
+def test_a_step_brings_one_adapter_at_a_time(llm, adapters, expected, monkeypatch):
+    """Running requests wait while one is written, so a crowd of them is spread over steps."""
+    core, store, written = llm.core, llm.core.engine.adapters, []
+    write = core.runner.write_adapter
+    monkeypatch.setattr(core.runner, "write_adapter", lambda slot, values: (written.append(slot), write(slot, values)))
+    names = ["one layer", "gate alone"]
+    for name in names:
+        tokens(llm, PROMPTS[:1], adapters[name])
+    use_scheduler(llm)  # no adapter has a slot
+    written.clear()
+    for index, name in enumerate(names):
+        options = RequestOptions(lora=name)
+        core.add(core.inputs.prepare(PROMPTS[index], GREEDY, request_id=name, options=options))
+    step = core.engine.scheduler.schedule()
+    assert not step.num_rows and len(core.engine.scheduler.adapters.loads) == 2
+    for _ in range(3):
+        before = len(written)
+        store.advance(core.engine.scheduler.adapters, set)
+        assert len(written) <= before + 1
+        wait([upload.job for upload in store._uploads])
+    assert len(written) == 2
+    found = {}
+    while core.has_unfinished:
+        found |= {each.request_id: list(each.outputs[0].token_ids) for each in core.step() if each.finished}
+    assert [found[name] for name in names] == [expected[name][index] for index, name in enumerate(names)]
+
+
 def test_loads_and_unloads_leave_nothing(llm, adapters, expected, thorough):
     store, engine = llm.core.engine.adapters, llm.core.engine
     one = SamplingParams(temperature=0, max_tokens=1)
@@ -170,6 +202,7 @@ def test_loads_and_unloads_leave_nothing(llm, adapters, expected, thorough):
         adapter = LoRARequest(f"new {number}", 1000 + number, adapters["rank 8"].lora_path)
         tokens(llm, [PROMPTS[1]], adapter, one)
         llm.core.utility("unload_adapter", adapter.lora_name)
+        assert len(store._records) == loaded  # with no step after it
         tokens(llm, [PROMPTS[1]], None, one)
         counts.append(len(jax.live_arrays()))
     assert len(store.adapters) == len(store._records) == loaded and store.num_kept <= 3

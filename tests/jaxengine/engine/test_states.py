@@ -52,7 +52,8 @@ def workload():
 
 @pytest.fixture(scope="module")
 def make(executables_dir):
-    options = TINY_OPTIONS | {"max_model_len": 64, "compile_cache_dir": executables_dir, "model": str(FOLDER)}
+    few = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
+    options = TINY_OPTIONS | few | {"max_model_len": 64, "compile_cache_dir": executables_dir, "model": str(FOLDER)}
     return lambda **changes: LLM(**options | {"load_format": "dummy"} | changes)
 
 

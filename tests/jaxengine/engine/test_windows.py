@@ -94,7 +94,8 @@ def make(request, executables_dir):
     """Engines of one checkpoint, by their options."""
     if request.param in THOROUGH and not request.config.getoption("--thorough"):
         pytest.skip("half a minute of compiling: --thorough")
-    options = TINY_OPTIONS | {"max_model_len": 64, "compile_cache_dir": executables_dir}
+    few = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
+    options = TINY_OPTIONS | few | {"max_model_len": 64, "compile_cache_dir": executables_dir}
     folder = str(checkpoint(request.param))
     return lambda **changes: LLM(**{**options, "model": folder, **changes}), WINDOWS[request.param]
 

@@ -1,0 +1,135 @@
+"""Options of what encodes pictures: how devices share the work, how much of it a step does, how much is kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxengine.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxengine.config.platforms import Platform
+    from models.config.model_config import ModelConfig
+
+# How pictures that have been made ready are kept; names as in vLLM's guide to optimisation.
+OFF, PROCESSOR, KEY_REPLICATED, SHARED_MEMORY = KINDS = ("off", "processor", "key-replicated", "shared memory")
+# What of them an API process keeps, or whoever reads prompts, and what the engine.
+_PLACES = {
+    OFF: ("nothing", "nothing"),
+    PROCESSOR: ("keys and values", "nothing"),
+    KEY_REPLICATED: ("keys", "keys and values"),
+    SHARED_MEMORY: ("keys, and values in shared memory", "nothing"),
+}
+CACHE_TYPES = ("lru", "shm")
+TP_MODES = ("weights", "data")
+_MAX = 2**20
+_BLIND = "let it read text only: limit_mm_per_prompt image=0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOptions:
+    """The fields of EngineConfig about the tower that encodes pictures.
+
+    Attributes:
+      mm_encoder_tp_mode: "weights": the devices of tensor parallelism split the tower's weights; "data": each has all
+        of them and encodes pictures of its own, without any exchange but one at the end.
+      disable_chunked_mm_input: a step has all tokens of a picture or none; so it is anyway where a model's pictures are
+        attended to in both directions.
+      max_num_batched_encoder_tokens: embeddings of pictures that one step makes at most, rounded up to what a call of
+        the tower makes at least; a picture must not have more. None for those of the largest picture that the model
+        takes and max_model_len has room for.
+      encoder_cache_size: embeddings of pictures that are kept on the devices, for the next request with the same one
+        too. None for twice those of the largest picture, at least max_num_batched_tokens.
+      mm_processor_cache_gb: GiB of pictures and videos that are kept as their processor has made them ready; 0 for
+        none. With several API processes each of them keeps so much.
+      mm_processor_cache_type: where a server with one API process keeps them: "lru" in the engine's process, of which
+        the API process knows what is there; "shm" in memory that both share (Linux). Pixels are sent once at most.
+      mm_shm_cache_max_object_size_mb: MiB of the largest item that shared memory takes; a larger one is sent each time.
+    """
+
+    mm_encoder_tp_mode: str = "weights"
+    disable_chunked_mm_input: bool = False
+    max_num_batched_encoder_tokens: int | None = None
+    encoder_cache_size: int | None = None
+    mm_processor_cache_gb: float = 4
+    mm_processor_cache_type: str = "lru"
+    mm_shm_cache_max_object_size_mb: int = 128
+
+    @property
+    def mm_processor_cache_bytes(self) -> int:
+        """mm_processor_cache_gb in bytes."""
+        return int(self.mm_processor_cache_gb * 2**30)
+
+    def mm_cache_kind(self, num_api_processes: int) -> str:
+        """Which of KINDS keeps pictures. num_api_processes: in front of the engine's; 0 where all is one process."""
+        if not self.mm_processor_cache_bytes:
+            return OFF
+        if num_api_processes != 1:
+            return PROCESSOR
+        return SHARED_MEMORY if self.mm_processor_cache_type == "shm" else KEY_REPLICATED
+
+    def mm_cache_placement(self, num_api_processes: int) -> dict[str, Any]:
+        """What lies where, as vLLM's guide tells it, and the most that all of it takes; plain JSON values."""
+        kind = self.mm_cache_kind(num_api_processes)
+        api, engine = _PLACES[kind]
+        count = max(1, num_api_processes) if kind == PROCESSOR else 1
+        size = count * self.mm_processor_cache_bytes
+        return {"kind": kind, "api_process": api, "engine": engine, "max_bytes": size}
+
+
+def check_encoder(options: EncoderOptions) -> None:
+    """Raises ConfigError for values that are not allowed."""
+    if options.mm_encoder_tp_mode not in TP_MODES:
+        raise ConfigError("mm_encoder_tp_mode", options.mm_encoder_tp_mode, ", ".join(TP_MODES))
+    for name in ("max_num_batched_encoder_tokens", "encoder_cache_size"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= _MAX:
+            raise ConfigError(name, value, f"1 to {_MAX}")
+    if not 0 <= options.mm_processor_cache_gb <= _MAX:
+        raise ConfigError("mm_processor_cache_gb", options.mm_processor_cache_gb, f"0 to {_MAX}")
+    if options.mm_processor_cache_type not in CACHE_TYPES:
+        raise ConfigError("mm_processor_cache_type", options.mm_processor_cache_type, ", ".join(CACHE_TYPES))
+    if options.mm_processor_cache_type == "shm" and not hasattr(os, "memfd_create"):
+        raise ConfigError("mm_processor_cache_type", "shm", "lru: this system has no memory without a name")
+    if not 1 <= options.mm_shm_cache_max_object_size_mb <= _MAX:
+        given = options.mm_shm_cache_max_object_size_mb
+        raise ConfigError("mm_shm_cache_max_object_size_mb", given, f"1 to {_MAX}")
+
+
+def settle_encoder(
+    chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """num_encoder_rows, max_encoder_patches and whole_pictures of ResolvedConfig.
+
+    chosen: the other fields. sizes: (embeddings, patches) of the largest item of each kind that requests may bring,
+    none where the model sees nothing. Raises ConfigError.
+    """
+    tower = model.tower
+    if tower is None:
+        return {}
+    room = chosen["max_model_len"] - 1
+    most_rows = max(min(rows, room) for rows, _ in sizes)
+    most_patches = max(min(patches, room * tower.merge) for _, patches in sizes)
+    if (asked := chosen["max_num_batched_encoder_tokens"]) is not None:
+        most_rows, most_patches = min(most_rows, asked), asked * tower.merge
+    whole = tower.attends_both_ways or chosen["disable_chunked_mm_input"]
+    # Decodes come first: what they leave must have room for a picture that is not cut.
+    tokens = chosen["long_prefill_token_threshold"] or chosen["max_num_batched_tokens"]
+    least = chosen["max_num_seqs"] + most_rows if whole else 2
+    for name, wrong, advice in (
+        ("nnodes", chosen["nnodes"] > 1, "leave it 1"),
+        ("enable_chunked_prefill", not chosen["enable_chunked_prefill"], "leave it True"),
+        ("max_num_batched_tokens", chosen["max_num_batched_tokens"] < least, f"give at least {least}"),
+        ("long_prefill_token_threshold", whole and tokens < most_rows, f"give at least {most_rows}, or 0"),
+    ):
+        if wrong:
+            problem = f"{name} is {chosen[name]}, with which this model cannot see"
+            raise ConfigError.because(name, problem, f"{advice}, or {_BLIND}")
+    if tower.attends_both_ways and platform.name == "tpu":
+        problem = f"{model.architecture} attends to pictures in both directions, which the TPU kernels do not"
+        raise ConfigError.because("limit_mm_per_prompt", problem, _BLIND)
+    rows = chosen["encoder_cache_size"] or max(2 * most_rows, chosen["max_num_batched_tokens"])
+    patches = -(-most_patches // tower.unit) * tower.unit
+    return {"num_encoder_rows": rows, "max_encoder_patches": patches, "whole_pictures": whole}

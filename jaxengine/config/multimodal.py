@@ -1,0 +1,232 @@
+"""Options of pictures and videos in requests: how many, from where, how large. Names are vLLM's; knows no file format.
+
+What reads from elsewhere is closed until it is opened: no address is fetched and no file is read by default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.values import plain, read_size, whole_number
+
+IMAGE, VIDEO = "image", "video"
+MODALITIES = (IMAGE, VIDEO)
+# Of one modality in a prompt where nothing is said; vLLM's.
+MAX_ITEMS = 999
+ANY_DOMAIN = "*"
+# Above it Pillow warns of a decompression bomb.
+MAX_IMAGE_PIXELS = 89_478_485
+MAX_FRAMES = 4096
+_KEYS = ("count", "width", "height")
+_WHITE = (255, 255, 255)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaOptions:
+    """The fields of EngineConfig about pictures and videos that requests bring.
+
+    Attributes:
+      limit_mm_per_prompt: most images and videos of one prompt, {"image": 2, "video": 0} or image=2,video=0; as vLLM a
+        dict with count and the sizes to be ready for instead of a number. 999 where nothing is said.
+      allowed_media_domains: hosts from which pictures may be fetched over http and https; "*" for all. None by default.
+        Private addresses are only asked where they are named here as addresses, not by a name that leads to them.
+      allowed_local_media_path: the folder from which file:// may be read; "" for none.
+      media_loading_thread_count: threads of a process that decode, and as many that fetch.
+      mm_processor_kwargs: what the model's processor of pictures and videos is told, a dict of its arguments.
+      media_io_kwargs: how files are read: {"video": {"num_frames": 32, "fps": 2}, "image": {"rgba_background_color":
+        [255, 255, 255]}}. num_frames is taken evenly from a whole video, -1 for all; transparent pictures are laid on
+        the colour.
+      max_media_bytes: largest file of a picture or video.
+      max_image_pixels: largest picture, or frame of a video, in pixels.
+      max_media_pixels: pixels of all pictures and frames of one prompt; each takes three bytes.
+      media_fetch_timeout: seconds that a file may take to come from another host.
+    """
+
+    limit_mm_per_prompt: Mapping[str, Any] | str | None = None
+    allowed_media_domains: tuple[str, ...] = field(default=(), metadata={"nargs": "+"})
+    allowed_local_media_path: str = ""
+    media_loading_thread_count: int = 8
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    media_io_kwargs: Mapping[str, Any] | None = None
+    max_media_bytes: int = 32 << 20
+    max_image_pixels: int = 50_000_000
+    max_media_pixels: int = 1 << 26
+    media_fetch_timeout: float = 10.0
+
+    def mm_limit(self, modality: str) -> int:
+        """Most items of a modality in one prompt."""
+        return self._limits(modality).get("count", MAX_ITEMS)
+
+    def mm_size(self, modality: str) -> tuple[int, int] | None:
+        """Height and width of a modality's largest item, where limit_mm_per_prompt says them."""
+        limits = self._limits(modality)
+        return (limits["height"], limits["width"]) if "height" in limits else None
+
+    @property
+    def background(self) -> tuple[int, int, int]:
+        """The colour under transparent pictures, RGB."""
+        return tuple(self._io(IMAGE).get("rgba_background_color", _WHITE))
+
+    @property
+    def video_sampling(self) -> tuple[int, float]:
+        """(num_frames, fps) of a video at most; -1 says nothing."""
+        chosen = self._io(VIDEO)
+        return chosen.get("num_frames", 32), chosen.get("fps", -1)
+
+    def _limits(self, modality: str) -> Mapping[str, int]:
+        limits: Any = self.limit_mm_per_prompt or {}
+        return limits.get(modality, {})
+
+    def _io(self, modality: str) -> Mapping[str, Any]:
+        return (self.media_io_kwargs or {}).get(modality, {})
+
+
+def _read_limits(value: Any) -> dict[str, dict[str, int]]:
+    """By modality its count and sizes. Raises ConfigError."""
+    name = "limit_mm_per_prompt"
+    limits: dict[str, dict[str, int]] = {}
+    for modality, given in _pairs(name, value).items():
+        if modality not in MODALITIES and given in (0, {"count": 0}):
+            continue  # no sound: there is none anyway
+        if modality not in MODALITIES:
+            raise ConfigError.because(name, f"{name} has {modality!r}", f"it may have {' and '.join(MODALITIES)}")
+        sizes = given if isinstance(given, Mapping) else {"count": given}
+        limits[modality] = {}
+        for key, each in sizes.items():
+            if key not in _KEYS:
+                problem = f"{name}.{modality} has {key!r}"
+                raise ConfigError.because(name, problem, f"it may have {', '.join(_KEYS)}")
+            least, most = (0, MAX_ITEMS) if key == "count" else (1, 1 << 16)
+            limits[modality][key] = _whole(f"{name}.{modality}.{key}", each, least, most)
+        if ("width" in limits[modality]) != ("height" in limits[modality]):
+            problem = f"{name}.{modality} has a width or a height alone"
+            raise ConfigError.because(name, problem, "give both, or neither")
+    return limits
+
+
+def _pairs(name: str, value: Any) -> Mapping[str, Any]:
+    """A dict, its JSON, or image=2,video=0."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            pairs = [pair.partition("=") for pair in value.split(",")]
+            if not all(key.strip() and count.strip().isdecimal() for key, _, count in pairs):
+                raise ConfigError(name, value, '{"image": 2, "video": 0} or image=2,video=0') from None
+            value = {key.strip(): int(count) for key, _, count in pairs}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(name, value, 'a dict such as {"image": 2, "video": 0}')
+    return value
+
+
+def _read_domains(value: Any) -> tuple[str, ...]:
+    """In the form that they are compared in: small letters, no dot behind, letters of ASCII. Raises ConfigError."""
+    name = "allowed_media_domains"
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) and each for each in value):
+        raise ConfigError(name, value, "a list of hosts")
+    if wrong := next((each for each in value if set(each) & set("/@ ?#\\[]")), None):
+        raise ConfigError.because(name, f"{name} has {wrong!r}", "give names of hosts, such as upload.wikimedia.org")
+    try:
+        return tuple(each.lower().rstrip(".").encode("idna").decode() for each in value)
+    except UnicodeError:
+        raise ConfigError(name, value, "a list of hosts") from None
+
+
+def _read_io(value: Any) -> dict[str, dict[str, Any]]:
+    """By modality what is told of its files. Raises ConfigError."""
+    name = "media_io_kwargs"
+    chosen: dict[str, dict[str, Any]] = {}
+    for modality, given in _pairs(name, value).items():
+        if modality not in _IO or not isinstance(given, Mapping):
+            problem = f"{name} has {modality!r}: {given!r}"
+            raise ConfigError.because(name, problem, f"it may have {' and '.join(_IO)}, each a dict")
+        readers = _IO[modality]
+        if wrong := next((key for key in given if key not in readers), None):
+            raise ConfigError.because(name, f"{name}.{modality} has {wrong!r}", f"it may have {', '.join(readers)}")
+        chosen[modality] = {key: readers[key](f"{name}.{modality}.{key}", plain(each)) for key, each in given.items()}
+    return chosen
+
+
+def _read_colour(name: str, value: Any) -> list[int]:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        raise ConfigError(name, value, "three numbers from 0 to 255, red, green and blue")
+    return [_whole(name, each, 0, 255) for each in value]
+
+
+def _read_mode(name: str, value: Any) -> str:
+    if value != "RGB":
+        raise ConfigError(name, value, "'RGB'")
+    return value
+
+
+def _read_num_frames(name: str, value: Any) -> int:
+    return value if type(value) is int and value == -1 else _whole(name, value, 1, MAX_FRAMES)
+
+
+def _read_fps(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not (value == -1 or 0 < value <= 1000):
+        raise ConfigError(name, value, "-1, or more than 0 and at most 1000")
+    return value
+
+
+_IO: dict[str, dict[str, Callable[[str, Any], Any]]] = {
+    IMAGE: {"rgba_background_color": _read_colour, "image_mode": _read_mode},
+    VIDEO: {"num_frames": _read_num_frames, "fps": _read_fps},
+}
+
+
+def _read_kwargs(value: Any) -> dict[str, Any]:
+    return dict(_pairs("mm_processor_kwargs", value))
+
+
+def _read_folder(value: Any) -> str:
+    name = "allowed_local_media_path"
+    if not isinstance(value, str):
+        raise ConfigError(name, value, "a folder, or '' for none")
+    if value and not value.startswith("/"):
+        raise ConfigError.because(name, f"{name} is {value!r}, which is no whole path", "begin it with /")
+    return value
+
+
+def _read_seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0.1 <= value <= 3600:
+        raise ConfigError("media_fetch_timeout", value, "0.1 to 3600 seconds")
+    return float(value)
+
+
+def _number(name: str, least: int, most: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if isinstance(value, str):
+            try:
+                value = read_size(value)
+            except ValueError as error:
+                raise ConfigError.because(name, f"{name} cannot be read: {error}", "write 4096, 4k or 4G") from None
+        return _whole(name, value, least, most)
+
+    return read
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    value = whole_number(plain(value))
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(name, value, f"a whole number, {least} to {most}")
+    return value
+
+
+# How EngineConfig reads each field. Each raises ConfigError, and takes what it has given back.
+READERS: dict[str, Callable[[Any], Any]] = {
+    "limit_mm_per_prompt": _read_limits,
+    "allowed_media_domains": _read_domains,
+    "allowed_local_media_path": _read_folder,
+    "media_loading_thread_count": _number("media_loading_thread_count", 1, 256),
+    "mm_processor_kwargs": _read_kwargs,
+    "media_io_kwargs": _read_io,
+    "max_media_bytes": _number("max_media_bytes", 1, 1 << 31),
+    "max_image_pixels": _number("max_image_pixels", 1, MAX_IMAGE_PIXELS),
+    "max_media_pixels": _number("max_media_pixels", 1, 1 << 34),
+    "media_fetch_timeout": _read_seconds,
+}

@@ -1,0 +1,34 @@
+"""From the options that users name, vLLM's and flat forms among them, to the fields of EngineConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxengine.config import vllm_options
+from jaxengine.config.compilation_config import CompilationConfig
+from jaxengine.config.errors import ConfigError
+from jaxengine.config.gguf_file import with_gguf_file
+from jaxengine.config.pooler_config import settle_names
+from jaxengine.config.speculation import settle_speculation
+from jaxengine.config.values import plain
+
+
+def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, of those `known`, that options choose. Raises ConfigError for one that is unknown or not built."""
+    options, chosen = with_gguf_file(settle_speculation(settle_names(dict(options)))), {}
+    for name, value in options.items():
+        if name in known:
+            chosen[name] = value
+        elif name in vllm_options.NAMES:
+            vllm_options.settle(name, plain(value))
+        elif name != "cudagraph_capture_sizes":
+            near = difflib.get_close_matches(name, [*known, *vllm_options.NAMES], 1)
+            advice = f"did you mean {near[0]}?" if near else "docs/options.md has all of them"
+            raise ConfigError.because(name, f"there is no option {name!r}", advice)
+    if (sizes := options.get("cudagraph_capture_sizes")) is not None:
+        shapes = CompilationConfig.read(chosen.get("compilation_config"))
+        chosen["compilation_config"] = dataclasses.replace(shapes, cudagraph_capture_sizes=sizes)
+    return chosen

@@ -1,0 +1,73 @@
+"""What kind of file some bytes are, by how they begin: the few that are decoded, and names for others.
+
+Owns which decoder sees a file. A name or a media type that somebody gives it says nothing here.
+"""
+
+from __future__ import annotations
+
+import re
+
+IMAGES = {
+    "PNG": re.compile(rb"\x89PNG\r\n\x1a\n"),
+    "JPEG": re.compile(rb"\xff\xd8\xff"),
+    "WebP": re.compile(rb"RIFF.{4}WEBPVP8[ XL]", re.DOTALL),
+    "GIF": re.compile(rb"GIF8[79]a"),
+    "BMP": re.compile(rb"BM"),
+    "TIFF": re.compile(rb"II\*\0|MM\0\*"),
+}
+# Containers of videos.
+MP4, WEBM = "MP4", "WebM"
+VIDEOS = {
+    MP4: re.compile(rb".{4}ftyp(?!avif|avis|heic|heix|hevc|heim|heis|mif1|msf1|crx )", re.DOTALL),
+    WEBM: re.compile(rb"\x1a\x45\xdf\xa3"),
+}
+_OTHERS = {
+    # Atomic and possessive: linear whatever the file holds.
+    "an SVG": re.compile(
+        rb"(?:\xef\xbb\xbf)?(?>\s|<\?xml[^>]*+>|<!--.*?-->|<!DOCTYPE\s+svg[^>]*+>)*+<svg\b", re.DOTALL | re.I
+    ),
+    "a web page": re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype html|html|head|body)\b", re.I),
+    "XML": re.compile(rb"(?:\xef\xbb\xbf)?\s*<\?xml"),
+    "an AVIF": re.compile(rb".{4}ftypavi[fs]", re.DOTALL),
+    "a HEIC": re.compile(rb".{4}ftyp(?:hei|hev|mif1|msf1)", re.DOTALL),
+    "a raw photo": re.compile(rb".{4}ftypcrx |FUJIFILMCCD-RAW|IIRO|II\x55\0", re.DOTALL),
+    "a PDF": re.compile(rb"%PDF-"),
+    "PostScript": re.compile(rb"%!PS|\xc5\xd0\xd3\xc6"),
+    "JPEG 2000": re.compile(rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51"),
+    "JPEG XL": re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "),
+    "an icon": re.compile(rb"\0\0[\x01\x02]\0"),
+    "a Photoshop file": re.compile(rb"8BPS"),
+    "a BigTIFF": re.compile(rb"II\+\0|MM\0\+"),
+    "a ZIP": re.compile(rb"PK\x03\x04"),
+    "a gzip": re.compile(rb"\x1f\x8b"),
+    "an AVI": re.compile(rb"RIFF.{4}AVI ", re.DOTALL),
+    "a WAV": re.compile(rb"RIFF.{4}WAVE", re.DOTALL),
+    "JSON": re.compile(rb"\s*[\[{]"),
+}
+_HEAD = 512
+
+
+def image_type(data: bytes) -> str | None:
+    """One of IMAGES, or None."""
+    return _first(IMAGES, data)
+
+
+def video_type(data: bytes) -> str | None:
+    """One of VIDEOS, or None."""
+    return _first(VIDEOS, data)
+
+
+def described(data: bytes) -> str:
+    """What a file is that is none of those asked for, for an error's text."""
+    if not data:
+        return "has no bytes"
+    if name := image_type(data):
+        return f"is a {name}"
+    if name := video_type(data):
+        return f"is an {name} video" if name == MP4 else f"is a {name} video"
+    name = _first(_OTHERS, data[:_HEAD])
+    return f"is {name}" if name else "is no file of a kind that is known"
+
+
+def _first(kinds: dict[str, re.Pattern[bytes]], data: bytes) -> str | None:
+    return next((name for name, pattern in kinds.items() if pattern.match(data)), None)

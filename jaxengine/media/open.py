@@ -1,0 +1,24 @@
+"""A checkpoint's MediaProcessor from where the checkpoint lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxengine.media.processor import MediaProcessor
+from jaxengine.media.registry import processor_for
+from models.config.hf import read_config_json
+from models.config.model_config import ModelConfig
+
+
+def open_processor(
+    path: Path, model: ModelConfig, overrides: Mapping[str, Any] | None = None, tokenizer: Any = None
+) -> MediaProcessor | None:
+    """The processor of a model that lies at `path`; None for one that does not see.
+
+    overrides: hf_overrides. tokenizer: as processor_for has it. Raises ModelFileError.
+    """
+    if model.tower is None:
+        return None
+    return processor_for(path, {**read_config_json(path), **(overrides or {})}, model, tokenizer)

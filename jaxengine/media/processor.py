@@ -1,0 +1,80 @@
+"""MediaProcessor: what a family does with decoded pictures and videos before its tower gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+
+class Processed(NamedTuple):
+    """A picture or video as a tower takes it.
+
+    Attributes:
+      patches, columns, rows: as scheduler.media.MediaItem has them.
+      num_rows: embeddings that stand for it in a prompt.
+      grid: its size in patches before they are merged: time, height, width.
+      seconds: of a video whose family asks, when each step of the grid in time is shown.
+    """
+
+    patches: np.ndarray
+    columns: np.ndarray
+    rows: np.ndarray
+    num_rows: int
+    grid: tuple[int, int, int]
+    seconds: tuple[float, ...] = ()
+
+
+class Expanded(NamedTuple):
+    """A prompt with room for all embeddings.
+
+    Attributes:
+      token_ids: with as many placeholders for each item as it has embeddings, and what else its family puts around.
+      positions: i32[num_rows] for each item, in the order of the prompt; `order` says which items these are.
+      order: (modality, number among those of the modality) of each.
+      rope_positions, rope_delta: as scheduler.media.Media has them.
+    """
+
+    token_ids: list[int]
+    positions: list[np.ndarray]
+    order: list[tuple[str, int]]
+    rope_positions: np.ndarray | None = None
+    rope_delta: int = 0
+
+
+class MediaProcessor(Protocol):
+    """Made once for a checkpoint (jaxengine.media.registry). Knows no devices.
+
+    Attributes:
+      modalities: those that the model takes, of "image" and "video".
+      settings: all that decides what `process` gives, as text: part of digests.
+    """
+
+    modalities: tuple[str, ...]
+    settings: str
+
+    def placeholder(self, modality: str) -> str:
+        """What stands for one item in a prompt's text, as the checkpoint's chat template writes it."""
+        ...
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+        """An item ready for the tower.
+
+        value: uint8 [H, W, 3] for an image, jaxengine.media.videos.Video for a video. options: mm_processor_kwargs, of
+        the engine and then of the request. Raises RequestError for an option that is unknown or out of range, and for a
+        picture that the family does not take.
+        """
+        ...
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        """What the largest item would be, or one of a size (height, width): for plans and limits, its numbers mean
+        nothing and may be left out, patches of F = 0."""
+        ...
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """The prompt with the placeholders of its items, by modality in the order of the prompt.
+
+        Raises RequestError where it has another number of placeholders than there are items.
+        """
+        ...

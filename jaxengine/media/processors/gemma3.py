@@ -1,0 +1,131 @@
+"""Gemma 3's pictures: stretched to one square; with pan and scan, parts of long or wide ones besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Processed
+from jaxengine.media.processors.settings import bad_option
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
+from models.config.fields import ConfigFields
+
+_STANDARD, _BILINEAR = (0.5, 0.5, 0.5), 2
+_MAX_CROPS = 16
+_CROPS, _CROP_SIZE, _RATIO = (
+    "pan_and_scan_max_num_crops",
+    "pan_and_scan_min_crop_size",
+    "pan_and_scan_min_ratio_to_activate",
+)
+
+
+class Gemma3Processor(UnitProcessor):
+    """Gemma3ForConditionalGeneration's.
+
+    Attributes:
+      begin, end: the tokens around a picture's embeddings; a prompt has `begin` for the picture.
+      scans: whether parts of a picture are taken besides the whole where a request does not say.
+      crops, crop_size, ratio: how many parts at most, how many pixels of a side one has at least, and how much longer
+        than the other a side must be for any.
+    """
+
+    defaults = {
+        "resample": _BILINEAR,
+        "image_mean": _STANDARD,
+        "image_std": _STANDARD,
+        "size": {"height": 224, "width": 224},
+    }
+    needs_tokenizer = True
+    scans: bool
+    crops: int
+    crop_size: int
+    ratio: float
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        if set(read_size(fields, "size", ("height", "width")).values()) != {self.side}:
+            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.scans = bool(fields.value("do_pan_and_scan", False))
+        self.crops, self.crop_size = fields.integer(_CROPS, 4), fields.integer(_CROP_SIZE, 256)
+        self.ratio = fields.number(_RATIO, 1.2)
+        if self.crops > _MAX_CROPS:
+            raise fields.fail(_CROPS, f"at most {_MAX_CROPS}")
+
+    def option_names(self) -> tuple[str, ...]:
+        return ("do_pan_and_scan", _CROPS, _CROP_SIZE, _RATIO)
+
+    def placeholder_id(self) -> int:
+        return self.token_id("boi_token_index", "boi_token_id")
+
+    @property
+    def image_id(self) -> int:
+        return self.token_id("image_token_index", "image_token_id")
+
+    def largest_size(self) -> tuple[int, int]:
+        return (self.crop_size, self.crop_size * self.crops) if self.scans else (self.side, self.side)
+
+    def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        parts = [picture]
+        if boolean_option(options, "do_pan_and_scan", self.scans):
+            parts += self._parts(picture, options)
+        return [self.pixels.resized(part, self.side, self.side) for part in parts], (1, len(parts))
+
+    def pieces(self, item: Processed) -> list[int]:
+        rows = self.tower.unit // self.tower.merge
+        end = self.token_id("eoi_token_index", "eoi_token_id")
+        blank = self._ids("\n\n")
+        whole = [*blank, self.placeholder_id(), *[self.image_id] * rows, end, *blank]
+        num_parts = item.num_rows // rows - 1
+        if not num_parts:
+            return whole
+        pieces = [*self._ids("Here is the original image "), *whole]
+        for part in range(num_parts):
+            pieces += self._ids(" " if part else " and here are some crops to help you see better ")
+            pieces += whole
+        return pieces
+
+    def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
+        """Newlines around pictures are one token with those that the prompt has beside them."""
+        out: list[int] = []
+        out_owners: list[int] = []
+        at = 0
+        while at < len(token_ids):
+            end, newlines = at, 0
+            while end < len(token_ids) and (found := self._newlines(token_ids[end])):
+                end, newlines = end + 1, newlines + found
+            owner = max(owners[at:end], default=-1)
+            run = [token_ids[at]] if end == at else self._ids("\n" * newlines) if owner >= 0 else token_ids[at:end]
+            out += run
+            out_owners += [owners[at] if end == at else owner] * len(run)
+            at = max(end, at + 1)
+        return out, out_owners
+
+    def _newlines(self, token: int) -> int:
+        """How many newlines a token stands for, if for nothing else."""
+        text = self.tokenizer.convert_ids_to_tokens([token])[0] or ""
+        return len(text) if text and not text.strip("\n") else 0
+
+    def _parts(self, picture: np.ndarray, options: Mapping[str, Any]) -> list[np.ndarray]:
+        """A row or a column of parts of a picture that is long enough for at least two."""
+        most = integer_option(options, _CROPS, self.crops, _MAX_CROPS)
+        least_side = integer_option(options, _CROP_SIZE, self.crop_size, 1 << 14)
+        ratio = options.get(_RATIO, self.ratio)
+        if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
+            raise bad_option(_RATIO, ratio, "a finite number > 0")
+        height, width = picture.shape[:2]
+        wide = width >= height
+        long, short = (width, height) if wide else (height, width)
+        if long / short < ratio:
+            return []
+        count = min(most, max(2, min(long // least_side, math.floor(long / short + 0.5))))
+        step = math.ceil(long / count)
+        if min(step, short) < least_side:
+            return []
+        spans = [slice(step * index, step * (index + 1)) for index in range(count)]
+        return [picture[:, span] if wide else picture[span] for span in spans]
+
+    def _ids(self, text: str) -> list[int]:
+        """The tokens of a piece of text."""
+        return self.tokenizer.encode(text, add_special_tokens=False)

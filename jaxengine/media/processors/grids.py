@@ -1,0 +1,119 @@
+"""What processors share whose pictures keep their shape: patches of a grid, and what is said of where each lies.
+
+NumPy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Processed
+from models.config.fields import ModelConfigError
+from models.config.model_config import ModelConfig
+from scheduler.errors import RequestError
+
+# Of a picture's sides: one that is longer becomes a strip that shows nothing.
+MAX_ASPECT_RATIO = 200
+
+
+class GridProcessor:
+    """The part of a jaxengine.media.processor.MediaProcessor of a family whose tower takes patches of a grid.
+
+    The tower's configuration says how pictures are cut: patch_size, temporal_patch_size, spatial_merge_size, and in
+    `columns` what the tower is told of each patch, of those that `cut` knows.
+
+    Attributes:
+      token_ids: the placeholder of each modality.
+      factor: pixels of a row of the tower along a side.
+    """
+
+    modalities: tuple[str, ...] = ("image",)
+    token_ids: Mapping[str, int]
+
+    def __init__(self, model_config: ModelConfig):
+        self.tower: Any = model_config.tower
+        self.factor: int = self.tower.patch_size * self.tower.spatial_merge_size
+
+    def check_token_ids(self, model_config: ModelConfig, *others: int) -> None:
+        """ModelConfigError for placeholders, and other tokens, that are not in the vocabulary."""
+        for token in (*self.token_ids.values(), *others):
+            if token >= model_config.vocab_size:
+                text = f"token ids of pictures must be below vocab_size {model_config.vocab_size}, got {token}"
+                raise ModelConfigError(text)
+
+    def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
+        """Frames f32[N, H, W, 3] to patches in the tower's order: those of a row of the tower one after the other, each
+        colour by colour, frame by frame."""
+        tower = self.tower
+        patch, depth, merge = tower.patch_size, tower.temporal_patch_size, tower.spatial_merge_size
+        missing = -len(frames) % depth
+        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)]) if missing else frames
+        num_frames, height, width, _ = frames.shape
+        grid = num_frames // depth, height // patch, width // patch
+        cut = frames.reshape(grid[0], depth, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch, 3)
+        patches = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(int(np.prod(grid)), tower.num_features)
+        return self.processed(patches, grid, seconds)
+
+    def processed(self, patches: np.ndarray, grid: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> Processed:
+        """Patches of a grid, line by line of the tower's rows, as the tower takes them."""
+        tower = self.tower
+        order, window = self.order(grid)
+        merged = patches.reshape(len(order), tower.merge, patches.shape[1])
+        in_order = np.arange(len(order), dtype=order.dtype)
+        patches = (merged if (order == in_order).all() else merged[order]).reshape(patches.shape)
+        columns = {**self._said(grid, order), "window": np.repeat(window, tower.merge)}
+        chosen = np.stack([columns[name] for name in tower.columns]).astype(np.int32)
+        return Processed(np.ascontiguousarray(patches), chosen, order.astype(np.int32), len(order), grid, seconds)
+
+    def _said(self, grid: tuple[int, int, int], order: np.ndarray) -> dict[str, np.ndarray]:
+        """What is said of each patch, by column: its frame, its place in the frame, and the frame's size."""
+        merge = self.tower.spatial_merge_size
+        rows, columns = grid[1] // merge, grid[2] // merge
+        frame, place = np.divmod(order, rows * columns)
+        row, column = np.divmod(place, columns)
+        inside_row, inside_column = np.divmod(np.arange(merge * merge), merge)
+        return {
+            "segment": np.repeat(frame, merge * merge),
+            "row": (row[:, None] * merge + inside_row).reshape(-1),
+            "column": (column[:, None] * merge + inside_column).reshape(-1),
+            "height": np.full(len(order) * merge * merge, grid[1]),
+            "width": np.full(len(order) * merge * merge, grid[2]),
+        }
+
+    def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Which row of the picture, line by line, each of the tower's rows is, and the window that it lies in."""
+        count = int(np.prod(grid)) // self.tower.merge
+        return np.arange(count), np.zeros(count, np.int64)
+
+    def merged(self, item: Processed) -> tuple[int, int, int]:
+        """An item's grid in embeddings."""
+        time, height, width = item.grid
+        return time, height // self.tower.spatial_merge_size, width // self.tower.spatial_merge_size
+
+    def placeholders(
+        self, ids: np.ndarray, items: Mapping[str, Sequence[Processed]]
+    ) -> tuple[np.ndarray, list[tuple[str, int]]]:
+        """Where the placeholders are, and what stands for which. Raises RequestError where they are not as many."""
+        found = {modality: np.flatnonzero(ids == token) for modality, token in self.token_ids.items()}
+        for modality, places in found.items():
+            if len(places) != (given := len(items.get(modality, ()))):
+                text = (
+                    f"the prompt has {len(places)} of the {modality}'s placeholder, token {self.token_ids[modality]}, "
+                    f"and {given} {modality}s are given: there must be one for each"
+                )
+                raise RequestError(text, param="prompt")
+        named = sorted((int(at), modality, n) for modality, places in found.items() for n, at in enumerate(places))
+        return np.asarray([at for at, _, _ in named], np.int64), [(modality, n) for _, modality, n in named]
+
+
+def check_ratio(height: int, width: int) -> None:
+    """RequestError for a strip that would be resized to nothing."""
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise RequestError(
+            f"the longer side of a picture must be at most {MAX_ASPECT_RATIO} times the shorter one, got "
+            f"{width}x{height} pixels",
+            param="image",
+        )

@@ -1,0 +1,121 @@
+"""Idefics3's and SmolVLM's pictures: enlarged or reduced to a longest edge, cut into tiles, and once more as a whole.
+
+What stands for a picture in a prompt says of each tile in which row and column it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Processed
+from jaxengine.media.processors.settings import bad_option
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, read_size
+from models.config.fields import ConfigFields
+
+_STANDARD, _LANCZOS = (0.5, 0.5, 0.5), 1
+_MAX_EDGE = 4096  # what pictures are never enlarged beyond, whatever is asked for
+
+
+class Idefics3Processor(UnitProcessor):
+    """Idefics3ForConditionalGeneration's and SmolVLMForConditionalGeneration's.
+
+    Attributes:
+      longest_edge: pixels that a picture's longer side is brought to before it is cut.
+      splits: whether pictures are cut into tiles at all.
+    """
+
+    defaults = {
+        "resample": _LANCZOS,
+        "image_mean": _STANDARD,
+        "image_std": _STANDARD,
+        "size": {"longest_edge": 4 * 364},
+        "max_image_size": {"longest_edge": 364},
+    }
+    needs_tokenizer = True
+    longest_edge: int
+    splits: bool
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        self.longest_edge = read_size(fields, "size", ("longest_edge",))["longest_edge"]
+        self.splits = fields.boolean("do_image_splitting", True)
+        if read_size(fields, "max_image_size", ("longest_edge",))["longest_edge"] != self.side:
+            raise fields.fail("max_image_size", f"{{'longest_edge': {self.side}}}, the tower's image_size")
+
+    def option_names(self) -> tuple[str, ...]:
+        return ("size", "do_image_splitting")
+
+    def placeholder_id(self) -> int:
+        return self.token_id("image_token_id")
+
+    def largest_size(self) -> tuple[int, int]:
+        edge = min(self.longest_edge, _MAX_EDGE)
+        return (edge, edge) if self.splits else (self.side, self.side)
+
+    def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        edge, side, resize = self._edge(options), self.side, self.pixels.resized
+        height, width = picture.shape[:2]
+        picture = resize(picture, *_bounded(*_with_longest_edge(height, width, edge)))
+        if not boolean_option(options, "do_image_splitting", self.splits):
+            return [resize(picture, side, side)], (1, 1)
+        height, width = picture.shape[:2]
+        ratio = width / height
+        if width >= height:
+            width = -(-width // side) * side
+            height = -(-int(width / ratio) // side) * side
+        else:
+            height = -(-height // side) * side
+            width = -(-int(height * ratio) // side) * side
+        picture, rows, columns = resize(picture, height, width), height // side, width // side
+        if rows == columns == 1:
+            return [picture], (1, 1)
+        by_tile = picture.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        return [*by_tile, resize(picture, side, side)], (rows, columns)
+
+    def pieces(self, item: Processed) -> list[int]:
+        grid = self.side // self.patch
+        rows, columns = item.grid[1] // grid, item.grid[2] // grid
+        fake, whole = self._ids("<fake_token_around_image>"), self._ids("<global-img>")
+        embeddings = [self.image_id] * (self.tower.unit // self.tower.merge)
+        if rows == columns == 1:
+            return [*fake, *whole, *embeddings, *fake]
+        pieces = []
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                pieces += [*fake, *self._ids(f"<row_{row}_col_{column}>"), *embeddings]
+            # The line's end, of the last row with an empty line behind it.
+            pieces += self._ids("\n" if row < rows else "\n\n")
+        return [*pieces, *fake, *whole, *embeddings, *fake]
+
+    def _edge(self, options: Mapping[str, Any]) -> int:
+        asked = options.get("size", {"longest_edge": self.longest_edge})
+        edge = asked.get("longest_edge") if isinstance(asked, Mapping) and len(asked) == 1 else None
+        if type(edge) is not int or not 1 <= edge <= _MAX_EDGE:
+            raise bad_option("size", asked, f"{{'longest_edge': n}} with n from 1 to {_MAX_EDGE}")
+        return edge
+
+    def _ids(self, text: str) -> list[int]:
+        """The tokens of a piece of text between special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
+    """The sides with the longer one as asked for, the other even."""
+    ratio = width / height
+    if width >= height:
+        height = int(edge / ratio)
+        return max(height + height % 2, 1), edge
+    width = int(edge * ratio)
+    return edge, max(width + width % 2, 1)
+
+
+def _bounded(height: int, width: int) -> tuple[int, int]:
+    """The sides, reduced where the longer one is beyond _MAX_EDGE."""
+    ratio = width / height
+    if width >= height and width > _MAX_EDGE:
+        height, width = int(_MAX_EDGE / ratio), _MAX_EDGE
+    elif height > width and height > _MAX_EDGE:
+        height, width = _MAX_EDGE, int(_MAX_EDGE * ratio)
+    return max(height, 1), max(width, 1)

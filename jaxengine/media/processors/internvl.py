@@ -1,0 +1,95 @@
+"""InternVL's pictures: stretched to the tiling whose shape is nearest, and once more as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Processed
+from jaxengine.media.processors.llava import CLIP_MEAN, CLIP_STD
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
+from models.config.fields import ConfigFields
+from models.weights.files import read_object
+
+_BICUBIC = 3
+_MAX_TILES = 64
+
+
+class InternVLProcessor(UnitProcessor):
+    """InternVLForConditionalGeneration's.
+
+    Attributes:
+      min_tiles, max_tiles: of a picture, without the whole.
+    """
+
+    defaults = {
+        "resample": _BICUBIC,
+        "image_mean": CLIP_MEAN,
+        "image_std": CLIP_STD,
+        "size": {"height": 384, "width": 384},
+        "min_patches": 1,
+        "max_patches": 12,
+    }
+    needs_tokenizer = True
+    min_tiles: int
+    max_tiles: int
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        named = read_object(folder, "tokenizer_config.json") or {}
+        names = [str(named.get(f"{end}_image_token") or text) for end, text in (("start", "<img>"), ("end", "</img>"))]
+        self.start, self.end = (tokenizer.encode(name, add_special_tokens=False) for name in names)
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        size = read_size(fields, "size", ("height", "width"))
+        if set(size.values()) != {self.side}:
+            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        # Whether pictures are cut at all (crop_to_patches) transformers' InternVL decides without asking the file.
+        self.min_tiles, self.max_tiles = fields.integer("min_patches"), fields.integer("max_patches")
+        if self.max_tiles > _MAX_TILES or self.min_tiles > self.max_tiles:
+            raise fields.fail("max_patches", f"from min_patches {self.min_tiles} to {_MAX_TILES}")
+
+    def option_names(self) -> tuple[str, ...]:
+        return ("crop_to_patches", "min_patches", "max_patches")
+
+    def placeholder_id(self) -> int:
+        return self.token_id("image_token_id")
+
+    def largest_size(self) -> tuple[int, int]:
+        rows, columns = max(_tilings(self.min_tiles, self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
+        return rows * self.side, columns * self.side
+
+    def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        side, resize = self.side, self.pixels.resized
+        most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
+        least = integer_option(options, "min_patches", min(self.min_tiles, most), most)
+        if not boolean_option(options, "crop_to_patches", True) or most == 1:
+            return [resize(picture, side, side)], (1, 1)
+        rows, columns = _tiling(picture.shape[0], picture.shape[1], side, least, most)
+        whole = resize(picture, rows * side, columns * side)
+        tiles = list(whole.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+        return tiles if len(tiles) == 1 else [*tiles, resize(picture, side, side)], (rows, columns)
+
+    def pieces(self, item: Processed) -> list[int]:
+        return [*self.start, *[self.image_id] * item.num_rows, *self.end]
+
+
+def _tilings(least: int, most: int) -> list[tuple[int, int]]:
+    """(rows, columns) of that many tiles; the fewest tiles first, the fewest columns first of as many."""
+    sides = range(1, most + 1)
+    found = [(rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most]
+    return sorted(found, key=lambda tiling: tiling[0] * tiling[1])
+
+
+def _tiling(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """(rows, columns) whose shape is nearest to a picture's. Of equals it is the one with more tiles, as long as these
+    have less than twice the picture's area."""
+    best, nearest = (1, 1), float("inf")
+    for rows, columns in _tilings(least, most):
+        distance = abs(width / height - columns / rows)
+        if distance < nearest or (distance == nearest and width * height > 0.5 * side * side * rows * columns):
+            best, nearest = (rows, columns), distance
+    return best

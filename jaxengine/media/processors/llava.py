@@ -1,0 +1,91 @@
+"""LLaVA's pictures: resized and cut to one square, or stretched to it; as many tokens as it has patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Processed
+from jaxengine.media.processors.settings import CLIP_MEAN, CLIP_STD
+from jaxengine.media.processors.units import UnitProcessor, read_size
+from models.config.fields import ConfigFields
+
+_BICUBIC = 3
+
+
+class LlavaProcessor(UnitProcessor):
+    """Over CLIP the shorter side is fitted and the middle cut out, over SigLIP pictures are stretched.
+
+    Attributes:
+      size: {"shortest_edge": n} or {"height": n, "width": n}, what pictures are resized to.
+      crops, pads: whether the middle of what is resized is cut out; whether a picture is first made a square, with the
+        mean colour at its sides.
+    """
+
+    defaults = {"resample": _BICUBIC, "image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}}
+    size: dict[str, int]
+    crops: bool
+    pads: bool
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        self.size = read_size(fields, "size", ("shortest_edge",), ("height", "width"))
+        self.pads = fields.boolean("do_pad", False)
+        self.crops = fields.boolean("do_center_crop", "shortest_edge" in self.size)
+        made = self.size
+        if self.crops:
+            crop = fields.with_defaults(crop_size={"height": 224, "width": 224}).value("crop_size")
+            made = {"height": crop, "width": crop} if type(crop) is int else crop
+        elif "shortest_edge" in made and self.pads:
+            made = {"height": made["shortest_edge"], "width": made["shortest_edge"]}
+        if made != {"height": self.side, "width": self.side}:
+            raise fields.fail(
+                "crop_size" if self.crops else "size", f"{self.side} by {self.side}, the tower's image_size"
+            )
+
+    def placeholder_id(self) -> int:
+        return self.token_id("image_token_index", "image_token_id")
+
+    def largest_size(self) -> tuple[int, int]:
+        return self.side, self.side
+
+    def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        del options
+        if self.pads:
+            picture = _padded(picture, [int(colour * 255) for colour in self.pixels.mean])
+        height, width = picture.shape[:2]
+        if "shortest_edge" in self.size:
+            short = self.size["shortest_edge"]
+            long = int(short * max(height, width) / min(height, width))
+            height, width = (long, short) if width <= height else (short, long)
+        else:
+            height, width = self.size["height"], self.size["width"]
+        resized = self.pixels.resized(picture, height, width)
+        return [middle(resized, self.side) if self.crops else resized], (1, 1)
+
+    def pieces(self, item: Processed) -> list[int]:
+        return [self.image_id] * item.num_rows
+
+
+def _padded(picture: np.ndarray, colour: list[int]) -> np.ndarray:
+    """The picture in the middle of a square of this colour."""
+    height, width = picture.shape[:2]
+    side = max(height, width)
+    square = np.empty((side, side, 3), np.uint8)
+    square[:] = colour
+    top, left = (side - height) // 2, (side - width) // 2
+    square[top : top + height, left : left + width] = picture
+    return square
+
+
+def middle(picture: np.ndarray, side: int) -> np.ndarray:
+    """The square in the middle, with black around it where the picture is smaller."""
+    height, width = picture.shape[:2]
+    if min(height, width) < side:
+        larger = np.zeros((max(height, side), max(width, side), 3), np.uint8)
+        top, left = -(-(len(larger) - height) // 2), -(-(larger.shape[1] - width) // 2)
+        larger[top : top + height, left : left + width] = picture
+        picture, (height, width) = larger, larger.shape[:2]
+    top, left = (height - side) // 2, (width - side) // 2
+    return picture[top : top + side, left : left + side]

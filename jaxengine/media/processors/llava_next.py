@@ -1,0 +1,114 @@
+"""LLaVA-NeXT's pictures: as a whole, and fitted into the best of some tilings, with black at the sides.
+
+What stands for a picture is the whole, and then line by line the patches of all tiles but those that are black; behind
+each line there is an embedding that says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Processed
+from jaxengine.media.processors.llava import LlavaProcessor, middle
+from jaxengine.media.processors.settings import MAX_SIDE
+from models.config.fields import ConfigFields
+
+_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_MAX_TILES, _MAX_PINPOINTS = 64, 256
+
+
+class LlavaNextProcessor(LlavaProcessor):
+    """LlavaNextForConditionalGeneration's.
+
+    Attributes:
+      tilings: (rows, columns) that there are.
+    """
+
+    tilings: tuple[tuple[int, int], ...]
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        super().read_settings(fields)
+        # Of LLaVA 1.5 this says to make squares; here it is about batches, and changes nothing.
+        self.pads = False
+        if set(self.size.values()) != {self.side}:
+            raise fields.fail("size", f"{self.side}, the tower's image_size")
+        name = "image_grid_pinpoints"
+        ours = self.config_fields.value(name, _PINPOINTS)
+        listed = fields.value(name, ours)
+        right = isinstance(listed, (list, tuple)) and 0 < len(listed) <= _MAX_PINPOINTS
+        right = right and all(isinstance(each, (list, tuple)) and len(each) == 2 for each in listed)
+        right = right and all(type(side) is int and 1 <= side <= MAX_SIDE for each in listed for side in each)
+        if not right or any(side % self.side for each in listed for side in each):
+            raise fields.fail(name, f"a list of [height, width], all multiples of the tower's image_size {self.side}")
+        if sorted(map(list, listed)) != sorted(map(list, ours)):
+            raise fields.fail(name, "that of config.json")
+        self.tilings = tuple((height // self.side, width // self.side) for height, width in listed)
+        if max(rows * columns for rows, columns in self.tilings) > _MAX_TILES:
+            raise fields.fail(name, f"of at most {_MAX_TILES} tiles each")
+
+    def largest_size(self) -> tuple[int, int]:
+        rows, columns = max(self.tilings, key=lambda tiling: tiling[0] * tiling[1])
+        return rows * self.side, columns * self.side
+
+    def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        del options
+        side, (height, width) = self.side, picture.shape[:2]
+        rows, columns = self._tiling(height, width)
+        by_width, by_height = columns * side / width, rows * side / height
+        if by_width < by_height:
+            fitted = self.pixels.resized(picture, min(math.ceil(height * by_width), rows * side), columns * side)
+        else:
+            fitted = self.pixels.resized(picture, rows * side, min(math.ceil(width * by_height), columns * side))
+        canvas = np.zeros((rows * side, columns * side, 3), np.uint8)
+        top, left = (len(canvas) - len(fitted)) // 2, (canvas.shape[1] - fitted.shape[1]) // 2
+        canvas[top : top + len(fitted), left : left + fitted.shape[1]] = fitted
+        tiles = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        whole = self.pixels.resized(picture, side, side)
+        return [middle(whole, side), *tiles], (rows, columns)
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+        made = super().process(modality, value, options)
+        grid, num_patches, unit = self.tower.vit.grid, self.tower.vit.num_patches, self.tower.unit
+        per_unit = made.patches.reshape(-1, num_patches, made.patches.shape[1])
+        patches = np.pad(per_unit, ((0, 0), (0, unit - num_patches), (0, 0))).reshape(-1, made.patches.shape[1])
+        rows, columns = made.grid[1] // grid, made.grid[2] // grid
+        height, width, _ = value.shape
+        top, left, lines, width = self._without_black(height, width, made.grid[1], made.grid[2])
+        # Places in the whole canvas of patches, and of the ends of lines in a column behind them, -1 for none.
+        placed = np.full((made.grid[1], made.grid[2] + 1), -1, np.int32)
+        numbers = num_patches + np.arange(lines * (width + 1), dtype=np.int32).reshape(lines, width + 1)
+        placed[top : top + lines, left : left + width] = numbers[:, :width]
+        placed[top : top + lines, -1] = numbers[:, width]
+        out = np.full((1 + rows * columns, unit), -1, np.int32)
+        out[0, :num_patches] = np.arange(num_patches)
+        tiles = placed[:, :-1].reshape(rows, grid, columns, grid).swapaxes(1, 2)
+        out[1:, :num_patches] = tiles.reshape(rows * columns, num_patches)
+        # A line ends in the first tile of its row of tiles: all tiles have room for that.
+        out[1::columns, num_patches:] = placed[:, -1].reshape(rows, grid)
+        count, no_columns = num_patches + numbers.size, np.zeros((0, len(patches)), np.int32)
+        return Processed(patches, no_columns, out.ravel(), count, made.grid)
+
+    def _tiling(self, height: int, width: int) -> tuple[int, int]:
+        """(rows, columns) of the tiling that keeps the most of a picture's pixels, and of such the smallest."""
+        best, most_kept, least_waste = self.tilings[0], 0, math.inf
+        for rows, columns in self.tilings:
+            tall, wide = rows * self.side, columns * self.side
+            scale = min(wide / width, tall / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            waste = tall * wide - kept
+            if kept > most_kept or (kept == most_kept and waste < least_waste):
+                best, most_kept, least_waste = (rows, columns), kept, waste
+        return best
+
+    @staticmethod
+    def _without_black(height: int, width: int, lines: int, columns: int) -> tuple[int, int, int, int]:
+        """First line, first column, lines and columns of a canvas's patches that show something of the picture."""
+        if width / height > columns / lines:
+            cut = (lines - int(round(height * (columns / width), 7))) // 2
+            return cut, 0, lines - 2 * cut, columns
+        cut = (columns - int(round(width * (lines / height), 7))) // 2
+        return 0, cut, lines, columns - 2 * cut

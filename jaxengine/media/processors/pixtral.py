@@ -1,0 +1,129 @@
+"""Pictures for Pixtral and Mistral Small 3.1 and later: in a prompt, a token of its own stands behind each line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processors.grids import GridProcessor, check_ratio
+from jaxengine.media.processors.settings import (
+    CLIP_MEAN,
+    CLIP_STD,
+    IMAGES,
+    MAX_SIDE,
+    Pixels,
+    bad_option,
+    check_options,
+    check_pictures,
+    read_settings,
+)
+from models.config.fields import ConfigFields, ModelConfigError
+from models.config.model_config import ModelConfig
+from models.weights.errors import ModelFileError
+from models.weights.files import read_object
+from scheduler.errors import RequestError
+
+BREAK, END = "[IMG_BREAK]", "[IMG_END]"
+
+
+class PixtralProcessor(GridProcessor):
+    """A jaxengine.media.processor.MediaProcessor: a picture shrinks until its longer side fits.
+
+    It becomes as many whole rows of the tower as it touches.
+
+    Args:
+      folder: of the checkpoint. config_json: what its config.json says. model_config: of the model, with its tower's
+        sizes. tokenizer: of the model.
+    """
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        super().__init__(model_config)
+        self.tokenizer = tokenizer
+        fields = ConfigFields(config_json)
+        name = "image_token_id" if fields.has("image_token_id") else "image_token_index"
+        self.token_ids = {"image": fields.integer(name, 10, minimum=0)}
+        self.check_token_ids(model_config)
+        path, found = read_settings(Path(folder), IMAGES)
+        settings = found.with_defaults(
+            image_mean=list(CLIP_MEAN), image_std=list(CLIP_STD), size={"longest_edge": 1024}
+        )
+        try:
+            self.pixels, self.longest = Pixels.read(settings), _read_longest(settings)
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+        whole = ConfigFields(read_object(Path(folder), "processor_config.json") or {})
+        self.marks = whole.text("image_break_token", BREAK), whole.text("image_end_token", END)
+        self.settings = f"{type(self).__name__} {self.pixels!r} {self.longest} {self.marks} {self.tower!r}"
+
+    def placeholder(self, modality: str) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+        check_options(options, ("size",))
+        check_pictures(modality, value, self.modalities, 3)
+        longest = self.longest
+        if options:
+            try:
+                longest = _read_longest(ConfigFields(dict(options)))
+            except ModelConfigError as error:
+                raise bad_option("size", options["size"], str(error)) from None
+        height, width = self._resized_size(value.shape[0], value.shape[1], longest)
+        return self.cut(self.pixels.normalized(self.pixels.resized(value, height, width)[None]))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        height, width = self._resized_size(*(size or (self.longest, self.longest)), self.longest)
+        grid = 1, height // self.tower.patch_size, width // self.tower.patch_size
+        return self.processed(np.empty((int(np.prod(grid)), 0), np.float32), grid)
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        ids = np.asarray(token_ids, np.int64)
+        at, order = self.placeholders(ids, items)
+        token, (between, last) = self.token_ids["image"], self._mark_ids() if len(at) else (0, 0)
+        parts: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
+        copied = length = 0
+        for place, (_, number) in zip(at.tolist(), order, strict=True):
+            _, rows, columns = self.merged(items["image"][number])
+            lines = np.full((rows, columns + 1), token, np.int64)
+            lines[:, -1] = between
+            lines[-1, -1] = last
+            picture = lines.reshape(-1)
+            length += place - copied
+            positions.append((np.flatnonzero(picture == token) + length).astype(np.int32))
+            parts += [ids[copied:place], picture]
+            length, copied = length + len(picture), place + 1
+        return Expanded(np.concatenate([*parts, ids[copied:]]).tolist(), positions, order)
+
+    def _resized_size(self, height: int, width: int, longest: int) -> tuple[int, int]:
+        """What a picture of this size becomes: transformers' get_resize_output_image_size."""
+        check_ratio(height, width)
+        ratio = max(height, width) / longest
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        high, wide = (max(1, -(-side // self.factor)) * self.factor for side in (height, width))
+        return high, wide
+
+    def _mark_ids(self) -> tuple[int, int]:
+        """The tokens behind a line of a picture and behind its last one."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"a picture needs the model's tokenizer, for lines of it end with {' and '.join(self.marks)}",
+                param="image",
+            )
+        between, last = (self.tokenizer.encode(mark, False) for mark in self.marks)
+        if len(between) != 1 or len(last) != 1:
+            raise RequestError(f"the tokenizer has no {' or no '.join(self.marks)}, with which lines of pictures end")
+        return between[0], last[0]
+
+
+def _read_longest(fields: ConfigFields) -> int:
+    size = fields.value("size")
+    longest = size.get("longest_edge") if isinstance(size, Mapping) else size
+    if type(longest) is not int or not 1 <= longest <= MAX_SIDE:
+        raise fields.fail("size", f"a mapping with longest_edge, 1 to {MAX_SIDE} pixels")
+    return longest

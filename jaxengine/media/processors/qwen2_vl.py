@@ -1,0 +1,240 @@
+"""Pictures and videos for Qwen2-VL, Qwen2.5-VL and, with what qwen3_vl.py adds, Qwen3-VL.
+
+A picture keeps its shape: it is resized to the nearest multiple of what a row of the tower sees, within bounds of its
+pixels. Videos are resized frame by frame, and two frames make a patch; a picture is two equal ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
+from jaxengine.media.processors.mrope import Run, mrope_positions, repeated
+from jaxengine.media.processors.settings import (
+    CLIP_MEAN,
+    CLIP_STD,
+    IMAGES,
+    MAX_PIXELS,
+    VIDEOS,
+    Pixels,
+    bad_option,
+    check_options,
+    check_pictures,
+    read_settings,
+)
+from models.config.fields import ConfigFields, ModelConfigError
+from models.config.model_config import ModelConfig
+from models.weights.errors import ModelFileError
+
+# Frames that the largest video is taken to have: as many as vLLM samples where nobody says.
+LARGEST_FRAMES = 32
+# Frames in a second of a video of which nobody knows: transformers' default.
+UNKNOWN_FPS = 24.0
+_OPTIONS = ("min_pixels", "max_pixels", "size")
+
+
+class Bounds(NamedTuple):
+    """Pixels that a resized picture, or a frame, has at least and at most."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How one modality's pictures are cut up."""
+
+    pixels: Pixels
+    bounds: Bounds
+
+
+class Qwen2VLProcessor(GridProcessor):
+    """A jaxengine.media.processor.MediaProcessor.
+
+    Args:
+      folder: of the checkpoint. config_json: what its config.json says. model_config: of the model, with its tower's
+        sizes. tokenizer: of the model.
+    """
+
+    modalities: tuple[str, ...] = ("image", "video")
+    around_name: ClassVar[str] = "vision"  # of the fields of tokens before and behind a placeholder
+    # What transformers takes for settings that a file lacks, and for the bounds of pictures and of frames.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "image_mean": list(CLIP_MEAN),
+        "image_std": list(CLIP_STD),
+        "patch_size": 14,
+    }
+    default_bounds: ClassVar[Mapping[str, Bounds]] = {
+        "image": Bounds(56 * 56, 28 * 28 * 1280),
+        "video": Bounds(128 * 28 * 28, 28 * 28 * 768),
+    }
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        super().__init__(model_config)
+        self.tokenizer = tokenizer
+        fields = ConfigFields(config_json)
+        self.token_ids = {kind: fields.integer(f"{kind}_token_id", minimum=0) for kind in self.modalities}
+        names = (f"{self.around_name}_{side}_token_id" for side in ("start", "end"))
+        self.around = tuple(fields.integer(name, minimum=0) for name in names)
+        self.check_token_ids(model_config, *self.around)
+        # transformers 4 wrote no file of its own for videos at first.
+        places = {"image": (IMAGES,), "video": (VIDEOS, IMAGES)}
+        self.sizes = {kind: self._read_sizes(Path(folder), kind, *places[kind]) for kind in self.modalities}
+        self.settings = f"{type(self).__name__} {self.sizes!r} {self.tower!r}"
+
+    def _read_sizes(self, folder: Path, modality: str, *places: tuple[str, str]) -> Sizes:
+        path, found = read_settings(folder, *places)
+        fields = found.with_defaults(**self.defaults, temporal_patch_size=2, merge_size=2)
+        tower = self.tower
+        try:
+            fields.require(
+                patch_size=tower.patch_size,
+                temporal_patch_size=tower.temporal_patch_size,
+                merge_size=tower.spatial_merge_size,
+            )
+            return Sizes(Pixels.read(fields), _read_bounds(fields, self.default_bounds[modality]))
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+
+    def placeholder(self, modality: str) -> str:
+        before, after = self.around
+        ids = before, self.token_ids[modality], after
+        return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+        check_options(options, _OPTIONS)
+        if modality == "image":
+            check_pictures(modality, value, self.modalities, 3)
+            frames, seconds = value[None], ()
+        else:
+            frames = getattr(value, "frames", value)
+            check_pictures(modality, frames, self.modalities, 4)
+            seconds = self.seconds(value)
+        sizes = self.sizes[modality]
+        bounds = _asked_bounds(options, sizes.bounds)
+        height, width = self.resized_size(modality, len(frames), frames.shape[1], frames.shape[2], bounds)
+        resized = np.stack([sizes.pixels.resized(frame, height, width) for frame in frames])
+        return self.cut(sizes.pixels.normalized(resized), seconds)
+
+    def seconds(self, video: Any) -> tuple[float, ...]:
+        """When each step in time of a video begins, counted from its first frame; steps are equally long."""
+        steps = -(-len(video.frames) // self.tower.temporal_patch_size)
+        fps = video.fps
+        shown = UNKNOWN_FPS if fps is None else len(video.frames) / video.total_num_frames * fps
+        return tuple(step * (self.tower.temporal_patch_size / shown) for step in range(steps))
+
+    def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
+        """What a picture, or a video's frames, of this size become: transformers' smart_resize."""
+        del modality, num_frames
+        check_ratio(height, width)
+        factor = self.factor
+        high, wide = round(height / factor) * factor, round(width / factor) * factor
+        if high * wide > bounds.most:
+            return shrunk(height, width, math.sqrt(height * width / bounds.most), factor)
+        if high * wide < bounds.least:
+            return grown(height, width, math.sqrt(bounds.least / (height * width)), factor)
+        return high, wide
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        frames, bounds = LARGEST_FRAMES if modality == "video" else 1, self.sizes[modality].bounds
+        if size is not None:
+            height, width = self.resized_size(modality, frames, size[0], size[1], bounds)
+        else:
+            height, width = self.largest_size(modality, frames, bounds)
+        steps = -(-frames // self.tower.temporal_patch_size)
+        grid = steps, height // self.tower.patch_size, width // self.tower.patch_size
+        patches = np.empty((int(np.prod(grid)), 0), np.float32)
+        seconds = tuple(map(float, range(steps))) if modality == "video" else ()
+        return self.processed(patches, grid, seconds)
+
+    def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
+        """Height and width of the frames that become the most patches."""
+        del modality, num_frames
+        return self.widest(bounds.most)
+
+    def widest(self, pixels: int) -> tuple[int, int]:
+        """Height and width in whole rows of the tower that come closest to these many pixels, the squarest of them."""
+        units = max(1, pixels // self.factor**2)
+        sides = range(math.isqrt(units), max(0, math.isqrt(units // MAX_ASPECT_RATIO)), -1)
+        high = max(sides, key=lambda side: side * (units // side), default=1)
+        return high * self.factor, units // high * self.factor
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        ids = np.asarray(token_ids, np.int64)
+        at, order = self.placeholders(ids, items)
+        chosen = [items[modality][number] for modality, number in order]
+        ids, starts = repeated(ids, at, [item.num_rows for item in chosen])
+        positions = [
+            np.arange(start, start + item.num_rows, dtype=np.int32) for start, item in zip(starts, chosen, strict=True)
+        ]
+        runs = [
+            Run(int(start), self.merged(item), self.times(item)) for start, item in zip(starts, chosen, strict=True)
+        ]
+        places, delta = mrope_positions(len(ids), runs)
+        return Expanded(ids.tolist(), positions, order, places, delta)
+
+    def times(self, item: Processed) -> np.ndarray:
+        """Places in time of an item's steps."""
+        return np.arange(item.grid[0])
+
+
+class Qwen2_5VLProcessor(Qwen2VLProcessor):
+    """Patches sorted by window, and places in time that count seconds."""
+
+    def order(self, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+        merge, side = self.tower.spatial_merge_size, self.tower.window_size // self.tower.spatial_merge_size
+        time, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
+        wide, high = -(-columns // side), -(-rows // side)
+        step, row, column = np.indices((time, rows, columns)).reshape(3, -1)
+        window = (step * high + row // side) * wide + column // side
+        order = np.argsort(window, kind="stable")
+        return order, window[order]
+
+    def times(self, item: Processed) -> np.ndarray:
+        if len(item.seconds) < 2:
+            return np.zeros(item.grid[0], np.int64)
+        # In float32, as transformers counts them.
+        step = np.float32(item.seconds[1]) * np.float32(self.tower.tokens_per_second)
+        return (np.arange(item.grid[0], dtype=np.float32) * step).astype(np.int64)
+
+
+def shrunk(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:
+    """The sides divided by a number, down to multiples of `factor`."""
+    high, wide = (max(factor, math.floor(side / ratio / factor) * factor) for side in (height, width))
+    return high, wide
+
+
+def grown(height: int, width: int, ratio: float, factor: int) -> tuple[int, int]:
+    """The sides times a number, up to multiples of `factor`."""
+    return math.ceil(height * ratio / factor) * factor, math.ceil(width * ratio / factor) * factor
+
+
+def _read_bounds(fields: ConfigFields, default: Bounds) -> Bounds:
+    """`size` with shortest_edge and longest_edge, which are counts of pixels here, or min_pixels and max_pixels; the
+    latter count where both are there."""
+    size = ConfigFields(fields.mapping("size") or {})
+    least = size.integer("shortest_edge", None) or size.integer("min_pixels", default.least)
+    most = size.integer("longest_edge", None) or size.integer("max_pixels", default.most)
+    least, most = fields.integer("min_pixels", least), fields.integer("max_pixels", most)
+    if not 1 <= least <= most <= MAX_PIXELS:
+        raise ModelConfigError(
+            f"min_pixels and max_pixels must be 1 <= min <= max <= {MAX_PIXELS}, got {least}, {most}"
+        )
+    return Bounds(least, most)
+
+
+def _asked_bounds(options: Mapping[str, Any], given: Bounds) -> Bounds:
+    """The bounds of a request's mm_processor_kwargs."""
+    if not options:
+        return given
+    try:
+        return _read_bounds(ConfigFields(dict(options)), given)
+    except ModelConfigError as error:
+        raise bad_option("min_pixels, max_pixels or size", dict(options), str(error)) from None

@@ -1,0 +1,114 @@
+"""Pictures and videos for Qwen3-VL: Qwen2-VL's, but frames of a video stand apart in a prompt, each with its time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processors.mrope import Run, mrope_positions
+from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor, grown, shrunk
+from scheduler.errors import RequestError
+
+
+class Qwen3VLProcessor(Qwen2VLProcessor):
+    """Bounds of a video are of the pixels of all its frames."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
+    default_bounds: ClassVar[Mapping[str, Bounds]] = {
+        "image": Bounds(56 * 56, 28 * 28 * 1280),
+        "video": Bounds(128 * 32 * 32, 32 * 32 * 768),
+    }
+
+    def seconds(self, video: Any) -> tuple[float, ...]:
+        """The middle between the first and the last frame of each step in time."""
+        depth = self.tower.temporal_patch_size
+        shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
+        shown = np.concatenate([shown, np.repeat(shown[-1:], -len(shown) % depth)]).reshape(-1, depth)
+        return tuple(((shown[:, 0] + shown[:, -1]) / 2).tolist())
+
+    def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
+        if modality == "image":
+            return super().resized_size(modality, num_frames, height, width, bounds)
+        return resized_frames(num_frames, height, width, bounds, self.factor, self.tower.temporal_patch_size)
+
+    def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
+        return self.widest(bounds.most if modality == "image" else bounds.most // num_frames)
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        ids = np.asarray(token_ids, np.int64)
+        at, order = self.placeholders(ids, items)
+        parts: list[np.ndarray] = []
+        runs: list[Run] = []
+        positions: list[np.ndarray] = []
+        copied = end = 0
+        for place, (modality, number) in zip(at.tolist(), order, strict=True):
+            item = items[modality][number]
+            first, behind = self._replaced(ids, place) if modality == "video" else (place, place + 1)
+            steps = self._steps(modality, item)
+            time, height, width = self.merged(item)
+            per_step = (time if modality == "image" else 1), height, width
+            end += first - copied
+            parts.append(ids[copied:first])
+            starts = []
+            for step in steps:
+                starts.append(end + int(np.argmax(step == self.token_ids[modality])))
+                parts.append(step)
+                end += len(step)
+            runs += [Run(start, per_step, np.arange(per_step[0])) for start in starts]
+            spans = [np.arange(start, start + int(np.prod(per_step)), dtype=np.int32) for start in starts]
+            positions.append(np.concatenate(spans))
+            copied = behind
+        ids = np.concatenate([*parts, ids[copied:]])
+        places, delta = mrope_positions(len(ids), runs)
+        return Expanded(ids.tolist(), positions, order, places, delta)
+
+    def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
+        """From where to where a video's tokens go: with those around its placeholder, for each step has its own."""
+        before, after = self.around
+        whole = 0 < place < len(ids) - 1 and ids[place - 1] == before and ids[place + 1] == after
+        return (place - 1, place + 2) if whole else (place, place + 1)
+
+    def _steps(self, modality: str, item: Processed) -> list[np.ndarray]:
+        """The tokens of an item: of a picture its placeholders, of a video a time and placeholders for each step."""
+        token = self.token_ids[modality]
+        if modality == "image":
+            return [np.full(item.num_rows, token, np.int64)]
+        if self.tokenizer is None:
+            raise RequestError(
+                "a video needs the model's tokenizer, for prompts say when frames are shown", param="video"
+            )
+        before, after = self.around
+        each = item.num_rows // item.grid[0]
+        return [
+            np.concatenate(
+                [self.tokenizer.encode(f"<{seconds:.1f} seconds>", False), [before], [token] * each, [after]]
+            )
+            for seconds in item.seconds
+        ]
+
+
+def resized_frames(
+    num_frames: int, height: int, width: int, bounds: Bounds, factor: int, depth: int
+) -> tuple[int, int]:
+    """What frames of this size become, whose pixels are bounded together: transformers' smart_resize of Qwen3-VL.
+
+    factor, depth: pixels of a row of the tower along a side, and frames of a patch.
+    """
+    # A single frame is shown as often as a patch has frames.
+    num_frames = max(num_frames, depth)
+    if min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    check_ratio(height, width)
+    high, wide = round(height / factor) * factor, round(width / factor) * factor
+    total = round(num_frames / depth) * depth * high * wide
+    if total > bounds.most:
+        return shrunk(height, width, math.sqrt(num_frames * height * width / bounds.most), factor)
+    if total < bounds.least:
+        return grown(height, width, math.sqrt(bounds.least / (num_frames * height * width)), factor)
+    return high, wide

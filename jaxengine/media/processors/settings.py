@@ -1,0 +1,108 @@
+"""The settings of image and video processors, as transformers 4 and 5 write them, and pixels as they say.
+
+NumPy and Pillow only. Pixels are those of transformers' processors over Pillow (`backend="pil"`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from models.config.fields import ConfigFields
+from models.weights.errors import ModelFileError
+from models.weights.files import read_object
+from scheduler.errors import RequestError
+
+# The file of transformers 5, which has all processors, and those of transformers 4, which have one each.
+WHOLE = "processor_config.json"
+IMAGES, VIDEOS = ("image_processor", "preprocessor_config.json"), ("video_processor", "video_preprocessor_config.json")
+OPTIONS = "mm_processor_kwargs"
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# Pixels of a side, and of a picture, that a setting or a request may ask for.
+MAX_SIDE, MAX_PIXELS = 1 << 14, 1 << 28
+
+
+def read_settings(folder: Path, *places: tuple[str, str]) -> tuple[Path, ConfigFields]:
+    """The file and the settings of a processor: from the first of `places` that the checkpoint has. Raises
+    ModelFileError."""
+    whole = read_object(folder, WHOLE) or {}
+    for key, name in places:
+        if isinstance(whole.get(key), Mapping):
+            return folder / WHOLE, ConfigFields(whole[key])
+        if (found := read_object(folder, name)) is not None:
+            return folder / name, ConfigFields(found)
+    raise ModelFileError(folder, f"has no {places[-1][1]}: a model that sees says there what it makes of pictures")
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """From bytes to what a tower is given: (byte * scale - mean) / std of each colour.
+
+    resample: Pillow's number of a filter, for all resizing.
+    """
+
+    resample: int
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def read(cls, fields: ConfigFields) -> Pixels:
+        """Raises ModelConfigError."""
+        fields.require(do_resize=True)
+        resample = fields.value("resample", int(Image.Resampling.BICUBIC))
+        if type(resample) is not int or not 0 <= resample <= 5:
+            raise fields.fail("resample", "the number of one of Pillow's filters, 0 to 5")
+        scale = fields.number("rescale_factor", 1 / 255) if fields.boolean("do_rescale", True) else 1.0
+        if not fields.boolean("do_normalize", True):
+            return cls(resample, scale, (0.0,) * 3, (1.0,) * 3)
+        return cls(resample, scale, _colours(fields, "image_mean"), _colours(fields, "image_std", above=0.0))
+
+    def resized(self, picture: np.ndarray, height: int, width: int) -> np.ndarray:
+        """uint8[H, W, 3] to uint8[height, width, 3]."""
+        if picture.shape[:2] == (height, width):
+            return picture
+        return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling(self.resample)))
+
+    def normalized(self, pictures: np.ndarray) -> np.ndarray:
+        """uint8[..., 3] to f32[..., 3]."""
+        scaled = pictures.astype(np.float32) * np.float32(self.scale)
+        return (scaled - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
+
+
+def _colours(fields: ConfigFields, name: str, above: float = -np.inf) -> tuple[float, ...]:
+    value = fields.value(name)
+    listed = value if isinstance(value, (list, tuple)) else [value] * 3
+    if len(listed) != 3 or any(type(one) not in (int, float) or not above < one < np.inf for one in listed):
+        raise fields.fail(name, "three finite numbers" + (" > 0" if above == 0 else ""))
+    return tuple(float(one) for one in listed)
+
+
+def check_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """RequestError for one of mm_processor_kwargs that a model does not have."""
+    for name in options:
+        if name not in known:
+            text = f"{OPTIONS} has {str(name)[:100]!r}; this model has {', '.join(known) or 'none'}"
+            raise RequestError(text, param=OPTIONS, value=name)
+
+
+def bad_option(name: str, value: Any, allowed: str) -> RequestError:
+    """The error of one of mm_processor_kwargs."""
+    return RequestError(f"{OPTIONS}.{name} must be {allowed}, got {str(value)[:100]!r}", param=OPTIONS, value=value)
+
+
+def check_pictures(modality: str, value: Any, modalities: tuple[str, ...], ndim: int) -> None:
+    """RequestError for what is no picture (ndim 3) or no frames (ndim 4) that a family takes."""
+    if modality not in modalities:
+        text = f"{modality} is nothing that this model takes; it takes {', '.join(modalities)}"
+        raise RequestError(text, param=modality)
+    form = "uint8[height, width, 3]" if ndim == 3 else "uint8[frames, height, width, 3]"
+    sound = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == ndim and value.shape[-1] == 3
+    if not sound or 0 in value.shape:
+        shown = f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise RequestError(f"{modality} must be {form}, got {shown}", param=modality)

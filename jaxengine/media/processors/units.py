@@ -1,0 +1,183 @@
+"""What families share whose pictures become units: squares of pixels that all have the same number of patches.
+
+NumPy only.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processors.settings import (
+    IMAGES,
+    MAX_SIDE,
+    Pixels,
+    bad_option,
+    check_options,
+    check_pictures,
+    read_settings,
+)
+from models.config.fields import ConfigFields, ModelConfigError
+from models.config.model_config import ModelConfig
+from models.weights.errors import ModelFileError
+from scheduler.errors import RequestError
+
+
+def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dict[str, int]:
+    """A mapping to pixels that has exactly the keys of one of `allowed`; a plain number means the first of one key."""
+    value = fields.value(name)
+    single = next((keys for keys in allowed if len(keys) == 1), None)
+    if single is not None and type(value) is int:
+        value = {single[0]: value}
+    found = {key: side for key, side in value.items() if side is not None} if isinstance(value, Mapping) else {}
+    right = any(set(found) == set(keys) for keys in allowed)
+    if not right or any(type(side) is not int or not 1 <= side <= MAX_SIDE for side in found.values()):
+        choices = " or ".join("{" + ", ".join(keys) + "}" for keys in allowed)
+        raise fields.fail(name, f"a mapping {choices} to pixels from 1 to {MAX_SIDE}")
+    return found
+
+
+class UnitProcessor:
+    """A jaxengine.media.processor.MediaProcessor of a family whose pictures become units.
+
+    A subclass says in `units` which squares a picture is cut into, and in `pieces` what stands for it in a prompt.
+
+    Args:
+      folder: of the checkpoint. config_json: what its config.json says. model_config: of the model, with a tower whose
+        configuration has the `vit` (models.vision.vit) that units are for. tokenizer: of the model.
+    """
+
+    modalities: tuple[str, ...] = ("image",)
+    # Whether what stands for a picture is text, of which a tokenizer makes tokens.
+    needs_tokenizer = False
+    # What transformers takes for settings that a file lacks.
+    defaults: Mapping[str, Any] = {}
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        if self.needs_tokenizer and tokenizer is None:
+            raise ModelConfigError("this model's pictures need its tokenizer: leave skip_tokenizer_init False")
+        self.tower: Any = model_config.tower
+        self.side, self.patch = self.tower.vit.image_size, self.tower.vit.patch_size
+        self.tokenizer = tokenizer
+        self.vocab_size = model_config.vocab_size
+        self.config_fields = ConfigFields(config_json)
+        path, found = read_settings(Path(folder), IMAGES)
+        settings = found.with_defaults(**self.defaults)
+        try:
+            self.pixels = Pixels.read(settings)
+            self.read_settings(settings)
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+        self.settings = f"{type(self).__name__} {sorted(settings.raw.items(), key=str)} {self.tower!r}"
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        """What a family reads of the settings besides those of Pixels."""
+
+    @abstractmethod
+    def placeholder_id(self) -> int:
+        """The token that stands for one picture in a prompt."""
+
+    @abstractmethod
+    def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """uint8[H, W, 3] to squares of `side` pixels, and how many rows and columns of them the picture has."""
+
+    @abstractmethod
+    def pieces(self, item: Processed) -> list[int]:
+        """The tokens that stand for a picture, with `image_id` for each of its embeddings."""
+
+    @abstractmethod
+    def largest_size(self) -> tuple[int, int]:
+        """Height and width of a picture that has as many units as one can."""
+
+    def option_names(self) -> tuple[str, ...]:
+        """mm_processor_kwargs that `units` knows."""
+        return ()
+
+    @property
+    def image_id(self) -> int:
+        """The token in whose places embeddings stand."""
+        return self.placeholder_id()
+
+    def token_id(self, *names: str) -> int:
+        """A token's id by the first of these fields that config.json has."""
+        name = next((name for name in names if self.config_fields.has(name)), names[0])
+        found = self.config_fields.integer(name, minimum=0)
+        if found >= self.vocab_size:
+            raise self.config_fields.fail(name, f"a token id below vocab_size {self.vocab_size}")
+        return found
+
+    def placeholder(self, modality: str) -> str:
+        del modality
+        return str(self.tokenizer.convert_ids_to_tokens([self.placeholder_id()])[0])
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+        check_options(options, self.option_names())
+        check_pictures(modality, value, self.modalities, 3)
+        check_ratio(*value.shape[:2])
+        units, (rows, columns) = self.units(value, options)
+        return self._processed(self._cut(units), rows, columns)
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        return self.process(modality, np.zeros((*(size or self.largest_size()), 3), np.uint8), {})
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        pictures, wanted = list(items.get("image", ())), self.placeholder_id()
+        if (found := sum(token == wanted for token in token_ids)) != len(pictures):
+            shown = wanted if self.tokenizer is None else repr(self.placeholder("image"))
+            raise RequestError(
+                f"the prompt has {found} of the placeholder {shown}, and {len(pictures)} images are given: there must "
+                "be one for each",
+                param="prompt",
+            )
+        out: list[int] = []
+        owners: list[int] = []  # the picture whose each token is, -1 for those of the prompt
+        number = 0
+        for token in token_ids:
+            pieces = self.pieces(pictures[number]) if token == wanted else [token]
+            out += pieces
+            owners += [number if token == wanted else -1] * len(pieces)
+            number += token == wanted
+        out, owners = self.joined(out, owners)
+        embedded, owner = np.asarray(out, np.int64) == self.image_id, np.asarray(owners)
+        positions = [np.flatnonzero(embedded & (owner == each)).astype(np.int32) for each in range(len(pictures))]
+        return Expanded(out, positions, [("image", index) for index in range(len(pictures))])
+
+    def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
+        """An expanded prompt, and whose its tokens are, as a tokenizer would have it of the expanded text."""
+        return token_ids, owners
+
+    def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
+        """Of units whose embeddings all stand in the prompt, in the tower's order."""
+        count = len(patches) // self.tower.merge
+        side = self.side // self.patch
+        no_columns = np.zeros((0, len(patches)), np.int32)
+        return Processed(patches, no_columns, np.arange(count, dtype=np.int32), count, (1, rows * side, columns * side))
+
+    def _cut(self, units: Sequence[np.ndarray]) -> np.ndarray:
+        """Units uint8[side, side, 3] to f32[patches of all, 3 * patch * patch], colour by colour, row by row."""
+        values, patch = self.pixels.normalized(np.stack(units)), self.patch
+        count, side = len(values), values.shape[1] // patch
+        cut = values[:, : side * patch, : side * patch].reshape(count, side, patch, side, patch, 3)
+        return np.ascontiguousarray(cut.transpose(0, 1, 3, 5, 2, 4)).reshape(count * side * side, -1)
+
+
+def integer_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
+    """One of mm_processor_kwargs: an integer from 1 to `most`."""
+    value = options.get(name, default)
+    if type(value) is not int or not 1 <= value <= most:
+        raise bad_option(name, value, f"an integer from 1 to {most}")
+    return value
+
+
+def boolean_option(options: Mapping[str, Any], name: str, default: bool) -> bool:
+    """One of mm_processor_kwargs: true or false."""
+    value = options.get(name, default)
+    if not isinstance(value, bool):
+        raise bad_option(name, value, "true or false")
+    return value

@@ -1,0 +1,54 @@
+"""The processors there are: one row for each architecture that sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxengine.media.processor import MediaProcessor
+from jaxengine.media.processors.gemma3 import Gemma3Processor
+from jaxengine.media.processors.glm4v import Glm4vProcessor
+from jaxengine.media.processors.idefics3 import Idefics3Processor
+from jaxengine.media.processors.internvl import InternVLProcessor
+from jaxengine.media.processors.llava import LlavaProcessor
+from jaxengine.media.processors.llava_next import LlavaNextProcessor
+from jaxengine.media.processors.pixtral import PixtralProcessor
+from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
+from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
+from models.config.model_config import ModelConfig
+
+# Keys are the class names of models.registry.MODELS.
+PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], MediaProcessor]] = {
+    "LlavaForConditionalGeneration": LlavaProcessor,
+    "LlavaNextForConditionalGeneration": LlavaNextProcessor,
+    "InternVLForConditionalGeneration": InternVLProcessor,
+    "Gemma3ForConditionalGeneration": Gemma3Processor,
+    "Idefics3ForConditionalGeneration": Idefics3Processor,
+    "SmolVLMForConditionalGeneration": Idefics3Processor,
+    "Glm4vForConditionalGeneration": Glm4vProcessor,
+    "Mistral3ForConditionalGeneration": PixtralProcessor,
+    "Qwen2VLForConditionalGeneration": Qwen2VLProcessor,
+    "Qwen2_5_VLForConditionalGeneration": Qwen2_5VLProcessor,
+    "Qwen3VLForConditionalGeneration": Qwen3VLProcessor,
+    "Qwen3VLMoeForConditionalGeneration": Qwen3VLProcessor,
+    "Qwen3_5ForConditionalGeneration": Qwen3VLProcessor,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3VLProcessor,
+}
+
+
+def processor_for(
+    folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
+) -> MediaProcessor | None:
+    """The processor of a checkpoint; None for a model that does not see, or is not to.
+
+    Args:
+      folder: of the checkpoint, where its processors' settings are.
+      config_json: what its config.json says.
+      tokenizer: the model's jaxengine.tokens.tokenizer.Tokenizer; None for a model without, whose prompts are ids.
+
+    Raises ModelFileError for settings that cannot be used, ModelConfigError for a configuration.
+    """
+    if model_config.tower is None:
+        return None
+    return PROCESSORS[model_config.architecture](folder, config_json, model_config, tokenizer)

@@ -1,0 +1,106 @@
+"""Files of video containers, MP4 and WebM, through PyAV (FFmpeg), which the extra `video` brings.
+
+Owns what of FFmpeg a stranger's file can reach: one container by its first bytes, no playlists, no other files or
+addresses, and the usual codecs.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media.bounds import MAX_SECONDS, PixelBudget
+from jaxengine.media.errors import MediaError
+from jaxengine.media.file_types import MP4, WEBM, video_type
+from jaxengine.media.frames import MAX_SOURCE_FRAMES, Video, check_count, sample_frames
+from jaxengine.media.images import check_size
+
+# FFmpeg's names; it is never left to guess.
+_DEMUXERS = {MP4: "mov", WEBM: "matroska"}
+_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
+
+
+def decode_video(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
+    """The sampled frames of an MP4 or WebM file, upright. Raises MediaError.
+
+    data: known to be one of file_types.VIDEOS.
+    """
+    name = video_type(data) or MP4
+    try:
+        import av  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        problem = f"is a {name} file, for which this installation has no decoder"
+        raise MediaError(f"{problem}; pip install 'jaxengine[video]'") from None
+    try:
+        # Nothing but these bytes: no protocol to open something else with.
+        with av.open(io.BytesIO(data), format=_DEMUXERS[name], options={"protocol_whitelist": ""}) as container:
+            return _read(container, name, options, budget)
+    except MediaError:
+        raise
+    except Exception as error:  # FFmpeg's errors, and those of what it binds
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise MediaError(f"is a {name} file that is damaged or cut short ({why})") from None
+
+
+def _read(container: Any, name: str, options: MediaOptions, budget: PixelBudget) -> Video:
+    if not container.streams.video:
+        raise MediaError(f"is a {name} file without a video in it")
+    stream = container.streams.video[0]
+    codec = stream.codec_context
+    if codec.name not in _CODECS and codec.codec.canonical_name not in _CODECS:
+        raise MediaError(f"is a {name} file of the codec {codec.name!r}; allowed: {', '.join(_CODECS)}")
+    check_size((codec.width, codec.height), options)
+    until = time.monotonic() + MAX_SECONDS
+    times = _times(container, stream, until)
+    total = len(times)
+    if not total:
+        raise MediaError(f"is a {name} file without a frame")
+    step = float(np.median(np.diff(times))) if total > 1 else 0.0
+    seconds = float(times[-1] - times[0]) + step
+    indices = sample_frames(total, seconds, options.video_sampling)
+    check_count(len(indices))
+    budget.take(len(indices) * codec.width * codec.height)
+    container.seek(0)
+    frames = _frames(container, stream, set(indices.tolist()), (codec.width, codec.height), until)
+    if len(frames) < len(indices):
+        raise MediaError(f"is a {name} file that is damaged or cut short: {len(frames)} of its frames can be decoded")
+    fps = total / seconds if seconds > 0 and math.isfinite(seconds) else None
+    return Video(np.stack(frames), indices, times[indices] - times[0], fps, total)
+
+
+def _times(container: Any, stream: Any, until: float) -> np.ndarray:
+    """float64 [N]: seconds at which each frame is shown, in order, without decoding any."""
+    stamps: list[int] = []
+    for packet in container.demux(stream):
+        _check_time(until)
+        if packet.pts is not None and packet.size:
+            stamps.append(packet.pts)
+        if len(stamps) > MAX_SOURCE_FRAMES:
+            raise MediaError(f"has more than {MAX_SOURCE_FRAMES} frames")
+    return np.sort(np.array(stamps, np.float64)) * float(stream.time_base)
+
+
+def _frames(container: Any, stream: Any, wanted: set[int], size: tuple[int, int], until: float) -> list[np.ndarray]:
+    """The wanted frames, uint8 [H, W, 3] each."""
+    frames, last = [], max(wanted)
+    for number, frame in enumerate(container.decode(stream)):
+        _check_time(until)
+        if (frame.width, frame.height) != size:
+            raise MediaError(f"has a frame {number} of another size than the first")
+        if number in wanted:
+            # What a camera held sideways notes, in degrees against the clock.
+            turns = round(getattr(frame, "rotation", 0) / 90) % 4
+            frames.append(np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)))
+        if number >= last:
+            break
+    return frames
+
+
+def _check_time(until: float) -> None:
+    if time.monotonic() > until:
+        raise MediaError(f"takes more than {MAX_SECONDS:.0f} seconds to decode")

@@ -1,0 +1,163 @@
+"""From files and from Python's frames to a video: some of its frames and when each is shown.
+
+Animated pictures are read here, video containers in video_files. Knows nothing of what a model makes of frames.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media.bounds import PixelBudget
+from jaxengine.media.errors import MediaError
+from jaxengine.media.file_types import described, image_type, video_type
+from jaxengine.media.frames import MAX_SOURCE_FRAMES, Video, check_count, sample_frames
+from jaxengine.media.images import check_bytes, check_size, open_image, read_file, read_image, to_rgb
+from jaxengine.media.video_files import decode_video
+
+_ANIMATED = ("GIF", "WebP", "PNG")
+# Browsers show a frame that names no time for so long.
+_DEFAULT_SECONDS = 0.1
+_METADATA = ("fps", "frames_indices", "total_num_frames")
+FORMS = "the bytes or Path of a file, uint8 frames [N, H, W, 3], a list of pictures, or (either, dict of fps, ...)"
+
+
+def read_video(value: Any, options: MediaOptions, budget: PixelBudget) -> Video:
+    """A video.
+
+    Args:
+      value: a file's bytes or its pathlib.Path, of which frames are sampled as options.video_sampling says; or the
+        frames, all of which are taken: uint8 [N, H, W, 3], or a list of pictures of one size (see read_image), or a
+        pair of these and a dict with fps, frames_indices and total_num_frames; or a Video.
+      options: its limits.
+      budget: of the prompt, from which the pixels of all frames are taken.
+
+    Raises MediaError.
+    """
+    if isinstance(value, Path):
+        value = read_file(value, options.max_media_bytes)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _decode(bytes(value), options, budget)
+    if isinstance(value, Video):
+        _check_frames(value.frames, options, budget)
+        return value
+    about: Mapping[str, Any] = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, about = value
+    if isinstance(value, np.ndarray):
+        _check_frames(value, options, budget)
+        return _with_times(np.ascontiguousarray(value), about)
+    if isinstance(value, (list, tuple)) and value:
+        return _with_times(_joined(value, options, budget), about)
+    raise MediaError(f"is {'an empty' if value == [] else 'a'} {type(value).__name__}; allowed are {FORMS}")
+
+
+def _decode(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
+    check_bytes(len(data), options.max_media_bytes)
+    if video_type(data) is not None:
+        return decode_video(data, options, budget)
+    if image_type(data) not in _ANIMATED:
+        raise MediaError(f"{described(data)}; allowed: MP4, WebM, and animated GIF, WebP and PNG")
+    return _animation(data, options, budget)
+
+
+def _animation(data: bytes, options: MediaOptions, budget: PixelBudget) -> Video:
+    image, file = open_image(data, options)
+    name = image.format or "animation"
+
+    def go_to(frame: int) -> None:
+        file.check()
+        try:
+            image.seek(frame)
+        except MediaError:
+            raise
+        except Exception as error:
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            raise MediaError(f"is a {name} that is damaged or cut short in frame {frame} ({why})") from None
+
+    total = _count(image, name)
+    seconds: list[float] = []
+    if options.video_sampling[1] > 0:  # how many are wanted depends on the times of all
+        for number in range(total):
+            go_to(number)
+            seconds.append(_seconds(image))
+    indices = sample_frames(total, sum(seconds) if seconds else None, options.video_sampling)
+    check_count(len(indices))
+    budget.take(len(indices) * image.width * image.height)
+    size, frames, wanted, seconds = image.size, [], set(indices.tolist()), []
+    for number in range(total):
+        go_to(number)
+        seconds.append(_seconds(image))
+        if number in wanted:
+            if image.size != size:
+                raise MediaError(f"is a {name} whose frame {number} has another size than the first")
+            frames.append(to_rgb(image, options.background))
+    starts = np.concatenate(([0.0], np.cumsum(seconds)))
+    return Video(np.stack(frames), indices, starts[indices], total / float(starts[-1]), total)
+
+
+def _count(image: Any, name: str) -> int:
+    try:
+        total = getattr(image, "n_frames", 1)
+    except MediaError:
+        raise
+    except Exception:
+        raise MediaError(f"is a {name} that is damaged or cut short") from None
+    if not 1 <= total <= MAX_SOURCE_FRAMES:
+        raise MediaError(f"has {total} frames; allowed are 1 to {MAX_SOURCE_FRAMES}")
+    return total
+
+
+def _seconds(image: Any) -> float:
+    """For how long the frame is shown."""
+    duration = image.info.get("duration", 0)
+    known = isinstance(duration, (int, float)) and 0 < duration < 1e9
+    return duration / 1000 if known else _DEFAULT_SECONDS
+
+
+def _joined(pictures: Sequence[Any], options: MediaOptions, budget: PixelBudget) -> np.ndarray:
+    check_count(len(pictures))
+    frames = []
+    for number, picture in enumerate(pictures):
+        try:
+            frames.append(read_image(picture, options, budget))
+        except MediaError as error:
+            raise MediaError(f"has a frame {number} that {error}") from None
+        if frames[-1].shape != frames[0].shape:
+            sizes = " and ".join(f"{frame.shape[1]} x {frame.shape[0]}" for frame in (frames[0], frames[-1]))
+            raise MediaError(f"has frames of {sizes} pixels; all must have one size")
+    return np.stack(frames)
+
+
+def _check_frames(frames: np.ndarray, options: MediaOptions, budget: PixelBudget) -> None:
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
+        problem = f"is an array of {frames.dtype} and shape {list(frames.shape)}"
+        raise MediaError(f"{problem}; allowed is uint8 of shape [N, H, W, 3]")
+    check_count(len(frames))
+    check_size((frames.shape[2], frames.shape[1]), options)
+    budget.take(frames.size // 3)
+
+
+def _with_times(frames: np.ndarray, about: Mapping[str, Any]) -> Video:
+    """A video of frames that came decoded; about: what is known beside them."""
+    if wrong := next((key for key in about if key not in _METADATA), None):
+        raise MediaError(f"says {str(wrong)[:100]!r} beside its frames; allowed are {', '.join(_METADATA)}")
+    count, fps = len(frames), about.get("fps")
+    if fps is not None and not (isinstance(fps, (int, float)) and 0 < fps < math.inf):
+        raise MediaError("has an fps that is no number above 0")
+    try:
+        indices = np.asarray(about.get("frames_indices", range(count)))
+        total = int(about.get("total_num_frames", 0)) or int(indices.max(initial=count - 1)) + 1
+    except (TypeError, ValueError):
+        indices, total = np.zeros(0), 0
+    if indices.shape != (count,) or indices.dtype.kind not in "iu" or (np.diff(indices) < 0).any():
+        raise MediaError(f"has frames_indices that are not {count} rising whole numbers")
+    if not 0 <= indices[0] <= indices[-1] < total:
+        raise MediaError(f"has frames_indices beyond its total_num_frames, {total}")
+    indices = indices.astype(np.int64)
+    return Video(frames, indices, None if fps is None else indices / fps, None if fps is None else float(fps), total)

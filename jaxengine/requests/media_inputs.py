@@ -1,0 +1,160 @@
+"""Pictures and videos of prompts: made ready for the model's tower, and given their places in the prompt.
+
+What has been made ready is kept by its digest, so that a picture that comes again costs no more than its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.media.load import read_multi_modal_data
+from jaxengine.media.messages import MediaReader
+from jaxengine.media.parts import check_parts
+from jaxengine.media.processor import MediaProcessor, Processed
+from jaxengine.requests.media_cache import MediaCache, ProcessorCache
+from models.config.tower import TowerConfig
+from scheduler.errors import RequestError, show_value
+from scheduler.media import Media, MediaItem
+
+DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
+# In a prompt that has been made ready, its Media.
+READY = "media"
+
+
+def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a prompt brings pictures or videos that have not been made ready."""
+    return isinstance(prompt, Mapping) and bool(prompt.get(DATA) or prompt.get(OPTIONS))
+
+
+class _Found(NamedTuple):
+    """An item, whether it was kept (None where nothing is), and what makes it once more."""
+
+    digest: bytes
+    made: Processed
+    cached: bool | None
+    make: Callable[[], Processed]
+
+
+class MediaInputs:
+    """For the prompts of one model.
+
+    Attributes:
+      processor: the model's.
+      cache: what it has made; None with mm_processor_cache_gb 0. Where the engine is another process, what stands
+        between them puts its own here.
+      reader: of conversations, and of files.
+    """
+
+    def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig):
+        self.processor = processor
+        size = config.mm_processor_cache_bytes
+        self.cache: MediaCache | None = ProcessorCache(size) if size else None
+        self.reader = MediaReader(processor, config)
+        self._tower = tower
+        self._config = config
+
+    def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
+        """A prompt, its text and tokens of which have been read, with its Media in the place of files and arrays.
+
+        Raises RequestError, for more than the model or a limit allows before anything is loaded.
+        """
+        parts = read_multi_modal_data(prompt.get(DATA) or {}, param=DATA)
+        check_parts(parts, self.processor, self._config)
+        values = self.reader.loader.load_now(parts) if parts else {}
+        token_ids, media = self.read(token_ids, values, prompt.get(OPTIONS))
+        kept = {name: value for name, value in prompt.items() if name not in (DATA, OPTIONS)}
+        return {**kept, "prompt": text, "prompt_token_ids": token_ids, READY: media}
+
+    def read(
+        self, token_ids: Sequence[int], values: Mapping[str, Sequence[Any]], options: Any
+    ) -> tuple[list[int], Media | None]:
+        """The prompt with a placeholder for every embedding, and what belongs to it; None without any items.
+
+        values: loaded items by modality; options: mm_processor_kwargs. Raises RequestError.
+        """
+        options = self._options(options)
+        if not any(values.values()):
+            return list(token_ids), None
+        # One cache for all of a prompt: another may take its place while this thread is at work.
+        cache, found, seen = self.cache, {}, dict[bytes, _Found]()
+        for modality, loaded in values.items():
+            digests = [digest_of(modality, value, options, self.processor.settings) for value in loaded]
+            for digest, value in zip(digests, loaded, strict=True):
+                if digest not in seen:
+                    seen[digest] = self._find(cache, digest, modality, value, options)
+            found[modality] = [seen[digest] for digest in digests]
+        made = {modality: [each.made for each in own] for modality, own in found.items()}
+        expanded = self.processor.expand(token_ids, made)
+        items = []
+        for positions, (modality, number) in zip(expanded.positions, expanded.order, strict=True):
+            each = found[modality][number]
+            arrays = each.made.patches, each.made.columns, each.made.rows
+            item = MediaItem(modality, each.digest, positions, *arrays, each.cached)
+            items.append(item if cache is None else cache.item(item, each.made, each.make))
+        return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta)
+
+    def _options(self, options: Any) -> dict[str, Any]:
+        if options is not None and not isinstance(options, Mapping):
+            problem = f"{OPTIONS} is {show_value(options)}; allowed is a dict of the processor's arguments"
+            raise RequestError(problem, param=OPTIONS, value=options)
+        return {**(self._config.mm_processor_kwargs or {}), **(options or {})}
+
+    def _find(
+        self, cache: MediaCache | None, digest: bytes, modality: str, value: Any, options: Mapping[str, Any]
+    ) -> _Found:
+        """An item out of the cache, or made and put there. Raises RequestError."""
+        kept = None if cache is None else cache.get(digest)
+        cached = None if cache is None else kept is not None
+
+        def make() -> Processed:
+            return self._filled_up(self.processor.process(modality, value, options))
+
+        made = make() if kept is None else kept
+        if cache is not None and kept is None:
+            cache.put(digest, made)
+        self._check(modality, made)
+        return _Found(digest, made, cached, make)
+
+    def _check(self, modality: str, found: Processed) -> None:
+        config = self._config
+        if len(found.patches) > config.max_encoder_patches or found.num_rows > config.num_encoder_rows:
+            # A tower makes one embedding of so many patches.
+            problem = (
+                f"{DATA}: an item of {modality} makes {found.num_rows} embeddings of {len(found.patches)} patches; "
+                f"at most {config.max_encoder_patches} patches and {config.num_encoder_rows} embeddings are possible: "
+                "give a smaller one, or raise max_num_batched_encoder_tokens and encoder_cache_size"
+            )
+            raise RequestError(problem, param=DATA, value=found.num_rows)
+
+    def _filled_up(self, item: Processed) -> Processed:
+        """With patches of nothing behind, up to a multiple of the tower's unit: every item begins at one."""
+        missing = -len(item.patches) % self._tower.unit
+        return item._replace(
+            patches=np.pad(item.patches, ((0, missing), (0, 0))),
+            columns=np.pad(item.columns, ((0, 0), (0, missing)), constant_values=-1),
+            rows=np.pad(item.rows, (0, missing // self._tower.merge), constant_values=-1),
+        )
+
+
+def digest_of(modality: str, value: Any, options: Mapping[str, Any], settings: str) -> bytes:
+    """SHA-256 over the decoded pixels and all that decides what becomes of them.
+
+    value: an array, or a NamedTuple or dataclass of arrays and plain values.
+    """
+    digest = hashlib.sha256(json.dumps([modality, settings, options], sort_keys=True, default=str).encode())
+    parts: Sequence[Any] = [value]
+    if not isinstance(value, np.ndarray):
+        parts = list(value) if isinstance(value, tuple) else list(vars(value).values())
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            digest.update(f"{part.dtype}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).data)
+        else:
+            digest.update(repr(part).encode())
+    return digest.digest()

@@ -1,0 +1,53 @@
+"""What is compiled to encode pictures: a program for each size of calls, and one that makes the pool of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxengine.runner.encoder import EncoderLayout, make_encode
+from jaxengine.runner.program import Program, abstract_params, program_on, shape_on
+from models.causal_lm import CausalLM
+from sharding.rules import logical_to_spec
+
+_RANKS, _PICTURES = logical_to_spec(("batch",)), logical_to_spec(("pictures",))
+
+
+class EncoderPrograms:
+    """Of the first stage of a model that sees.
+
+    Attributes:
+      layout: the sizes of calls and their messages.
+      rows: the pool of embeddings, [ranks * N, E], abstract.
+    """
+
+    def __init__(self, model: CausalLM, layout: EncoderLayout, dtype: Any, mesh: Mesh):
+        self.layout = layout
+        self._mesh = mesh
+        graph, params = nnx.split(model)
+        self._encode = make_encode(graph, jax.tree.structure(params), parts=layout.parts)
+        size = layout.tower.num_parts * model.config.hidden_size
+        self.rows = shape_on(mesh, (layout.num_ranks * layout.num_rows, size), dtype, _RANKS)
+
+    def encode(self, size: int, params: Sequence[Any]) -> Program:
+        """Pictures of up to `size` patches on a device: (params, rows, the fields of an EncoderInput) -> rows."""
+        layout, tower, mesh = self.layout, self.layout.tower, self._mesh
+        count, places = layout.num_ranks * layout.parts, _PICTURES if layout.parts > 1 else _RANKS
+        message = (
+            shape_on(mesh, (count, size, tower.num_features), np.float32, places),
+            shape_on(mesh, (count, len(tower.columns), size), np.int32, places),
+            shape_on(mesh, (layout.num_ranks, layout.parts * size // tower.merge), np.int32, _RANKS),
+        )
+        arguments = (abstract_params(params), self.rows, *message)
+        return program_on(mesh, f"encode {size} patches", self._encode, arguments, self.rows, (1,))
+
+    def pool(self) -> Program:
+        """() -> the pool as it begins."""
+        part = self.rows.sharding.shard_shape(self.rows.shape)
+        return program_on(self._mesh, "pool of embeddings", lambda: jnp.zeros(part, self.rows.dtype), (), self.rows, ())

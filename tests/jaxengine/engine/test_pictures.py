@@ -1,0 +1,228 @@
+"""Engines that see: what transformers recorded, out of crowds in small pools; no picture does anything to another.
+
+What processors and towers make of pictures: tests/models/families.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxengine import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
+from tests.fixtures import picture_cases, picture_checkpoints, unit_pictures
+from tests.fixtures.drawn_weights import checkpoint
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "block_size": 8,
+    "compilation_config": {"prefill_sizes": [], "cudagraph_capture_sizes": []},
+    "disable_log_stats": True,
+}
+# Chunks cut pictures, and pages run out.
+TIGHT = {"max_num_batched_tokens": 20, "num_gpu_blocks_override": 34}
+# Pictures are not cut, and a step has room for one; half of the layers have windows.
+WHOLE = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 56}
+UNIT_PROMPTS = ((), (0,), (1,), (0, 2), (3, 1))
+SEGMENTED, UNITS = tuple(picture_cases.PROMPTS), tuple(unit_pictures.CASES)
+# Places in three dimensions, rows with parts for several layers, videos; and what is seen in both directions.
+QUICK = ("qwen3_vl_vision", "gemma3_sees_vision")
+
+
+class Case:
+    """A tiny checkpoint that sees.
+
+    Attributes:
+      prompts: with their pictures, and `answers`: the tokens that transformers found to follow, by name.
+    """
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder = name, folder
+        self.prompts: dict[str, dict[str, Any]] = {}
+        self.answers: dict[str, list[int]] = {}
+        if name in SEGMENTED:
+            picture_checkpoints.whole_checkpoint(name, folder)
+            with np.load(picture_checkpoints.golden_path(name)) as golden:
+                self.answers = {prompt: golden[f"{prompt}_greedy"].tolist() for prompt in picture_cases.PROMPTS[name]}
+        else:
+            unit_pictures.write_checkpoint(folder, name, checkpoint(name))
+            with np.load(Path(unit_pictures.__file__).parent / "models" / name / "pictures.npz") as golden:
+                self.answers = {str(number): golden[f"greedy_{number}"].tolist() for number in range(len(UNIT_PROMPTS))}
+
+    def start(self, **options: Any) -> LLM:
+        llm = LLM(str(self.folder), **{**OPTIONS, **options})
+        write = llm.core.inputs.media.processor.placeholder
+        for prompt in self.answers:
+            parts = picture_cases.PROMPTS[self.name][prompt] if self.name in SEGMENTED else None
+            self.prompts[prompt] = _unit_prompt(int(prompt), write) if parts is None else _prompt(parts, write)
+        return llm
+
+
+def _prompt(parts: Any, write: Any) -> dict[str, Any]:
+    text, data = "", {"image": [], "video": []}
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+            continue
+        kind, *about = part
+        if kind == "image":
+            data[kind].append(picture_checkpoints.picture(*about))
+        else:
+            seed, count, height, width, *rest = about
+            fps = rest[0] if rest else picture_cases.FPS
+            known = {} if fps is None else {"fps": fps, "total_num_frames": count, "frames_indices": list(range(count))}
+            data[kind].append((picture_checkpoints.frames(seed, count, height, width), known))
+        text += write(kind)
+    return {"prompt": text, "multi_modal_data": data}
+
+
+def _unit_prompt(number: int, write: Any) -> dict[str, Any]:
+    pictures = UNIT_PROMPTS[number]
+    text = unit_pictures.text_of(write("image"), number, len(pictures))
+    return {"prompt": text, "multi_modal_data": {"image": [unit_pictures.picture(index) for index in pictures]}}
+
+
+def answers(llm: LLM, prompts: list[Any], counts: list[int]) -> list[list[int]]:
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in counts]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def check_idle(llm: LLM) -> None:
+    """Nothing has been compiled, and nobody needs anything."""
+    scheduler = llm.core.engine.scheduler
+    assert llm.core.runner.compiles.count == 0
+    assert scheduler.num_free_pages == scheduler.num_pages
+    assert all(rank.encoder_rows.num_used == 0 for rank in scheduler.ranks)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough("a further family"))
+        for name in (*SEGMENTED, *UNITS)
+    ],
+)
+def case(request, tmp_path_factory):
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def tight(case, executables_dir):
+    sees_all = case.name.startswith("gemma3")
+    return case.start(**(WHOLE if sees_all else TIGHT), compile_cache_dir=executables_dir)
+
+
+def test_a_crowd_answers_as_transformers_did(case, tight):
+    """Three of each prompt at once: cut, put out and taken in again; then once more, with what is known by now."""
+    wanted = [*case.answers.values()] * 3
+    scheduler, counts = tight.core.engine.scheduler, [len(answer) for answer in wanted]
+    first = answers(tight, [*case.prompts.values()] * 3, counts)
+    assert first == wanted
+    rows = scheduler.ranks[0].encoder_rows
+    assert rows.num_queries > rows.num_hits > 0
+    check_idle(tight)
+    hits = scheduler.num_prefix_hits
+    assert answers(tight, [*case.prompts.values()] * 3, counts) == wanted
+    assert scheduler.num_prefix_hits > hits
+    check_idle(tight)
+
+
+def test_pictures_of_any_size_and_their_neighbours(case, tight):
+    """Each alone, then all at once with others between them; another picture makes other scores."""
+    rng, write = np.random.default_rng(5), tight.core.inputs.media.processor.placeholder
+    prompts: list[Any] = []
+    for _ in range(12):
+        height, width = rng.integers(20, 90, 2).tolist()
+        coarse = rng.integers(0, 256, (-(-height // 9), -(-width // 9), 3), np.uint8)
+        picture = coarse.repeat(9, axis=0).repeat(9, axis=1)[:height, :width]
+        prompts.append({"prompt": f"w3 {write('image')} w5 w8", "multi_modal_data": {"image": [picture]}})
+    alone = [answers(tight, [prompt], [6])[0] for prompt in prompts]
+    tight.core.engine.scheduler.reset_prefix_cache()
+    plain = [*case.prompts.values()]
+    together = answers(tight, [each for prompt in prompts for each in (prompt, plain[0])], [6] * 24)
+    assert together[::2] == alone
+    scores = tight.generate(prompts, SamplingParams(max_tokens=1, temperature=0, logprobs=1), use_tqdm=False)
+    best = [max(each.logprob for each in output.outputs[0].logprobs[0].values()) for output in scores]
+    assert len({round(score, 4) for score in best}) > 6
+    check_idle(tight)
+
+
+def test_a_picture_seen_before_is_not_encoded_again(case, tight):
+    prompt = next(each for each in case.prompts.values() if each["multi_modal_data"].get("image"))
+    rows = tight.core.engine.scheduler.ranks[0].encoder_rows
+    tight.core.engine.scheduler.reset_prefix_cache()
+    answers(tight, [prompt], [2])
+    for reset in (False, True):
+        if reset:
+            tight.core.engine.scheduler.reset_prefix_cache()
+        before = rows.num_queries - rows.num_hits
+        answers(tight, [prompt], [2])
+        assert rows.num_queries - rows.num_hits == before
+
+
+def test_requests_that_leave_leave_nothing(case, tight):
+    core = tight.core
+    for steps in range(5):
+        prepared = [core.inputs.prepare(prompt, SamplingParams(max_tokens=8)) for prompt in case.prompts.values()]
+        for each in prepared:
+            core.add(each)
+        for _ in range(steps):
+            core.step()
+        for each in prepared:
+            core.abort(each.request_id)
+        while core.has_unfinished:
+            core.step()
+        check_idle(tight)
+
+
+def test_what_is_refused(case, tight):
+    picture = np.zeros((20, 20, 3), np.uint8)
+    write = tight.core.inputs.media.processor.placeholder
+    for prompt, text in (
+        ({"prompt": "w1", "multi_modal_data": {"image": [picture]}}, "image"),
+        ({"prompt": write("image"), "multi_modal_data": {"image": [picture] * 2}}, "image"),
+        ({"prompt": write("image"), "multi_modal_data": {"sound": [picture]}}, "sound"),
+        ({"prompt": write("image"), "multi_modal_data": [picture]}, "multi_modal_data"),
+        ({"prompt": write("image"), "multi_modal_data": {"image": "hello"}}, "image"),
+        (
+            {"prompt": write("image"), "multi_modal_data": {"image": picture}, "mm_processor_kwargs": {"colour": 1}},
+            "colour",
+        ),
+        ({"prompt": write("image"), "multi_modal_data": {"image": picture}, "mm_processor_kwargs": 3}, "kwargs"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            tight.generate(prompt, use_tqdm=False)
+    prompt = {"prompt": write("image"), "multi_modal_data": {"image": picture}}
+    with pytest.raises(RequestError, match="beam search"):
+        tight.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))
+    check_idle(tight)
+
+
+def test_a_model_that_is_not_to_see(case, executables_dir):
+    """It has no tower then, and no programs for pictures."""
+    llm = LLM(str(case.folder), **{**OPTIONS, **WHOLE}, limit_mm_per_prompt="image=0,video=0", enforce_eager=True)
+    assert llm.core.inputs.media is None and llm.core.runner.encoder is None
+    assert not any(bucket.media for bucket in llm.core.runner.buckets) and llm.core.runner.plan.embeddings == 0
+    with pytest.raises(RequestError, match="limit_mm_per_prompt"):
+        llm.generate({"prompt": "w1", "multi_modal_data": {"image": np.zeros((20, 20, 3), np.uint8)}}, use_tqdm=False)
+    name = next(name for name, each in case.prompts.items() if not any(each["multi_modal_data"].values()))
+    assert answers(llm, [case.prompts[name]["prompt"]], [4]) == [case.answers[name][:4]]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "enable_chunked_prefill"),
+        ({"mm_encoder_tp_mode": "pictures"}, "mm_encoder_tp_mode"),
+        ({"max_num_batched_encoder_tokens": 0}, "max_num_batched_encoder_tokens"),
+        ({"disable_chunked_mm_input": True, "max_num_batched_tokens": 4}, "max_num_batched_tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_options_that_do_not_fit(case, options, named):
+    with pytest.raises(ConfigError, match=named):
+        LLM(str(case.folder), **{**OPTIONS, **WHOLE, **options})

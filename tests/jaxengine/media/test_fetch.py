@@ -1,0 +1,270 @@
+"""Addresses: what is read from each kind, and what is never asked, however it is spelt."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import ssl
+import subprocess
+import time
+
+import pytest
+
+from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media import fetch as module
+from jaxengine.media.errors import MediaError
+from jaxengine.media.fetch import check_source, fetch, is_public
+from tests.jaxengine.media.pictures import PNG, data_url
+from tests.jaxengine.media.web_server import web_server
+
+CLOSED = MediaOptions()
+OPEN = MediaOptions(allowed_media_domains=("127.0.0.1", "media.example", "::1"), media_fetch_timeout=0.5)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with web_server() as server:
+        yield server
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """name -> addresses; and what was connected to."""
+    table: dict[str, list[str]] = {}
+    connected: list[tuple] = []
+    real = socket.socket.connect
+
+    def look_up(host, port, **_):
+        if host not in table:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in table[host]]
+
+    def connect(sock, address):
+        connected.append(address)
+        return real(sock, address)
+
+    monkeypatch.setattr(module.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(module._Socket, "connect", connect, raising=False)
+    return table, connected
+
+
+BASE64 = base64.b64encode(PNG).decode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"data:image/png;base64,{BASE64}",
+        f"DATA:;BASE64,{BASE64}",
+        f"data:image/png;name=a.png;base64,{BASE64.rstrip('=')}",
+        f"data:image/png;base64,{BASE64[:40]}\n {BASE64[40:]}",
+        "data:image/png;base64," + BASE64.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D"),
+        "data:image/png," + "".join(f"%{byte:02x}" for byte in PNG),
+    ],
+)
+def test_data_urls(url):
+    check_source(url, CLOSED)
+    assert fetch(url, CLOSED) == PNG
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("data:image/png;base64", "is no data URL; allowed is data:image/png;base64,"),
+        ("data:" + "x" * 300 + ",a", "is no data URL"),
+        ("data:image/png;base64,@@@@", "holds no base64"),
+        ("data:image/png;base64,AAAAA", "holds no base64"),
+        ("data:image/png;base64,äöü", "holds no base64"),
+        ("data:image/png;base64,AA==AA==", "holds no base64"),
+        ("data:image/png;base64,-_-_", "holds no base64"),
+        ("", "begins with ''; allowed are addresses of data:, http:, https: and file:"),
+        ("a.png", "begins with 'a.png'"),
+        ("/etc/passwd", "begins with '/etc/passwd'"),
+        ("ftp://host/a.png", "has the scheme 'ftp'"),
+        ("gopher://host/", "has the scheme 'gopher'"),
+        ("javascript:alert(1)", "has the scheme 'javascript'"),
+        ("concat:/etc/passwd", "has the scheme 'concat'"),
+        ("https://media.example/a.png", "none may be fetched, for allowed_media_domains is not set"),
+        ("file:///etc/passwd", "none may be read, for allowed_local_media_path is not set"),
+    ],
+)
+def test_addresses_that_are_refused_where_nothing_is_open(url, message):
+    with pytest.raises(MediaError, match=message):
+        fetch(url, CLOSED)
+
+
+@pytest.mark.parametrize("form", ["data:;base64," + "A" * 4000, "data:,AAAA" + "A" * 4000, "data:," + "%41" * 4000])
+def test_a_data_url_is_measured_before_it_is_decoded(form, monkeypatch):
+    monkeypatch.setattr(base64, "b64decode", None)
+    monkeypatch.setattr(module.urllib.parse, "unquote_to_bytes", lambda text: b"x" * len(text))
+    with pytest.raises(MediaError, match=r"bytes or more; allowed are 999 \(max_media_bytes\)"):
+        fetch(form, MediaOptions(max_media_bytes=999))
+
+
+def test_files_of_the_folder_that_is_open(tmp_path):
+    folder, outside = tmp_path / "open", tmp_path / "secret.png"
+    folder.mkdir()
+    outside.write_bytes(PNG)
+    (folder / "a b.png").write_bytes(PNG)
+    (folder / "in").symlink_to(folder / "a b.png")
+    (folder / "out").symlink_to(outside)
+    (folder / "up").symlink_to(tmp_path)
+    (folder / "round").symlink_to(folder / "round")
+    (tmp_path / "open2").mkdir()
+    (tmp_path / "open2" / "a.png").write_bytes(PNG)
+    options = MediaOptions(allowed_local_media_path=str(folder))
+    for name in ("a%20b.png", "in", "../open/in"):
+        assert fetch(f"file://{folder}/{name}", options) == PNG
+    assert fetch(f"file://localhost{folder}/in", options) == PNG
+    for url in (
+        f"file://{outside}",
+        f"file://{folder}/out",
+        f"file://{folder}/up/secret.png",
+        f"file://{folder}/../secret.png",
+        f"file://{folder}/%2e%2e/secret.png",
+        f"file://{tmp_path}/open2/a.png",
+        "file:///etc/passwd",
+        f"file://{folder}/a%00b",
+        "file:etc/passwd",
+    ):
+        with pytest.raises(MediaError, match="leads out of the folder"):
+            fetch(url, options)
+    for url in (f"file://elsewhere{folder}/in", f"file://{folder}/in?x", f"file://{folder}/in#x"):
+        with pytest.raises(MediaError, match="is no local file"):
+            fetch(url, options)
+    for name in ("missing", "", "round"):
+        with pytest.raises(MediaError, match="cannot be read|leads out"):
+            fetch(f"file://{folder}/{name}", options)
+    with pytest.raises(MediaError, match="allowed are 9"):
+        fetch(f"file://{folder}/in", MediaOptions(allowed_local_media_path=str(folder), max_media_bytes=9))
+
+
+@pytest.mark.parametrize("path", ["/png", "/png?size=1&x=%20y", "/chunked", "/png/ä b"])
+def test_a_file_from_the_web(server, path):
+    check_source(server.url + path, OPEN)
+    assert fetch(server.url + path, OPEN) == PNG
+    assert server.paths[-1] == path.replace("ä b", "%C3%A4%20b")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/missing", "is answered with status 404"),
+        ("/elsewhere", r"leads elsewhere \(status 302\); give the address of the file itself"),
+        ("/here", "leads elsewhere"),
+        ("/large", "has 1099511627776 bytes or more; allowed are"),
+        ("/endless", "bytes or more; allowed are"),
+        ("/short", "ends after 40 of"),
+        ("/packed", "comes compressed"),
+        ("/dripping", r"takes longer than 0.5 seconds \(media_fetch_timeout\)"),
+        ("/dripping-body", "takes longer than 0.5 seconds"),
+        ("/silent", "takes longer than 0.5 seconds"),
+        ("/nonsense", r"cannot be fetched \(BadStatusLine\)"),
+    ],
+)
+def test_a_server_that_answers_as_it_should_not(server, path, message):
+    start = time.monotonic()
+    with pytest.raises(MediaError, match=message):
+        fetch(server.url + path, OPEN)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://other.example/a", "on a host from which nothing may be fetched"),
+        ("http://media.example.evil.org/a", "on a host from which nothing may be fetched"),
+        ("http://notmedia.example/a", "on a host from which nothing may be fetched"),
+        ("http://media.example@evil.org/a", "is no address of a file on the web"),
+        ("http://evil.org#@media.example/a", "on a host from which nothing may be fetched"),
+        ("http://evil.org\\@media.example/a", "is no address|on a host from which"),
+        ("http://user:word@media.example/a", "is no address of a file on the web"),
+        ("http:///a", "is no address of a file on the web"),
+        ("http://media.example:99999/a", "is no address of a file on the web"),
+        ("http://[::1/a", "is no address of a file on the web"),
+        ("http://localhost/a", "on a host from which nothing may be fetched"),
+        ("http://2130706433/a", "on a host from which nothing may be fetched"),
+        ("http://0x7f.1/a", "on a host from which nothing may be fetched"),
+        ("https://media.example/" + "a" * 9000, "characters; allowed are 8192"),
+    ],
+)
+def test_hosts_that_are_not_asked(url, message, names):
+    for ask in (check_source, fetch):
+        with pytest.raises(MediaError, match=message):
+            ask(url, OPEN)
+    assert names[1] == []
+
+
+PRIVATE = """
+    127.0.0.1 127.8.8.8 10.0.0.5 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 255.255.255.255 224.0.0.1
+    240.0.0.1 192.0.2.1 ::1 :: fe80::1 fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::7f00:1
+    2002:7f00:1:: 2001:db8::1
+"""
+
+
+@pytest.mark.parametrize("address", PRIVATE.split())
+def test_private_addresses(address):
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_public_addresses(address):
+    assert is_public(address)
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["10.1.2.3"], ["8.8.8.8", "169.254.169.254"]])
+def test_a_name_that_leads_to_a_private_address_is_not_followed(names, addresses):
+    """However it is allowed, by its name or by all names."""
+    table, connected = names
+    table["media.example"] = addresses
+    for domains in (("media.example",), ("*",)):
+        with pytest.raises(MediaError, match="is on a host with a private address"):
+            fetch("http://media.example/a", MediaOptions(allowed_media_domains=domains))
+    table["127.0.0.1"] = ["127.0.0.1"]
+    with pytest.raises(MediaError, match="is on a host with a private address"):
+        fetch("http://127.0.0.1/a", MediaOptions(allowed_media_domains=("*",)))
+    with pytest.raises(MediaError, match="is on a host that is not known"):
+        fetch("http://unknown.example/a", MediaOptions(allowed_media_domains=("*",)))
+    assert connected == []
+
+
+def test_what_was_looked_up_is_what_is_connected_to(names, server, monkeypatch):
+    """A second look might say otherwise, to another machine."""
+    table, connected = names
+    table["media.example"] = ["127.0.0.1"]
+    looks = []
+    monkeypatch.setattr(module, "is_public", lambda address: looks.append(address) or True)
+    port = server.server_address[1]
+    assert fetch(f"http://MEDIA.example.:{port}/png", OPEN) == PNG
+    assert looks == ["127.0.0.1"] and connected == [("127.0.0.1", port)]
+
+
+def test_nobody_listens(names):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    names[0]["127.0.0.1"] = ["127.0.0.1"]
+    with pytest.raises(MediaError, match=r"cannot be fetched \(ConnectionRefusedError\)"):
+        fetch(f"http://127.0.0.1:{port}/a", OPEN)
+
+
+def test_tls_needs_a_certificate_that_is_trusted(tmp_path, monkeypatch):
+    how = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=a", "-days", "2"]
+    how += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "own.pem"]
+    subprocess.run(["openssl", "req", "-x509", *how], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    with web_server() as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "own.pem", tmp_path / "key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        url = server.url.replace("http:", "https:")
+        with pytest.raises(MediaError, match=r"cannot be fetched \(SSLCertVerificationError\)"):
+            fetch(url + "/png", OPEN)
+        trusting = ssl.create_default_context(cafile=str(tmp_path / "own.pem"))
+        monkeypatch.setattr(module.ssl, "create_default_context", lambda: trusting)
+        assert fetch(url + "/png", OPEN) == PNG
+        with pytest.raises(MediaError, match="takes longer than 0.5 seconds"):
+            fetch(url + "/dripping", OPEN)
+
+
+def test_a_data_url_of_a_picture_is_that_picture():
+    assert fetch(data_url(PNG), CLOSED) == PNG

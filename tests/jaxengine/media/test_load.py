@@ -1,0 +1,106 @@
+"""Loading: in order, beside the event loop, one error for the first that fails, and nobody waits behind a slow host."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media import load as module
+from jaxengine.media.load import MediaLoader
+from jaxengine.media.parts import MediaPart
+from scheduler.errors import OverloadedError, RequestError
+from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, data_url
+from tests.jaxengine.media.web_server import web_server
+
+
+def parts(*sources: object, modality: str = "image") -> list[MediaPart]:
+    return [MediaPart(modality, source, f"messages[{at}]") for at, source in enumerate(sources)]
+
+
+@pytest.fixture
+def loader():
+    return MediaLoader(MediaOptions(media_loading_thread_count=2))
+
+
+async def test_what_is_loaded_comes_in_order(loader):
+    given = [*parts(*[PIXELS[:, : 1 + at % 8] for at in range(20)]), *parts(animation("GIF"), modality="video")]
+    data = await loader.load([given[-1], *given[:-1]])
+    assert [image.shape[1] for image in data["image"]] == [1 + at % 8 for at in range(20)]
+    assert [len(video.frames) for video in data["video"]] == [4]
+    now = loader.load_now(parts(data_url(PNG), PICTURE))
+    assert list(now) == ["image"] and all(np.array_equal(image, PIXELS) for image in now["image"])
+    assert await loader.load([]) == {} and loader.load_now([]) == {}
+
+
+async def test_the_first_that_fails_is_named(loader):
+    given = parts(PNG, "data:;base64,@", b"<svg/>")
+    for load in (loader.load, lambda each: asyncio.to_thread(loader.load_now, each)):
+        with pytest.raises(RequestError, match=r"^messages\[1\] holds no base64: ") as refusal:
+            await load(given)
+        assert refusal.value.param == "messages"
+    with pytest.raises(RequestError, match=r"^messages\[0\] is an SVG; allowed: PNG"):
+        await loader.load(parts(b"<svg/>"))
+
+
+async def test_all_of_one_prompt_share_the_pixels():
+    loader = MediaLoader(MediaOptions(max_media_pixels=100))
+    with pytest.raises(RequestError, match="one prompt; allowed are 100"):
+        await loader.load(parts(PNG, PNG, PNG))
+    assert len((await loader.load(parts(PNG, PNG)))["image"]) == 2
+
+
+async def test_a_slow_host_is_only_waited_for_by_those_who_asked(monkeypatch):
+    with web_server() as server:
+        options = MediaOptions(
+            media_loading_thread_count=1, allowed_media_domains=("127.0.0.1",), media_fetch_timeout=1.5
+        )
+        loader = MediaLoader(options)
+        slow = asyncio.create_task(loader.load(parts(server.url + "/silent")))
+        await asyncio.sleep(0.05)
+        await loader.load(parts(PNG))
+        assert not slow.done()
+        with pytest.raises(RequestError, match="takes longer than 1.5 seconds"):
+            await slow
+        data = await loader.load(parts(server.url + "/png"))
+        assert np.array_equal(data["image"][0], PIXELS)
+
+
+async def test_the_event_loop_has_its_turn_while_a_large_picture_is_read(loader, monkeypatch):
+    threads = set()
+    for name in ("fetch", "read_image"):
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, real=real: threads.add(threading.current_thread().name[:12]) or real(*args)
+        )
+    url, longest, last = data_url(PNG + bytes(16 << 20)), 0.0, time.thread_time()
+    task = asyncio.create_task(loader.load(parts(url)))
+    while not task.done():
+        await asyncio.sleep(0.001)
+        longest, last = max(longest, time.thread_time() - last), time.thread_time()
+    assert np.array_equal((await task)["image"][0], PIXELS)
+    assert threads == {"decode media"} and longest < 0.1
+
+
+async def test_there_may_wait_so_many(loader, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(module, "read_image", lambda *_: go.wait(20))
+    monkeypatch.setattr(module, "_MAX_WAITING", 3)
+    first = asyncio.create_task(loader.load(parts(1, 2, 3, 4)))
+    await asyncio.sleep(0.01)
+    with pytest.raises(OverloadedError, match="4 pictures and videos wait"):
+        await loader.load(parts(5))
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    with pytest.raises(OverloadedError):
+        await loader.load(parts(5, 6))  # two run still, though nobody waits for them
+    go.set()
+    deadline = time.monotonic() + 20
+    while loader._num_waiting and time.monotonic() < deadline:
+        await asyncio.sleep(0.005)
+    assert (await loader.load(parts(7)))["image"] == [True]

@@ -1,0 +1,185 @@
+"""Pictures in messages: every way to write one, its name in an error, and what is refused before it is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media.load import read_multi_modal_data
+from jaxengine.media.parts import PlacedPart, collect_media
+from scheduler.errors import RequestError
+from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, data_url
+
+URL = data_url(PNG)
+OPTIONS = MediaOptions(allowed_media_domains=("media.example",))
+TEXT = {"type": "text", "text": "What is it?"}
+
+
+class Both:
+    """A model that takes pictures and videos."""
+
+    modalities = ("image", "video")
+
+    def placeholder(self, modality: str) -> str:
+        return f"<{modality}>"
+
+
+class OnlyImages(Both):
+    modalities = ("image",)
+
+
+def collect(*parts: Any, role: str = "user", model: Any = Both(), options: MediaOptions = OPTIONS) -> Any:  # noqa: B008
+    return collect_media([{"role": role, "content": [*parts]}], model, options)
+
+
+@pytest.mark.parametrize(
+    ("part", "modality", "key", "source"),
+    [
+        ({"type": "image_url", "image_url": {"url": URL}}, "image", "image_url", URL),
+        ({"type": "image_url", "image_url": {"url": URL, "detail": "low"}}, "image", "image_url", URL),
+        ({"type": "image_url", "image_url": URL, "uuid": None}, "image", "image_url", URL),
+        (
+            {"type": "image_url", "image_url": "https://media.example/a"},
+            "image",
+            "image_url",
+            "https://media.example/a",
+        ),
+        ({"type": "input_image", "image_url": URL, "detail": "auto", "file_id": None}, "image", "image_url", URL),
+        ({"type": "image", "source": {"type": "base64", "data": "AAAA"}}, "image", "source", "data:;base64,AAAA"),
+        ({"type": "image", "source": {"type": "url", "url": URL}}, "image", "source", URL),
+        ({"type": "image", "image": PICTURE}, "image", "image", PICTURE),
+        ({"type": "image", "image": URL}, "image", "image", URL),
+        ({"type": "image", "url": URL}, "image", "url", URL),
+        ({"type": "image_pil", "image_pil": PICTURE}, "image", "image_pil", PICTURE),
+        ({"type": "video_url", "video_url": {"url": URL}}, "video", "video_url", URL),
+        ({"type": "video", "video": [PICTURE]}, "video", "video", [PICTURE]),
+        ({"type": "video", "url": URL}, "video", "url", URL),
+    ],
+)
+def test_every_way_to_write_one(part, modality, key, source):
+    messages, (found,) = collect(TEXT, part)
+    assert messages == [{"role": "user", "content": [TEXT, {"type": modality}]}]
+    assert (found.modality, found.source, found.param) == (modality, source, "messages")
+    assert found.where == f"messages[0].content[1].{key}"
+
+
+def test_the_order_is_that_of_the_messages():
+    one, other = ({"type": "image", "image": each} for each in (PICTURE, PIXELS))
+    given = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [one, TEXT]},
+        {"role": "assistant", "content": "A dog."},
+        {"role": "tool", "content": [other], "name": "camera"},
+        {"role": "user", "content": ["as text", {"type": "video", "video": [PICTURE]}]},
+    ]
+    messages, parts = collect_media(given, Both(), OPTIONS)
+    assert [part.source for part in parts] == [PICTURE, PIXELS, [PICTURE]]
+    assert messages[0] is given[0] and messages[2] is given[2]
+    assert messages[3] == {"role": "tool", "content": [{"type": "image"}], "name": "camera"}
+    assert messages[4]["content"] == ["as text", {"type": "video"}]
+    assert given[1]["content"][0] is one, "the caller's messages are left alone"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, "Hi", [], [3], [{"role": "user"}], [{"content": "Hi"}], [{"content": [TEXT, "Hi", 3, {"type": []}]}]],
+)
+def test_what_holds_no_picture_is_left_as_it_is(messages):
+    assert collect_media(messages, None, OPTIONS) == (messages, [])
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url"}, r'content\[0\].image_url must be {"url": ...} or an address, got None'),
+        ({"type": "image_url", "image_url": {}}, "must be"),
+        ({"type": "image_url", "image_url": 3}, "got 3"),
+        ({"type": "image_url", "image_url": {"url": ["a"]}}, "must be"),
+        ({"type": "image_url", "image_url": ""}, "must be"),
+        ({"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}, "detail is 'huge'; allowed: auto, low"),
+        ({"type": "image_url", "image_url": {"url": URL, "detail": []}}, r"detail is \[\]"),
+        ({"type": "image_url", "image_url": {"url": "ftp://a/b"}}, "image_url has the scheme 'ftp'; allowed are"),
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, "image_url begins with 'a.png'"),
+        ({"type": "image_url", "image_url": {"url": "https://evil.example/a"}}, "from which nothing may be fetched"),
+        ({"type": "image_url", "image_url": {"url": "file:///a"}}, "is a local file; none may be read"),
+        ({"type": "image_url", "image_url": {"url": URL}, "uuid": "a"}, r"content\[0\].uuid is given; nothing is kept"),
+        (
+            {"type": "input_image", "file_id": "file-1"},
+            r"content\[0\].file_id is given, but this server keeps no files",
+        ),
+        ({"type": "image"}, "of type 'image' must have image or url"),
+        ({"type": "image", "image": PICTURE, "url": URL}, "must have image or url"),
+        ({"type": "image", "source": {"type": "file", "file_id": "a"}}, "source is of type 'file'; allowed"),
+        ({"type": "image", "source": {"type": "base64", "data": 3}}, "source is of type 'base64'; allowed"),
+        ({"type": "image", "source": "a"}, "source is of type 'a'"),
+        ({"type": "image_pil"}, "must have image_pil"),
+        ({"type": "video"}, "must have video or url"),
+        ({"type": "video_url", "video_url": None}, "video_url must be"),
+    ],
+)
+def test_parts_that_are_refused(part, message):
+    with pytest.raises(RequestError, match=message) as refusal:
+        collect(part)
+    assert refusal.value.param == "messages" and str(refusal.value).startswith("messages[0].content[0]")
+
+
+def test_parts_of_other_kinds_are_refused_by_their_type():
+    sound = {"type": "input_audio", "input_audio": {}}
+    for parts in ([sound], [TEXT, sound], [{"type": "image", "image": PICTURE}, sound]):
+        with pytest.raises(RequestError, match=r"content\[\d\].type is 'input_audio'; allowed: text, refusal, im"):
+            collect(*parts)
+    assert collect(TEXT, sound, model=None) == ([{"role": "user", "content": [TEXT, sound]}], []), "a template's affair"
+
+
+def test_an_answer_holds_no_pictures():
+    with pytest.raises(RequestError, match=r"messages\[0\].content\[0\] is a picture or video; allowed are they in"):
+        collect({"type": "image", "image": PICTURE}, role="assistant")
+
+
+def test_a_model_that_takes_none():
+    image, video = {"type": "image", "image": PICTURE}, {"type": "video", "video": [PICTURE]}
+    for part, model, says in (
+        (image, None, r"takes no image: messages\[0\].content\[0\].image; it takes text"),
+        (video, OnlyImages(), r"takes no video: messages\[0\].content\[0\].video; it takes images"),
+    ):
+        with pytest.raises(RequestError, match=says) as refusal:
+            collect(part, model=model)
+        assert refusal.value.param == "messages"
+
+
+def test_there_may_be_so_many():
+    image, video = {"type": "image", "image": PICTURE}, {"type": "video", "video": [PICTURE]}
+    options = MediaOptions(limit_mm_per_prompt={"image": {"count": 2}, "video": {"count": 0}})
+    collect(image, image, options=options)
+    with pytest.raises(RequestError, match="messages has 3 images; allowed: at most 2, by limit_mm_per_prompt"):
+        collect(image, image, image, options=options)
+    with pytest.raises(RequestError, match="messages has 1 video; allowed: at most 0"):
+        collect(image, video, options=options)
+
+
+def test_a_part_of_another_api_has_its_name_there():
+    part = PlacedPart({"type": "input_image", "image_url": URL}, "input[3].content[0]")
+    _, (found,) = collect(TEXT, part)
+    assert found.where == "input[3].content[0].image_url" and found.param == "input"
+    with pytest.raises(RequestError, match=r"input\[3\].content\[0\].image_url must be") as refusal:
+        collect(PlacedPart({"type": "input_image"}, "input[3].content[0]"))
+    assert refusal.value.param == "input"
+
+
+def test_multi_modal_data_of_a_prompt():
+    video = [PICTURE, PICTURE]
+    parts = read_multi_modal_data({"image": [PICTURE, URL], "video": video})
+    assert [(part.modality, part.source, part.where) for part in parts] == [
+        ("image", PICTURE, "multi_modal_data['image'][0]"),
+        ("image", URL, "multi_modal_data['image'][1]"),
+        ("video", video, "multi_modal_data['video']"),
+    ]
+    assert [part.source for part in read_multi_modal_data({"video": [video, URL]})] == [video, URL]
+    assert [part.source for part in read_multi_modal_data({"image": PIXELS})] == [PIXELS]
+    assert read_multi_modal_data({"image": None, "video": []}) == []
+    for data, says in ((3, "must be a dict of image and video, got 3"), ({"audio": 3}, "has the key 'audio'; allowed")):
+        with pytest.raises(RequestError, match=says) as refusal:
+            read_multi_modal_data(data)
+        assert refusal.value.param == "multi_modal_data"

@@ -1,0 +1,185 @@
+"""Pictures as squares: settings, options and prompts beyond those that are recorded with checkpoints
+(tests/models/families/test_unit_pictures.py), and what is refused. Pixels are compared with transformers' over Pillow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxengine.media.registry import PROCESSORS
+from jaxengine.tokens.tokenizer import Tokenizer
+from models.config.hf import read_config_json
+from models.registry import read_hf
+from models.weights.errors import ModelFileError
+from scheduler.errors import RequestError
+from tests.fixtures.drawn_weights import FOLDER
+from tests.fixtures.unit_pictures import CASES, picture, write_files
+
+
+def processor(folder, name: str, **changes: Any):
+    """The processor of a recorded case, with other settings."""
+    write_files(folder, name)
+    (folder / "preprocessor_config.json").write_text(json.dumps(CASES[name]["images"] | changes))
+    raw = read_config_json(FOLDER / name)
+    return PROCESSORS[raw["architectures"][0]](folder, raw, read_hf(raw), Tokenizer.from_hf_folder(folder))
+
+
+def as_units(made, processed) -> np.ndarray:
+    """f32[units, 3, side, side]"""
+    grid = made.side // made.patch
+    patches = processed.patches.reshape(-1, made.tower.unit, processed.patches.shape[1])[:, : grid**2]
+    cut = patches.reshape(-1, grid, grid, 3, made.patch, made.patch)
+    return cut.transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, made.side, made.side)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "options"),
+    [
+        ("llava_vision", "llava.image_processing_pil_llava.LlavaImageProcessorPil", {"do_pad": True}),
+        ("internvl_vision", "got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil", {"max_patches": 9}),
+        (
+            "gemma3_sees_vision",
+            "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
+            {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20, "pan_and_scan_max_num_crops": 3}
+            | {"pan_and_scan_min_ratio_to_activate": 1.2},
+        ),
+    ],
+    ids=("llava", "internvl", "gemma3"),
+)
+def test_options_as_transformers_has_them(name, module, options, tmp_path):
+    path, _, class_name = module.rpartition(".")
+    theirs = getattr(importlib.import_module(f"transformers.models.{path}"), class_name)(**CASES[name]["images"])
+    in_file = name == "llava_vision"  # what is no option of a request
+    made = processor(tmp_path, name, **(options if in_file else {}))
+    given = {"crop_to_patches": True} if name.startswith("internvl") else {}
+    for index in range(4):
+        wanted = np.asarray(theirs(picture(index), **options, **given)["pixel_values"], np.float32)
+        found = as_units(made, made.process("image", picture(index), {} if in_file else options))
+        np.testing.assert_allclose(found, wanted.reshape(found.shape), rtol=0, atol=1e-5)
+
+
+def test_smolvlm_splits_where_a_request_says_so(tmp_path):
+    made = processor(tmp_path, "smolvlm_vision", size={"longest_edge": 72})
+    whole = made.process("image", picture(0), {})
+    split = made.process("image", picture(0), {"do_image_splitting": True})
+    assert (len(as_units(made, whole)), len(as_units(made, split))) == (1, 3)
+    np.testing.assert_array_equal(as_units(made, whole)[0].shape, as_units(made, split)[-1].shape)
+    larger = made.process("image", picture(0), {"do_image_splitting": True, "size": {"longest_edge": 144}})
+    assert len(as_units(made, larger)) == 9
+
+
+def test_newlines_beside_a_picture_of_gemma_are_one_token_with_its_own(tmp_path):
+    made = processor(tmp_path, "gemma3_sees_vision")
+    begin, one, two = 126, 124, 123
+    item = made.process("image", picture(0), {})
+    picture_tokens = [begin, *[127] * 16, 125]
+    expanded = made.expand([5, one, begin, begin, one, one, 6, one, one], {"image": [item, item]})
+    around = [5, two, one], [two, two], [two, two], [6, one, one]
+    assert expanded.token_ids == [*around[0], *picture_tokens, *around[1], *picture_tokens, *around[2], *around[3]]
+    assert [positions.tolist() for positions in expanded.positions] == [[*range(4, 20)], [*range(24, 40)]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_largest_item_is_as_large_as_any(name, tmp_path):
+    made = processor(tmp_path, name)
+    largest = made.largest("image")
+    for size in ((1000, 1000), (2000, 300), (90, 1000), (24, 24), (3, 2)):
+        item = made.largest("image", size)
+        assert len(item.patches) <= len(largest.patches) and item.num_rows <= largest.num_rows
+        assert sorted(item.rows[item.rows >= 0]) == list(range(item.num_rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llava_vision", {"crop_size": 30}, "crop_size must be 24 by 24, the tower's image_size, got 30"),
+        (
+            "llava_vision",
+            {"size": {"width": 24}},
+            "size must be a mapping {shortest_edge} or {height, width} to",
+        ),
+        ("llava_vision", {"image_mean": [0, 1]}, "image_mean must be three finite numbers, got [0, 1]"),
+        ("llava_vision", {"image_std": [0, 1, 1]}, "image_std must be three finite numbers > 0, got [0, 1, 1]"),
+        ("llava_vision", {"resample": 9}, "resample must be the number of one of Pillow's filters, 0 to 5, got 9"),
+        ("llava_vision", {"do_resize": False}, "do_resize must be true or absent, got False"),
+        ("llava_next_vision", {"image_grid_pinpoints": [[24, 25]]}, "image_grid_pinpoints must be a list of [height"),
+        ("llava_next_vision", {"image_grid_pinpoints": [[24, 96]]}, "image_grid_pinpoints must be that of config.json"),
+        ("internvl_vision", {"max_patches": 65}, "max_patches must be from min_patches 1 to 64, got 65"),
+        ("idefics3_vision", {"max_image_size": {"longest_edge": 25}}, "max_image_size must be {'longest_edge': 24}"),
+        ("gemma3_sees_vision", {"size": {"height": 48, "width": 24}}, "size must be 48 by 48"),
+    ],
+)
+def test_settings_that_do_not_fit(name, changes, message, tmp_path):
+    with pytest.raises(ModelFileError) as error:
+        processor(tmp_path, name, **changes)
+    assert message in str(error.value) and "preprocessor_config.json" in str(error.value)
+
+
+def test_settings_of_transformers_5_are_in_one_file(tmp_path):
+    made = processor(tmp_path, "llava_vision")
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": settings | {"resample": 0}}))
+    raw = read_config_json(FOLDER / "llava_vision")
+    again = PROCESSORS[raw["architectures"][0]](tmp_path, raw, read_hf(raw), made.tokenizer)
+    assert (made.pixels.resample, again.pixels.resample) == (3, 0) and made.settings != again.settings
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "processor_config.json").unlink()
+    with pytest.raises(ModelFileError, match=r"has no preprocessor_config\.json"):
+        PROCESSORS[raw["architectures"][0]](tmp_path, raw, read_hf(raw), made.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "modality", "value", "options", "message"),
+    [
+        ("llava_vision", "video", picture(0), {}, "video is nothing that this model takes; it takes image"),
+        ("llava_vision", "image", picture(0), {"size": 3}, "mm_processor_kwargs has 'size'; this model has none"),
+        (
+            "llava_vision",
+            "image",
+            np.zeros((5, 1001, 3), np.uint8),
+            {},
+            "200 times the shorter one, got 1001x5",
+        ),
+        ("llava_vision", "image", np.zeros((0, 5, 3), np.uint8), {}, "got uint8[0, 5, 3]"),
+        (
+            "llava_vision",
+            "image",
+            np.zeros((5, 5, 3)),
+            {},
+            "image must be uint8[height, width, 3], got float64",
+        ),
+        ("internvl_vision", "image", picture(0), {"max_patches": 0}, "max_patches must be an integer from 1 to 64"),
+        (
+            "internvl_vision",
+            "image",
+            picture(0),
+            {"crop_to_patches": 1},
+            "crop_to_patches must be true or false, got",
+        ),
+        ("idefics3_vision", "image", picture(0), {"size": {"longest_edge": 5000}}, "with n from 1 to 4096"),
+        (
+            "gemma3_sees_vision",
+            "image",
+            picture(0),
+            {"do_pan_and_scan": True, "pan_and_scan_min_ratio_to_activate": "a"},
+            "pan_and_scan_min_ratio_to_activate must be a finite number > 0",
+        ),
+    ],
+)
+def test_items_that_are_refused(name, modality, value, options, message, tmp_path):
+    with pytest.raises(RequestError) as error:
+        processor(tmp_path, name).process(modality, value, options)
+    assert message in str(error.value)
+
+
+def test_as_many_placeholders_as_pictures(tmp_path):
+    made = processor(tmp_path, "llava_vision")
+    item = made.process("image", picture(0), {})
+    assert made.placeholder("image") == "<image>"
+    with pytest.raises(RequestError, match="the prompt has 1 of the placeholder '<image>', and 2 images are given"):
+        made.expand([5, 127, 6], {"image": [item, item]})
