@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,13 @@ async def load_from_root(
     if folder is None or not folder.is_relative_to(root):
         text = f"lora_path {show_value(path)} leads out of lora_root; allowed are folders in it"
         raise RequestError(text, param="lora_path", value=path)
-    await load_adapter(engine.utility, name, str(folder))
+    # Whoever asked may leave; what the engine has read is then to be taken in all the same.
+    await asyncio.shield(load_adapter(engine.utility, name, str(folder)))
+
+
+async def loaded_adapters(engine: EngineClient) -> list[dict[str, Any]]:
+    """Name, path, number and rank of each that requests may name; none without room for any."""
+    return await engine.utility("adapters") if engine.inputs.config.enable_lora else []
 
 
 async def unload(engine: EngineClient, name: str) -> None:

@@ -170,6 +170,8 @@ class RayEngine:
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
         if prepared.request_id in self._running:
             raise RequestError(f"request_id {prepared.request_id!r} is in use", param="request_id")
+        if prepared.requests[0].media is not None:
+            raise RequestError("pictures and videos are not supported over Ray Serve", param="multi_modal_data")
         salt = prepared.requests[0].cache_salt
         ids = prepared.requests[0].prompt_token_ids.tolist()
         call = Call(ids, params, prepared.prompt, salt, options)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc.aio
 
 from jaxengine.api.engine_client import EngineClient
@@ -83,9 +81,7 @@ class AdminService:
         return pb.FlushCacheResponse(success=bool(await self._engine.utility("reset_prefix_cache")))
 
     async def LoadLoraAdapter(self, request: pb.LoadLoraAdapterRequest, context: Context) -> pb.LoadLoraAdapterResponse:
-        load = load_from_root(self._engine, self._config, self._model_names, request.lora_name, request.lora_path)
-        # Whoever asked may leave; what the engine has read is then to be taken in all the same.
-        await asyncio.shield(asyncio.ensure_future(load))
+        await load_from_root(self._engine, self._config, self._model_names, request.lora_name, request.lora_path)
         return pb.LoadLoraAdapterResponse()
 
     async def UnloadLoraAdapter(

@@ -17,7 +17,9 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.requests.inputs import InputProcessor
+from jaxengine.requests.off_loop import with_media
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.names import REQUEST_ID
@@ -123,7 +125,14 @@ class RequestReader:
         return (await self._encoder.encode([text], add_special_tokens=add_special_tokens, param="text"))[0]
 
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
-        """Token ids of a conversation. A template is a program, so it runs off the event loop."""
+        """Token ids of a conversation, those of its pictures and videos among them."""
+        token_ids, parts = await self._read_chat(chat)
+        if parts:
+            token_ids = (await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts))["prompt_token_ids"]
+        return token_ids
+
+    async def _read_chat(self, chat: pb.ChatMessages) -> tuple[list[int], list[MediaPart]]:
+        """Token ids of a conversation, and its pictures and videos. A template is a program: it runs off the loop."""
         variables = None
         if len(chat.messages) > MAX_CHAT_MESSAGES:
             count = len(chat.messages)
@@ -140,18 +149,22 @@ class RequestReader:
             except ValueError:
                 raise RequestError("template variables must be finite numbers", param="chat_template_kwargs") from None
         given = chat.HasField("add_generation_prompt")
+        messages, parts = self._inputs.media_reader.collect(
+            [_chat_message(message, f"messages.messages[{at}]") for at, message in enumerate(chat.messages)]
+        )
         prompt = await asyncio.to_thread(
             self._inputs.chat_prompt,
-            [{"role": message.role, "content": message.content} for message in chat.messages],
+            messages,
             add_generation_prompt=chat.add_generation_prompt if given else not chat.continue_final_message,
             continue_final_message=chat.continue_final_message,
             chat_template_kwargs=variables,
         )
-        return prompt["prompt_token_ids"]
+        return prompt["prompt_token_ids"], parts
 
     async def _prompt(self, request: pb.GenerateRequest | pb.ScoreRequest) -> dict[str, Any]:
         """The prompt as token ids, with its cache salt."""
         kind, keep = request.WhichOneof("prompt"), request.truncate_prompt_tokens
+        parts: list[MediaPart] = []
         if kind is None:
             raise RequestError("a prompt is needed: text, token_ids or messages", param="prompt")
         if kind == "token_ids":
@@ -159,7 +172,7 @@ class RequestReader:
         elif kind == "text":
             token_ids = await self.encode(request.text)
         else:
-            token_ids = await self.encode_messages(request.messages)
+            token_ids, parts = await self._read_chat(request.messages)
         count = min(len(token_ids), keep) if keep else len(token_ids)
         longest = self._inputs.config.max_model_len - 1
         if not 1 <= count <= longest:
@@ -168,7 +181,12 @@ class RequestReader:
                 param="prompt",
                 value=count,
             )
+        if parts and count < len(token_ids):
+            problem = "messages with pictures or videos are too long, and cannot be cut short"
+            raise RequestError(problem, param="truncate_prompt_tokens")
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids[-count:]}
+        if parts:
+            prompt = await with_media(self._inputs, prompt, parts)
         if request.kv.bypass_prefix_cache:
             if request.kv.cache_salt:
                 raise RequestError(
@@ -211,6 +229,31 @@ class RequestReader:
         values["detokenize"] = wanted.text or bool(values.get("stop"))
         values["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**values)
+
+
+def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
+    """In the form that chat templates and media.parts read. Raises RequestError."""
+    if not message.parts:
+        return {"role": message.role, "content": message.content}
+    if message.content:
+        raise RequestError(f"{where} has both content and parts; give one", param="messages")
+    return {
+        "role": message.role,
+        "content": [_part(part, f"{where}.parts[{at}]") for at, part in enumerate(message.parts)],
+    }
+
+
+def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
+    kind = part.WhichOneof("part")
+    if kind is None:
+        raise RequestError(f"{where} is empty; allowed are text, image and video", param="messages")
+    if kind == "text":
+        return {"type": "text", "text": part.text}
+    media: pb.Media = getattr(part, kind)
+    source = media.WhichOneof("source")
+    if source is None:
+        raise RequestError(f"{where}.{kind} is empty; allowed are data and url", param="messages")
+    return PlacedPart({"type": kind, kind: getattr(media, source)}, where)
 
 
 def read_request_id(request: pb.GenerateRequest | pb.ScoreRequest) -> str:

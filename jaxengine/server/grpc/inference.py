@@ -20,6 +20,7 @@ from jaxengine.server.grpc.convert import Generation, RequestReader
 from jaxengine.server.grpc.service import ARRIVAL
 from jaxengine.server.grpc.status import CallError
 from jaxengine.server.keys import Keys
+from jaxengine.server.lora import loaded_adapters
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import MAX_DETOKENIZE, check_token_ids
 from scheduler.errors import RequestError
@@ -160,9 +161,8 @@ class InferenceService:
         """The name for the answer, and the adapter's if it is one."""
         if not name or name in self._model_names:
             return name or self._model_names[0], None
-        if self._engine.inputs.config.enable_lora:
-            if any(each["name"] == name for each in await self._engine.utility("adapters")):
-                return name, name
+        if any(each["name"] == name for each in await loaded_adapters(self._engine)):
+            return name, name
         raise CallError(grpc.StatusCode.NOT_FOUND, f"there is no model {name[:200]!r} here")
 
 

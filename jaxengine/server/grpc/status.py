@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.server.observe.scrub import scrub
-from scheduler.errors import OverloadedError, RequestError
+from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ def status_of(error: Exception, field: str | None) -> Status:
     if isinstance(error, OverloadedError):
         milliseconds = math.ceil(1000 * error.retry_after)
         return grpc.StatusCode.RESOURCE_EXHAUSTED, public(str(error)), (("retry-after-ms", str(milliseconds)),)
+    if isinstance(error, UnknownAdapterError):
+        return grpc.StatusCode.NOT_FOUND, public(str(error)), ()
     if isinstance(error, RequestError):
         return _bad_request(public(str(error)), field)
     if isinstance(error, EngineDrainingError):

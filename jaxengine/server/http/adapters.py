@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
@@ -37,9 +36,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
     @routes.post("/v1/load_lora_adapter", response_class=Response)
     async def load_lora_adapter(body: LoadRequest) -> Response:
         """Lets requests name an adapter as their model."""
-        # Whoever asked may leave; what the engine has read is then to be taken in all the same.
-        load = load_from_root(engine, config, names, body.lora_name, body.lora_path)
-        await asyncio.shield(asyncio.ensure_future(load))
+        await load_from_root(engine, config, names, body.lora_name, body.lora_path)
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter", response_class=Response)

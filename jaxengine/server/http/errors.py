@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.server.observe.scrub import scrub
-from scheduler.errors import OverloadedError, RequestError, show_value
+from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError, show_value
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ def as_api_error(error: Exception) -> ApiError:
         case OverloadedError():
             retry_after = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
             return ApiError(429, str(error), param=error.param, headers=retry_after)
+        case UnknownAdapterError():
+            return ApiError(404, str(error), param=error.param)
         case RequestError():
             return ApiError(400, str(error), param=error.param)
         case RequestValidationError():

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from jaxengine.api.engine_client import EngineClient
 from jaxengine.server.http.answers import Answer, answers
 from jaxengine.server.http.errors import ApiError
+from jaxengine.server.lora import loaded_adapters
 from jaxengine.server.names import served_names
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import show_value
@@ -26,8 +27,8 @@ def check_model(name: str | None, served: tuple[str, ...]) -> str:
 
 async def choose_model(engine: EngineClient, name: str | None, served: tuple[str, ...]) -> tuple[str, str | None]:
     """The name for the answer, and the adapter's if it is one. Raises ApiError for a model that is not served."""
-    if name is not None and name not in served and engine.inputs.config.enable_lora:
-        loaded = [each["name"] for each in await engine.utility("adapters")]
+    if name is not None and name not in served:
+        loaded = [each["name"] for each in await loaded_adapters(engine)]
         return (name, name) if name in loaded else (check_model(name, (*served, *loaded)), None)
     return check_model(name, served), None
 
@@ -64,9 +65,7 @@ def router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         }
 
     async def adapter_cards() -> list[dict[str, Any]]:
-        if not engine.inputs.config.enable_lora:
-            return []
-        return [card(each["name"], each["path"], names[0]) for each in await engine.utility("adapters")]
+        return [card(each["name"], each["path"], names[0]) for each in await loaded_adapters(engine)]
 
     @routes.get("/v1/models")
     @answers(ModelList)

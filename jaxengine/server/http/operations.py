@@ -66,6 +66,11 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
         """Forgets which pages hold which prefixes."""
         return {"success": bool(await engine.utility("reset_prefix_cache"))}
 
+    @routes.post("/reset_mm_cache")
+    async def reset_mm_cache() -> dict[str, bool]:
+        """Forgets pictures and videos that were made ready or encoded."""
+        return {"success": bool(await engine.utility("reset_mm_cache"))}
+
     @routes.post("/abort_requests")
     async def abort_requests(body: AbortRequest) -> dict[str, int]:
         """Ends requests; their answers say finish_reason "abort"."""
@@ -75,10 +80,12 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """The settings in force, and as what matrices are stored and multiplied; no keys."""
+        """The settings in force, and as what matrices are stored and multiplied; no keys. mm_cache: where
+        pictures that were made ready are kept."""
         hidden = {"api_key"}
         server = {name: value for name, value in dataclasses.asdict(config).items() if name not in hidden}
         weights = await engine.utility("weights")
-        return {"engine": dataclasses.asdict(engine.inputs.config), "server": server, "weights": weights}
+        settings = {"engine": dataclasses.asdict(engine.inputs.config), "server": server}
+        return {**settings, "weights": weights, "mm_cache": await engine.utility("mm_cache")}
 
     return routes

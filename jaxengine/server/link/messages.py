@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 
 from jaxengine.engine.output import EngineOutput, PromptScores
-from jaxengine.requests.prepared import PreparedRequest
+from jaxengine.server.link.submits import Submit
 from scheduler.batch import TokenRows, TokenScores
-from scheduler.errors import OverloadedError, RequestError
+from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
 from scheduler.request import FinishReason, Request, RequestStatus
-from scheduler.token_params import TokenParams
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
@@ -33,34 +32,6 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
     """An API process is there. index: which one."""
 
     index: int
-
-
-class Member(msgspec.Struct, array_like=True):
-    """One of a request's n."""
-
-    handle: int
-    request_id: str
-    seed: int
-
-
-class Submit(msgspec.Struct, array_like=True, tag="submit"):
-    """A checked request. number: counts an API process's, from 1."""
-
-    number: int
-    members: list[Member]
-    prompt_token_ids: bytes
-    params: TokenParams
-    max_tokens: int
-    eos_token_ids: tuple[int, ...]
-    stop_token_ids: tuple[int, ...]
-    priority: int
-    arrival_time: float
-    deadline: float
-    cache_salt: str | None
-    lora: str | None
-    client: str
-    per_step: bool
-    text_ends: bool
 
 
 class Finish(msgspec.Struct, array_like=True, tag="finish"):
@@ -89,16 +60,21 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
-    """The answer to Hello. config: fields of ResolvedConfig; model: file or folder; num_slots: of all ranks."""
+    """The answer to Hello. config: fields of ResolvedConfig; model: file or folder; num_slots: of all ranks;
+    media_cache: how pictures are kept between the two, of jaxengine.config.encoder.KINDS;
+    num_media_resets: as in Update."""
 
     config: dict[str, Any]
     model: str
     num_slots: int
     load: Load
+    media_cache: str
+    num_media_resets: int
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """Why a Submit or a Call came to nothing. kind: "request", "overloaded" or "internal"."""
+    """Why a Submit or a Call came to nothing. kind: "request", "unknown adapter", "overloaded", "internal", or
+    MISSING_MEDIA: the Submit counts on pixels that are not there, and is to be sent again with all of them."""
 
     kind: str
     message: str
@@ -179,6 +155,7 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
       handles, token_ids: i32[n], a token of each of these requests.
       tokens_scored: i32[m], the indexes of those with scores.
       vectors: of pooled requests, in the order of handles.
+      num_media_resets: how often the engine was told to forget its pictures; who keeps some forgets them too.
     """
 
     number: int
@@ -195,8 +172,10 @@ class Update(msgspec.Struct, array_like=True, tag="update"):
     refused: list[Reply] = []
     replies: list[Reply] = []
     vectors: Vectors | None = None
+    num_media_resets: int = 0
 
 
+MISSING_MEDIA = "missing media"
 _NO_LOAD = Load()
 
 ToEngine = Hello | Submit | Finish | Told | Call
@@ -205,39 +184,6 @@ FromEngine = Welcome | Update
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[Any], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine: Callable[[Any], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
-
-
-def submit(number: int, prepared: PreparedRequest) -> Submit:
-    """A prepared request as the engine needs it; the handles are its requests' tags."""
-    first = prepared.requests[0]
-    return Submit(
-        number=number,
-        members=[Member(request.tag, request.request_id, request.seed) for request in prepared.requests],
-        prompt_token_ids=_bytes(first.prompt_token_ids, np.int32),
-        params=first.params,
-        max_tokens=first.max_tokens,
-        eos_token_ids=first.eos_token_ids,
-        stop_token_ids=first.stop_token_ids,
-        priority=first.priority,
-        arrival_time=first.arrival_time,
-        deadline=first.deadline,
-        cache_salt=first.cache_salt,
-        lora=first.lora,
-        client=first.client,
-        per_step=first.per_step,
-        text_ends=first.text_ends,
-    )
-
-
-def requests_of(message: Submit, client: int) -> list[Request]:
-    """The scheduler's requests of a Submit."""
-    params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
-    names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
-    shared = {name: getattr(message, name) for name in (*names, "lora", "client", "per_step", "text_ends")}
-    return [
-        Request(each.request_id, prompt, params, seed=each.seed, tag=client << 32 | each.handle, **shared)
-        for each in message.members
-    ]
 
 
 def owner_of(request: Request) -> tuple[int, int]:
@@ -249,8 +195,8 @@ def error_of(failure: Failure) -> Exception:
     """What the caller of a Submit or a Call gets."""
     if failure.kind == "overloaded":
         return OverloadedError(failure.message, retry_after=failure.retry_after)
-    if failure.kind == "request":
-        return RequestError(failure.message, param=failure.param)
+    if kind := {"request": RequestError, "unknown adapter": UnknownAdapterError}.get(failure.kind):
+        return kind(failure.message, param=failure.param)
     return RuntimeError(failure.message)
 
 

@@ -8,22 +8,21 @@ process uses. Knows nothing of HTTP or gRPC.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import math
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxengine.api.engine_client import EngineDeadError, EngineDrainingError
 from jaxengine.api.output_stream import OutputStream
-from jaxengine.checkpoint.model_source import open_model
-from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.engine.output import EngineOutput
-from jaxengine.requests.inputs import InputProcessor, Processor, input_processor, make_processor
+from jaxengine.requests.inputs import InputProcessor, Processor, make_processor
+from jaxengine.requests.media_cache import MediaCache
+from jaxengine.requests.off_loop import made_ready
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.outputs import RequestOutput
@@ -34,14 +33,14 @@ from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from jaxengine.server.link import messages
 from jaxengine.server.link.engine_link import EngineLink
 from jaxengine.server.link.messages import Call, Finish, FromEngine, Load, Reply, Told, Update, Welcome
+from jaxengine.server.link.open_inputs import open_inputs
+from jaxengine.server.link.outbox import Outbox
 from jaxengine.server.link.queue_limits import QueueLimits
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import OverloadedError, RequestError
 from scheduler.request import FinishReason, Request, RequestStatus
 from scheduler.token_params import TokenParams
 
-# Text of this many characters is tokenised on a thread, so that others do not wait for it.
-_LONG_TEXT = 8192
 # Stands for requests that nobody here follows any more.
 _NOBODY = Request("", np.empty(0, np.int32), TokenParams(), 0)
 _REJECTIONS_SECONDS = 0.2
@@ -49,16 +48,6 @@ _REJECTIONS_SECONDS = 0.2
 # of the longest steps lately, stands still.
 _SILENT_SECONDS, _SILENT_STEPS = 10.0, 5
 _LISTEN_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A Submit that the engine has not read yet, as far as is known here."""
-
-    number: int
-    request_id: str
-    num_requests: int
-    num_tokens: int
 
 
 class RemoteEngine:
@@ -75,9 +64,13 @@ class RemoteEngine:
         self._welcomed: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._limits = QueueLimits.of(1, config.max_num_queued_reqs, config.max_num_queued_tokens)
         self._load = Load()
-        self._num_updates = self._num_submitted = self._num_calls = self._num_named = 0
+        self._num_updates = self._num_calls = self._num_named = 0
         self._num_rejected = 0
-        self._pending: collections.deque[_Pending] = collections.deque()
+        self._outbox = Outbox()
+        self._num_media_resets = 0
+        self._media_cache: MediaCache | None = None
+        self._resends: set[asyncio.Task[None]] = set()
+        self._aborted: set[str] = set()  # ids of streams that are still read
         self._replicas: dict[int, Request] = {}
         # Tags of requests that met a stop string, and how many tokens their callers were told of.
         self._stopped: dict[int, int] = {}
@@ -95,7 +88,8 @@ class RemoteEngine:
         """Waits for the engine, and opens the model that it has for tokenizer and template."""
         engine = cls(address, config, index)
         welcome = await engine._welcomed
-        engine.inputs = await asyncio.to_thread(_open_inputs, welcome, index)
+        engine.inputs, engine._outbox.media = await asyncio.to_thread(open_inputs, welcome, index)
+        engine._media_cache = None if engine.inputs.media is None else engine.inputs.media.cache
         engine._processor = make_processor(engine.inputs)
         return engine
 
@@ -145,8 +139,9 @@ class RemoteEngine:
         if options.timeout is None:
             options = replace(options, timeout=self._config.request_timeout)
         if not isinstance(params, PoolingParams):  # which may put something before a text
-            prompt = await self._tokenized(prompt)
+            prompt = await made_ready(self.inputs, prompt)
         prepared = self.inputs.prepare(prompt, params, request_id=request_id, options=options)
+        await self._outbox.media.complete(prepared)
         self._check()
         stream = self._submit(prepared)
         self._num_readers += 1
@@ -158,6 +153,7 @@ class RemoteEngine:
                 finished = output.finished
                 yield output
         finally:
+            self._aborted.discard(request_id)
             if self._streams.get(request_id) is stream:
                 self._finish(self._processor.running(request_id))
                 self._forget(request_id)
@@ -168,6 +164,8 @@ class RemoteEngine:
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream yields a last output with finish_reason "abort"."""
         self._check_alive()
+        if request_id in self._streams:
+            self._aborted.add(request_id)
         self._finish(self._processor.running(request_id))
 
     async def check_health(self) -> None:
@@ -209,6 +207,7 @@ class RemoteEngine:
     def close(self) -> None:
         """Ends the connection; open streams end with EngineDeadError."""
         self._end(EngineDeadError("the connection to the engine was closed"))
+        self._outbox.media.close()
         self._link.close()
 
     def _check_alive(self) -> None:
@@ -220,37 +219,42 @@ class RemoteEngine:
             raise EngineDrainingError("the server is shutting down")
         self._check_alive()
 
-    async def _tokenized(self, prompt: Prompt) -> Prompt:
-        """The prompt with its token ids if it is long text."""
-        tokenizer = self.inputs.tokenizer
-        if isinstance(prompt, str) and len(prompt) >= _LONG_TEXT and tokenizer is not None:
-            return {"prompt": prompt, "prompt_token_ids": await asyncio.to_thread(tokenizer.encode, prompt)}
-        return prompt
-
     def _submit(self, prepared: PreparedRequest) -> OutputStream:
         request_id, requests = prepared.request_id, prepared.requests
         if request_id in self._processor:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id", value=request_id)
         num_tokens = sum(request.num_prompt_tokens for request in requests)
         try:
-            self._limits.check(self._expected_load(), len(requests), num_tokens)
+            load = self._outbox.load_with(self._load, self._limits.num_slots)
+            self._limits.check(load, len(requests), num_tokens)
         except OverloadedError:
             self._count_rejection()
             raise
         self._processor.add(prepared)
         try:
-            message = messages.encode(messages.submit(self._num_submitted + 1, prepared))
+            message = self._outbox.message(prepared)
         except Exception:  # what cannot be told to the engine must not be waited for
             self._processor.forget(requests[0])
             raise
-        self._num_submitted += 1
-        self._pending.append(_Pending(self._num_submitted, request_id, len(requests), num_tokens))
         self._replicas.update((request.tag, request) for request in requests)
         params = prepared.params
         aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         stream = self._streams[request_id] = OutputStream(aggregate)
         self._link.send_encoded(message)
         return stream
+
+    async def _send_again(self, prepared: PreparedRequest) -> None:
+        """The engine is without a picture of a request; its stream goes on once it has them all."""
+        request_id = prepared.request_id
+        stream = self._streams.get(request_id)
+        try:
+            await self._outbox.media.complete(prepared, whole=True)
+            if stream is not None and self._streams.get(request_id) is stream and self._dead is None:
+                self._link.send_encoded(self._outbox.message(prepared, whole=True))
+                if request_id in self._aborted:  # which the engine heard when it had no such request
+                    self._finish(prepared.requests)
+        except Exception as error:
+            self._refuse(request_id, error)
 
     def _count_rejection(self) -> None:
         """The engine's metrics hear of several together: one a message would cost what a rejection is to save."""
@@ -262,17 +266,6 @@ class RemoteEngine:
         if self._dead is None:
             self._link.send(Call(0, "count_rejections", (self._num_rejected,)))
         self._num_rejected = 0
-
-    def _expected_load(self) -> Load:
-        """The engine's as it was told last, with what it will find of ours."""
-        load = self._load
-        if not self._pending:
-            return load
-        num_new = sum(pending.num_requests for pending in self._pending)
-        num_running = min(self._limits.num_slots, load.num_running + num_new)
-        num_waiting = load.num_waiting + num_new - (num_running - load.num_running)
-        num_tokens = load.num_waiting_tokens + sum(pending.num_tokens for pending in self._pending)
-        return Load(num_running, num_waiting, num_tokens, load.retry_after)
 
     def _finish(self, requests: list[Request]) -> None:
         if requests and self._dead is None:
@@ -295,6 +288,7 @@ class RemoteEngine:
         limits = self._config.max_num_queued_reqs, self._config.max_num_queued_tokens
         self._limits = QueueLimits.of(message.num_slots, *limits)
         self._load, self._num_updates, self._dead = message.load, 0, None
+        self._num_media_resets = message.num_media_resets
         if not self._welcomed.done():
             self._welcomed.set_result(message)
 
@@ -304,11 +298,22 @@ class RemoteEngine:
             self._link.reopen()
             return
         self._load = update.load
+        if update.num_media_resets != self._num_media_resets:
+            self._num_media_resets = update.num_media_resets
+            if self._media_cache is not None:
+                self._media_cache.clear()
         refused = {reply.number: reply.failure for reply in update.refused}
-        while self._pending and self._pending[0].number <= update.received:
-            pending = self._pending.popleft()
-            if (failure := refused.get(pending.number)) is not None:
-                self._refuse(pending.request_id, messages.error_of(failure))
+        for pending in self._outbox.read(update.received):
+            failure = refused.get(pending.number)
+            if failure is not None and failure.kind == messages.MISSING_MEDIA:
+                self._outbox.media.refused()
+                self._resends.add(task := asyncio.create_task(self._send_again(pending.prepared)))
+                task.add_done_callback(self._resends.discard)
+                continue
+            for request in pending.prepared.requests:
+                request.media = None  # the engine has them
+            if failure is not None:
+                self._refuse(pending.prepared.request_id, messages.error_of(failure))
         output = messages.output_of(update, lambda handle: self._replicas.get(handle, _NOBODY))
         for result in self._processor.process(output, time.monotonic(), self._stop):
             stream = self._streams.get(result.request_id)
@@ -385,16 +390,8 @@ class RemoteEngine:
         for request_id, stream in streams:
             self._forget(request_id)
             stream.put(EngineDeadError(str(error)))
-        self._pending.clear()
+        self._outbox.lost()
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))
-
-
-def _open_inputs(welcome: Welcome, index: int) -> InputProcessor:
-    config = ResolvedConfig(**welcome.config)
-    # The weights stay closed, and the model is where the engine found it.
-    source = open_model(replace(config, model=welcome.model, load_format="dummy"))
-    source.close()
-    return input_processor(source, config, origin=index)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import functools
 import gc
 import logging
 import os
@@ -22,17 +23,21 @@ import zmq
 
 from jaxengine.api.core import EngineCore
 from jaxengine.cluster.channel import ClusterError
+from jaxengine.config.encoder import KEY_REPLICATED
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.engine.output import EngineOutput
-from jaxengine.server.link import messages
-from jaxengine.server.link.messages import Call, Failure, Finish, Hello, Load, Reply, Submit, Told, Update, Welcome
+from jaxengine.server.link import messages, submits
+from jaxengine.server.link.media_messages import MissingMediaError
+from jaxengine.server.link.media_receiver import MediaReceiver
+from jaxengine.server.link.messages import Call, Failure, Finish, Hello, Load, Reply, Told, Update, Welcome
 from jaxengine.server.link.queue_limits import QueueLimits, RetryEstimate
+from jaxengine.server.link.submits import Submit
 from jaxengine.server.lora import read_modules
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
 from models.config.fields import ModelConfigError
 from models.weights.errors import ModelFileError
-from scheduler.errors import OverloadedError, RequestError
+from scheduler.errors import OverloadedError, RequestError, UnknownAdapterError
 from scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -50,9 +55,10 @@ class _Client:
     identity: bytes
     index: int
     number: int
+    media: MediaReceiver
     requests: dict[int, Request] = field(default_factory=dict)
     received: int = 0
-    told: tuple[int, Load] | None = None
+    told: tuple[int, Load, int] | None = None
     num_updates: int = 0
     refused: list[Reply] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
@@ -77,6 +83,9 @@ class EngineServer:
         self._clients: dict[bytes, _Client] = {}
         self._by_number: dict[int, _Client] = {}
         self._num_clients = 0
+        self._num_api_processes = config.api_server_count
+        self._media_kind = core.config.mm_cache_kind(config.api_server_count)
+        self._num_media_resets = 0
         self._aborted: list[Request] = []
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._awake, self._wake = os.pipe()
@@ -154,25 +163,33 @@ class EngineServer:
     def _welcome(self, identity: bytes, message: Hello) -> None:
         self._drop_index(message.index)
         self._num_clients += 1
-        client = _Client(identity, message.index, self._num_clients)
+        max_bytes = self.core.config.mm_processor_cache_bytes if self._media_kind == KEY_REPLICATED else 0
+        media = MediaReceiver(max_bytes, self.core.engine.media_stats)
+        client = _Client(identity, message.index, self._num_clients, media)
         self._clients[identity] = self._by_number[client.number] = client
         config = dataclasses.asdict(self.core.config)
-        welcome = Welcome(config, str(self.core.model_path), self._limits.num_slots, self._current_load())
+        about = config, str(self.core.model_path), self._limits.num_slots
+        welcome = Welcome(*about, self._current_load(), self._media_kind, self._num_media_resets)
         self._socket.send_multipart([identity, messages.encode(welcome)])
 
     def _submit(self, client: _Client, message: Submit) -> None:
         client.received = message.number
         try:
+            # Whether the request is taken or not: the sender counts on what was sent.
+            media = None if message.media is None else client.media.read(message.media)
             num_requests, load = len(message.members), self._current_load()
             self._limits.check(load, num_requests, num_requests * len(message.prompt_token_ids) // 4)
             scheduler = self.core.engine.scheduler
             if scheduler.is_fair:
                 self._limits.check_client(load, scheduler.num_waiting_of(message.client), num_requests)
-            requests = messages.requests_of(message, client.number)
+            requests = submits.requests_of(message, client.number, media)
             self.core.queue(requests)
         except RequestError as error:
             self.core.engine.request_stats.num_rejections += isinstance(error, OverloadedError)
             client.refused.append(Reply(message.number, _failure(error)))
+            return
+        except MissingMediaError as error:
+            client.refused.append(Reply(message.number, Failure(messages.MISSING_MEDIA, str(error))))
             return
         except Exception as error:  # ours, but the other requests are not to pay for it
             logger.exception("a request could not be queued")
@@ -196,12 +213,27 @@ class EngineServer:
 
     def _call(self, message: Call) -> Reply:
         try:
-            return Reply(message.number, result=self.core.utility(message.name, *message.arguments))
+            # Not an attribute: with one this and its sockets would be garbage in a circle, whose end zmq waits for.
+            own = {"reset_mm_cache": self._reset_mm_cache, "mm_cache": self._mm_cache}
+            call = own.get(message.name) or functools.partial(self.core.utility, message.name)
+            return Reply(message.number, result=call(*message.arguments))
         except RequestError as error:
             return Reply(message.number, _failure(error))
         except Exception as error:  # the operator's mistake or ours; the requests are not to pay for it
             logger.exception("%s failed", message.name)
             return Reply(message.number, Failure("internal", f"{message.name} failed: {error}"))
+
+    def _reset_mm_cache(self) -> bool:
+        """As EngineCore's, with what is kept for API processes and by them."""
+        self._num_media_resets += 1
+        for client in self._clients.values():
+            client.media.clear()
+        return self.core.utility("reset_mm_cache")
+
+    def _mm_cache(self) -> dict[str, Any]:
+        """As EngineCore's, of this server's processes."""
+        placement = self.core.config.mm_cache_placement(self._num_api_processes)
+        return {**placement, "engine_bytes": sum(client.media.num_bytes for client in self._clients.values())}
 
     def _send(self, output: EngineOutput) -> None:
         """Tells each API process what a step brought it. It runs in every step: there is little but tokens in most."""
@@ -218,13 +250,14 @@ class EngineServer:
             self._forget(request)
         load = self._current_load()
         for client in list(self._clients.values()):
-            state, update = (client.received, load), updates.get(client.number)
+            state, update = (client.received, load, self._num_media_resets), updates.get(client.number)
             if update is None:
                 if client.told == state and not client.replies:
                     continue
                 update = Update(0, 0, load)
             client.told = state
             client.num_updates += 1
+            update.num_media_resets = self._num_media_resets
             update.number, update.received, update.load = client.num_updates, client.received, load
             if client.refused:
                 update.refused, client.refused = client.refused, []
@@ -271,13 +304,15 @@ class EngineServer:
         for request in list(client.requests.values()):
             self.core.engine.finish(request, FinishReason.ABORT)
             self._settle(request)
+        client.media.clear()
         del self._clients[client.identity], self._by_number[client.number]
 
 
 def _failure(error: RequestError) -> Failure:
     if isinstance(error, OverloadedError):
         return Failure("overloaded", str(error), retry_after=error.retry_after)
-    return Failure("request", str(error), error.param)
+    kind = "unknown adapter" if isinstance(error, UnknownAdapterError) else "request"
+    return Failure(kind, str(error), error.param)
 
 
 def _load_adapters(core: EngineCore, config: ServerConfig) -> None:

@@ -1,6 +1,6 @@
 """A server with the default model's real weights, by the clients that people have: OpenAI's, an evaluation's, gRPC's.
 
-With two API processes, and with one in a thorough run: the examples have a server of one.
+With two API processes, whose server the examples have as well, and with one in a thorough run.
 """
 
 from __future__ import annotations
@@ -19,23 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from jaxengine import SamplingParams
-from jaxengine.checkpoint.default_model import default_model_path
 
-# The engine of the fixture `smollm`, whose compiled steps it loads.
-OPTIONS = {
-    "model": str(default_model_path()),
-    "load_format": "auto",
-    "max_model_len": 1536,
-    "max_num_seqs": 32,
-    "max_num_batched_tokens": 512,
-    "block_size": None,
-    "num_gpu_blocks_override": None,
-    "kv_cache_memory_bytes": 1 << 30,
-    "compilation_config": {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32, 128]},
-    "served_model_name": ["smollm"],
-    "enable_auto_tool_choice": True,
-    "tool_call_parser": "hermes",
-}
 WEATHER = {
     "type": "function",
     "function": {
@@ -58,13 +42,10 @@ class City(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one API process", "two API processes"])
-def served(make_server, smollm, request):
-    """smollm is asked for first, so that its steps are there."""
+def served(make_smollm_server, request):
     if request.param == 1 and not request.config.getoption("--thorough"):
         pytest.skip("half a minute: --thorough")
-    server = make_server(**OPTIONS, api_server_count=request.param)
-    yield server
-    server.stop()
+    return make_smollm_server(api_server_count=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from tests.fixtures.adapters import write_adapter
 
 SHAPES = {f"model.layers.{layer}.self_attn.o_proj": (32, 32) for layer in range(2)}
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 1}
 ASKED = {"prompt": "one two three one two three one two", "max_tokens": 40, "ignore_eos": True}
 
 
@@ -18,7 +18,14 @@ ASKED = {"prompt": "one two three one two three one two", "max_tokens": 40, "ign
 def served(make_server, tmp_path_factory):
     folder = write_adapter(tmp_path_factory.mktemp("sql") / "sql", SHAPES, seed=1, std=2.0, target_modules=["o_proj"])
     few = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
-    options = {"compilation_config": few, "enable_lora": True, "max_lora_rank": 8, "lora_modules": (f"sql={folder}",)}
+    options = {
+        "compilation_config": few,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "lora_modules": (f"sql={folder}",),
+    }
     return make_server(fresh=True, speculative_config=DRAFTS, served_model_name=("base",), **options)
 
 

@@ -11,8 +11,11 @@ from jaxengine.server.grpc import admin_pb2
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.admin_pb2_grpc import AdminStub
 from jaxengine.server.http.app import create_app
+from jaxengine.server.link.messages import error_of
 from jaxengine.server.lora import read_modules
 from jaxengine.server.options import ServerConfig
+from jaxengine.server.processes.engine_process import _failure
+from scheduler.errors import UnknownAdapterError
 from tests.fixtures.adapters import write_adapter
 from tests.jaxengine.server.asgi_client import http_client
 from tests.jaxengine.server.grpc.grpc_rig import connected, refusal
@@ -102,6 +105,24 @@ async def test_over_grpc(engine, admin):
         await operator.UnloadLoraAdapter(admin_pb2.UnloadLoraAdapterRequest(lora_name="a"), **key)
         gone = pb.GenerateRequest(text="Hello there", model="a")
         assert (await refusal(stub.Generate(gone)))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_an_adapter_unloaded_while_its_request_is_read_is_no_such_model(engine, admin, monkeypatch):
+    """Between the look at what is loaded and the engine, in whose process it is unloaded."""
+
+    async def loaded_before(engine):
+        return [{"name": "gone", "path": "/gone", "number": 1, "rank": 8}]
+
+    for module in ("http.models", "grpc.inference"):
+        monkeypatch.setattr(f"jaxengine.server.{module}.loaded_adapters", loaded_before)
+    for body in (BODY, BODY | {"stream": True}):
+        async with http_client(create_app(engine, ServerConfig(**admin))) as client:
+            answer = await client.post("/v1/completions", json=body | {"model": "gone"})
+        assert answer.status_code == 404 and "'gone' does not exist" in answer.text
+    async with connected(engine, **admin) as (_, stub):
+        assert (await refusal(stub.Generate(pb.GenerateRequest(text="Hello", model="gone"))))[0].name == "NOT_FOUND"
+    with pytest.raises(UnknownAdapterError):
+        raise error_of(_failure(UnknownAdapterError("gone", param="model")))
 
 
 async def test_a_request_of_a_program_loads_its_adapter(engine, admin):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxengine.api.engine_client import EngineClient
+from jaxengine.requests.off_loop import with_media
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.prompts import PromptEncoder
@@ -31,29 +33,44 @@ class ChatRenderer:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chat template")
 
     async def prompt(self, body: ChatRequest) -> dict[str, Any]:
-        """The prompt for `engine.generate`, its text beside the token ids. Raises RequestError."""
-        text, whole = await self._encode(body)
+        """The prompt for `engine.generate`: its text, token ids, pictures and videos. Raises RequestError."""
+        messages, parts = self._inputs.media_reader.collect(body.messages)
+        text, whole = await self._encode(body, messages)
         ids = self._encoder.cut(whole, body.truncate_prompt_tokens, body.truncation_side, body.most_tokens[1])
-        longest = self._inputs.config.max_model_len
-        if not 1 <= len(ids) < longest:
-            raise RequestError(
-                f"messages make {len(ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)", param="messages"
-            )
-        return {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}
+        self._verify_tokens(ids)
+        if parts and len(ids) < len(whole):
+            problem = "messages with pictures or videos are too long, and cannot be cut short"
+            raise RequestError(problem, param="truncate_prompt_tokens")
+        prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}
+        if parts:  # now that nothing else is wrong with the request
+            prompt = await with_media(self._inputs, prompt, parts)
+            self._verify_tokens(prompt["prompt_token_ids"])
+        return prompt
 
     async def token_ids(self, body: ChatRequest) -> list[int]:
         """Of the conversation, which may be longer than the model's context. Raises RequestError."""
-        return (await self._encode(body))[1]
+        messages, parts = self._inputs.media_reader.collect(body.messages)
+        text, ids = await self._encode(body, messages)
+        if parts:
+            prompt = await with_media(self._inputs, {"prompt": text, "prompt_token_ids": ids}, parts)
+            ids = prompt["prompt_token_ids"]
+        return ids
 
-    async def _encode(self, body: ChatRequest) -> tuple[str, list[int]]:
+    def _verify_tokens(self, token_ids: Sequence[int]) -> None:
+        longest = self._inputs.config.max_model_len
+        if not 1 <= len(token_ids) < longest:
+            problem = f"messages make {len(token_ids)} tokens; allowed are 1 to {longest - 1} (max_model_len - 1)"
+            raise RequestError(problem, param="messages")
+
+    async def _encode(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         # Before the template has a copy of them, and its answer is another.
-        self._encoder.verify_length(max(map(_num_chars, body.messages), default=0), "messages")
-        text = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, body)
+        self._encoder.verify_length(max(map(_num_chars, messages), default=0), "messages")
+        text = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, body, messages)
         special = bool(body.add_special_tokens)
         (ids,) = await self._encoder.encode([text], add_special_tokens=special, param="messages")
         return text, ids
 
-    def _render(self, body: ChatRequest) -> str:
+    def _render(self, body: ChatRequest, messages: Sequence[dict[str, Any]]) -> str:
         config = self._config
         if body.chat_template is not None and not config.trust_request_chat_template:
             raise RequestError(
@@ -65,12 +82,13 @@ class ChatRenderer:
         tokenizer = self._inputs.require_tokenizer()
         template = body.chat_template or self._inputs.config.chat_template
         return tokenizer.apply_chat_template(
-            body.messages,
+            messages,
             add_generation_prompt=not body.continues and body.add_generation_prompt is not False,
             continue_final_message=body.continues,
             tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
             chat_template=template,
             chat_template_kwargs=self._variables(body, self._template(body)),
+            placeholder=self._inputs.media_reader.placeholder,
         )
 
     def ignored(self, body: ChatRequest) -> list[str]:

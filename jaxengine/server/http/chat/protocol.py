@@ -66,7 +66,8 @@ class ChatRequest(TextRequest):
     """The fields of TextRequest and these; None stands for the default.
 
     Attributes:
-      messages: dicts with role and content; content is a text, or a list of text parts. Other keys reach the template.
+      messages: dicts with role and content; content is a text, or a list of parts: text, image_url and video_url with
+        addresses (data:, https:), where the model takes pictures. Other keys reach the template.
       logprobs: whether to report log-probabilities; top_logprobs: of how many of the best tokens as well.
       max_completion_tokens: None: max_tokens, which it goes before; neither: the rest of the context.
       tools: what the model may call, 1 to 128. tool_choice: default "auto" with tools, "none" without.

@@ -15,6 +15,7 @@ from jaxengine.api.engine_client import EngineClient
 from jaxengine.parsers.events import ArgumentsDelta, Event, ReasoningDelta, ToolCallStart
 from jaxengine.parsers.message import MessageParser
 from jaxengine.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from jaxengine.requests.media_inputs import READY
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import SamplingParams
@@ -105,6 +106,9 @@ class ChatRun:
     async def prepare(self) -> None:
         """Renders the conversation. Raises RequestError."""
         self.prompt = await self._server.renderer.prompt(self.body)
+        if self._beams is not None and READY in self.prompt:
+            problem = "use_beam_search is only allowed without pictures and videos"
+            raise RequestError(problem, param="use_beam_search")
         structure = self.params.structured_outputs
         if self._reasoning is None or self._tools.is_whole or not isinstance(structure, StructuredOutputsParams):
             return

@@ -6,12 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from jaxengine.media.parts import PlacedPart
 from scheduler.errors import RequestError, show_value
 
 ROLES = ("user", "assistant", "system")
 # Blocks by who may say them.
 _BLOCKS = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
@@ -39,15 +40,15 @@ def _read(role: str, content: Any, where: str) -> list[dict[str, Any]]:
 def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Results of tools are messages of their own, in front of what the user says beside them."""
     results: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     said: dict[str, Any] = {"role": role}
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind not in _BLOCKS[role]:
             raise _refused(f"{place}.type is {show_value(kind)}; allowed for {role}: {', '.join(_BLOCKS[role])}")
-        if kind == "text":
-            texts.append(_text(block, "text", place))
+        if kind in ("text", "image"):
+            parts.append(_part(block, place))
         elif kind == "thinking":
             said["reasoning"] = said.get("reasoning", "") + _text(block, "thinking", place)
         elif kind == "tool_result":
@@ -55,9 +56,23 @@ def _blocks(role: str, blocks: Sequence[Any], where: str) -> list[dict[str, Any]
             results.append({**content, "content": _result(block.get("content"), f"{place}.content")})
         else:
             said.setdefault("tool_calls", []).append(_call(block, place))
-    if texts or len(said) > 1 or not results:
-        results.append({**said, "content": "\n".join(texts)})
+    if parts or len(said) > 1 or not results:
+        results.append({**said, "content": _joined(parts)})
     return results
+
+
+def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
+    """A part of a chat message; what a picture's is to hold is seen to where all APIs' are."""
+    if block["type"] == "image":
+        return PlacedPart({"type": "image", "source": block.get("source") or {}}, where)
+    return {"type": "text", "text": _text(block, "text", where)}
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The text of the parts, or the parts where there is a picture among them."""
+    if any(isinstance(part, PlacedPart) for part in parts):
+        return [*parts]
+    return "\n".join(part["text"] for part in parts)
 
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
@@ -68,16 +83,16 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     return {"id": _text(block, "id", where), "type": "function", "function": function}
 
 
-def _result(content: Any, where: str) -> str:
+def _result(content: Any, where: str) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise _refused(f"{where} must be a text or a list of text blocks")
+        raise _refused(f"{where} must be a text or a list of blocks of text and images")
     for number, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind != "text":
-            raise _refused(f"{where}[{number}].type is {show_value(kind)}; allowed: text")
-    return "\n".join(_text(block, "text", f"{where}[{at}]") for at, block in enumerate(content))
+        if kind not in ("text", "image"):
+            raise _refused(f"{where}[{number}].type is {show_value(kind)}; allowed: text, image")
+    return _joined([_part(block, f"{where}[{at}]") for at, block in enumerate(content)])
 
 
 def _text(block: dict[str, Any], key: str, where: str) -> str:

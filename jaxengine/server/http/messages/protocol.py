@@ -71,8 +71,8 @@ class Conversation(RequestModel):
     """What is counted by /v1/messages/count_tokens, and answered by /v1/messages.
 
     Attributes:
-      messages: of roles user, assistant and system; content is a text or a list of blocks: text, thinking, tool_use,
-        tool_result. After a last one of the assistant's the model goes on with it.
+      messages: of roles user, assistant and system; content is a text or a list of blocks: text, image, thinking,
+        tool_use, tool_result. After a last one of the assistant's the model goes on with it.
       system: the system message, a text or a list of text blocks.
     """
 

@@ -7,10 +7,12 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from jaxengine.media.parts import PlacedPart
 from scheduler.errors import RequestError, show_value
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_IMAGE_PART = "input_image"
 
 
 def read_input(items: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -37,7 +39,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         role = item.get("role")
         if role not in ROLES:
             raise _refused(f"{where}.role is {show_value(role)}; allowed: {', '.join(ROLES)}")
-        content = _text(item.get("content"), f"{where}.content")
+        content = _content(item.get("content"), f"{where}.content", role != "assistant")
         open_turn = _open_turn(messages) if role == "assistant" else None
         if open_turn is not None and "content" not in open_turn:
             open_turn["content"] = content
@@ -55,7 +57,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
     elif kind == "function_call_output":
         if not isinstance(item.get("call_id"), str):
             raise _refused(f"{where}.call_id is missing or no text")
-        content = _text(item.get("output"), f"{where}.output")
+        content = _content(item.get("output"), f"{where}.output", True)
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
@@ -84,12 +86,23 @@ def _open_turn(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
 
 
-def _text(content: Any, where: str) -> str:
+def _content(content: Any, where: str, takes_images: bool) -> str | list[dict[str, Any]]:
+    """A text, or a list of parts where there is a picture among them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _refused(f"{where} must be a text or a list of text parts")
-    return "\n".join(_part(part, where, _TEXT_PARTS) for part in content)
+        raise _refused(f"{where} must be a text or a list of parts")
+    kinds = (*_TEXT_PARTS, _IMAGE_PART) if takes_images else _TEXT_PARTS
+    parts = [_any_part(part, f"{where}[{number}]", where, kinds) for number, part in enumerate(content)]
+    has_images = any(isinstance(part, PlacedPart) for part in parts)
+    return parts if has_images else "\n".join(part["text"] for part in parts)
+
+
+def _any_part(part: Any, place: str, where: str, kinds: Sequence[str]) -> dict[str, Any]:
+    """The part for a chat message; what a picture's is to hold is seen to where all APIs' are."""
+    if isinstance(part, dict) and part.get("type") == _IMAGE_PART and _IMAGE_PART in kinds:
+        return PlacedPart(part, place)
+    return {"type": "text", "text": _part(part, where, kinds)}
 
 
 def _part(part: Any, where: str, kinds: Sequence[str]) -> str:

@@ -73,7 +73,8 @@ class ResponsesRequest(GenerationRequest):
     """OpenAI's fields, and vLLM's by which sampling is told more; None stands for the default.
 
     Attributes:
-      input: a text, or items: messages, function calls, their outputs, reasoning.
+      input: a text, or items: messages, function calls, their outputs, reasoning. Messages and outputs may have parts
+        input_image with an image_url, where the model takes pictures.
       instructions: the system message; not carried over to a response that continues this one.
       previous_response_id: a stored response that this one continues.
       store: keep the response in memory, so that it can be asked for and continued; the default.

@@ -319,7 +319,9 @@ async def test_operators_may_abort_and_forget(chat_engine, tmp_path):
             await asyncio.sleep(0.001)
         assert (await client.post("/abort_requests", json={"request_ids": ["cmpl-one"]})).status_code == 200
         assert (await task).json()["choices"][0]["finish_reason"] == "abort"
-        assert (await client.post("/reset_prefix_cache")).json() == {"success": True}
+        for path in ("/reset_prefix_cache", "/reset_mm_cache"):
+            assert (await client.post(path)).json() == {"success": True}
+        assert (await client.get("/server_info")).json()["mm_cache"]["kind"] == "processor"
         info = (await client.get("/server_info")).json()
         assert info["engine"]["max_model_len"] == 256
         assert {row["format"] for row in info["weights"]} == {"as it is"} and info["weights"][0]["bytes"] > 0

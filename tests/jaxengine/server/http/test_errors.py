@@ -91,7 +91,8 @@ async def test_every_key_opens_what_it_is_for(locked):
     for key, status in (("first", 403), ("second", 403), ("root", 200)):
         async with http_client(locked, key) as client:
             assert (await client.get("/load")).status_code == 200
-            assert (await client.post("/reset_prefix_cache")).status_code == status
+            for path in ("/reset_prefix_cache", "/reset_mm_cache"):
+                assert (await client.post(path)).status_code == status
 
 
 async def test_operators_routes_need_their_key_where_others_need_none(chat_engine, tmp_path):

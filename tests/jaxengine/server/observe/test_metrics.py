@@ -24,7 +24,8 @@ BOARD = Path(__file__).resolve().parents[4] / "docs" / "grafana.json"
 VLLM_NAMES = """
 num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc prefix_cache_queries_total
 prefix_cache_hits_total num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total
-corrupted_requests_total cache_config_info time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+corrupted_requests_total mm_cache_queries_total mm_cache_hits_total cache_config_info
+time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
 request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
 request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_inference_time_seconds_bucket
 request_prompt_tokens_bucket request_generation_tokens_bucket iteration_tokens_total_bucket request_params_n_bucket
@@ -39,6 +40,8 @@ e2e_request_latency_seconds_sum
 MAY_BE_ZERO = {
     "vllm:corrupted_requests_total",
     "vllm:admission_rejections_total",
+    "vllm:mm_cache_queries_total",
+    "vllm:mm_cache_hits_total",
     "jaxengine:compilations_since_ready_total",
     "jaxengine:executables_compiled_total",
     "jaxengine:executables_loaded_total",

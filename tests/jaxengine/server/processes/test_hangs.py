@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from jaxengine.api.engine_client import EngineDeadError
+from jaxengine.config.encoder import EncoderOptions
 from jaxengine.engine.timeline import StepRecord, Timeline
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.engine_process import EngineServer
@@ -72,7 +73,8 @@ def test_an_engine_that_hangs_says_at_what(tmp_path, caplog, capfd):
         timeline._steps.append(step)
     timeline._steps[0].updated = now
     scheduler = SimpleNamespace(config=SimpleNamespace(max_num_seqs=4, num_ranks=1))
-    core: Any = SimpleNamespace(engine=SimpleNamespace(scheduler=scheduler, timeline=timeline))
+    engine = SimpleNamespace(scheduler=scheduler, timeline=timeline)
+    core: Any = SimpleNamespace(engine=engine, config=EncoderOptions())
     server = EngineServer(core, f"ipc://{tmp_path}/engine", ServerConfig(), lambda event: None)
     with caplog.at_level("ERROR", "jaxengine"):
         # As the thread of orders does, while the one that steps does not come to read any.

@@ -87,7 +87,7 @@ async def test_a_storm_leaves_nothing_in_the_process(small_engine, chat_engine, 
         await storm(app.server, visits(10, chat_model, seed=1, priorities=True), 32)
         assert until(lambda: not scheduler.num_unfinished)
         threads, before = threading.active_count(), scheduler.num_preemptions
-        planned = visits(100, chat_model, seed=2, priorities=True, structured=0.1)
+        planned = visits(50, chat_model, seed=2, priorities=True, structured=0.1)
         start = time.monotonic()
         counts = await storm(app.server, planned, 32)
         seconds = time.monotonic() - start
@@ -98,13 +98,13 @@ async def test_a_storm_leaves_nothing_in_the_process(small_engine, chat_engine, 
     pool.check()
     assert not small_engine._readers and not len(small_engine.core._processor)
     preemptions = scheduler.num_preemptions - before
-    assert preemptions >= 30 and runner.compiles.count == 0
-    assert counts["stay ended"] == 60 and counts["leave left"] == 20 and counts["abort left"] >= 10, counts
+    assert preemptions >= 15 and runner.compiles.count == 0
+    assert counts["stay ended"] == 30 and counts["leave left"] == 10 and counts["abort left"] >= 5, counts
     assert not [visit.error for visit in planned if visit.error]
     assert_structured(planned)
     wrong = await differences(chat_engine, planned)
     assert not wrong, "\n".join(wrong)
-    report(f"storm of 100 in one process: {seconds:.1f} s, {preemptions} preemptions, {dict(counts)}")
+    report(f"storm of 50 in one process: {seconds:.1f} s, {preemptions} preemptions, {dict(counts)}")
 
 
 def holdings(pid: int) -> dict[str, int]:

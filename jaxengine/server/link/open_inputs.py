@@ -1,0 +1,27 @@
+"""What prepares requests in an API process, out of what the engine tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxengine.checkpoint.model_source import open_model
+from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.requests.inputs import InputProcessor, input_processor
+from jaxengine.server.link.media_senders import MediaSender
+from jaxengine.server.link.messages import Welcome
+from jaxengine.server.link.shared_media import media_sender
+
+
+def open_inputs(welcome: Welcome, index: int) -> tuple[InputProcessor, MediaSender]:
+    """For the API process of that index, and what sends the pictures of its requests."""
+    config = ResolvedConfig(**welcome.config)
+    # The weights stay closed, and the model is where the engine found it.
+    source = open_model(replace(config, model=welcome.model, load_format="dummy"))
+    source.close()
+    inputs = input_processor(source, config, origin=index)
+    if inputs.media is None:
+        return inputs, MediaSender()
+    sender = media_sender(welcome.media_cache, config)
+    if sender.cache is not None:
+        inputs.media.cache = sender.cache
+    return inputs, sender

@@ -1,0 +1,75 @@
+"""Requests on their way from an API process to the engine: their messages, and which of them it has not read yet."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxengine.requests.prepared import PreparedRequest
+from jaxengine.server.link import messages, submits
+from jaxengine.server.link.media_senders import MediaSender
+from jaxengine.server.link.messages import Load
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The Submit of that number, and the request it is of: it may have to be sent again."""
+
+    number: int
+    prepared: PreparedRequest
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.prepared.requests)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(request.num_prompt_tokens for request in self.prepared.requests)
+
+
+class Outbox:
+    """Submits in the order of their numbers.
+
+    Attributes:
+      media: what becomes of their pictures.
+    """
+
+    def __init__(self):
+        self.media = MediaSender()
+        self._num_submitted = 0
+        self._pending: collections.deque[Pending] = collections.deque()
+
+    def message(self, prepared: PreparedRequest, *, whole: bool = False) -> bytes:
+        """A request's Submit, encoded, which is to be sent at once. whole: with the pixels of all pictures."""
+        number, media = self._num_submitted + 1, prepared.requests[0].media
+        try:
+            pictures = None if media is None else self.media.message(number, media, whole=whole)
+            message = messages.encode(submits.submit(number, prepared, pictures))
+        except Exception:
+            self.media.reset()  # it took for sent what was not
+            raise
+        self._num_submitted = number
+        self._pending.append(Pending(number, prepared))
+        return message
+
+    def read(self, received: int) -> Iterator[Pending]:
+        """Takes out those that the engine has read by now, up to a number."""
+        self.media.has_read(received)
+        while self._pending and self._pending[0].number <= received:
+            yield self._pending.popleft()
+
+    def lost(self) -> None:
+        """The engine will read none of them."""
+        self._pending.clear()
+        self.media.lost()
+
+    def load_with(self, load: Load, num_slots: int) -> Load:
+        """The engine's, as it was told last, with what it will find of these."""
+        if not self._pending:
+            return load
+        num_new = sum(pending.num_requests for pending in self._pending)
+        num_running = min(num_slots, load.num_running + num_new)
+        num_waiting = load.num_waiting + num_new - (num_running - load.num_running)
+        num_tokens = load.num_waiting_tokens + sum(pending.num_tokens for pending in self._pending)
+        return Load(num_running, num_waiting, num_tokens, load.retry_after)

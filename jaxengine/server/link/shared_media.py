@@ -1,0 +1,236 @@
+"""Pictures in memory that an API process shares with the engine's: written once, found there by every later request.
+
+The memory is a file without a name (memfd_create(2)) that the engine opens by its descriptor. So nothing is left of it
+once both processes have ended, however they did.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import mmap
+import os
+import threading
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxengine.config.encoder import KEY_REPLICATED, SHARED_MEMORY, EncoderOptions
+from jaxengine.requests.media_cache import PreparedItem
+from jaxengine.server.link.media_messages import Item, MediaMessage, Place, media_message, message_item
+from jaxengine.server.link.media_senders import KeepingSender, KeySender, MediaSender, sent_pixels
+from scheduler.media import Media, MediaItem
+
+if TYPE_CHECKING:
+    from jaxengine.media.processor import Processed
+
+logger = logging.getLogger(__name__)
+
+# Places begin at multiples of it, as lines of a processor's cache do.
+_ALIGNMENT = 64
+
+
+class Arena:
+    """A piece of shared memory and its free parts.
+
+    Attributes:
+      path: by which another process of this user opens it.
+      num_bytes: of the parts that are taken.
+    """
+
+    def __init__(self, size: int):
+        """size: bytes at most; pages that were never written take none."""
+        self._descriptor = os.memfd_create("jaxengine-pictures", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, size)
+        self._memory = mmap.mmap(self._descriptor, size)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.num_bytes = 0
+        # Free parts as (offset, size), ascending; no two touch.
+        self._free = [(0, size)]
+
+    def take(self, size: int) -> int | None:
+        """The offset of a part of at least so many bytes, the first that fits; None without one."""
+        size = _rounded(size)
+        for index, (offset, free) in enumerate(self._free):
+            if free >= size:
+                self._free[index : index + 1] = [(offset + size, free - size)] if free > size else []
+                self.num_bytes += size
+                return offset
+        return None
+
+    def give(self, offset: int, size: int) -> None:
+        """Gives back a part that `take` gave for this size."""
+        size = _rounded(size)
+        self.num_bytes -= size
+        index = bisect.bisect_left(self._free, (offset, 0))
+        first, last, end = index, index, offset + size
+        if index and sum(self._free[index - 1]) == offset:
+            first, offset = index - 1, self._free[index - 1][0]
+        if index < len(self._free) and self._free[index][0] == end:
+            last, end = index + 1, sum(self._free[index])
+        self._free[first:last] = [(offset, end - offset)]
+
+    def write(self, offset: int, parts: tuple[bytes, ...]) -> None:
+        """Puts bytes behind each other."""
+        for part in parts:
+            self._memory[offset : offset + len(part)] = part
+            offset += len(part)
+
+    def close(self) -> None:
+        """Who has opened it keeps it; nobody else can."""
+        self._memory.close()
+        os.close(self._descriptor)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """An item in the memory. num_unread: messages that tell of it and were not read, as far as is known."""
+
+    made: Processed
+    place: Place
+    num_unread: int = 0
+
+    @property
+    def size(self) -> int:
+        return sum(self.place.sizes)
+
+
+class SharedSender(KeepingSender):
+    """Keeps the keys here and the values in shared memory, where they stay until the engine has read of them.
+
+    Each epoch has a memory of its own, so that a connection that is given up never finds something else in its places.
+    """
+
+    def __init__(self, max_bytes: int, max_item_bytes: int):
+        """max_item_bytes: of an item that is kept; a larger one is sent."""
+        self.cache = self
+        self._max_bytes, self._max_item_bytes = max_bytes, max_item_bytes
+        self._epoch = 1
+        self._arena: Arena | None = Arena(max_bytes)
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._unread: deque[tuple[int, list[_Entry]]] = deque()
+        self._last_number = 0
+        # Memories of earlier epochs, which messages up to a number may still be about.
+        self._old: list[tuple[int, Arena]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the shared memory that is taken."""
+        return 0 if self._arena is None else self._arena.num_bytes
+
+    def get(self, digest: bytes) -> Processed | None:
+        with self._lock:
+            found = self._entries.get(digest)
+            return None if found is None else found.made
+
+    def knows(self, digest: bytes) -> bool:
+        return digest in self._entries
+
+    def message(self, number: int, media: Media, *, whole: bool = False) -> MediaMessage:
+        with self._lock:
+            self._last_number = number
+            told: list[_Entry] = []
+            # First what is there, so that nothing new takes its place.
+            for item in media.items:
+                if not whole and (entry := self._entries.get(item.digest)) is not None:
+                    self._entries.move_to_end(item.digest)
+                    self._tell(entry, told)
+            items = [self._item(item, told, whole) for item in media.items]
+            if told:
+                self._unread.append((number, told))
+            memory = self._arena.path if told and self._arena is not None else ""
+            return media_message(media, items, self._epoch, memory)
+
+    def has_read(self, number: int) -> None:
+        with self._lock:
+            while self._unread and self._unread[0][0] <= number:
+                for entry in self._unread.popleft()[1]:
+                    entry.num_unread -= 1
+            while self._old and self._old[0][0] <= number:
+                self._old.pop(0)[1].close()
+
+    def refused(self) -> None:
+        """The engine cannot open the memory: pixels are sent from now on."""
+        if self._arena is not None:
+            logger.error("the engine cannot read shared memory; mm_processor_cache_type shm keeps nothing from now on")
+        with self._lock:
+            self._begin_epoch(None)
+
+    def reset(self) -> None:
+        with self._lock:
+            self._begin_epoch(None if self._arena is None else Arena(self._max_bytes))
+
+    def lost(self) -> None:
+        with self._lock:
+            # Nobody reads any more what was said over it.
+            self._unread.clear()
+            self._forget_old()
+            self._begin_epoch(None if self._arena is None else Arena(self._max_bytes))
+
+    def close(self) -> None:
+        with self._lock:
+            self._unread.clear()
+            self._forget_old()
+            self._begin_epoch(None)
+
+    def _forget_old(self) -> None:
+        while self._old:
+            self._old.pop()[1].close()
+
+    def _begin_epoch(self, arena: Arena | None) -> None:
+        if self._arena is not None:
+            if self._unread:
+                self._old.append((self._last_number, self._arena))
+            else:
+                self._arena.close()
+        self._arena = arena
+        self._epoch += 1
+        self._entries.clear()
+        self._unread.clear()
+
+    def _item(self, item: MediaItem, told: list[_Entry], whole: bool) -> Item:
+        entry = None if whole else self._entries.get(item.digest)
+        if entry is not None:
+            return message_item(item, None, entry.place)
+        pixels = sent_pixels(item)
+        sizes = len(pixels[0]), len(pixels[1]), len(pixels[2])
+        arena = self._arena
+        if whole or arena is None or not isinstance(item, PreparedItem) or sum(sizes) > self._max_item_bytes:
+            return message_item(item, pixels)
+        offset = self._room(arena, sum(sizes))
+        if offset is None:
+            return message_item(item, pixels)
+        arena.write(offset, pixels)
+        entry = self._entries[item.digest] = _Entry(item.made, Place(offset, sizes))
+        self._tell(entry, told)
+        return message_item(item, None, entry.place)
+
+    def _tell(self, entry: _Entry, told: list[_Entry]) -> None:
+        entry.num_unread += 1
+        told.append(entry)
+
+    def _room(self, arena: Arena, size: int) -> int | None:
+        """The offset of a part for an item, for which the least recently used go that nobody is yet to read."""
+        if size > self._max_bytes:
+            return None
+        offset = arena.take(size)
+        idle = [digest for digest, entry in self._entries.items() if not entry.num_unread] if offset is None else []
+        for digest in idle:
+            entry = self._entries.pop(digest)
+            arena.give(entry.place.offset, entry.size)
+            if (offset := arena.take(size)) is not None:
+                break
+        return offset
+
+
+def media_sender(kind: str, config: EncoderOptions) -> MediaSender:
+    """For the kind of cache, of jaxengine.config.encoder, that the engine tells of."""
+    size = config.mm_processor_cache_bytes
+    if kind == SHARED_MEMORY:
+        return SharedSender(size, config.mm_shm_cache_max_object_size_mb << 20)
+    return KeySender(size) if kind == KEY_REPLICATED else MediaSender()
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

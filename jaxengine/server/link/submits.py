@@ -1,0 +1,79 @@
+"""Requests as messages from an API process to the engine's; arrays as raw bytes."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from jaxengine.requests.prepared import PreparedRequest
+from jaxengine.server.link.media_messages import MediaMessage
+from scheduler.media import Media
+from scheduler.request import Request
+from scheduler.token_params import TokenParams
+
+
+class Member(msgspec.Struct, array_like=True):
+    """One of a request's n."""
+
+    handle: int
+    request_id: str
+    seed: int
+
+
+class Submit(msgspec.Struct, array_like=True, tag="submit"):
+    """A checked request. number: counts an API process's, from 1."""
+
+    number: int
+    members: list[Member]
+    prompt_token_ids: bytes
+    params: TokenParams
+    max_tokens: int
+    eos_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    priority: int
+    arrival_time: float
+    deadline: float
+    cache_salt: str | None
+    lora: str | None
+    client: str
+    per_step: bool
+    text_ends: bool
+    media: MediaMessage | None = None
+
+
+def submit(number: int, prepared: PreparedRequest, media: MediaMessage | None) -> Submit:
+    """A prepared request, with its pictures, as the engine needs it; the handles are its requests' tags."""
+    first = prepared.requests[0]
+    return Submit(
+        number=number,
+        members=[Member(request.tag, request.request_id, request.seed) for request in prepared.requests],
+        prompt_token_ids=_bytes(first.prompt_token_ids, np.int32),
+        params=first.params,
+        max_tokens=first.max_tokens,
+        eos_token_ids=first.eos_token_ids,
+        stop_token_ids=first.stop_token_ids,
+        priority=first.priority,
+        arrival_time=first.arrival_time,
+        deadline=first.deadline,
+        cache_salt=first.cache_salt,
+        lora=first.lora,
+        client=first.client,
+        per_step=first.per_step,
+        text_ends=first.text_ends,
+        media=media,
+    )
+
+
+def requests_of(message: Submit, client: int, media: Media | None) -> list[Request]:
+    """The scheduler's requests of a Submit, whose pictures have been read."""
+    params, prompt = message.params, np.frombuffer(message.prompt_token_ids, np.int32)
+    names = ("max_tokens", "eos_token_ids", "stop_token_ids", "priority", "arrival_time", "deadline", "cache_salt")
+    shared = {name: getattr(message, name) for name in (*names, "lora", "client", "per_step", "text_ends")}
+    return [
+        Request(each.request_id, prompt, params, seed=each.seed, tag=client << 32 | each.handle, media=media, **shared)
+        for each in message.members
+    ]
+
+
+def _bytes(array: np.ndarray, dtype: type) -> bytes:
+    return np.ascontiguousarray(array, dtype).tobytes()
