@@ -43,9 +43,10 @@ def checkpoint_of(folder: Path, architecture: str, target: Path) -> Path:
 
 def describe(model: Path) -> str:
     """Greedy tokens and their log-probabilities."""
-    # enforce_eager compiles a shape when it first occurs: nothing else is worth it for one prompt.
-    options = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64, "num_gpu_blocks_override": 8}
-    llm = LLM(str(model), dtype="float32", disable_log_stats=True, **options)
+    # One short prompt: few shapes, and enforce_eager compiles each when it first occurs.
+    options = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 8, "num_gpu_blocks_override": 8}
+    options |= {"skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": True}
+    llm = LLM(str(model), dtype="float32", **options)
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}], params, use_tqdm=False)
     (completion,) = output.outputs

@@ -27,6 +27,17 @@ TINY_OPTIONS = {
     "disable_log_stats": True,
 }
 
+# The default model in two shapes, a decode and a mixed step: each takes ten seconds to compile and one to load.
+SMOLLM_OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 1536,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "kv_cache_memory_bytes": 1 << 30,
+    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
+    "disable_log_stats": True,
+}
+
 FIGURE = "figure"
 MAPS = Path("/proc/self/maps")
 _num_tests = 0
@@ -192,16 +203,31 @@ def smollm(executables_dir):
     """The default model with its real weights, float32."""
     from jaxengine import LLM
 
-    return LLM(
-        dtype="float32",
-        max_model_len=1536,
-        max_num_seqs=32,
-        max_num_batched_tokens=512,
-        kv_cache_memory_bytes=1 << 30,
-        compilation_config={"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32, 128]},
-        compile_cache_dir=executables_dir,
-        disable_log_stats=True,
-    )
+    return LLM(**SMOLLM_OPTIONS, compile_cache_dir=executables_dir)
+
+
+@pytest.fixture(scope="session")
+def make_smollm_server(smollm, executables_dir):
+    """`jaxengine serve` of the default model by its options, started once each; ended with the session.
+
+    smollm is asked for first, so that the compiled steps are there.
+    """
+    from jaxengine.checkpoint.default_model import default_model_path
+    from tests.jaxengine.server.server_process import start_server
+
+    options = {**SMOLLM_OPTIONS, "model": str(default_model_path()), "compile_cache_dir": executables_dir}
+    options |= {"served_model_name": ["smollm"], "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    made = {}
+
+    def make(**changes):
+        key = repr(sorted(changes.items()))
+        if key not in made:
+            made[key] = start_server({**options, "grpc_port": 0}, **changes)
+        return made[key]
+
+    yield make
+    for server in made.values():
+        server.remove()
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ MODULES = {
     "orbax_checkpoint": "orbax",
     "pyyaml": "yaml",
     "pyzmq": "zmq",
+    "pillow": "PIL",
     "protobuf": "google",
     "grpcio": "grpc",
     "grpcio_health_checking": "grpc_health",

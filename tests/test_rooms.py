@@ -17,6 +17,8 @@ from tests.test_architecture import imports, sources, where
 APART = {
     "jaxengine:base": ("jaxengine.version", "jaxengine.logs", "jaxengine._siblings"),
     "jaxengine:main": ("jaxengine.__main__",),
+    "jaxengine.media:what": ("jaxengine.media.processor", "jaxengine.media.frames", "jaxengine.media.errors"),
+    "jaxengine.media:registry": ("jaxengine.media.registry", "jaxengine.media.open"),
     "jaxengine.server:entries": ("jaxengine.server.command", "jaxengine.server.ray_serve"),
     "jaxengine.server.http:app": ("jaxengine.server.http.app", "jaxengine.server.http.tokenize"),
     "models:registry": ("models.registry",),
@@ -57,7 +59,8 @@ ROOMS = {
         "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.matmul pallas_kernels.state "
         "pallas_kernels.attention models.config models.weights:declarations models.quantization models"
     ),
-    "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers",
+    "models.vision": "sharding models.config models.weights:declarations models.quantization models models.layers",
+    "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers models.vision",
     "models:registry": (
         "sharding models.config models.weights:declarations models.quantization models models.families"
     ),
@@ -72,16 +75,20 @@ ROOMS = {
     "jaxengine.sampling": "sharding scheduler",
     "jaxengine.tokens": "models.weights:declarations scheduler jaxengine.workers",
     "jaxengine.config": "sharding models.config scheduler",
+    "jaxengine.media:what": "jaxengine.config",
+    "jaxengine.media.processors": "models.config models.weights:declarations scheduler jaxengine.media:what",
+    "jaxengine.media": ("models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.media:what"),
     "jaxengine.drafts": "jaxengine.config",
     "jaxengine.checkpoint": (
         "models.config models.weights:declarations models.quantization models:registry models.weights "
         "jaxengine.tokens jaxengine.config"
     ),
+    "jaxengine.media:registry": "models.config jaxengine.media:what jaxengine.media.processors",
     "jaxengine.parsers": "jaxengine.config",
     "jaxengine.runner": (
         "sharding models.config models.weights:declarations models.quantization models models.layers models:registry "
         "models.weights scheduler scheduler.pages scheduler:loop jaxengine.sampling jaxengine.config jaxengine.drafts "
-        "jaxengine.checkpoint"
+        "jaxengine.checkpoint jaxengine.media:registry"
     ),
     "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
     "jaxengine.engine": (
@@ -89,7 +96,8 @@ ROOMS = {
         "jaxengine.runner"
     ),
     "jaxengine.requests": (
-        "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.checkpoint jaxengine.engine"
+        "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.media:what jaxengine.media "
+        "jaxengine.media:registry jaxengine.checkpoint jaxengine.engine"
     ),
     "jaxengine.api": (
         "models.config models.quantization models models:registry scheduler jaxengine.grammars jaxengine.config "
@@ -105,8 +113,8 @@ ROOMS = {
         "jaxengine.engine jaxengine.requests jaxengine.api jaxengine"
     ),
     "jaxengine.server.link": (
-        "scheduler jaxengine.config jaxengine.checkpoint jaxengine.engine jaxengine.requests jaxengine.api "
-        "jaxengine.server"
+        "scheduler jaxengine.config jaxengine.media:what jaxengine.checkpoint jaxengine.engine jaxengine.requests "
+        "jaxengine.api jaxengine.server"
     ),
     "jaxengine.server.observe": (
         "jaxengine:base jaxengine.config jaxengine.engine jaxengine.requests jaxengine.api jaxengine.server"
@@ -117,7 +125,7 @@ ROOMS = {
         "jaxengine.runner jaxengine.bench"
     ),
     "jaxengine.server.grpc": (
-        "scheduler jaxengine:base jaxengine.config jaxengine.requests jaxengine.api jaxengine.server "
+        "scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.requests jaxengine.api jaxengine.server "
         "jaxengine.server.observe"
     ),
     "jaxengine.server.stored": "scheduler jaxengine.workers jaxengine.api",
@@ -132,12 +140,12 @@ ROOMS = {
         "scheduler jaxengine.tokens jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
     ),
     "jaxengine.server.http.responses": (
-        "scheduler jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.stored "
-        "jaxengine.server.http jaxengine.server.http.chat"
+        "scheduler jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server "
+        "jaxengine.server.stored jaxengine.server.http jaxengine.server.http.chat"
     ),
     "jaxengine.server.http.messages": (
-        "scheduler jaxengine.tokens jaxengine.parsers jaxengine.requests jaxengine.api jaxengine.server "
-        "jaxengine.server.http jaxengine.server.http.chat"
+        "scheduler jaxengine.tokens jaxengine.media jaxengine.parsers jaxengine.requests jaxengine.api "
+        "jaxengine.server jaxengine.server.http jaxengine.server.http.chat"
     ),
     "jaxengine.server.http.pooling": (
         "scheduler jaxengine.requests jaxengine.api jaxengine.server jaxengine.server.http"
@@ -158,8 +166,8 @@ ROOMS = {
     ),
     "jaxengine.commands": (
         "sharding models.config models.weights:declarations models.quantization models models:registry models.weights "
-        "scheduler jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.runner jaxengine.cluster "
-        "jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
+        "scheduler jaxengine:base jaxengine.config jaxengine.media jaxengine.checkpoint jaxengine.runner "
+        "jaxengine.cluster jaxengine.requests jaxengine.api jaxengine.bench jaxengine.server.observe jaxengine.check "
         "jaxengine.server:entries"
     ),
     "jaxengine:main": "jaxengine.commands",

@@ -21,6 +21,7 @@ from jaxengine.api.output_stream import OutputStream
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.lora import LoRARequest
+from jaxengine.requests.off_loop import made_ready
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.outputs import RequestOutput
 from jaxengine.requests.pooling_outputs import PoolingOutput, PoolingRequestOutput
@@ -134,6 +135,10 @@ class AsyncLLM:
         """The numbers of the adapters that are loaded."""
         return {each["number"] for each in await self.utility("adapters")}
 
+    async def reset_mm_cache(self) -> None:
+        """As `LLM.reset_mm_cache`."""
+        await self.utility("reset_mm_cache")
+
     async def _with_adapter(
         self, request: LoRARequest, outputs: AsyncIterator[RequestOutput]
     ) -> AsyncIterator[RequestOutput]:
@@ -193,6 +198,8 @@ class AsyncLLM:
         aggregate = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         stream = OutputStream(aggregate)
         reader = _Reader(asyncio.get_running_loop(), stream)
+        if not isinstance(params, PoolingParams):  # which may put something before a text
+            prompt = await made_ready(self.core.inputs, prompt)
         self._run_command(lambda: self._start(reader, prompt, params, request_id, options))
         finished = False
         try:

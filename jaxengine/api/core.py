@@ -90,6 +90,8 @@ class EngineCore:
         """What an operator may call between two steps, by name; arguments and results are plain JSON values."""
         return {
             "reset_prefix_cache": self._reset_prefix_cache,
+            "reset_mm_cache": self._reset_mm_cache,
+            "mm_cache": self._mm_cache,
             "metrics": self.metrics.snapshot,
             "status": lambda: engine_status(self.engine, self.metrics),
             "trace": self._trace,
@@ -97,7 +99,7 @@ class EngineCore:
             "count_rejections": self._count_rejections,
             "load_adapter": lambda *load: self.engine.require_adapters().begin_load(*load),
             "adapter_is_loaded": lambda ticket: self.engine.require_adapters().is_loaded(ticket),
-            "unload_adapter": self._unload_adapter,
+            "unload_adapter": self.engine.unload_adapter,
             "adapters": self._adapters,
         }
 
@@ -138,6 +140,7 @@ class EngineCore:
                 self.engine.finish(request, FinishReason.ABORT)
             raise
         self.engine.request_stats.n.observe(len(added))
+        self.engine.media_stats.count(requests[0].media)
 
     def abort(self, request_id: str) -> list[AnyOutput]:
         """Ends a request and frees its pages; returns its last output, or nothing when there is no such request."""
@@ -178,8 +181,20 @@ class EngineCore:
         self.engine.scheduler.reset_prefix_cache()
         return True
 
-    def _unload_adapter(self, name: str) -> None:
-        self.engine.require_adapters().remove(name, self.engine.scheduler.adapters)
+    def _reset_mm_cache(self) -> bool:
+        """Forgets pictures: those made ready, and embeddings that no running request needs."""
+        if self.inputs.media is not None and self.inputs.media.cache is not None:
+            self.inputs.media.cache.clear()
+        self.engine.scheduler.reset_encoder_cache()
+        return True
+
+    def _mm_cache(self) -> dict[str, Any]:
+        """Where pictures that were made ready are kept (EncoderOptions.mm_cache_placement), and bytes kept here.
+
+        A server's engine process answers for its API processes too."""
+        media = self.inputs.media
+        size = media.cache.num_bytes if media is not None and media.cache is not None else 0
+        return {**self.config.mm_cache_placement(0), "engine_bytes": size}
 
     def _adapters(self) -> list[dict[str, Any]]:
         """Those that requests may name."""

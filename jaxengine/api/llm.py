@@ -140,9 +140,10 @@ class LLM:
         params.verify(inputs.config.max_logprobs, inputs.config.logprobs_mode)
         one = params.token_params()
         with self._turns:
-            prompt_ids = [
-                inputs.prepare(prompt, one).requests[0].prompt_token_ids.tolist() for prompt in _as_batch(prompts)
-            ]
+            first = [inputs.prepare(prompt, one).requests[0] for prompt in _as_batch(prompts)]
+        if any(request.media is not None for request in first):
+            raise RequestError("beam search goes on from tokens, and sees no pictures", param="multi_modal_data")
+        prompt_ids = [request.prompt_token_ids.tolist() for request in first]
         longest, eos = inputs.config.max_model_len, inputs.eos_token_ids()
         searches = [BeamSearch(token_ids, params, eos, longest) for token_ids in prompt_ids]
         while grown := [(search, each) for search in searches for each in search.prompts]:
@@ -260,21 +261,27 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them, through the model's chat template."""
+        """Answers one conversation or a list of them, through the model's chat template.
+
+        Messages may hold pictures and videos as jaxengine.media.parts.collect_media reads them.
+        """
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        # Before it is this call's turn: other threads need not wait for its pictures.
+        read = [self.core.inputs.media_reader.read(conversation) for conversation in conversations]
         with self._turns:
             prompts = [
                 self.core.inputs.chat_prompt(
                     conversation,
+                    media,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,
                     chat_template=chat_template,
                     chat_template_kwargs=chat_template_kwargs,
                 )
-                for conversation in conversations
+                for conversation, media in read
             ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
@@ -295,6 +302,11 @@ class LLM:
         """Forgets all cached prefixes."""
         with self._turns:
             return self.core.utility("reset_prefix_cache")
+
+    def reset_mm_cache(self) -> None:
+        """Forgets pictures and videos that were made ready or encoded; running requests keep theirs."""
+        with self._turns:
+            self.core.utility("reset_mm_cache")
 
     def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if params is None:
@@ -321,6 +333,7 @@ class LLM:
         started: dict[str, _Call] = {}
         call = _Call()
         try:
+            batch = [self.core.inputs.make_ready(prompt) for prompt in batch]
             with self._turns:
                 self.core.check()
                 prepared = [

@@ -202,7 +202,8 @@ class FreeRunner:
 
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
-        self.pools, self.keeps_history, self.plan = False, False, SimpleNamespace(num_pages=config.num_pages)
+        self.pools, self.keeps_history, self.encoder = False, False, None
+        self.plan = SimpleNamespace(num_pages=config.num_pages)
         self.config = SimpleNamespace(
             scheduler_config=lambda num_pages, num_ranks, windows: config,
             max_model_len=config.max_model_len,

@@ -34,6 +34,10 @@ ENGINE_OPTIONS = (
     "replicate_kv_heads",
     "pipeline_parallel_size",
     "pipeline_layers",
+    "mm_encoder_tp_mode",
+    "max_num_batched_encoder_tokens",
+    "encoder_cache_size",
+    "limit_mm_per_prompt",
 )
 DEFAULT_MODEL_LEN = 8192
 

@@ -25,11 +25,13 @@ from jaxengine.check.devices import target_devices
 from jaxengine.check.programs import Program, StagePrograms, open_stages
 from jaxengine.check.shapes import model_config
 from jaxengine.check.targets import Target, find_target
+from jaxengine.check.towers import encoders
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.executables import compile_program
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
 from models.cache import platform_of
+from sharding.rules import part_bytes
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -153,6 +155,7 @@ class Compiler:
             yield stage.forward(bucket, num_pages)
         for name, size in stage.heads(self.request.short):
             yield stage.head(name, size, num_pages)
+        yield from encoders(stage, short=self.request.short)
 
     def _plan(self, stage: StagePrograms, whole: StagePrograms) -> StagePlan:
         """As the engine plans: the largest forward pass is measured with a small pool, and beside it the largest head
@@ -167,13 +170,19 @@ class Compiler:
             head, held_by_head = self._needs(stage.head(name, size, stage.num_columns))
             of_heads += held_by_head * sum(each == name for each, _ in sizes)
             beside = max(beside, stage.forwarded_bytes(name, size) + head["workspace_bytes"])
+        embeddings = 0 if stage.encoder is None else part_bytes(stage.encoder.rows)
+        for program in encoders(stage, short=True):
+            encoder, held_by_encoder = self._needs(program)
+            beside, of_heads = max(beside, encoder["workspace_bytes"]), of_heads + held_by_encoder
         programs = held * len(whole.model.stage.layers) // len(stage.model.stage.layers) + of_heads
         try:
             plan = plan_memory(
                 whole.config,
                 total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
                 weights=whole.weight_bytes,
-                needs=StageNeeds(programs, forward["workspace_bytes"] + beside + whole.slot_bytes, whole.state_bytes),
+                needs=StageNeeds(
+                    programs, forward["workspace_bytes"] + beside + whole.slot_bytes, whole.state_bytes, embeddings
+                ),
                 page_bytes=whole.page_bytes,
                 windows=whole.windows,
                 shared=self.target.num_devices if self.target.backend == "cpu" else 0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flax import nnx
@@ -29,6 +29,8 @@ SLACK = 1.05
 # Scope outside the layers -> the most exchanges it may have. Those of the sampler are branches and loops that few steps
 # run: each part of it finds maxima, sums or counts over the split vocabulary.
 AROUND_LAYERS = {"embed": 3, "logits": 2, "sample": 32, "prompt_logprobs": 12, "results": 9}
+# Scopes of a program that encodes pictures, each with what Expected says.
+ENCODING = ("tower", "gather")
 
 _WRITTEN = {
     "psum": "all-reduce",
@@ -140,7 +142,7 @@ def _place(scope: str) -> str:
     for part in scope.split("/"):
         if match := _LAYER.match(part):
             return f"layer {match[1]}"
-        if part in AROUND_LAYERS:
+        if part in AROUND_LAYERS or part in ENCODING:
             return part
     return ""
 
@@ -172,11 +174,13 @@ class Expected:
       most_elements: of any operand or result: the activations of all ranks, once for each expert of a token where
         devices send rows to experts, or a device's part of their logits.
       exchange_bytes: the most that an exchange of a layer is on average: the activations in the model's dtype.
+      encoding: of each scope of ENCODING, by kind, exactly.
     """
 
     layers: tuple[Mapping[str, int], ...]
     most_elements: int
     exchange_bytes: int
+    encoding: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
@@ -256,6 +260,9 @@ def wrong(found: Sequence[Exchange], wanted: Expected) -> list[str]:
         most = int(sum(layer.values()) * wanted.exchange_bytes * SLACK)
         if (found_bytes := layer_bytes(found, index)) > most:
             texts.append(f"layer {index} exchanges {found_bytes:,} bytes and not at most {most:,}")
+    for place in ENCODING:
+        if (own := places.get(place, {})) != (planned := wanted.encoding.get(place, {})):
+            texts.append(f"{place} has {_told(own)} instead of {_told(planned)}")
     for place, limit in AROUND_LAYERS.items():
         if (number := sum(places.get(place, {}).values())) > limit:
             texts.append(f"{place} has {_told(places[place])}, {number} and not at most {limit}")

@@ -30,9 +30,12 @@ from jaxengine.check.roofline import (
     step_work,
     update_work,
 )
+from jaxengine.check.shapes import largest_pictures
+from jaxengine.checkpoint.model_source import as_it_sees
 from jaxengine.config.engine_config import EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
 from jaxengine.runner.devices import build_split, choose_stages
+from jaxengine.runner.encoder_programs import EncoderPrograms
 from jaxengine.runner.heads import HEADS, heads_of
 from jaxengine.runner.step_programs import StepPrograms
 from models.cache import block_profile, num_places, of_layer
@@ -119,7 +122,8 @@ def open_stages(
 
     Raises ConfigError as the engine does.
     """
-    resolved = config.resolved(model_config, platform)
+    model_config = as_it_sees(model_config, config)
+    resolved = config.resolved(model_config, platform, largest_pictures(model_config))
     layout = resolved.mesh_layout(model_config)
     stages = choose_stages(model_config, resolved, layout)
     opened = []
@@ -135,6 +139,7 @@ class StagePrograms:
 
     Attributes:
       config: resolved for the platform.
+      params: the weights, abstract.
       weight_bytes, page_bytes: of one device; state_bytes: of what layers keep of slots; slot_bytes: of all else that
         is kept of them.
       windows: of the cache groups.
@@ -148,16 +153,21 @@ class StagePrograms:
         self._place = place
         self._steps = StepPrograms(model, config, platform, mesh)
         self._layout = platform.name
-        self._params = []
+        self.params = []
         for param in declared_params(self.model):
             stored = format_of(param.decl, named_sharding(mesh, param.decl.axes))
-            self._params.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored))
-        self.weight_bytes = sum(part_bytes(leaf) for leaf in self._params)
+            self.params.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored))
+        self.weight_bytes = sum(part_bytes(leaf) for leaf in self.params)
         self.state_bytes = self._steps.state_bytes
         every = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
         self.slot_bytes = every - self.state_bytes
         self.page_bytes = self._steps.page_bytes
         self.windows = self._steps.windows
+
+    @property
+    def encoder(self) -> EncoderPrograms | None:
+        """What encodes pictures here."""
+        return self._steps.encoder
 
     @property
     def num_columns(self) -> int:
@@ -193,7 +203,7 @@ class StagePrograms:
 
     def head(self, name: str, size: int, num_pages: int) -> Program:
         """A head of jaxengine.runner.heads. num_pages: of a pool that it must leave alone."""
-        program = self._steps.head(name, size, self._params)
+        program = self._steps.head(name, size, self.params)
         places = size * HEADS[name].width
         rows = Bucket(places, places)
         return Program(
@@ -212,7 +222,7 @@ class StagePrograms:
     def forward(self, bucket: Bucket, num_pages: int) -> Program:
         """The bucket's forward pass with a pool of `num_pages` pages of a layer and rank."""
         kv = self._steps.kv_shapes(num_pages)
-        program = self._steps.forward(bucket, self._params, kv)
+        program = self._steps.forward(bucket, self.params, kv)
         # CPUs and GPUs multiply a single row with another one beside it.
         at_least_two = Bucket(max(2, bucket.num_tokens), max(2, bucket.num_seqs))
         expert_rows = _EXPERT_ROWS.get(self._layout, 1)
@@ -324,7 +334,7 @@ class StagePrograms:
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
     def _precious(self, num_logits: int, kv: Any) -> Precious:
-        named = zip(declared_params(self.model), self._params, strict=True)
+        named = zip(declared_params(self.model), self.params, strict=True)
         weights = {math.prod(part_shape(leaf)): param.name for param, leaf in named if _is_matrix(param.shape)}
         # The logits of a step over all slots look like a state array.
         logits = f"f32[{num_logits},{self._steps.own_vocab_size}]"

@@ -20,6 +20,7 @@ from models.config.model_config import ModelConfig
 from models.config.rope import Rope, RopeScaling
 from models.registry import read_folder, read_hf
 
+_MOST_PATCHES = 16384
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 _LLAMA31: dict[str, Any] = {**_LLAMA3, "max_position_embeddings": 131072}
 _QWEN2: dict[str, Any] = {
@@ -206,3 +207,11 @@ def model_config(name: str, *, whole: bool = False) -> ModelConfig:
         advice = f"name a GGUF file, a Hugging Face folder, a hub id like org/name, or {known}"
         raise ConfigError.because("model", f"there is no model at {name!r}", advice)
     return read_folder(download("model", name, ["config.json"]))
+
+
+def largest_pictures(model: ModelConfig) -> list[tuple[int, int]]:
+    """(embeddings, patches) of what a check takes for the largest picture: without a processor nobody knows."""
+    if model.tower is None:
+        return []
+    patches = -(-_MOST_PATCHES // model.tower.unit) * model.tower.unit
+    return [(patches // model.tower.merge, patches)]

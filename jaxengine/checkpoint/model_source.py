@@ -15,6 +15,7 @@ from jaxengine.checkpoint.default_model import GENERATION_DEFAULTS, default_mode
 from jaxengine.checkpoint.hub_model import OTHER_FILES, download_model, from_hub
 from jaxengine.checkpoint.pooling import pooling_of_gguf, read_pooling
 from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.multimodal import MODALITIES
 from jaxengine.config.pooling_model import PoolingModel
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.fields import MAX_HEAD_DIM, ModelConfigError
@@ -98,6 +99,7 @@ def open_model(config: EngineConfig) -> ModelSource:
     path = default_model_path() if config.model is None else _find(config)
     source = _open_gguf(path, config) if path.is_file() else _open_folder(path, config)
     source = replace(source, config=_as_asked(source, config.quantization))
+    source = replace(source, config=as_it_sees(source.config, config))
     longest = config.max_model_len or source.config.max_position_embeddings
     source = replace(source, config=source.config.up_to(longest))
     if config.skip_tokenizer_init:
@@ -119,6 +121,12 @@ def _as_asked(source: ModelSource, asked: str | None) -> ModelConfig:
     kind = f"quantised as {method!r}" if method else "not quantised"
     problem = f"quantization is {asked[:100]!r}, but the checkpoint is {kind}"
     raise ConfigError.because("quantization", problem, f"leave it out, or give {' or '.join(map(repr, allowed))}")
+
+
+def as_it_sees(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model without what it sees with, where requests may bring nothing to see."""
+    blind = model.pooler is not None or not any(config.mm_limit(modality) for modality in MODALITIES)
+    return replace(model, tower=None) if blind else model
 
 
 def _find_tokenizer(config: EngineConfig) -> Path | None:

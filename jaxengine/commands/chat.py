@@ -11,9 +11,11 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.logs import only_warnings
+from jaxengine.media.fetch import scheme_of
 from jaxengine.requests.outputs import CompletionOutput, RequestOutput
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
 from scheduler.errors import RequestError
@@ -26,6 +28,7 @@ Message = Mapping[str, Any]
 HELP = '''\
 /system TEXT  the system message from now on; without TEXT none
 /reset        begins a new conversation
+/image FILE   shows a picture with the next message, of a file or an address
 /help         shows this
 /exit         leaves, as the end of input does
 A message of several lines stands between """ and """, or has a \\ at the end of each line but the last.
@@ -34,20 +37,36 @@ _FENCE = '"""'
 
 
 class Conversation:
-    """What has been said, and the system message in front of it."""
+    """What has been said, the system message in front of it, and pictures to show with what is said next."""
 
-    def __init__(self, system: str | None):
+    def __init__(self, system: str | None, images: Sequence[str] = ()):
+        """images: files and addresses."""
         self.system = system
         self.turns: list[Message] = []
+        self.images = [*images]
 
     def messages(self) -> list[Message]:
         """As a chat template takes them."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
+    def say(self, text: str) -> None:
+        """The next message of the user's."""
+        pictures = [_picture(image) for image in self.images]
+        self.images.clear()
+        self.turns.append(
+            {"role": "user", "content": [*pictures, {"type": "text", "text": text}] if pictures else text}
+        )
 
-def chat(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any], system: str | None = None) -> int:
+
+def chat(
+    engine_options: Mapping[str, Any],
+    sampling_options: Mapping[str, Any],
+    system: str | None = None,
+    images: Sequence[str] = (),
+) -> int:
     """Reads messages until /exit or the end of input and answers each; the exit status.
 
+    images: files and addresses of pictures to show with the first message.
     sampling_options: fields of SamplingParams; the rest are the model's defaults, and an answer may fill the context.
     """
     SamplingParams(**sampling_options)  # a wrong one is said before the model is loaded
@@ -57,7 +76,7 @@ def chat(engine_options: Mapping[str, Any], sampling_options: Mapping[str, Any],
     only_warnings()
     changes = {"max_tokens": None, **sampling_options, "output_kind": RequestOutputKind.DELTA}
     params = llm.get_default_sampling_params().clone_with(**changes)
-    conversation = Conversation(system)
+    conversation = Conversation(system, images)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  arrow keys, and the lines before
@@ -79,10 +98,10 @@ def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Ite
     """The answer, piece by piece: what is new each time. Leaving the iteration early aborts the request.
 
     Raises:
-      RequestError: the conversation is longer than max_model_len.
+      RequestError: the conversation is longer than max_model_len, or has a picture that cannot be used.
     """
     core = llm.core
-    prepared = core.inputs.prepare(core.inputs.chat_prompt(messages), params)
+    prepared = core.inputs.prepare(core.inputs.chat_prompt(*core.inputs.media_reader.read(messages)), params)
     core.add(prepared)
     finished = False
     try:
@@ -97,8 +116,12 @@ def stream(llm: LLM, messages: Sequence[Message], params: SamplingParams) -> Ite
 
 
 def _obey(conversation: Conversation, command: str, text: str | None) -> None:
-    if command == "reset":
+    if command == "image" and text:
+        conversation.images.append(text)
+        print("It goes with the next message.")
+    elif command == "reset":
         conversation.turns.clear()
+        conversation.images.clear()
         print("A new conversation.")
     elif command == "system":
         conversation.system = text
@@ -111,7 +134,7 @@ def _obey(conversation: Conversation, command: str, text: str | None) -> None:
 
 def _take_turn(llm: LLM, conversation: Conversation, text: str, params: SamplingParams) -> None:
     """Prints the answer to a message, and what it took. Ctrl-C ends the answer, not the chat."""
-    conversation.turns.append({"role": "user", "content": text})
+    conversation.say(text)
     pieces, times, num_tokens, start = [], [], 0, time.monotonic()
     try:
         for piece in stream(llm, conversation.messages(), params):
@@ -129,6 +152,11 @@ def _take_turn(llm: LLM, conversation: Conversation, text: str, params: Sampling
     conversation.turns.append({"role": "assistant", "content": "".join(pieces)})
     if times:
         print(f"[{speed(num_tokens, times[0] - start, times[-1] - times[0])}]", file=sys.stderr)
+
+
+def _picture(image: str) -> Message:
+    """A part of a message. What is no address is a file of whoever sits here."""
+    return {"type": "image", "image": image if scheme_of(image) else Path(image).expanduser()}
 
 
 def speed(num_tokens: int, first_seconds: float, later_seconds: float) -> str:

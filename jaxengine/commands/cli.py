@@ -71,6 +71,7 @@ _TOLD = (ConfigError, ModelConfigError, ModelFileError, RequestError, ClusterErr
 PARALLEL_OPTIONS = (
     "tensor_parallel_size",
     "replicate_kv_heads",
+    "mm_encoder_tp_mode",
     "data_parallel_size",
     "enable_expert_parallel",
     "pipeline_parallel_size",
@@ -310,6 +311,8 @@ def _load(args: argparse.Namespace) -> LLM:
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    shown = "a picture to show with the first message, of a file or an address; may be given again"
+    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=shown)
     add_options(parser, "sampling options", SamplingParams, SAMPLING_OPTIONS)
     add_engine_options(parser)
     parser.set_defaults(run=_chat)
@@ -318,4 +321,4 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _chat(args: argparse.Namespace) -> int:
     from jaxengine.commands.chat import chat
 
-    return chat(given_options(args, EngineConfig), given_options(args, SamplingParams), args.system)
+    return chat(given_options(args, EngineConfig), given_options(args, SamplingParams), args.system, args.image)

@@ -10,7 +10,7 @@ from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split, choose_devices, choose_stages, load_weights
-from jaxengine.runner.open import ProgressBar, kernel_platform
+from jaxengine.runner.open import ProgressBar, kernel_platform, picture_sizes
 from models.weights.lora_pools import targets_of
 from models.weights.merged import MergedSource
 from models.weights.orbax import save_checkpoint
@@ -44,7 +44,8 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
     if merge_lora is not None and source.config.quantization is not None:
         problem = f"the weights of {config.model!r} are quantised, and an adapter is not merged into such"
         raise ConfigError.because("merge_lora", problem, "serve it beside them: enable_lora")
-    resolved = config.resolved(source.config, PLATFORMS[kernel_platform(devices[0])])
+    platform = PLATFORMS[kernel_platform(devices[0])]
+    resolved = config.resolved(source.config, platform, picture_sizes(source, config))
     layout = resolved.mesh_layout(source.config)
     stage = choose_stages(source.config, resolved, layout)[0]
     model, mesh = build_split(source.config, resolved, layout, stage), make_mesh(layout, devices)

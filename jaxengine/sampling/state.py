@@ -117,20 +117,24 @@ def count_tokens(token_counts: jax.Array, slots: jax.Array, token_ids: jax.Array
     num_slots, num_columns = token_counts.shape
     columns = token_ids - first_id(token_counts)
     slots = jnp.where(valid & (columns >= 0) & (columns < num_columns), slots, num_slots)
-    if slots.shape[0] == 1:  # XLA CPU copies the whole operand of a one-row scatter
-        slots = jnp.pad(slots, (0, 1), constant_values=num_slots)
-        columns = jnp.pad(columns, (0, 1))
+    slots, columns = _two_at_least(num_slots, slots, columns)
     return token_counts.at[slots, columns].add(2, mode="drop")
 
 
 def write_tokens(history: jax.Array, slots: jax.Array, positions: jax.Array, token_ids: jax.Array, valid: jax.Array):
     """history i32[R, L] with token_ids i32[S] at (slots, positions) i32[S] where valid bool[S]; those outside are
     dropped."""
-    slots = jnp.where(valid, slots, history.shape[0])
-    if slots.shape[0] == 1:  # XLA CPU copies the whole operand of a one-row scatter
-        slots = jnp.pad(slots, (0, 1), constant_values=history.shape[0])
-        positions, token_ids = jnp.pad(positions, (0, 1)), jnp.pad(token_ids, (0, 1))
+    num_slots = history.shape[0]
+    slots, positions, token_ids = _two_at_least(num_slots, jnp.where(valid, slots, num_slots), positions, token_ids)
     return history.at[slots, positions].set(token_ids, mode="drop")
+
+
+def _two_at_least(num_slots: int, slots: jax.Array, *others: jax.Array) -> list[jax.Array]:
+    """What is to be scattered, i32[S] each, with a row of no slot behind a single one: XLA CPU copies the whole operand
+    of a one-row scatter."""
+    if slots.shape[0] > 1:
+        return [slots, *others]
+    return [jnp.pad(slots, (0, 1), constant_values=num_slots), *(jnp.pad(other, (0, 1)) for other in others)]
 
 
 def set_row(array: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:

@@ -16,6 +16,8 @@ from jaxengine.tokens.cut_json import read_cut_json
 from scheduler.errors import RequestError
 
 MAX_DEPTH = 32
+# Parts of a content that stand for what is no text, by what templates call them. They have no key but their type.
+MEDIA_TYPES = ("image", "video")
 # What answers call a model's reasoning; templates know the first.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
@@ -27,7 +29,10 @@ Message = dict[str, Any]
 
 
 def checked_messages(messages: Any) -> list[Message]:
-    """Copies of the messages, every content a text, keys without a value left out; RequestError(param="messages")."""
+    """Copies of the messages, keys without a value left out; RequestError(param="messages").
+
+    Every content is a text, but for those with one of MEDIA_TYPES in them, which are lists of parts.
+    """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise _refused(f"messages must be a list of at least one message, got {kind(messages)}", messages)
     return [_checked_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
@@ -93,8 +98,10 @@ def _checked_message(message: Any, where: str) -> Message:
         allowed = "only an answer with tool_calls, reasoning or a refusal may leave it out"
         raise _refused(f"{where}.content is missing; {allowed}", message)
     if isinstance(content, (list, tuple)):
-        content = "\n".join(_part_text(part, f"{where}.content[{number}]") for number, part in enumerate(content))
-    if content is not None and not isinstance(content, str):
+        parts = [_checked_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
+        has_media = any(part["type"] in MEDIA_TYPES for part in parts)
+        content = parts if has_media else "\n".join(part["text"] for part in parts)
+    elif content is not None and not isinstance(content, str):
         raise _refused(f"{where}.content must be a text or a list of text parts, got {kind(content)}", content)
     checked = plain({**message, "content": content, "tool_calls": calls}, "messages")
     # Templates print a None as "None", but know how to do without a key.
@@ -137,17 +144,20 @@ def _object(arguments: Any) -> Any:
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
-def _part_text(part: Any, where: str) -> str:
+def _checked_part(part: Any, where: str) -> dict[str, str]:
+    """A part of text, or one of MEDIA_TYPES."""
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": str.__str__(part)}
     if not isinstance(part, Mapping):
         raise _refused(f'{where} must be {{"type": "text", "text": ...}}, got {kind(part)}', part)
     name = part.get("type")
+    if isinstance(name, str) and name in MEDIA_TYPES and len(part) == 1:
+        return {"type": str.__str__(name)}
     if name not in ("text", "refusal"):
         raise _refused(f"{where}.type must be 'text' or 'refusal', got {str(name)[:100]!r}", name)
     if not isinstance(part.get(name), str):
         raise _refused(f"{where}.{name} must be a text, got {kind(part.get(name))}", part.get(name))
-    return part[name]
+    return {"type": "text", "text": str.__str__(part[name])}
 
 
 def _refused(message: str, value: Any) -> RequestError:

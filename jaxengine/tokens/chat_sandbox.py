@@ -32,15 +32,18 @@ class TemplateRefusal(ValueError):
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
     """Raises jinja2.TemplateSyntaxError."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
+    environment = _environment()
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _PublicNamespace
     environment.globals["dict"] = _make_dict
     return environment.from_string(source)
+
+
+def parse(source: str) -> nodes.Template:
+    """The template's tree; nothing of it is run. Raises jinja2.TemplateSyntaxError."""
+    return _environment().parse(source)
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
@@ -56,6 +59,12 @@ def render(source: str, variables: dict[str, Any]) -> str:
             raise OverflowError(f"the output has more than {MAX_OUTPUT_CHARS} characters")
         pieces.append(piece)
     return "".join(pieces)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
 
 
 class _GenerationBlock(Extension):

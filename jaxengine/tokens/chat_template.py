@@ -6,11 +6,12 @@ in chat_sandbox, in a process that template_renderer keeps. Knows nothing of tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxengine.tokens import chat_sandbox
 from jaxengine.tokens.chat_messages import Message, checked_messages, kind, plain, ways_to_write
+from jaxengine.tokens.content_format import with_contents
 from jaxengine.tokens.template_renderer import BadTemplate, ConversationRefused, TemplateFailure, TemplateRenderer
 from scheduler.errors import RequestError
 
@@ -38,6 +39,7 @@ def render_chat(
     tools: Any,
     chat_template: Any,
     variables: Mapping[str, Any],
+    placeholder: Callable[[str], str] | None = None,
 ) -> str:
     """The prompt text of a conversation.
 
@@ -46,18 +48,22 @@ def render_chat(
       templates: the model's template, or templates by name, or None.
       role_tokens: texts of the tokens that exist, by names out of ROLE_TOKENS.
       messages: list of dicts with "role" and "content"; content is a text or a list of {"type": "text", "text": ...}
-        and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks; an answer with tool_calls,
+        and {"type": "refusal", "refusal": ...}, whose texts are joined by line breaks, unless {"type": "image"} or
+        {"type": "video"} stands among them, which the template may look for; an answer with tool_calls,
         reasoning or a refusal may be without. Arguments in tool_calls are objects, or texts of any kind: of JSON that
         was cut short the template sees as much as came. Other keys (name, ...) reach the template as they are.
       tools: None or a list of JSON-schema dicts.
       chat_template: Jinja source, or the name of one of `templates`, used instead of the model's default.
       variables: further names the template may use.
+      placeholder: of a model that takes pictures or videos, the text that stands for "image" or "video" where the
+        template takes texts only.
 
     Raises RequestError, its param being the argument at fault.
     """
     checked = checked_messages(messages)
     _check_options(add_generation_prompt, continue_final_message, tools)
     source = _choose(templates, chat_template, tools)
+    checked = with_contents(checked, source, placeholder)
     if continue_final_message:
         checked[-1] = _marked(checked[-1])
     for name in variables:
@@ -121,11 +127,14 @@ def _choose(templates: str | Mapping[str, str] | None, chat_template: Any, tools
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    if "content" not in message:
-        raise RequestError(
-            "there is no text in the last message to continue", param="continue_final_message", value=True
-        )
-    return {**message, "content": message["content"] + CONTINUE_MARK}
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + CONTINUE_MARK}
+    if not content or content[-1]["type"] != "text":
+        problem = "there is no text in the last message to continue"
+        raise RequestError(problem, param="continue_final_message", value=True)
+    last = {**content[-1], "text": content[-1]["text"] + CONTINUE_MARK}
+    return {**message, "content": [*content[:-1], last]}
 
 
 def _cut_at_mark(text: str) -> str:

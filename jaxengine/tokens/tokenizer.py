@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,6 +147,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        placeholder: Callable[[str], str] | None = None,
         **variables: Any,
     ) -> str:
         """Prompt text of a conversation, to be encoded with add_special_tokens=False; see chat_template.render_chat.
@@ -164,6 +165,7 @@ class Tokenizer:
             tools=tools,
             chat_template=chat_template,
             variables={**(chat_template_kwargs or {}), **variables},
+            placeholder=placeholder,
         )
 
     def describe(self) -> dict[str, Any]:

@@ -18,23 +18,11 @@ import pytest
 
 import jaxengine
 from jaxengine import AsyncLLM
-from jaxengine.checkpoint.default_model import default_model_path
 from models.registry import MODELS
 from tests.conftest import in_haste
-from tests.jaxengine.server.server_process import start_server
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "llama"
-# Of the fixture `smollm`, whose compiled steps these engines load.
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 1536,
-    "max_num_seqs": 32,
-    "max_num_batched_tokens": 512,
-    "kv_cache_memory_bytes": 1 << 30,
-    "compilation_config": {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32, 128]},
-    "disable_log_stats": True,
-}
 TESTED = {"offline_batch", "chat", "structured_output", "streaming", "openai_tools", "grpc_client"} | {
     "custom_model",
     "hidden_states",
@@ -60,12 +48,9 @@ def own_llm(monkeypatch, smollm):
 
 
 @pytest.fixture(scope="module")
-def served(smollm, executables_dir):
-    """A server of the default model. smollm is asked for first, so that its steps are there."""
-    options = {**OPTIONS, "model": str(default_model_path()), "compile_cache_dir": executables_dir, "grpc_port": 0}
-    server = start_server({**options, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"})
-    yield server
-    server.remove()
+def served(make_smollm_server):
+    """A server of the default model, that of tests/jaxengine/server/test_default_model.py."""
+    return make_smollm_server(api_server_count=2)
 
 
 def test_every_example_is_run_here_and_says_how_it_is_started():
@@ -100,8 +85,11 @@ def test_structured_output(run, own_llm):
     assert refused.startswith("refused: structured_outputs")
 
 
-def test_streaming(run, smollm, executables_dir, monkeypatch):
-    made = AsyncLLM(**OPTIONS, compile_cache_dir=executables_dir)
+def test_streaming(run, smollm, monkeypatch):
+    # Over the engine that is there, which outlives the script.
+    monkeypatch.setattr("jaxengine.api.async_llm.EngineCore", lambda *_, **__: smollm.core)
+    monkeypatch.setattr(smollm.core, "shutdown", lambda: None)
+    made = AsyncLLM()
     monkeypatch.setattr(jaxengine, "AsyncLLM", lambda: made)
     *told, left = run("streaming").splitlines()
     params = jaxengine.SamplingParams(temperature=0.0, max_tokens=24)

@@ -21,6 +21,10 @@ from tests.models.quantization import readings, test_gguf
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 6, 7, 8, 9, 10, 11], [40, 3])]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+OPTIONS = TINY_OPTIONS | {
+    "max_model_len": 48,
+    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
+}
 
 
 def method_of(**options):
@@ -67,7 +71,7 @@ def test_tokens_are_those_of_the_dequantised_weights(tmp_path, caplog):
     kept = {name: array for name, array in tensors.items() if name.rpartition(".")[0] not in shapes}
     matrices = {f"{name}.weight": readings.matrix(tensors, name, settings, shape) for name, shape in shapes.items()}
     save_file(kept | matrices, plain / "model.safetensors")
-    options = TINY_OPTIONS | {"max_model_len": 48, "disable_log_stats": False}
+    options = OPTIONS | {"disable_log_stats": False}
     tokens, rows = [], []
     for path in (folder, plain):
         with caplog.at_level("INFO", "jaxengine"):
@@ -94,7 +98,7 @@ def test_tokens_of_a_kept_gguf_file_are_those_of_the_dequantised_one(tmp_path):
     )
     tokens, logprobs = [], []
     for quantization in (None, "gguf"):
-        llm = LLM(path, **TINY_OPTIONS | {"max_model_len": 48, "quantization": quantization})
+        llm = LLM(path, **OPTIONS | {"quantization": quantization})
         outputs = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY.clone_with(logprobs=0), use_tqdm=False)]
         tokens.append([output.token_ids for output in outputs])
         logprobs.append([output.cumulative_logprob for output in outputs])

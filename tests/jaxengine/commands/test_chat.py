@@ -22,12 +22,23 @@ class FakeCore:
     """Streams the conversation's own text back, a word a step."""
 
     def __init__(self):
-        self.inputs = self
-        self.prepared, self.aborted, self.params = [], [], []
+        self.inputs = self.media_reader = self
+        self.prepared, self.aborted, self.params, self.shown = [], [], [], []
         self._words: list[str] = []
 
-    def chat_prompt(self, messages):
+    def read(self, messages):
+        """The messages with their pictures' names for texts."""
+        texts = [
+            message["content"]
+            if isinstance(message["content"], str)
+            else " ".join(str(part.get("text", part.get("image"))) for part in message["content"])
+            for message in messages
+        ]
+        return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)], {}
+
+    def chat_prompt(self, messages, multi_modal_data):
         text = "|".join(f"{message['role'][0]}:{message['content']}" for message in messages)
+        self.shown.append(text)
         return {"prompt": text, "prompt_token_ids": list(text)}
 
     def prepare(self, prompt, params):
@@ -168,3 +179,12 @@ def test_leaving_a_stream_early_aborts_its_request():
     next(pieces)
     pieces.close()
     assert llm.core.aborted == ["1"]
+
+
+def test_pictures_go_with_the_next_message(talk):
+    _, out, _ = talk("one\n/image https://a.org/b\ntwo\nthree\n", "--image", "a.png", "--image", "data:,x")
+    assert "It goes with the next message." in out
+    prompts = FakeLLM.last.core.prepared
+    assert prompts[0] == "u:a.png data:,x one"
+    assert "|u:https://a.org/b two" in FakeLLM.last.core.shown[1] and FakeLLM.last.core.shown[2].endswith("|u:three")
+    assert "/image" in talk("/help\n")[1]

@@ -20,6 +20,7 @@ from models.weights.safetensors import SafetensorsCheckpoint
 from sharding.layout import ONE_DEVICE
 from sharding.mesh import make_mesh
 from tests.fixtures.adapters import merged, write_adapter
+from tests.fixtures.picture_checkpoints import whole_checkpoint
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -80,3 +81,17 @@ def test_a_model_with_an_adapter_in_its_weights(tiny_options, tmp_path, capsys):
     write_adapter(adapter, {"model.layers.9.mlp.up_proj": (4, 4)}, seed=1, target_modules=["up_proj"])
     assert main(["convert", str(tmp_path / "other"), *options]) == 2
     assert "the adapter is for another base model" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_a_model_that_sees(tmp_path):
+    """Its tower is converted with it, and its processor's settings lie beside."""
+    model, folder = whole_checkpoint("qwen2_vl_vision", tmp_path / "model"), tmp_path / "converted"
+    options = ["--disable-log-stats", "--dtype", "float32"]
+    assert main(["convert", str(folder), "--model", str(model), *options]) == 0
+    assert {file.name for file in model.glob("*.json")} <= {file.name for file in folder.iterdir()}
+    abstract, source = build_model(read_folder(model), Build("float32")), SafetensorsCheckpoint(model)
+    stored = load_checkpoint(folder, abstract, mesh=make_mesh(ONE_DEVICE, jax.devices()[:1]))
+    read = load_params(abstract, source)
+    source.close()
+    assert len(jax.tree.leaves(stored)) == len(jax.tree.leaves(read)) > len(jax.tree.leaves(read["layers"]))
+    assert all(map(np.array_equal, jax.tree.leaves(stored), jax.tree.leaves(read)))

@@ -11,6 +11,7 @@ import pytest
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.sampling_params import SamplingParams
 from scheduler.errors import RequestError
+from tests.conftest import use_scheduler
 
 WORDS = "[a-z]{3,6}( [a-z]{3,6}){0,3}"
 
@@ -123,16 +124,18 @@ def test_preemption_and_cached_prefixes_change_nothing(chat_llm, chat_options):
     """Eight long requests do not fit into the pool; also with no step ahead."""
     from jaxengine import LLM
 
-    params = [params_of({"regex": "[a-z ]{700,}"}, seed=seed, max_tokens=190) for seed in range(8)]
-    scheduler, prompt = chat_llm.core.engine.scheduler, "word " * 40
+    params = [params_of({"regex": "[a-z ]{700,}"}, seed=seed, max_tokens=90) for seed in range(8)]
+    scheduler, prompt = use_scheduler(chat_llm, num_pages=80), "word " * 40
     alone = tokens_of(generate(chat_llm, *params[:2], prompt=prompt))
     before = scheduler.num_preemptions, scheduler.num_prefix_hits
     together = tokens_of(generate(chat_llm, *params, prompt=prompt))
     assert together[:2] == alone
     assert scheduler.num_preemptions > before[0] and scheduler.num_prefix_hits > before[1]
     with LLM(**chat_options, async_scheduling=False, enable_prefix_caching=False) as other:
+        tight = use_scheduler(other, num_pages=80)
         assert tokens_of(generate(other, *params, prompt=prompt)) == together
-        assert other.core.engine.scheduler.num_preemptions > 0
+        assert tight.num_preemptions > 0
+    use_scheduler(chat_llm)
 
 
 @pytest.mark.parametrize(

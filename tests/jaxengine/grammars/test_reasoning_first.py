@@ -9,6 +9,7 @@ import pytest
 from jaxengine.engine import engine as engine_module
 from jaxengine.grammars.reasoning_watch import ReasoningWatch
 from jaxengine.requests.sampling_params import RequestOutputKind, SamplingParams
+from tests.conftest import use_scheduler
 from tests.jaxengine.grammars.test_constraints import generate, nothing_is_left, tokens_of
 from tests.jaxengine.grammars.test_every_step import run
 
@@ -52,11 +53,11 @@ def parts(text: str, words) -> tuple[str, str]:
 
 @pytest.mark.parametrize("words", ENDS, ids=str)
 def test_free_until_the_words_and_never_after(chat_llm, likely, words):
-    many = [thinking(seed, [words, "never"], logit_bias=likely(words)) for seed in range(8)]
+    many = [thinking(seed, [words, "never"], logit_bias=likely(words)) for seed in range(6)]
     found = generate(chat_llm, *many)
     plain = generate(chat_llm, *map(without, many))
     ended = [(each, alike) for each, alike in zip(found, plain, strict=True) if each.finish_reason == "stop"]
-    assert len(ended) >= 4
+    assert len(ended) >= 3
     for each, alike in ended:
         thoughts, answer = parts(each.text, words)
         assert alike.text.startswith(thoughts) and re.fullmatch(r"\s*[0-9]{5}", answer), each.text
@@ -84,14 +85,16 @@ def test_alone_in_a_crowd_preempted_and_in_step(chat_llm, likely, chat_options, 
     monkeypatch.setattr(engine_module, "_MASK_SECONDS", 5.0)
     bias = likely(["<file_sep>"], 6.5)
     long = {"regex": "[a-z ]{700,}"}
-    many = [thinking(seed, "<file_sep>", constraint=long, max_tokens=190, logit_bias=bias) for seed in range(8)]
-    scheduler, prompt = chat_llm.core.engine.scheduler, "word " * 40
+    many = [thinking(seed, "<file_sep>", constraint=long, max_tokens=90, logit_bias=bias) for seed in range(8)]
+    scheduler, prompt = use_scheduler(chat_llm, num_pages=80), "word " * 40
     alone = tokens_of([generate(chat_llm, each, prompt=prompt)[0] for each in many[:2]])
     before = scheduler.num_preemptions
     together = tokens_of(generate(chat_llm, *many, prompt=prompt))
     assert together[:2] == alone and scheduler.num_preemptions > before
     with LLM(**chat_options, async_scheduling=False, enable_prefix_caching=False) as other:
+        use_scheduler(other, num_pages=80)
         assert tokens_of(generate(other, *many, prompt=prompt)) == together
+    use_scheduler(chat_llm)
 
 
 def test_each_of_n_and_a_step_a_token(chat_llm, likely, monkeypatch):

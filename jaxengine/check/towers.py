@@ -1,0 +1,77 @@
+"""The programs that encode pictures, as a check compiles them: what each needs, and what devices exchange in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxengine.check.exchanges import Expected
+from jaxengine.check.hlo import Precious
+from jaxengine.check.programs import Program, StagePrograms
+from jaxengine.check.roofline import TOWER, Work
+from jaxengine.runner.encoder import EncoderLayout
+from models.causal_lm import CausalLM
+from models.layers.linear import Linear
+from models.weights.declare import declared_params
+from sharding.layout import MeshLayout
+
+# Parts of towers that come when patches have become rows.
+_BEHIND_MERGE = ("merger", "mergers", "projector")
+
+
+def encoders(stage: StagePrograms, *, short: bool) -> Iterator[Program]:
+    """A program for each size of calls, or for the largest; none of a stage that sees nothing."""
+    if stage.encoder is None:
+        return
+    layout = stage.encoder.layout
+    for size in layout.sizes[-1:] if short else layout.sizes:
+        program = stage.encoder.encode(size, stage.params)
+        yield Program(
+            name=program.name,
+            mesh=stage.mesh,
+            is_step=True,
+            is_largest=False,
+            function=program.function,
+            arguments=program.arguments,
+            donate=program.donate,
+            work=tower_work(stage.model, layout, size),
+            precious=Precious(),
+            expected=_expected(stage, layout, size),
+        )
+
+
+def tower_work(model: CausalLM, layout: EncoderLayout, size: int) -> Work:
+    """A device's share of a call: every weight read once, patches read, and the products but for attention's own."""
+    num_bytes, flops = 4 * size * layout.tower.num_features, 0
+    for param in declared_params(model):
+        if param.path[0] != TOWER:
+            continue
+        over = [1 if axis is None else model.mesh.num_shards(axis) for axis in param.decl.axes]
+        own = math.prod(param.shape) // math.prod(over)
+        num_bytes += own * jnp.dtype(param.dtype).itemsize
+        rows = size // layout.tower.merge if param.path[1] in _BEHIND_MERGE else size
+        flops += 2 * own * rows if len(param.shape) > 1 else 0
+    return Work(num_bytes, flops)
+
+
+def _expected(stage: StagePrograms, layout: EncoderLayout, size: int) -> Expected | None:
+    """None where ranks share weights: how tokens then meet is shown by forward passes."""
+    model, itemsize = stage.model, jnp.dtype(stage.config.dtype).itemsize
+    if model.mesh.num_ranks > 1:
+        return None
+    widest = max(param.shape[-1] for param in declared_params(model) if param.path[0] == TOWER)
+    most = layout.parts * size * widest
+    return Expected((), most, most * itemsize, encoding=tower_exchanges(model.tower, model.mesh, layout))
+
+
+def tower_exchanges(tower: nnx.Module, mesh: MeshLayout, layout: EncoderLayout) -> dict[str, Mapping[str, int]]:
+    """By scope: nothing in a tower whose devices have pictures of their own, and one gathering behind it; else a sum of
+    parts for each product whose inputs devices share."""
+    if layout.parts > 1:
+        return {"gather": {"all-gather": 1}}
+    products = [node for _, node in nnx.iter_graph(tower) if isinstance(node, Linear)]
+    shared = sum(mesh.num_shards(product.axes[0]) > 1 for product in products)
+    return {"tower": {"all-reduce": shared}} if shared else {}

@@ -1,0 +1,127 @@
+"""Pictures in conversations: what templates of the usual kinds make of them, and how such a template is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxengine.tokens.content_format import takes_parts
+from jaxengine.tokens.tokenizer import Tokenizer
+from scheduler.errors import RequestError
+from tests.jaxengine.tokens.test_tokenizer_chat import CHATML, TEMPLATES, tokenizer_with
+
+# In the manner of Qwen2-VL's, with a test for every spelling of a picture.
+QWEN = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] -%}
+{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}<|vision_start|><|image_pad|>
+{%- elif content['type'] == 'video' or 'video' in content %}<|video_pad|>
+{%- elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}"""
+# Of LLaVA's: pictures first, and no content is a text.
+LLAVA = """{% for message in messages %}{{ message.role | upper }}: {% for content in message['content'] |
+selectattr('type', 'equalto', 'image') %}<image>
+{% endfor %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] }}
+{%- endfor %}
+{% endfor %}"""
+# Of Gemma 3's: a system message goes into the next one.
+GEMMA = """{% if messages[0]['role'] == 'system' %}{% if messages[0]['content'] is string %}
+{%- set first = messages[0]['content'] %}{% else %}{% set first = messages[0]['content'][0]['text'] %}{% endif %}
+{%- set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}
+{%- for message in rest %}{{ first if loop.first }}{% if message['content'] is string %}{{ message['content'] | trim }}
+{%- elif message['content'] is iterable %}{% for item in message['content'] %}{% if item['type'] == 'image' %}<img>
+{%- elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}{% endif %}|{% endfor %}"""
+# Of Qwen3-VL's: the content goes through a macro.
+MACRO = """{% macro shown(content) %}{% if content is string %}{{ content }}{% else %}{% for item in content %}
+{%- if item.type == 'image' %}<img>{% else %}{{ item.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}
+{%- for m in messages %}{{ m.role }}:{{ shown(m.content) }};{% endfor %}"""
+SET = "{% for m in messages %}{% set parts = m.content %}{% for p in parts[0:] %}{{ p.type }} {% endfor %}{% endfor %}"
+IMAGE, VIDEO, TEXT = {"type": "image"}, {"type": "video"}, {"type": "text", "text": "What?"}
+ASK = [{"role": "system", "content": "Look."}, {"role": "user", "content": [IMAGE, TEXT, VIDEO, "And?"]}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tokenizer_with(CHATML)
+
+
+def render(tokenizer: Tokenizer, messages: Any, template: str, **options: Any) -> str:
+    options = {"add_generation_prompt": False, **options}
+    return tokenizer.apply_chat_template(messages, chat_template=template, placeholder="<{}>".format, **options)
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAVA, GEMMA, MACRO, SET])
+def test_templates_that_go_over_parts_are_known(template):
+    assert takes_parts(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        *TEMPLATES.values(),
+        "{% for m in messages %}{% for line in m.content.split('\\n') %}{{ line }}{% endfor %}{% endfor %}",
+        "{% for m in messages if m.content %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% for call in m.tool_calls %}{{ call }}{% endfor %}{{ m.content }}{% endfor %}",
+        "{% if %}",
+        "{{ " + "(" * 5000,
+        "x" * (2 << 20),
+        "",
+    ],
+)
+def test_templates_that_take_texts_are_known(template):
+    assert not takes_parts(template)
+
+
+def test_the_parts_of_a_content(tokenizer):
+    assert render(tokenizer, ASK, QWEN) == (
+        "<|im_start|>system\nLook.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|>What?<|video_pad|>And?<|im_end|>\n"
+    )
+    assert render(tokenizer, ASK, GEMMA) == "Look.<img>What?And?|"
+    assert render(tokenizer, ASK[1:], MACRO).startswith("user:<img>What?")
+
+
+def test_a_template_that_takes_nothing_but_parts_gets_its_texts_as_parts(tokenizer):
+    assert render(tokenizer, ASK, LLAVA) == "SYSTEM: Look.USER: <image>\nWhat?And?"
+    texts = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [TEXT, TEXT]}]
+    assert render(tokenizer, texts, LLAVA) == "USER: HiASSISTANT: What?\nWhat?"
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAVA, GEMMA, MACRO])
+def test_the_text_is_that_of_transformers(tokenizer, template):
+    messages = [{"role": each["role"], "content": each["content"]} for each in ASK]
+    messages[1]["content"] = [IMAGE, TEXT, VIDEO]
+    if template is LLAVA:
+        messages[0]["content"] = [{"type": "text", "text": "Look."}]
+    expected = tokenizer.hf.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert render(tokenizer, messages, template) == expected
+
+
+def test_a_template_that_takes_texts_gets_placeholders_in_place(tokenizer):
+    text = render(tokenizer, ASK, CHATML)
+    assert text.endswith("<|im_start|>user\n<image>\nWhat?\n<video>\nAnd?<|im_end|>\n")
+    with pytest.raises(RequestError, match="the chat template takes texts only, and messages has a part") as refusal:
+        tokenizer.apply_chat_template(ASK, chat_template=CHATML)
+    assert refusal.value.param == "messages"
+
+
+def test_a_model_of_text_alone_gets_its_messages_as_ever(tokenizer):
+    parts = [{"role": "user", "content": [TEXT, "Hi"]}]
+    for template in (CHATML, QWEN, GEMMA):
+        as_text = tokenizer.apply_chat_template([{"role": "user", "content": "What?\nHi"}], chat_template=template)
+        assert tokenizer.apply_chat_template(parts, chat_template=template) == as_text
+
+
+def test_continuing_a_message_with_a_picture(tokenizer):
+    options = {"continue_final_message": True}
+    for template, end in ((QWEN, "<|image_pad|>What?"), (CHATML, "<image>\nWhat?"), (LLAVA, "<image>\nWhat?")):
+        assert render(tokenizer, [{"role": "user", "content": [IMAGE, TEXT]}], template, **options).endswith(end)
+    with pytest.raises(RequestError, match="no text in the last message to continue"):
+        render(tokenizer, [{"role": "user", "content": [TEXT, IMAGE]}], QWEN, **options)
+
+
+def test_a_part_of_a_picture_has_nothing_but_its_type(tokenizer):
+    for part in ({"type": "image", "image": "a"}, {"type": "image_url", "image_url": {}}, {"type": ["image"]}):
+        with pytest.raises(RequestError, match=r"content\[1\].type must be 'text' or 'refusal'"):
+            render(tokenizer, [{"role": "user", "content": [IMAGE, part]}], QWEN)
