@@ -38,6 +38,10 @@ ENGINE_OPTIONS = (
     "max_num_batched_encoder_tokens",
     "encoder_cache_size",
     "limit_mm_per_prompt",
+    "speculative_config",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
 )
 DEFAULT_MODEL_LEN = 8192
 

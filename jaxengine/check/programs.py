@@ -50,12 +50,11 @@ from models.layers.attention import (
     ragged_paged_attention,
 )
 from models.layers.decoder import attention_schedule, kv_update_schedule
-from models.weights.declare import declared_params
-from models.weights.parts import format_of
+from models.weights.lora_pools import abstract_leaves
 from scheduler.buckets import Bucket
 from sharding.layout import ONE_DEVICE
 from sharding.mesh import make_mesh
-from sharding.rules import named_sharding, part_bytes, part_shape
+from sharding.rules import part_bytes, part_shape
 from sharding.stages import devices_of_stages
 
 # Of an expert that has any: what a tensor core takes.
@@ -153,10 +152,8 @@ class StagePrograms:
         self._place = place
         self._steps = StepPrograms(model, config, platform, mesh)
         self._layout = platform.name
-        self.params = []
-        for param in declared_params(self.model):
-            stored = format_of(param.decl, named_sharding(mesh, param.decl.axes))
-            self.params.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored))
+        leaves = abstract_leaves(model, mesh)
+        self._names, self.params = [name for name, _ in leaves], [leaf for _, leaf in leaves]
         self.weight_bytes = sum(part_bytes(leaf) for leaf in self.params)
         self.state_bytes = self._steps.state_bytes
         every = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
@@ -334,8 +331,8 @@ class StagePrograms:
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
     def _precious(self, num_logits: int, kv: Any) -> Precious:
-        named = zip(declared_params(self.model), self.params, strict=True)
-        weights = {math.prod(part_shape(leaf)): param.name for param, leaf in named if _is_matrix(param.shape)}
+        named = zip(self._names, self.params, strict=True)
+        weights = {math.prod(part_shape(leaf)): name for name, leaf in named if _is_matrix(leaf.shape)}
         # The logits of a step over all slots look like a state array.
         logits = f"f32[{num_logits},{self._steps.own_vocab_size}]"
         states = {}

@@ -18,6 +18,7 @@ from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.attention import LayerAttention
 from models.config.state import GatedDelta
 from models.layers.expert_rows import rows_of_block
+from models.lora import declared_pools
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 
@@ -145,6 +146,13 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
         if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
             flops += int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)  # two codes of four bits a byte
             row_bytes += int(math.prod(part[:-2]) * at_once * sum(part[-2:])) * itemsize
+    for pool in declared_pools(model):  # every slot's, of which a row has one
+        over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
+        part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
+        weight_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
+        reached_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
+        flops += 2 * math.prod(part) * bucket.num_tokens
+        row_bytes += bucket.num_tokens * sum(part) * itemsize
     if block is not None:
         # The tokens of all ranks and their sums, and a block's results beside what they are added to, in float32.
         gathered = bucket.num_tokens * mesh.ranks_sharing("experts")
