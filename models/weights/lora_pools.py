@@ -20,6 +20,8 @@ from sharding.rules import named_sharding
 # Of one module: A [r, in] and B [out, r], scaled, as a checkpoint has them.
 Matrices = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
+POOLS = "adapters of"  # what names of pools begin with
+
 
 @dataclass(frozen=True)
 class AdapterTargets:
@@ -72,7 +74,7 @@ def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStr
     pools, params, leaves = {pool.index: pool for pool in declared_pools(model)}, declared_params(model), []
     for index in range(len(nnx.to_flat_state(nnx.state(model)))):
         if (pool := pools.get(index)) is not None:
-            name = f"adapters of {', '.join(pool.decl.modules)}"
+            name = f"{POOLS} {', '.join(pool.decl.modules)}"
             leaf = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=named_sharding(mesh, pool.decl.axes))
         else:
             param = next(params)

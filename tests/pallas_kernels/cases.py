@@ -91,6 +91,7 @@ ROWS_ONLY = [
     Case("runs in a decode bucket", (3, 0, 1, 4), (130, 0, 20, 4), num_tokens=8),
     Case("one sequence, one token", (1,), (200,), num_tokens=1, max_seqs=1),
     Case("one sequence, no token", (), (), num_tokens=1, max_seqs=1),
+    Case("drafts of one sequence", (2,), (40,), num_tokens=2, max_seqs=1),
     Case("ten rows", (1,) * 10, tuple(range(120, 130)), num_tokens=10, max_seqs=10),
     Case("skewed decodes", (1,) * 8, (384, 2, 1, 3, 1, 2, 5, 300), num_tokens=8),
     Case("split decodes", (1, 1), (384, 300), num_tokens=8),

@@ -42,6 +42,7 @@ GPU_FEATURES = (
     "split decodes",
     "decode window",
     "decode sinks",
+    "drafts of one sequence",
     "codes of decodes",
     "window, sinks and soft cap",
     "fp8 e4m3 keys and values",
