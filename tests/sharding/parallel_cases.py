@@ -253,6 +253,21 @@ CASES |= {
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} | _DRAFTS,
     ),
 }
+# A draft model, which is the model itself: SELF stands for its folder.
+SELF = "itself"
+_SELF = {"speculative_config": {"method": "draft_model", "model": SELF, "num_speculative_tokens": 3}}
+CASES |= {
+    "draft model tp2": ("dense", {"tensor_parallel_size": 2} | _SELF),
+    "draft model, 2 kv heads, tp4": ("tied", {"tensor_parallel_size": 4} | _SELF),
+    "draft model latent tp2 dp2, replicated": (
+        "latent",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "replicate_kv_heads": True} | _SELF,
+    ),
+    "draft model moe tp2 dp2 ep": (
+        "moe",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} | _SELF,
+    ),
+}
 # Small enough that requests are preempted all the time, in every rank.
 OPTIONS = {
     "load_format": "dummy",
@@ -317,6 +332,9 @@ def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[st
     (path / "config.json").write_text(json.dumps(MODELS[model]))
     write_tokenizer(path)
     options = dict(options)
+    chosen = options.get("speculative_config", {})
+    if chosen.get("model") == SELF:
+        options["speculative_config"] = chosen | {"model": str(path)}
     first = options.pop("first", None)
     devices = None if first is None else jax.devices()[first:]
     llm = LLM(str(path), devices=devices, compile_cache_dir=cache, **OPTIONS | MORE_PAGES.get(model, {}), **options)
@@ -342,6 +360,7 @@ def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[st
         "prefix_hits": metrics["vllm:prefix_cache_hits"],
         "compilations": metrics["jaxengine:compilations_since_ready"],
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
+        "drafts": metrics.get("vllm:spec_decode_num_draft_tokens"),
     }
 
 
@@ -367,7 +386,7 @@ def main(folder: str, cache: str, *names: str) -> None:
         if model not in alone:
             alone[model] = run(folder, cache, model, {})
         found = run(folder, cache, model, options)
-        row = {key: found[key] for key in ("preemptions", "prefix_hits", "compilations", "accepted")}
+        row = {key: found[key] for key in ("preemptions", "prefix_hits", "compilations", "accepted", "drafts")}
         print(json.dumps({"case": name, **row, "wrong": differences(found, alone[model])}), flush=True)
 
 
