@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxengine.runner.heads import HEADS, SAMPLE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.attention import LayerAttention
-from models.config.state import GatedDelta
+from models.config.state import LayerState
 from models.layers.expert_rows import rows_of_block
 from models.lora import declared_pools
 from models.weights.declare import declared_params
@@ -60,14 +60,13 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     return Work(queries + cache, 2 * pairs * attention.num_heads * both)
 
 
-def state_work(state: GatedDelta, bucket: Bucket, dtype: str) -> Work:
-    """One layer's states, each read and written once, and the recurrence of every token: read, change, read."""
+def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
+    """One layer's states, each read and written once, and what is computed with them for every token."""
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
-    flops = 6 * bucket.num_tokens * state.num_v_heads * state.k_head_dim * state.v_head_dim
-    return Work(_state_bytes(state, num_seqs, dtype), flops)
+    return Work(_state_bytes(state, num_seqs, dtype), bucket.num_tokens * state.flops)
 
 
-def _state_bytes(state: GatedDelta, num_seqs: int, dtype: str) -> int:
+def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
     """Of one layer's states of so many sequences, read and written."""
     sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)

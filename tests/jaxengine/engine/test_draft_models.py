@@ -15,7 +15,8 @@ from jaxengine.config.speculation import DRAFT_MODEL, SpeculativeConfig
 from models.registry import read_hf
 from tests.fixtures.drawn_weights import checkpoint
 from tests.jaxengine.engine.test_speculation import assert_same, force, make_folder, workload
-from tests.sharding.parallel_cases import DENSE, OPTIONS
+from tests.sharding.parallel_cases import OPTIONS
+from tests.sharding.parallel_models import DENSE
 
 # Another shape of everything but the vocabulary.
 SMALL = DENSE | {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -15,7 +15,8 @@ from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import SpeculativeConfig
 from jaxengine.drafts.ngram import Ngram
 from tests.fixtures.drawn_weights import checkpoint
-from tests.sharding.parallel_cases import DENSE, OPTIONS, write_tokenizer
+from tests.sharding.parallel_cases import OPTIONS, write_tokenizer
+from tests.sharding.parallel_models import DENSE
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 # Families of every kind of attention and experts that keep pages alone; of these --thorough takes all.
