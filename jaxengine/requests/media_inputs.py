@@ -16,7 +16,7 @@ from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.media.load import read_multi_modal_data
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.parts import check_parts
-from jaxengine.media.processor import MediaProcessor, Processed
+from jaxengine.media.processor import MediaProcessor, Processed, check_room
 from jaxengine.requests.media_cache import MediaCache, ProcessorCache
 from models.config.tower import TowerConfig
 from scheduler.errors import RequestError, show_value
@@ -25,6 +25,7 @@ from scheduler.media import Media, MediaItem
 DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
 # In a prompt that has been made ready, its Media.
 READY = "media"
+_MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -83,11 +84,18 @@ class MediaInputs:
             return list(token_ids), None
         # One cache for all of a prompt: another may take its place while this thread is at work.
         cache, found, seen = self.cache, {}, dict[bytes, _Found]()
+        room = self._config.max_model_len - 1
         for modality, loaded in values.items():
             digests = [digest_of(modality, value, options, self.processor.settings) for value in loaded]
             for digest, value in zip(digests, loaded, strict=True):
                 if digest not in seen:
                     seen[digest] = self._find(cache, digest, modality, value, options)
+                # Before the next is made: they may take a thousand times as much memory as their files.
+                room -= seen[digest].made.num_rows
+                if room < 0:
+                    most = self._config.max_model_len - 1
+                    problem = f"{DATA} makes more embeddings than max_model_len has room for; allowed are {most}"
+                    raise RequestError(problem, param=DATA)
             found[modality] = [seen[digest] for digest in digests]
         made = {modality: [each.made for each in own] for modality, own in found.items()}
         expanded = self.processor.expand(token_ids, made)
@@ -103,7 +111,12 @@ class MediaInputs:
         if options is not None and not isinstance(options, Mapping):
             problem = f"{OPTIONS} is {show_value(options)}; allowed is a dict of the processor's arguments"
             raise RequestError(problem, param=OPTIONS, value=options)
-        return {**(self._config.mm_processor_kwargs or {}), **(options or {})}
+        chosen = {**(self._config.mm_processor_kwargs or {}), **(options or {})}
+        # Part of each item's digest.
+        if len(json.dumps(chosen, default=str)) > _MAX_OPTIONS_CHARS:
+            problem = f"{OPTIONS} is longer than the {_MAX_OPTIONS_CHARS} characters of JSON that are allowed"
+            raise RequestError(problem, param=OPTIONS)
+        return chosen
 
     def _find(
         self, cache: MediaCache | None, digest: bytes, modality: str, value: Any, options: Mapping[str, Any]
@@ -112,8 +125,10 @@ class MediaInputs:
         kept = None if cache is None else cache.get(digest)
         cached = None if cache is None else kept is not None
 
+        config = self._config
+
         def make() -> Processed:
-            return self._filled_up(self.processor.process(modality, value, options))
+            return self._filled_up(self.processor.process(modality, value, options, config.max_encoder_patches))
 
         made = make() if kept is None else kept
         if cache is not None and kept is None:
@@ -123,12 +138,11 @@ class MediaInputs:
 
     def _check(self, modality: str, found: Processed) -> None:
         config = self._config
-        if len(found.patches) > config.max_encoder_patches or found.num_rows > config.num_encoder_rows:
-            # A tower makes one embedding of so many patches.
+        check_room(modality, len(found.patches), config.max_encoder_patches)
+        if found.num_rows > config.num_encoder_rows:
             problem = (
-                f"{DATA}: an item of {modality} makes {found.num_rows} embeddings of {len(found.patches)} patches; "
-                f"at most {config.max_encoder_patches} patches and {config.num_encoder_rows} embeddings are possible: "
-                "give a smaller one, or raise max_num_batched_encoder_tokens and encoder_cache_size"
+                f"{DATA}: an item of {modality} makes {found.num_rows} embeddings; at most {config.num_encoder_rows} "
+                "are possible: give a smaller one, or raise encoder_cache_size"
             )
             raise RequestError(problem, param=DATA, value=found.num_rows)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Processed
+from jaxengine.media.processor import Processed, check_room
 from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
 from scheduler.errors import RequestError
@@ -43,6 +43,11 @@ class GridProcessor:
             if token >= model_config.vocab_size:
                 text = f"token ids of pictures must be below vocab_size {model_config.vocab_size}, got {token}"
                 raise ModelConfigError(text)
+
+    def check_room(self, modality: str, frames: int, height: int, width: int, most: int | None) -> None:
+        """RequestError where resized frames make more than `most` patches."""
+        steps = -(-frames // self.tower.temporal_patch_size)
+        check_room(modality, steps * (height // self.tower.patch_size) * (width // self.tower.patch_size), most)
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
         """Frames f32[N, H, W, 3] to patches in the tower's order: those of a row of the tower one after the other, each

@@ -70,8 +70,8 @@ class LlavaNextProcessor(LlavaProcessor):
         whole = self.pixels.resized(picture, side, side)
         return [middle(whole, side), *tiles], (rows, columns)
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
-        made = super().process(modality, value, options)
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        made = super().process(modality, value, options, most)
         grid, num_patches, unit = self.tower.vit.grid, self.tower.vit.num_patches, self.tower.unit
         per_unit = made.patches.reshape(-1, num_patches, made.patches.shape[1])
         patches = np.pad(per_unit, ((0, 0), (0, unit - num_patches), (0, 0))).reshape(-1, made.patches.shape[1])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.settings import (
     IMAGES,
@@ -116,11 +116,12 @@ class UnitProcessor:
         del modality
         return str(self.tokenizer.convert_ids_to_tokens([self.placeholder_id()])[0])
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         check_ratio(*value.shape[:2])
         units, (rows, columns) = self.units(value, options)
+        check_room(modality, len(units) * self.tower.vit.num_patches, most)
         return self._processed(self._cut(units), rows, columns)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:

@@ -5,6 +5,7 @@ What processors and towers make of pictures: tests/models/families.
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ OPTIONS: dict[str, Any] = {
 TIGHT = {"max_num_batched_tokens": 20, "num_gpu_blocks_override": 34}
 # Pictures are not cut, and a step has room for one; half of the layers have windows.
 WHOLE = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 56}
+GREEDY = SamplingParams(temperature=0, max_tokens=2)
 UNIT_PROMPTS = ((), (0,), (1,), (0, 2), (3, 1))
 SEGMENTED, UNITS = tuple(picture_cases.PROMPTS), tuple(unit_pictures.CASES)
 # Places in three dimensions, rows with parts for several layers, videos; and what is seen in both directions.
@@ -164,6 +166,31 @@ def test_a_picture_seen_before_is_not_encoded_again(case, tight):
         assert rows.num_queries - rows.num_hits == before
 
 
+def test_the_processor_is_told_of_one_prompt(case, tight):
+    """What it is told makes other embeddings of the same picture; what is larger than any is refused before its pixels
+    are made."""
+    if not case.name.startswith("qwen"):
+        pytest.skip("Qwen's bounds of pixels")
+    llm = tight
+    write, picture = llm.core.inputs.media.processor.placeholder, picture_checkpoints.picture(3, 24, 40)
+    prompt = {"prompt": write("image"), "multi_modal_data": {"image": [picture]}}
+    small = {**prompt, "mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 256}}
+    rows = llm.core.engine.scheduler.ranks[0].encoder_rows
+    before = rows.num_queries - rows.num_hits
+    lengths = [len(each.prompt_token_ids) for each in llm.generate([small, prompt, small], GREEDY, use_tqdm=False)]
+    assert lengths[0] == lengths[2] < lengths[1] and rows.num_queries - rows.num_hits <= before + 2
+    message = [{"role": "user", "content": [{"type": "image", "image": picture}]}]
+    options = {"use_tqdm": False, "chat_template": "{% for message in messages %}" + write("image") + "{% endfor %}"}
+    told = llm.chat(message, GREEDY, mm_processor_kwargs=small["mm_processor_kwargs"], **options)
+    assert len(told[0].prompt_token_ids) == lengths[0]
+    tracemalloc.start()
+    with pytest.raises(RequestError, match=r"makes \d+ patches of pixels; at most \d+ are possible"):
+        llm.generate({**prompt, "mm_processor_kwargs": {"min_pixels": 1 << 26, "max_pixels": 1 << 28}}, use_tqdm=False)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+    check_idle(llm)
+
+
 def test_requests_that_leave_leave_nothing(case, tight):
     core = tight.core
     for steps in range(5):
@@ -193,6 +220,18 @@ def test_what_is_refused(case, tight):
             "colour",
         ),
         ({"prompt": write("image"), "multi_modal_data": {"image": picture}, "mm_processor_kwargs": 3}, "kwargs"),
+        (
+            {
+                "prompt": write("image"),
+                "multi_modal_data": {"image": picture},
+                "mm_processor_kwargs": {"a": "b" * 17000},
+            },
+            "mm_processor_kwargs is longer than",
+        ),
+        (
+            {"prompt": write("image") * 300, "multi_modal_data": {"image": [picture] * 300}},
+            "more embeddings than max_model_len has room for; allowed are 255",
+        ),
     ):
         with pytest.raises(RequestError, match=text):
             tight.generate(prompt, use_tqdm=False)
