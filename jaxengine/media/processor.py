@@ -80,6 +80,12 @@ class MediaProcessor(Protocol):
         """
         ...
 
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """The grid of a picture that came as so many embeddings, with this grid or none.
+
+        Raises RequestError for a number that no picture has, and where the family needs a grid and there is none."""
+        ...
+
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         """What the largest item would be, or one of a size (height, width): for plans and limits, its numbers mean
         nothing and may be left out, patches of F = 0."""

@@ -382,13 +382,13 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
     except RequestError as error:
         files = f"of {config.generation_config}" if config.generation_config != "auto" else f"of {source.path}"
         problem = f"the default sampling parameters {files} cannot be used: {error}"
-        raise ConfigError.because(
-            "override_generation_config" if config.override_generation_config else "generation_config",
-            problem,
-            "set override_generation_config, or generation_config='vllm'",
-        ) from error
+        name = "override_generation_config" if config.override_generation_config else "generation_config"
+        advice = "set override_generation_config, or generation_config='vllm'"
+        raise ConfigError.because(name, problem, advice) from error
     tokenizer = source.load_tokenizer(config)
     processor, tower = open_processor(source.path, source.config, config.hf_overrides, tokenizer), source.config.tower
+    size = source.config.hidden_size
+    media = None if processor is None or tower is None else MediaInputs(processor, tower, config, size)
     return InputProcessor(
         config,
         source.config,
@@ -396,5 +396,5 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
         source.generation_defaults,
         origin=origin,
         pooling=source.pooling,
-        media=None if processor is None or tower is None else MediaInputs(processor, tower, config),
+        media=media,
     )

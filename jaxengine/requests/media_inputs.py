@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.media.embeds import Embeds
 from jaxengine.media.load import read_multi_modal_data
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.parts import check_parts
@@ -20,7 +21,7 @@ from jaxengine.media.processor import MediaProcessor, Processed, check_room
 from jaxengine.requests.media_cache import MediaCache, ProcessorCache
 from models.config.tower import TowerConfig
 from scheduler.errors import RequestError, show_value
-from scheduler.media import Media, MediaItem
+from scheduler.media import EMBEDS, Media, MediaItem
 
 DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
 # In a prompt that has been made ready, its Media.
@@ -40,6 +41,7 @@ class _Found(NamedTuple):
     made: Processed
     cached: bool | None
     make: Callable[[], Processed]
+    is_embedded: bool
 
 
 class MediaInputs:
@@ -52,12 +54,13 @@ class MediaInputs:
       reader: of conversations, and of files.
     """
 
-    def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig):
+    def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig, hidden_size: int = 0):
+        """hidden_size: of the model, for embeddings that come in the place of pictures."""
         self.processor = processor
         size = config.mm_processor_cache_bytes
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
         self.reader = MediaReader(processor, config)
-        self._tower = tower
+        self._tower, self._row_size = tower, tower.num_parts * hidden_size if hidden_size else 0
         self._config = config
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -103,7 +106,8 @@ class MediaInputs:
         for positions, (modality, number) in zip(expanded.positions, expanded.order, strict=True):
             each = found[modality][number]
             arrays = each.made.patches, each.made.columns, each.made.rows
-            item = MediaItem(modality, each.digest, positions, *arrays, each.cached)
+            kind = EMBEDS if each.is_embedded else modality
+            item = MediaItem(kind, each.digest, positions, *arrays, each.cached)
             items.append(item if cache is None else cache.item(item, each.made, each.make))
         return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta)
 
@@ -128,17 +132,31 @@ class MediaInputs:
         config = self._config
 
         def make() -> Processed:
+            if isinstance(value, Embeds):
+                return self._embedded(value)
             return self._filled_up(self.processor.process(modality, value, options, config.max_encoder_patches))
 
         made = make() if kept is None else kept
         if cache is not None and kept is None:
             cache.put(digest, made)
-        self._check(modality, made)
-        return _Found(digest, made, cached, make)
+        self._check(modality, made, is_embedded=isinstance(value, Embeds))
+        return _Found(digest, made, cached, make, isinstance(value, Embeds))
 
-    def _check(self, modality: str, found: Processed) -> None:
+    def _embedded(self, given: Embeds) -> Processed:
+        """Embeddings that came, with places in the prompt of their own."""
+        count, size = given.values.shape
+        if size != self._row_size:
+            parts = f", {self._tower.num_parts} parts of the hidden size" if self._tower.num_parts > 1 else ""
+            problem = f"{DATA}: embeddings of an image have {size} numbers each; allowed are {self._row_size}{parts}"
+            raise RequestError(problem, param=DATA, value=size)
+        grid = self.processor.grid_of(count, given.grid)
+        rows, no_columns = np.arange(count, dtype=np.int32), np.zeros((0, count), np.int32)
+        return Processed(given.values, no_columns, rows, count, grid)
+
+    def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
         config = self._config
-        check_room(modality, len(found.patches), config.max_encoder_patches)
+        if not is_embedded:
+            check_room(modality, len(found.patches), config.max_encoder_patches)
         if found.num_rows > config.num_encoder_rows:
             problem = (
                 f"{DATA}: an item of {modality} makes {found.num_rows} embeddings; at most {config.num_encoder_rows} "

@@ -93,6 +93,16 @@ class GridProcessor:
         count = int(np.prod(grid)) // self.tower.merge
         return np.arange(count), np.zeros(count, np.int64)
 
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        merge = self.tower.spatial_merge_size
+        time, height, width = grid or (0, 0, 0)
+        whole = height % merge == 0 == width % merge
+        if time != 1 or not whole or height * width // merge**2 != num_rows:
+            allowed = f"[1, height, width] in patches, multiples of {merge}, with height * width = {merge**2} * rows"
+            shown = f"{list(grid) if grid else 'none'} for {num_rows} rows"
+            raise RequestError(f"embeddings of a picture need image_grid_thw, {allowed}; got {shown}", param="image")
+        return time, height, width
+
     def merged(self, item: Processed) -> tuple[int, int, int]:
         """An item's grid in embeddings."""
         time, height, width = item.grid

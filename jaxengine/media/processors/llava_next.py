@@ -16,6 +16,7 @@ from jaxengine.media.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
 from jaxengine.media.processors.settings import MAX_SIDE
 from models.config.fields import ConfigFields
+from scheduler.errors import RequestError
 
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _MAX_TILES, _MAX_PINPOINTS = 64, 256
@@ -91,6 +92,11 @@ class LlavaNextProcessor(LlavaProcessor):
         out[1::columns, num_patches:] = placed[:, -1].reshape(rows, grid)
         count, no_columns = num_patches + numbers.size, np.zeros((0, len(patches)), np.int32)
         return Processed(patches, no_columns, out.ravel(), count, made.grid)
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        if grid is not None:
+            raise RequestError("embeddings of a picture of this model have no grid", param="image")
+        return 1, 1, num_rows  # a picture may have any number
 
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
         """(rows, columns) of the tiling that keeps the most of a picture's pixels, and of such the smallest."""

@@ -56,6 +56,8 @@ class UnitProcessor:
     modalities: tuple[str, ...] = ("image",)
     # Whether what stands for a picture is text, of which a tokenizer makes tokens.
     needs_tokenizer = False
+    # Squares whose embeddings may come in the place of a picture.
+    most_given: float = np.inf
     # What transformers takes for settings that a file lacks.
     defaults: Mapping[str, Any] = {}
 
@@ -126,6 +128,14 @@ class UnitProcessor:
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         return self.process(modality, np.zeros((*(size or self.largest_size()), 3), np.uint8), {})
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        rows, side = self.tower.unit // self.tower.merge, self.side // self.patch
+        if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
+            most = "" if self.most_given == np.inf else f", at most {self.most_given}"
+            problem = f"embeddings of a picture of this model must be a multiple of {rows}{most}, and have no grid"
+            raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
+        return 1, side, side * (num_rows // rows)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         pictures, wanted = list(items.get("image", ())), self.placeholder_id()

@@ -57,7 +57,7 @@ class Case:
 
     def start(self, **options: Any) -> LLM:
         llm = LLM(str(self.folder), **{**OPTIONS, **options})
-        write = llm.core.inputs.media.processor.placeholder
+        self.write = write = llm.core.inputs.media.processor.placeholder
         for prompt in self.answers:
             parts = picture_cases.PROMPTS[self.name][prompt] if self.name in SEGMENTED else None
             self.prompts[prompt] = _unit_prompt(int(prompt), write) if parts is None else _prompt(parts, write)
@@ -191,6 +191,51 @@ def test_the_processor_is_told_of_one_prompt(case, tight):
     check_idle(llm)
 
 
+def test_embeddings_in_the_place_of_pictures(case, executables_dir):
+    """What the tower made of pictures, given as such: the same answers, nothing encoded, known again by what it is."""
+    sees_all = case.name.startswith("gemma3")
+    options = WHOLE if sees_all else TIGHT
+    llm = case.start(**options, compile_cache_dir=executables_dir, enable_mm_embeds=True)
+    rank = llm.core.engine.scheduler.ranks[0]
+    prompts, wanted, given = list(case.prompts.values()), [*case.answers.values()], []
+    for prompt in prompts:
+        pictures = prompt["multi_modal_data"].get("image", [])
+        rows = []
+        for picture in pictures:
+            item = llm.core.inputs.media.processor.process("image", picture, {})
+            llm.reset_mm_cache()
+            llm.reset_prefix_cache()
+            answers(llm, [{"prompt": case.write("image"), "multi_modal_data": {"image": [picture]}}], [1])
+            ((_, kept),) = rank.encoder_rows._rows.items()
+            values = np.asarray(llm.core.runner._stages[0]._encoder_rows, np.float32)[kept]
+            grids = type(llm.core.inputs.media.processor).__mro__
+            needs_grid = any(kind.__name__ == "GridProcessor" for kind in grids)
+            rows.append({"image_embeds": values, "image_grid_thw": list(item.grid)} if needs_grid else values)
+        given.append({**prompt, "multi_modal_data": {**prompt["multi_modal_data"], "image": rows}})
+    llm.reset_mm_cache()
+    llm.core.engine.scheduler.reset_prefix_cache()
+    stats = llm.core.engine.media_stats
+    before, videos = stats.num_calls, sum(len(each["multi_modal_data"].get("video", ())) for each in prompts)
+    assert answers(llm, given * 2, [len(each) for each in wanted] * 2) == wanted * 2
+    assert stats.num_calls - before <= 2 * videos
+    hits, queries = rank.encoder_rows.num_hits, rank.encoder_rows.num_queries
+    assert answers(llm, given, [len(each) for each in wanted]) == wanted
+    assert rank.encoder_rows.num_queries - queries == rank.encoder_rows.num_hits - hits
+    size, write = values.shape[1], case.write("image")
+    for wrong, text in (
+        (np.zeros((4, size + 1), np.float32), f"{size + 1} numbers each; allowed are {size}"),
+        (np.full((4, size), np.nan, np.float32), "not finite"),
+        (
+            {"image_embeds": np.zeros((7, size), np.float32), "image_grid_thw": [1, 2, 7]},
+            "grid|embeddings of a picture",
+        ),
+        (np.zeros((400, size), np.float32), "embeddings|grid"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            llm.generate({"prompt": write, "multi_modal_data": {"image": wrong}}, use_tqdm=False)
+    check_idle(llm)
+
+
 def test_requests_that_leave_leave_nothing(case, tight):
     core = tight.core
     for steps in range(5):
@@ -215,6 +260,7 @@ def test_what_is_refused(case, tight):
         ({"prompt": write("image"), "multi_modal_data": {"sound": [picture]}}, "sound"),
         ({"prompt": write("image"), "multi_modal_data": [picture]}, "multi_modal_data"),
         ({"prompt": write("image"), "multi_modal_data": {"image": "hello"}}, "image"),
+        ({"prompt": write("image"), "multi_modal_data": {"image": np.zeros((4, 8), np.float32)}}, "enable_mm_embeds"),
         (
             {"prompt": write("image"), "multi_modal_data": {"image": picture}, "mm_processor_kwargs": {"colour": 1}},
             "colour",
