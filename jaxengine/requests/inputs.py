@@ -230,8 +230,8 @@ class InputProcessor:
             salt = prompt.get("cache_salt")
             verify_salt(salt)
             if "prompt_token_ids" in prompt:
-                text = prompt.get("prompt")
-                return text, self._check_token_ids(prompt["prompt_token_ids"]), salt
+                ids: Any = prompt["prompt_token_ids"]
+                return prompt.get("prompt"), ids if READY in prompt else self._check_token_ids(ids), salt
             prompt = prompt.get("prompt", None)
         if isinstance(prompt, (list, tuple, range, np.ndarray)):
             return None, self._check_token_ids(prompt), salt
