@@ -163,6 +163,10 @@ class UnitProcessor:
         """An expanded prompt, and whose its tokens are, as a tokenizer would have it of the expanded text."""
         return token_ids, owners
 
+    def normalized(self, units: np.ndarray) -> np.ndarray:
+        """uint8[..., 3] to f32[..., 3]."""
+        return self.pixels.normalized(units)
+
     def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
         """Of units whose embeddings all stand in the prompt, in the tower's order."""
         count = len(patches) // self.tower.merge
@@ -172,7 +176,7 @@ class UnitProcessor:
 
     def _cut(self, units: Sequence[np.ndarray]) -> np.ndarray:
         """Units uint8[side, side, 3] to f32[patches of all, 3 * patch * patch], colour by colour, row by row."""
-        values, patch = self.pixels.normalized(np.stack(units)), self.patch
+        values, patch = self.normalized(np.stack(units)), self.patch
         count, side = len(values), values.shape[1] // patch
         cut = values[:, : side * patch, : side * patch].reshape(count, side, patch, side, patch, 3)
         return np.ascontiguousarray(cut.transpose(0, 1, 3, 5, 2, 4)).reshape(count * side * side, -1)

@@ -64,6 +64,13 @@ class Case:
         return llm
 
 
+def options_of(case: Case) -> dict[str, Any]:
+    """TIGHT, or WHOLE; a model whose layers keep unlike keys needs more pages for one prompt."""
+    if case.name.startswith("gemma3"):
+        return WHOLE
+    return {**TIGHT, "num_gpu_blocks_override": 42} if case.name.startswith("llama4") else TIGHT
+
+
 def _prompt(parts: Any, write: Any) -> dict[str, Any]:
     text, data = "", {"image": [], "video": []}
     for part in parts:
@@ -114,8 +121,7 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tight(case, executables_dir):
-    sees_all = case.name.startswith("gemma3")
-    return case.start(**(WHOLE if sees_all else TIGHT), compile_cache_dir=executables_dir)
+    return case.start(**options_of(case), compile_cache_dir=executables_dir)
 
 
 def test_a_crowd_answers_as_transformers_did(case, tight):
@@ -192,25 +198,28 @@ def test_the_processor_is_told_of_one_prompt(case, tight):
 
 
 def test_embeddings_in_the_place_of_pictures(case, executables_dir):
-    """What the tower made of pictures, given as such: the same answers, nothing encoded, known again by what it is."""
-    sees_all = case.name.startswith("gemma3")
-    options = WHOLE if sees_all else TIGHT
-    llm = case.start(**options, compile_cache_dir=executables_dir, enable_mm_embeds=True)
-    rank = llm.core.engine.scheduler.ranks[0]
-    prompts, wanted, given = list(case.prompts.values()), [*case.answers.values()], []
+    """What the tower made of pictures, given as such: the same answers, and nothing encoded."""
+    llm = case.start(**options_of(case), compile_cache_dir=executables_dir, enable_mm_embeds=True)
+    rank, processor = llm.core.engine.scheduler.ranks[0], llm.core.inputs.media.processor
+    grids = any(kind.__name__ == "GridProcessor" for kind in type(processor).__mro__)
+    most, unit = np.inf if grids else processor.most_given, processor.tower.unit  # squares of one picture
+    made = {
+        name: [processor.process("image", each, {}) for each in prompt["multi_modal_data"].get("image", ())]
+        for name, prompt in case.prompts.items()
+    }
+    names = [name for name, items in made.items() if all(len(item.patches) <= most * unit for item in items)]
+    prompts, wanted, given = [case.prompts[name] for name in names], [case.answers[name] for name in names], []
     for prompt in prompts:
         pictures = prompt["multi_modal_data"].get("image", [])
         rows = []
         for picture in pictures:
-            item = llm.core.inputs.media.processor.process("image", picture, {})
+            item = processor.process("image", picture, {})
             llm.reset_mm_cache()
             llm.reset_prefix_cache()
             answers(llm, [{"prompt": case.write("image"), "multi_modal_data": {"image": [picture]}}], [1])
             ((_, kept),) = rank.encoder_rows._rows.items()
             values = np.asarray(llm.core.runner._stages[0]._encoder_rows, np.float32)[kept]
-            grids = type(llm.core.inputs.media.processor).__mro__
-            needs_grid = any(kind.__name__ == "GridProcessor" for kind in grids)
-            rows.append({"image_embeds": values, "image_grid_thw": list(item.grid)} if needs_grid else values)
+            rows.append({"image_embeds": values, "image_grid_thw": list(item.grid)} if grids else values)
         given.append({**prompt, "multi_modal_data": {**prompt["multi_modal_data"], "image": rows}})
     llm.reset_mm_cache()
     llm.core.engine.scheduler.reset_prefix_cache()
@@ -218,10 +227,7 @@ def test_embeddings_in_the_place_of_pictures(case, executables_dir):
     before, videos = stats.num_calls, sum(len(each["multi_modal_data"].get("video", ())) for each in prompts)
     assert answers(llm, given * 2, [len(each) for each in wanted] * 2) == wanted * 2
     assert stats.num_calls - before <= 2 * videos
-    hits, queries = rank.encoder_rows.num_hits, rank.encoder_rows.num_queries
-    assert answers(llm, given, [len(each) for each in wanted]) == wanted
-    assert rank.encoder_rows.num_queries - queries == rank.encoder_rows.num_hits - hits
-    size, write = values.shape[1], case.write("image")
+    size, write = processor.tower.num_parts * llm.core.inputs.model_config.hidden_size, case.write("image")
     for wrong, text in (
         (np.zeros((4, size + 1), np.float32), f"{size + 1} numbers each; allowed are {size}"),
         (np.full((4, size), np.nan, np.float32), "not finite"),

@@ -17,6 +17,7 @@ from jaxengine.config.multimodal import MediaOptions
 from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.parts import collect_media
+from jaxengine.requests.media_inputs import digest_of
 from scheduler.errors import RequestError
 from tests.jaxengine.media.test_parts import Both
 
@@ -126,3 +127,13 @@ def test_parts_of_messages():
         collect(text, MediaOptions())
     with pytest.raises(RequestError, match="must have image_embeds"):
         collect(None)
+
+
+def test_they_are_known_by_what_they_hold():
+    def digest(values, grid=None):
+        return digest_of("image", read_embeds(GivenEmbeds(values, grid), OPTIONS), {}, "")
+
+    other = ROWS.copy()
+    other[4, 3] += 1
+    assert digest(ROWS) == digest(ROWS.copy()) == digest(ROWS.astype(np.float32))
+    assert len({digest(ROWS), digest(other), digest(ROWS.reshape(4, 5)), digest(ROWS, [1, 2, 10])}) == 4
