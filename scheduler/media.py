@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# The modality of what comes encoded.
+EMBEDS = "embeds"
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MediaItem:
     """A picture or a video of one prompt.
 
     Attributes:
-      modality: "image" or "video".
+      modality: "image" or "video"; EMBEDS: `patches` are its rows, and there is nothing to encode.
       digest: of its decoded pixels and of all that was done with them; equal digests mean equal embeddings.
       positions: i32[n], the prompt's positions in which its n embeddings stand, ascending.
       patches: f32[P, F], what the model's tower is given (models.config.tower), filled up to a multiple of its unit.
@@ -35,7 +38,8 @@ class MediaItem:
 
     @property
     def num_patches(self) -> int:
-        return len(self.patches)
+        """That are to be encoded."""
+        return 0 if self.modality == EMBEDS else len(self.patches)
 
     @property
     def begin(self) -> int:

@@ -53,7 +53,11 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "Ernie4_5ForCausalLM": ("baidu/ERNIE-4.5-0.3B-PT",),
     "HunYuanDenseV1ForCausalLM": ("tencent/Hunyuan-0.5B-Instruct", "tencent/Hunyuan-7B-Instruct"),
     "Mistral3ForConditionalGeneration": ("mistralai/Mistral-Small-3.1-24B-Instruct-2503",),
-    "LlavaForConditionalGeneration": ("llava-hf/llava-1.5-7b-hf", "llava-hf/llava-interleave-qwen-0.5b-hf"),
+    "LlavaForConditionalGeneration": (
+        "llava-hf/llava-1.5-7b-hf",
+        "llava-hf/llava-interleave-qwen-0.5b-hf",
+        "mistral-community/pixtral-12b",
+    ),
     "LlavaNextForConditionalGeneration": ("llava-hf/llava-v1.6-mistral-7b-hf",),
     "InternVLForConditionalGeneration": ("OpenGVLab/InternVL3-1B-hf", "OpenGVLab/InternVL3-8B-hf"),
     "Idefics3ForConditionalGeneration": ("HuggingFaceTB/SmolVLM-256M-Instruct", "HuggingFaceM4/Idefics3-8B-Llama3"),

@@ -75,7 +75,7 @@ ROOMS = {
     "jaxengine.sampling": "sharding scheduler",
     "jaxengine.tokens": "models.weights:declarations scheduler jaxengine.workers",
     "jaxengine.config": "sharding models.config scheduler",
-    "jaxengine.media:what": "jaxengine.config",
+    "jaxengine.media:what": "scheduler jaxengine.config",
     "jaxengine.media.processors": "models.config models.weights:declarations scheduler jaxengine.media:what",
     "jaxengine.media": ("models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.media:what"),
     "jaxengine.drafts": "jaxengine.config",

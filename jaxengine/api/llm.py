@@ -259,11 +259,13 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the model's chat template.
 
-        Messages may hold pictures and videos as jaxengine.media.parts.collect_media reads them.
+        Messages may hold pictures and videos as jaxengine.media.parts.collect_media reads them; mm_processor_kwargs:
+        what the model's processor is told of them.
         """
         if not messages:
             raise RequestError("messages is empty; at least one is needed", param="messages", value=messages)
@@ -275,6 +277,7 @@ class LLM:
                 self.core.inputs.chat_prompt(
                     conversation,
                     media,
+                    mm_processor_kwargs=mm_processor_kwargs,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,

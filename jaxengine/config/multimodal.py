@@ -37,6 +37,8 @@ class MediaOptions:
       allowed_local_media_path: the folder from which file:// may be read; "" for none.
       media_loading_thread_count: threads of a process that decode, and as many that fetch.
       mm_processor_kwargs: what the model's processor of pictures and videos is told, a dict of its arguments.
+      enable_mm_embeds: take embeddings in the place of pictures, too: the tower does not see them, only their size and
+        type are looked at, so that only those who may be trusted with the model's input should be let in.
       media_io_kwargs: how files are read: {"video": {"num_frames": 32, "fps": 2}, "image": {"rgba_background_color":
         [255, 255, 255]}}. num_frames is taken evenly from a whole video, -1 for all; transparent pictures are laid on
         the colour.
@@ -51,6 +53,7 @@ class MediaOptions:
     allowed_local_media_path: str = ""
     media_loading_thread_count: int = 8
     mm_processor_kwargs: Mapping[str, Any] | None = None
+    enable_mm_embeds: bool = False
     media_io_kwargs: Mapping[str, Any] | None = None
     max_media_bytes: int = 32 << 20
     max_image_pixels: int = 50_000_000

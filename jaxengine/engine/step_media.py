@@ -19,7 +19,7 @@ def prepare_media(runner: ModelRunner, step: ScheduledStep, max_num_seqs: int, s
     if any(batch.encodes for batch in step.batches):
         start, items = time.monotonic(), [each.item for batch in step.batches for each in batch.encodes]
         runner.encode([batch.encodes for batch in step.batches])
-        stats.num_calls += 1
-        stats.num_items += len(items)
+        stats.num_calls += any(item.num_patches for item in items)
+        stats.num_items += sum(item.num_patches > 0 for item in items)
         stats.num_patches += sum(item.num_patches for item in items)
         stats.encode_seconds += time.monotonic() - start

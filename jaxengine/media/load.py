@@ -15,6 +15,7 @@ from PIL import Image
 
 from jaxengine.config.multimodal import IMAGE, MODALITIES, VIDEO, MediaOptions
 from jaxengine.media.bounds import PixelBudget
+from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import fetch, scheme_of
 from jaxengine.media.images import read_image
@@ -87,6 +88,8 @@ class MediaLoader:
         try:
             if isinstance(source, str):
                 source = fetch(source, self._options)
+            if isinstance(source, GivenEmbeds):
+                return read_embeds(source, self._options)
             reader = read_image if part.modality == IMAGE else read_video
             return reader(source, self._options, budget)
         except MediaError as error:
@@ -96,7 +99,8 @@ class MediaLoader:
 def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list[MediaPart]:
     """The pictures and videos of a prompt's multi_modal_data, {"image": one or a list, "video": one or a list}.
 
-    One is an address, or what read_image and read_video take; a list of pictures under "video" is one video.
+    One is an address, or what read_image and read_video take; a list of pictures under "video" is one video. Of an
+    image also its embeddings, as given_embeds has them.
 
     Raises RequestError.
     """
@@ -110,7 +114,8 @@ def read_multi_modal_data(data: Any, *, param: str = "multi_modal_data") -> list
         is_list = isinstance(given, (list, tuple)) if modality == IMAGE else _is_videos(given)
         for number, each in enumerate(given if is_list else [] if given is None else [given]):
             where = f"{param}[{modality!r}]" + (f"[{number}]" if is_list else "")
-            parts.append(MediaPart(modality, each, where, param))
+            embeds = given_embeds(each) if modality == IMAGE else None
+            parts.append(MediaPart(modality, each if embeds is None else embeds, where, param))
     return parts
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxengine.config.multimodal import IMAGE, MODALITIES, VIDEO, MediaOptions
+from jaxengine.media.embeds import EMBEDS, GivenEmbeds, given_embeds
 from jaxengine.media.errors import MediaError
 from jaxengine.media.fetch import check_source
 from scheduler.errors import RequestError, show_value
@@ -76,6 +77,7 @@ def collect_media(messages: Any, model: MediaModel | None, options: MediaOptions
       {"type": "input_image", "image_url": the address, "detail": ...},
       {"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...} or {"type": "url", "url": ...}},
       {"type": "image", "image": or "url": ...}, {"type": "image_pil", "image_pil": ...},
+      {"type": "image_embeds", "image_embeds": base64 or {"image_embeds": base64, "image_grid_thw": [t, h, w]}},
       {"type": "video_url", "video_url": {"url": ...} or the address}, {"type": "video", "video": or "url": ...}.
     What is no address is what read_image and read_video take, and can only come from Python.
 
@@ -143,6 +145,9 @@ def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: M
         if part.modality not in taken:
             kinds = " and ".join(f"{name}s" for name in MODALITIES if name in taken) or "text"
             raise RequestError(f"this model takes no {part.modality}: {part.where}; it takes {kinds}", param=part.param)
+        if isinstance(part.source, GivenEmbeds) and not options.enable_mm_embeds:
+            text = f"{part.where} is given as embeddings, which are only allowed with enable_mm_embeds"
+            raise RequestError(text, param=part.param)
     for modality in MODALITIES:
         found = [part for part in parts if part.modality == modality]
         if len(found) > (most := options.mm_limit(modality)):
@@ -185,6 +190,13 @@ def _image_pil(part: Mapping[str, Any], where: str, param: str) -> _Read:
     return IMAGE, *_object(part, ("image_pil",), where, param)
 
 
+def _image_embeds(part: Mapping[str, Any], where: str, param: str) -> _Read:
+    value = part.get(EMBEDS)
+    if value is None:
+        raise RequestError(f"{where} of type '{EMBEDS}' must have {EMBEDS}", param=param)
+    return IMAGE, EMBEDS, given_embeds(value) or GivenEmbeds(value)
+
+
 def _video(part: Mapping[str, Any], where: str, param: str) -> _Read:
     return VIDEO, *_object(part, ("video", "url"), where, param)
 
@@ -194,6 +206,7 @@ _READERS = {
     "input_image": _input_image,
     "image": _image,
     "image_pil": _image_pil,
+    "image_embeds": _image_embeds,
     "video_url": _video_url,
     "video": _video,
 }

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from scheduler.errors import RequestError
+
 
 class Processed(NamedTuple):
     """A picture or video as a tower takes it.
@@ -43,6 +45,17 @@ class Expanded(NamedTuple):
     rope_delta: int = 0
 
 
+def check_room(modality: str, num_patches: int, most: int | None) -> None:
+    """RequestError for an item of more patches than a tower's largest call has, None for any number. A processor asks
+    before it makes them, for a small picture may be told to become a large one."""
+    if most is not None and num_patches > most:
+        problem = (
+            f"an item of {modality} makes {num_patches} patches of pixels; at most {most} are possible: give a smaller "
+            "one, say less in mm_processor_kwargs, or raise max_num_batched_encoder_tokens"
+        )
+        raise RequestError(problem, param=modality, value=num_patches)
+
+
 class MediaProcessor(Protocol):
     """Made once for a checkpoint (jaxengine.media.registry). Knows no devices.
 
@@ -58,13 +71,19 @@ class MediaProcessor(Protocol):
         """What stands for one item in a prompt's text, as the checkpoint's chat template writes it."""
         ...
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         """An item ready for the tower.
 
         value: uint8 [H, W, 3] for an image, jaxengine.media.videos.Video for a video. options: mm_processor_kwargs, of
-        the engine and then of the request. Raises RequestError for an option that is unknown or out of range, and for a
-        picture that the family does not take.
+        the engine and then of the request. most: as check_room has it. Raises RequestError for an option that is
+        unknown or out of range, and for a picture that the family does not take or that makes too many patches.
         """
+        ...
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """The grid of a picture that came as so many embeddings, with this grid or none.
+
+        Raises RequestError for a number that no picture has, and where the family needs a grid and there is none."""
         ...
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:

@@ -11,6 +11,7 @@ from jaxengine.media.processors.gemma3 import Gemma3Processor
 from jaxengine.media.processors.glm4v import Glm4vProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import InternVLProcessor
+from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
@@ -18,13 +19,23 @@ from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProce
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
 from models.config.model_config import ModelConfig
 
+
+def llava_or_pixtral(
+    folder: Path, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any
+) -> MediaProcessor:
+    """By the tower: Pixtral's pictures keep their shape."""
+    kind = LlavaProcessor if model_config.tower is None or not model_config.tower.columns else PixtralProcessor
+    return kind(folder, config_json, model_config, tokenizer)
+
+
 # Keys are the class names of models.registry.MODELS.
 PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], MediaProcessor]] = {
-    "LlavaForConditionalGeneration": LlavaProcessor,
+    "LlavaForConditionalGeneration": llava_or_pixtral,
     "LlavaNextForConditionalGeneration": LlavaNextProcessor,
     "InternVLForConditionalGeneration": InternVLProcessor,
     "Gemma3ForConditionalGeneration": Gemma3Processor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
+    "Llama4ForConditionalGeneration": Llama4Processor,
     "SmolVLMForConditionalGeneration": Idefics3Processor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,

@@ -19,7 +19,7 @@ from jaxengine.config.pooling_model import PoolingModel
 from jaxengine.media.load import MultiModalData
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.open import open_processor
-from jaxengine.requests.media_inputs import DATA, READY, MediaInputs, has_media
+from jaxengine.requests.media_inputs import DATA, OPTIONS, READY, MediaInputs, has_media
 from jaxengine.requests.options import RequestOptions
 from jaxengine.requests.output_processor import OutputProcessor
 from jaxengine.requests.pooling_params import PoolingParams
@@ -86,6 +86,7 @@ class InputProcessor:
         messages: Sequence[Mapping[str, Any]],
         multi_modal_data: MultiModalData | None = None,
         *,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -108,7 +109,8 @@ class InputProcessor:
         )
         # The template has written the special tokens already.
         prompt = {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-        return {**prompt, "multi_modal_data": multi_modal_data} if multi_modal_data else prompt
+        given = (DATA, multi_modal_data), (OPTIONS, mm_processor_kwargs)
+        return {**prompt, **{name: value for name, value in given if value}}
 
     def prepare(
         self,
@@ -127,9 +129,8 @@ class InputProcessor:
             return self._prepare_pooling(prompt, params, request_id, options or RequestOptions())
         self.refuse_generation()
         if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params must be a SamplingParams, got {type(params).__name__}", param="sampling_params"
-            )
+            problem = f"sampling_params must be a SamplingParams, got {type(params).__name__}"
+            raise RequestError(problem, param="sampling_params")
         params = params.checked()
         options = options or RequestOptions()
         options.verify_against(self.config.scheduling_policy, self.config.enable_lora)
@@ -229,8 +230,8 @@ class InputProcessor:
             salt = prompt.get("cache_salt")
             verify_salt(salt)
             if "prompt_token_ids" in prompt:
-                text = prompt.get("prompt")
-                return text, self._check_token_ids(prompt["prompt_token_ids"]), salt
+                ids: Any = prompt["prompt_token_ids"]
+                return prompt.get("prompt"), ids if READY in prompt else self._check_token_ids(ids), salt
             prompt = prompt.get("prompt", None)
         if isinstance(prompt, (list, tuple, range, np.ndarray)):
             return None, self._check_token_ids(prompt), salt
@@ -244,9 +245,8 @@ class InputProcessor:
         if not prompt:
             raise RequestError("prompt is empty; at least one character is needed", param="prompt", value=prompt)
         if self.tokenizer is None:
-            raise RequestError(
-                "prompt is text, but skip_tokenizer_init is set; give prompt_token_ids", param="prompt", value=prompt
-            )
+            problem = "prompt is text, but skip_tokenizer_init is set; give prompt_token_ids"
+            raise RequestError(problem, param="prompt", value=prompt)
         return prompt, self.tokenizer.encode(prefix + prompt), salt
 
     def make_ready(self, prompt: Prompt) -> Prompt:
@@ -257,8 +257,9 @@ class InputProcessor:
         if not has_media(prompt):
             return prompt
         if self.media is None:
-            problem = f"{DATA} is given, but this model takes text only, or is to (limit_mm_per_prompt)"
-            raise RequestError(problem, param=DATA)
+            name = DATA if prompt.get(DATA) else OPTIONS
+            problem = f"{name} is given, but this model takes text only, or is to (limit_mm_per_prompt)"
+            raise RequestError(problem, param=name)
         text, token_ids, _ = self._read_prompt(prompt)
         return self.media.made_ready(prompt, text, token_ids)
 
@@ -381,13 +382,13 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
     except RequestError as error:
         files = f"of {config.generation_config}" if config.generation_config != "auto" else f"of {source.path}"
         problem = f"the default sampling parameters {files} cannot be used: {error}"
-        raise ConfigError.because(
-            "override_generation_config" if config.override_generation_config else "generation_config",
-            problem,
-            "set override_generation_config, or generation_config='vllm'",
-        ) from error
+        name = "override_generation_config" if config.override_generation_config else "generation_config"
+        advice = "set override_generation_config, or generation_config='vllm'"
+        raise ConfigError.because(name, problem, advice) from error
     tokenizer = source.load_tokenizer(config)
     processor, tower = open_processor(source.path, source.config, config.hf_overrides, tokenizer), source.config.tower
+    size = source.config.hidden_size
+    media = None if processor is None or tower is None else MediaInputs(processor, tower, config, size)
     return InputProcessor(
         config,
         source.config,
@@ -395,5 +396,5 @@ def input_processor(source: ModelSource, config: ResolvedConfig, *, origin: int 
         source.generation_defaults,
         origin=origin,
         pooling=source.pooling,
-        media=None if processor is None or tower is None else MediaInputs(processor, tower, config),
+        media=media,
     )

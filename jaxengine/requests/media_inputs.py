@@ -13,18 +13,20 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from jaxengine.config.engine_config import ResolvedConfig
+from jaxengine.media.embeds import Embeds
 from jaxengine.media.load import read_multi_modal_data
 from jaxengine.media.messages import MediaReader
 from jaxengine.media.parts import check_parts
-from jaxengine.media.processor import MediaProcessor, Processed
+from jaxengine.media.processor import MediaProcessor, Processed, check_room
 from jaxengine.requests.media_cache import MediaCache, ProcessorCache
 from models.config.tower import TowerConfig
 from scheduler.errors import RequestError, show_value
-from scheduler.media import Media, MediaItem
+from scheduler.media import EMBEDS, Media, MediaItem
 
 DATA, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
 # In a prompt that has been made ready, its Media.
 READY = "media"
+_MAX_OPTIONS_CHARS = 16_384
 
 
 def has_media(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
@@ -39,6 +41,7 @@ class _Found(NamedTuple):
     made: Processed
     cached: bool | None
     make: Callable[[], Processed]
+    is_embedded: bool
 
 
 class MediaInputs:
@@ -51,12 +54,13 @@ class MediaInputs:
       reader: of conversations, and of files.
     """
 
-    def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig):
+    def __init__(self, processor: MediaProcessor, tower: TowerConfig, config: ResolvedConfig, hidden_size: int = 0):
+        """hidden_size: of the model, for embeddings that come in the place of pictures."""
         self.processor = processor
         size = config.mm_processor_cache_bytes
         self.cache: MediaCache | None = ProcessorCache(size) if size else None
         self.reader = MediaReader(processor, config)
-        self._tower = tower
+        self._tower, self._row_size = tower, tower.num_parts * hidden_size if hidden_size else 0
         self._config = config
 
     def made_ready(self, prompt: Mapping[str, Any], text: str | None, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -83,11 +87,18 @@ class MediaInputs:
             return list(token_ids), None
         # One cache for all of a prompt: another may take its place while this thread is at work.
         cache, found, seen = self.cache, {}, dict[bytes, _Found]()
+        room = self._config.max_model_len - 1
         for modality, loaded in values.items():
             digests = [digest_of(modality, value, options, self.processor.settings) for value in loaded]
             for digest, value in zip(digests, loaded, strict=True):
                 if digest not in seen:
                     seen[digest] = self._find(cache, digest, modality, value, options)
+                # Before the next is made: they may take a thousand times as much memory as their files.
+                room -= seen[digest].made.num_rows
+                if room < 0:
+                    most = self._config.max_model_len - 1
+                    problem = f"{DATA} makes more embeddings than max_model_len has room for; allowed are {most}"
+                    raise RequestError(problem, param=DATA)
             found[modality] = [seen[digest] for digest in digests]
         made = {modality: [each.made for each in own] for modality, own in found.items()}
         expanded = self.processor.expand(token_ids, made)
@@ -95,7 +106,8 @@ class MediaInputs:
         for positions, (modality, number) in zip(expanded.positions, expanded.order, strict=True):
             each = found[modality][number]
             arrays = each.made.patches, each.made.columns, each.made.rows
-            item = MediaItem(modality, each.digest, positions, *arrays, each.cached)
+            kind = EMBEDS if each.is_embedded else modality
+            item = MediaItem(kind, each.digest, positions, *arrays, each.cached)
             items.append(item if cache is None else cache.item(item, each.made, each.make))
         return expanded.token_ids, Media(tuple(items), expanded.rope_positions, expanded.rope_delta)
 
@@ -103,7 +115,12 @@ class MediaInputs:
         if options is not None and not isinstance(options, Mapping):
             problem = f"{OPTIONS} is {show_value(options)}; allowed is a dict of the processor's arguments"
             raise RequestError(problem, param=OPTIONS, value=options)
-        return {**(self._config.mm_processor_kwargs or {}), **(options or {})}
+        chosen = {**(self._config.mm_processor_kwargs or {}), **(options or {})}
+        # Part of each item's digest.
+        if len(json.dumps(chosen, default=str)) > _MAX_OPTIONS_CHARS:
+            problem = f"{OPTIONS} is longer than the {_MAX_OPTIONS_CHARS} characters of JSON that are allowed"
+            raise RequestError(problem, param=OPTIONS)
+        return chosen
 
     def _find(
         self, cache: MediaCache | None, digest: bytes, modality: str, value: Any, options: Mapping[str, Any]
@@ -112,23 +129,38 @@ class MediaInputs:
         kept = None if cache is None else cache.get(digest)
         cached = None if cache is None else kept is not None
 
+        config = self._config
+
         def make() -> Processed:
-            return self._filled_up(self.processor.process(modality, value, options))
+            if isinstance(value, Embeds):
+                return self._embedded(value)
+            return self._filled_up(self.processor.process(modality, value, options, config.max_encoder_patches))
 
         made = make() if kept is None else kept
         if cache is not None and kept is None:
             cache.put(digest, made)
-        self._check(modality, made)
-        return _Found(digest, made, cached, make)
+        self._check(modality, made, is_embedded=isinstance(value, Embeds))
+        return _Found(digest, made, cached, make, isinstance(value, Embeds))
 
-    def _check(self, modality: str, found: Processed) -> None:
+    def _embedded(self, given: Embeds) -> Processed:
+        """Embeddings that came, with places in the prompt of their own."""
+        count, size = given.values.shape
+        if size != self._row_size:
+            parts = f", {self._tower.num_parts} parts of the hidden size" if self._tower.num_parts > 1 else ""
+            problem = f"{DATA}: embeddings of an image have {size} numbers each; allowed are {self._row_size}{parts}"
+            raise RequestError(problem, param=DATA, value=size)
+        grid = self.processor.grid_of(count, given.grid)
+        rows, no_columns = np.arange(count, dtype=np.int32), np.zeros((0, count), np.int32)
+        return Processed(given.values, no_columns, rows, count, grid)
+
+    def _check(self, modality: str, found: Processed, *, is_embedded: bool) -> None:
         config = self._config
-        if len(found.patches) > config.max_encoder_patches or found.num_rows > config.num_encoder_rows:
-            # A tower makes one embedding of so many patches.
+        if not is_embedded:
+            check_room(modality, len(found.patches), config.max_encoder_patches)
+        if found.num_rows > config.num_encoder_rows:
             problem = (
-                f"{DATA}: an item of {modality} makes {found.num_rows} embeddings of {len(found.patches)} patches; "
-                f"at most {config.max_encoder_patches} patches and {config.num_encoder_rows} embeddings are possible: "
-                "give a smaller one, or raise max_num_batched_encoder_tokens and encoder_cache_size"
+                f"{DATA}: an item of {modality} makes {found.num_rows} embeddings; at most {config.num_encoder_rows} "
+                "are possible: give a smaller one, or raise encoder_cache_size"
             )
             raise RequestError(problem, param=DATA, value=found.num_rows)
 

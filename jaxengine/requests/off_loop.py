@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxengine.media.parts import MediaPart
 from jaxengine.requests.inputs import InputProcessor
-from jaxengine.requests.media_inputs import DATA, has_media
+from jaxengine.requests.media_inputs import DATA, OPTIONS, has_media
 from jaxengine.requests.prepared import Prompt
 from scheduler.errors import RequestError
 
@@ -24,16 +24,27 @@ async def made_ready(inputs: InputProcessor, prompt: Prompt) -> Prompt:
     return prompt
 
 
-async def with_media(inputs: InputProcessor, prompt: Mapping[str, Any], parts: Sequence[MediaPart]) -> dict[str, Any]:
+async def with_media(
+    inputs: InputProcessor,
+    prompt: Mapping[str, Any],
+    parts: Sequence[MediaPart],
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """A prompt of token ids with the pictures and videos of its messages, and as many tokens as they make.
 
-    parts: those that `inputs.media_reader.collect` has found. Raises RequestError, and OverloadedError where too many
-    wait for theirs.
+    parts: those that `inputs.media_reader.collect` has found. options: mm_processor_kwargs, which a model of text alone
+    refuses. Raises RequestError, and OverloadedError where too many wait for theirs.
     """
-    loaded = {**prompt, DATA: await inputs.media_reader.loader.load(parts)}
+    if not parts and (not options or inputs.media is not None):
+        return {**prompt}
+    loaded = {**prompt, OPTIONS: options}
+    if parts:
+        loaded[DATA] = await inputs.media_reader.loader.load(parts)
     try:
         ready: Any = await made_ready(inputs, loaded)
     except RequestError as error:
+        if error.param == OPTIONS:
+            raise
         # Whatever a processor calls it, here it came with the messages.
         raise RequestError(str(error), param=parts[0].param, value=error.value) from None
     return ready

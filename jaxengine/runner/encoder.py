@@ -7,7 +7,7 @@ each has all of these and encodes pictures of its own; what they made is then ga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ from sharding.collectives import gather_parts
 
 # The column that says whose a patch is (models.config.tower): numbered within an item, and then within a call.
 SEGMENT = "segment"
+# In the place of a size: the call that puts embeddings into the pool as they came.
+PLACE = 0
 # Each size is so many times the next smaller one, down to a call that costs little more than reading the weights.
 _STEP, _LEAST = 4, 1024
 
@@ -39,6 +41,13 @@ class EncoderInput(NamedTuple):
     targets: np.ndarray
 
 
+class PlaceInput(NamedTuple):
+    """A message of embeddings that came as such, for R ranks: values f32[R, N, E], targets i32[R, N] as above."""
+
+    values: np.ndarray
+    targets: np.ndarray
+
+
 @dataclass(frozen=True)
 class EncoderLayout:
     """The sizes of calls, and how pictures are put into one.
@@ -49,6 +58,7 @@ class EncoderLayout:
       max_patches: of all pictures that a rank encodes in one call.
       num_ranks: ranks.
       parts: devices of a rank that encode pictures of their own; 1 where they split the tower.
+      num_placed: N, rows of a call that puts embeddings into the pool as they came; 0 where none come.
     """
 
     tower: TowerConfig
@@ -56,6 +66,12 @@ class EncoderLayout:
     max_patches: int
     num_ranks: int = 1
     parts: int = 1
+    num_placed: int = 0
+
+    @property
+    def programs(self) -> tuple[int, ...]:
+        """Sizes, and PLACE where embeddings may come."""
+        return (*((PLACE,) if self.num_placed else ()), *self.sizes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -90,6 +106,20 @@ class EncoderLayout:
                 first = last
         return EncoderInput(patches, columns, targets.reshape(self.num_ranks, -1))
 
+    def place(self, placed: Sequence[Sequence[Encode]]) -> Iterator[PlaceInput]:
+        """The messages of each rank's embeddings that came as such."""
+        rows = [[row for each in own for row in each.rows.tolist()] for own in placed]
+        values = [[row for each in own for row in each.item.patches[each.item.rows]] for own in placed]
+        for first in range(0, max(map(len, rows)), max(1, self.num_placed)):
+            span = slice(first, first + self.num_placed)
+            size = next(len(each[0]) for each in values if each)
+            message = np.zeros((len(rows), self.num_placed, size), np.float32)
+            targets = np.full((len(rows), self.num_placed), self.num_rows, np.int32)
+            for rank, (own_rows, own_values) in enumerate(zip(rows, values, strict=True)):
+                if chosen := own_rows[span]:
+                    targets[rank, : len(chosen)], message[rank, : len(chosen)] = chosen, own_values[span]
+            yield PlaceInput(message, targets)
+
     def _shares(self, encodes: Sequence[Encode]) -> list[list[Encode]]:
         """A rank's pictures for each of its devices that has some of its own, the largest first to who has least."""
         shares: list[list[Encode]] = [[] for _ in range(self.parts)]
@@ -117,3 +147,8 @@ def make_encode(graph: nnx.GraphDef, params_tree: Any, *, parts: int) -> Callabl
         return pool.at[targets[0]].set(rows.astype(pool.dtype), mode="drop")
 
     return encode
+
+
+def place(pool: jax.Array, values: jax.Array, targets: jax.Array) -> jax.Array:
+    """The pool [N, E] with the embeddings of a PlaceInput."""
+    return pool.at[targets[0]].set(values[0].astype(pool.dtype), mode="drop")

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxengine.runner.encoder import EncoderLayout, make_encode
+from jaxengine.runner.encoder import PLACE, EncoderLayout, make_encode, place
 from jaxengine.runner.program import Program, abstract_params, program_on, shape_on
 from models.causal_lm import CausalLM
 from sharding.rules import logical_to_spec
@@ -35,6 +35,10 @@ class EncoderPrograms:
         size = layout.tower.num_parts * model.config.hidden_size
         self.rows = shape_on(mesh, (layout.num_ranks * layout.num_rows, size), dtype, _RANKS)
 
+    def program(self, size: int, params: Sequence[Any]) -> Program:
+        """That of EncoderLayout.programs."""
+        return self.place() if size == PLACE else self.encode(size, params)
+
     def encode(self, size: int, params: Sequence[Any]) -> Program:
         """Pictures of up to `size` patches on a device: (params, rows, the fields of an EncoderInput) -> rows."""
         layout, tower, mesh = self.layout, self.layout.tower, self._mesh
@@ -46,6 +50,16 @@ class EncoderPrograms:
         )
         arguments = (abstract_params(params), self.rows, *message)
         return program_on(mesh, f"encode {size} patches", self._encode, arguments, self.rows, (1,))
+
+    def place(self) -> Program:
+        """Embeddings as they came: (rows, the fields of a PlaceInput) -> rows."""
+        layout, mesh = self.layout, self._mesh
+        shape = layout.num_ranks, layout.num_placed
+        message = (
+            shape_on(mesh, (*shape, self.rows.shape[1]), np.float32, _RANKS),
+            shape_on(mesh, shape, np.int32, _RANKS),
+        )
+        return program_on(mesh, f"place {layout.num_placed} embeddings", place, (self.rows, *message), self.rows, (0,))
 
     def pool(self) -> Program:
         """() -> the pool as it begins."""

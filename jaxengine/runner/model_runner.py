@@ -43,6 +43,7 @@ from models.quantization.table import weight_rows
 from models.weights.lora_pools import AdapterTargets, Matrices, targets_of
 from scheduler.buckets import Bucket
 from scheduler.encoder_rows import Encode
+from scheduler.media import EMBEDS
 from scheduler.packing import StepInput, delta_chunks
 
 Progress = Callable[[int, int, str], None]
@@ -152,7 +153,12 @@ class ModelRunner:
         """Dispatches the encoding of each rank's pictures, before the forward pass that is the first to need them."""
         assert self.encoder is not None
         # Engines of several processes see nothing (jaxengine.config.encoder).
-        self._stages[0].encode(self.encoder.pack(encodes))
+        seen = [[each for each in own if each.item.modality != EMBEDS] for own in encodes]
+        if any(seen):
+            self._stages[0].encode(self.encoder.pack(seen))
+        placed = [[each for each in own if each.item.modality == EMBEDS] for own in encodes]
+        for message in self.encoder.place(placed):
+            self._stages[0].place(message)
 
     def set_rope_deltas(self, slots: list[int], deltas: list[int]) -> None:
         """Says what the places of tokens behind these slots' prompts are more than their positions."""
@@ -320,7 +326,7 @@ class ModelRunner:
         """Makes every executable serving can need, the costly ones first so that they show early."""
         buckets = [] if self.config.enforce_eager else sorted(self.buckets, reverse=True)
         heads = [] if self.config.enforce_eager else self._last.programs.heads()
-        sizes = [] if self.config.enforce_eager or self.encoder is None else self.encoder.sizes
+        sizes = [] if self.config.enforce_eager or self.encoder is None else self.encoder.programs
         total = len(buckets) * len(self._stages) + len(heads) + len(sizes)
         for stage in self._stages:
             stage.plan_pool(self.plan.num_pages)
@@ -329,7 +335,11 @@ class ModelRunner:
                 progress(index * len(self._stages) + number, total, str(bucket))
                 stage.compile_forward(bucket)
         for index, size in enumerate(sizes):
-            progress(len(buckets) * len(self._stages) + index, total, f"encode {size} patches")
+            progress(
+                len(buckets) * len(self._stages) + index,
+                total,
+                f"encode {size} patches" if size else "place embeddings",
+            )
             self._stages[0].compile_encoder(size)
         for index, (name, size) in enumerate(heads):
             progress(total - len(heads) + index, total, f"{name} {size}")

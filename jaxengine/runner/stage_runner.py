@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxengine.runner.drafter import Drafter
-from jaxengine.runner.encoder import EncoderInput
+from jaxengine.runner.encoder import PLACE, EncoderInput, PlaceInput
 from jaxengine.runner.encoder_programs import EncoderPrograms
 from jaxengine.runner.executables import ExecutableCache
 from jaxengine.runner.heads import HEADS
@@ -120,7 +120,7 @@ class StageRunner:
         for name, size in programs.heads():
             self.compile_head(name, size)
         if programs.encoder is not None:
-            for size in programs.encoder.layout.sizes:
+            for size in programs.encoder.layout.programs:
                 self.compile_encoder(size)
         held = held * len(programs.packer.buckets) + of_drafts + self._held_beside_forwards
         return StageNeeds(held, forward + self._bytes_beside_forward, programs.state_bytes, self.encoder_bytes)
@@ -143,9 +143,9 @@ class StageRunner:
             self._heads[name, size] = self._compile(self.programs.head(name, size, self._params))
 
     def compile_encoder(self, size: int) -> None:
-        """Compiles or loads what encodes pictures of up to so many patches, unless that has been done."""
+        """Compiles or loads one of EncoderLayout.programs, unless that has been done."""
         if size not in self._encoders:
-            self._encoders[size] = self._compile(self._encoder_programs.encode(size, self._params))
+            self._encoders[size] = self._compile(self._encoder_programs.program(size, self._params))
 
     def allocate(self) -> None:
         """Makes the pools and the state of the slots."""
@@ -194,6 +194,11 @@ class StageRunner:
         size = pictures.patches.shape[1]
         self.compile_encoder(size)  # enforce_eager: when it first occurs
         self._encoder_rows = self._encoders[size](self._params, self._encoder_rows, *pictures)
+
+    def place(self, embeddings: PlaceInput) -> None:
+        """Dispatches the placing of embeddings that came as such."""
+        self.compile_encoder(PLACE)
+        self._encoder_rows = self._encoders[PLACE](self._encoder_rows, *embeddings)
 
     def run_head(self, name: str, size: int, forwarded: Forwarded) -> Any:
         """Dispatches a head of that size on what a forward pass left; its output."""
@@ -259,7 +264,7 @@ class StageRunner:
         own = self._write_adapter
         write = 0 if own is None else self._held(self.programs.write_adapter(self._params), own)
         encoders = [
-            self._held(self._encoder_programs.encode(size, self._params), encoder)
+            self._held(self._encoder_programs.program(size, self._params), encoder)
             for size, encoder in self._encoders.items()
         ]
         return sum(changes) + sum(heads) + write + sum(encoders)

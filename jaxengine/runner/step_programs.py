@@ -52,6 +52,8 @@ from sharding.collectives import stack_ranks
 from sharding.rules import logical_to_spec, part_bytes, whole_shape
 
 _EVERYWHERE = PartitionSpec()
+# Rows of the call that takes embeddings as they came; more take several.
+_MAX_PLACED = 512
 _RANKS = logical_to_spec(("batch",))
 _RANKS_VOCAB = logical_to_spec(("batch", "sampled_vocab"))
 
@@ -90,7 +92,8 @@ class StepPrograms:
         if model.config.tower is not None and model.stage.is_first:
             parts = 1 if model.build.split_tower else model.mesh.model
             limits = config.num_encoder_rows, config.max_encoder_patches
-            layout = EncoderLayout(model.config.tower, *limits, num_ranks, parts)
+            placed = min(config.num_encoder_rows, _MAX_PLACED) if config.enable_mm_embeds else 0
+            layout = EncoderLayout(model.config.tower, *limits, num_ranks, parts, placed)
             self.encoder = EncoderPrograms(model, layout, config.dtype, mesh)
         # Whole kernel blocks of 128 tokens, so that no implementation needs to clip the last one.
         pages, block_pages = math.ceil(config.max_model_len / config.block_size), max(1, 128 // config.block_size)

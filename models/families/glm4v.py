@@ -1,5 +1,5 @@
 """GLM-4.1V (GLM-V Team 2025, arXiv:2507.01006): GLM-4-0414 whose queries and keys turn by places in time, height and
-width, with a tower that sees pictures; videos are not taken."""
+width, with a tower that sees."""
 
 from __future__ import annotations
 

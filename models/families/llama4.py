@@ -1,5 +1,5 @@
 """Llama 4 (Meta 2025): attention in chunks with rope of neighbours, every fourth layer over all keys and without rope,
-experts that get their tokens weighed by a sigmoid, beside a shared MLP. Of models that see the text part."""
+experts that get their tokens weighed by a sigmoid, beside a shared MLP."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from models.layers.attention import Attention, StepInputs
 from models.layers.mlp import GatedMLP
 from models.layers.moe import ExpertNames, MixtureOfExperts
 from models.layers.norm import rms_normalized
+from models.vision.llama4 import PROJECTOR, TOWER, read_llama4_tower
 from models.weights.source import CheckpointNames, StackedExperts
 
 CHUNKED = "chunked_attention"
@@ -123,18 +124,18 @@ class Llama4ForCausalLM(Qwen3MoeForCausalLM):
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """Llama 4 as it is published; what it sees with is not read."""
+    """Llama 4 as it is published, with pictures between the tokens."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
         prefixes=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
-        unused=("vision_model.", "multi_modal_projector."),
+        tower=(f"{TOWER}.", f"{PROJECTOR}."),
         stacked_experts=_STACKED,
     )
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return super().read_hf(text_fields(fields))
+        return super().read_hf(text_fields(fields)) | {"tower": read_llama4_tower(fields)}
 
 
 def _flags(fields: ConfigFields, name: str, default: list[int]) -> list[int]:

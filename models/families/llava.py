@@ -1,5 +1,5 @@
-"""LLaVA 1.5 (Liu et al. 2023, arXiv:2310.03744) and LLaVA-NeXT (Liu et al. 2024): a tower whose patches stand between
-the tokens of a Llama, a Mistral or a Qwen."""
+"""LLaVA 1.5 (Liu et al. 2023, arXiv:2310.03744), LLaVA-NeXT (Liu et al. 2024) and, as transformers stores it, Pixtral
+(Agrawal et al. 2024, arXiv:2410.07073): towers whose patches stand between the tokens of a Llama, Mistral or Qwen."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 
 from models.config.fields import ConfigFields
 from models.config.hf import text_fields
+from models.config.tower import TowerConfig
 from models.families.llama import LlamaForCausalLM
 from models.families.mistral import MistralForCausalLM
 from models.families.qwen2 import Qwen2ForCausalLM
 from models.families.qwen3 import Qwen3ForCausalLM
 from models.vision.llava import NEWLINE, PROJECTOR, TOWER, read_llava, read_llava_next
+from models.vision.pixtral import read_pixtral
 from models.weights.source import CheckpointNames
 
 # Of text_config.model_type: whose configuration it is, and what transformers takes for fields that a file lacks. All
@@ -39,7 +41,7 @@ TEXTS: dict[str, tuple[type[LlamaForCausalLM], dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, {}),
 }
 # Kernels of convolutions, which are matrices here.
-FLATTENED = ("embeddings.patch_embedding.weight",)
+FLATTENED = ("embeddings.patch_embedding.weight", ".patch_conv.weight")
 # Names of transformers 4 and of transformers 5, which has "model." before all parts.
 NAMES = CheckpointNames(
     prefixes=(
@@ -65,14 +67,20 @@ def read_text(fields: ConfigFields) -> dict[str, Any]:
 
 
 class LlavaForConditionalGeneration(LlamaForCausalLM):
-    """Llama, or what has its layers, with pictures between the tokens."""
+    """Llama, or what has its layers, with pictures between the tokens; Pixtral 12B as transformers stores it."""
 
     gguf_architecture: ClassVar[str | None] = None  # its GGUF files are those of the text part
     checkpoint_names: ClassVar[CheckpointNames] = NAMES
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        return read_text(fields) | {"tower": read_llava(fields)}
+        kind = (fields.mapping("vision_config") or {}).get("model_type")
+        return read_text(fields) | {"tower": _read_pixtral(fields) if kind == "pixtral" else read_llava(fields)}
+
+
+def _read_pixtral(fields: ConfigFields) -> TowerConfig:
+    fields.require(vision_feature_select_strategy="full")
+    return read_pixtral(fields)
 
 
 class LlavaNextForConditionalGeneration(LlavaForConditionalGeneration):

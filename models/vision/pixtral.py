@@ -1,5 +1,5 @@
-"""The tower of Pixtral (Agrawal et al. 2024, arXiv:2410.07073), as Mistral Small 3.1 and later have it: patches turn by
-row and column, those of a picture see each other, and four become a row."""
+"""The tower of Pixtral (Agrawal et al. 2024, arXiv:2410.07073), and as Mistral Small 3.1 and later have it: patches
+turn by row and column, those of a picture see each other, and each, or four together, becomes a row."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class PixtralTowerConfig(TowerConfig):
       patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
       rope_theta: of the frequencies that rows and columns share.
       projector_bias, norm_eps: of what makes rows of the model.
+      joins: whether it first joins neighbours, behind a norm.
     """
 
     hidden_size: int
@@ -57,17 +58,19 @@ class PixtralTowerConfig(TowerConfig):
     rope_theta: float
     projector_bias: bool
     norm_eps: float
+    joins: bool = True
     temporal_patch_size: int = 1
 
     def make(self, hidden_size: int, build: Build) -> nnx.Module:
         return PixtralTower(self, hidden_size, build)
 
 
-def read_pixtral(fields: ConfigFields, norm_eps: float) -> PixtralTowerConfig:
+def read_pixtral(fields: ConfigFields, norm_eps: float | None = None) -> PixtralTowerConfig:
     """The tower of the config.json of a Mistral that sees.
 
-    norm_eps: of the text's norms. Raises ModelConfigError.
+    norm_eps: of the text's norms; None for Pixtral itself, which joins nothing. Raises ModelConfigError.
     """
+    joins = norm_eps is not None
     fields.require(vision_feature_layer=-1)
     vision = ConfigFields(fields.mapping("vision_config") or {})
     vision.require(num_channels=3)
@@ -79,7 +82,8 @@ def read_pixtral(fields: ConfigFields, norm_eps: float) -> PixtralTowerConfig:
         raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
     if vision.integer("head_dim", size // heads) != size // heads:
         raise vision.fail("head_dim", f"hidden_size / num_attention_heads = {size // heads}")
-    patch, merge = vision.integer("patch_size", 14), fields.integer("spatial_merge_size", 2)
+    patch = vision.integer("patch_size", 14 if joins else 16)
+    merge = fields.integer("spatial_merge_size", 2) if joins else 1
     rope = ConfigFields(vision.mapping("rope_parameters") or {})
     theta = rope.number("rope_theta", None) or vision.number("rope_theta", 10000.0)
     return PixtralTowerConfig(
@@ -96,8 +100,9 @@ def read_pixtral(fields: ConfigFields, norm_eps: float) -> PixtralTowerConfig:
         patch_size=patch,
         spatial_merge_size=merge,
         rope_theta=theta,
-        projector_bias=fields.boolean("multimodal_projector_bias", False),
-        norm_eps=norm_eps,
+        projector_bias=fields.boolean("multimodal_projector_bias", not joins),
+        norm_eps=norm_eps or 0.0,
+        joins=joins,
     )
 
 
@@ -157,14 +162,16 @@ class PixtralTower(nnx.Module):
 
 
 class PixtralProjector(nnx.Module):
-    """Patches to rows of the model: a norm, a product that joins neighbours, and two with an activation between."""
+    """Patches to rows of the model: where they are joined a norm and a product of neighbours, then two products with an
+    activation between."""
 
     def __init__(self, config: PixtralTowerConfig, hidden_size: int, build: Build):
         size, self.merge = config.hidden_size, config.merge
         ffn, bias = tower_axis("ffn", build), config.projector_bias
-        self.norm = RMSNorm(size, config.norm_eps, source=f"{PROJECTOR}.norm", build=build)
-        merged = (Source(f"{PROJECTOR}.patch_merger.merging_layer", size),)
-        self.merging = Linear(size * self.merge, merged, axes=("embed", "embed"), build=build)
+        norm, merged = f"{PROJECTOR}.norm", (Source(f"{PROJECTOR}.patch_merger.merging_layer", size),)
+        self.norm = RMSNorm(size, config.norm_eps, source=norm, build=build) if config.joins else None
+        joined = size * self.merge
+        self.merging = Linear(joined, merged, axes=("embed", "embed"), build=build) if config.joins else None
         first, second = ((Source(f"{PROJECTOR}.linear_{number}", hidden_size),) for number in (1, 2))
         self.up = Linear(size, first, axes=("embed", ffn), bias=bias, build=build)
         self.down = Linear(hidden_size, second, axes=(ffn, "embed"), bias=bias, build=build)
@@ -172,8 +179,10 @@ class PixtralProjector(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[P, D of the tower] -> [P / merge, D of the model]"""
-        width = x.shape[1]
-        # The checkpoint has a channel's patches side by side, as torch's unfold gives them.
-        joined = self.norm(x).reshape(-1, self.merge, width).swapaxes(1, 2).reshape(-1, self.merge * width)
-        inner = self.up(self.merging(joined)).astype(x.dtype)
+        width, joined = x.shape[1], x
+        if self.norm is not None and self.merging is not None:
+            # The checkpoint has a channel's patches side by side, as torch's unfold gives them.
+            joined = self.norm(x).reshape(-1, self.merge, width).swapaxes(1, 2).reshape(-1, self.merge * width)
+            joined = self.merging(joined)
+        inner = self.up(joined).astype(x.dtype)
         return self.down(self.activation(inner.astype(jnp.float32)).astype(x.dtype))

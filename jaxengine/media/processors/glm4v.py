@@ -1,26 +1,64 @@
-"""Pictures for GLM-4.1V: Qwen2-VL's, but bounds are of the pixels of all frames of a patch, and a picture is two."""
+"""Pictures and videos for GLM-4.1V: Qwen3-VL's, but bounds are of the pixels of all frames of a patch, a picture being
+two, and the frames of a video stand in a prompt as pictures do, each with the whole second behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
-from jaxengine.media.processors.qwen2_vl import Bounds, Qwen2VLProcessor
-from jaxengine.media.processors.qwen3_vl import resized_frames
+import numpy as np
+
+from jaxengine.media.processor import Processed
+from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS, Bounds, Qwen2VLProcessor
+from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor, resized_frames
+from models.config.fields import ConfigFields
+from models.config.model_config import ModelConfig
 
 
-class Glm4vProcessor(Qwen2VLProcessor):
-    """A jaxengine.media.processor.MediaProcessor of pictures only."""
+class Glm4vProcessor(Qwen3VLProcessor):
+    """A jaxengine.media.processor.MediaProcessor."""
 
-    modalities: tuple[str, ...] = ("image",)
     around_name: ClassVar[str] = "image"
-    default_bounds: ClassVar[Mapping[str, Bounds]] = {"image": Bounds(112 * 112, 28 * 28 * 15000)}
+    defaults: ClassVar[Mapping[str, Any]] = Qwen2VLProcessor.defaults
+    default_bounds: ClassVar[Mapping[str, Bounds]] = {
+        "image": Bounds(112 * 112, 28 * 28 * 15000),
+        "video": Bounds(112 * 112, 28 * 28 * 2 * 30000),
+    }
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        fields = ConfigFields(config_json)
+        self.around_video = tuple(fields.integer(f"video_{side}_token_id", minimum=0) for side in ("start", "end"))
+        self.check_token_ids(model_config, *self.around_video)
+
+    def placeholder(self, modality: str) -> str:
+        if modality == "image":
+            return super().placeholder(modality)
+        before, after = self.around_video
+        ids = before, self.token_ids[modality], after
+        return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
+
+    def seen_id(self, modality: str) -> int:
+        return self.token_ids["image"]
+
+    def seconds(self, video: Any) -> tuple[float, ...]:
+        """The first frame of each step in time."""
+        shown = np.asarray(video.frames_indices) / (video.fps or UNKNOWN_FPS)
+        return tuple(shown[:: self.tower.temporal_patch_size].tolist())
 
     def resized_size(self, modality: str, num_frames: int, height: int, width: int, bounds: Bounds) -> tuple[int, int]:
-        del modality, num_frames
         depth = self.tower.temporal_patch_size
-        return resized_frames(depth, height, width, bounds, self.factor, depth)
+        return resized_frames(depth if modality == "image" else num_frames, height, width, bounds, self.factor, depth)
 
     def largest_size(self, modality: str, num_frames: int, bounds: Bounds) -> tuple[int, int]:
-        del modality, num_frames
-        return self.widest(bounds.most // self.tower.temporal_patch_size)
+        return self.widest(bounds.most // (self.tower.temporal_patch_size if modality == "image" else num_frames))
+
+    def _replaced(self, ids: np.ndarray, place: int) -> tuple[int, int]:
+        """The placeholder alone: a video's own marks stay around all of its frames."""
+        return place, place + 1
+
+    def step_tokens(self, item: Processed, seconds: float) -> list[int]:
+        before, after = self.around
+        each = item.num_rows // item.grid[0]
+        return [before, *[self.token_ids["image"]] * each, after, *self.tokenizer.encode(str(int(seconds)), False)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Processed
+from jaxengine.media.processor import Processed, check_room
 from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
 from scheduler.errors import RequestError
@@ -43,6 +43,11 @@ class GridProcessor:
             if token >= model_config.vocab_size:
                 text = f"token ids of pictures must be below vocab_size {model_config.vocab_size}, got {token}"
                 raise ModelConfigError(text)
+
+    def check_room(self, modality: str, frames: int, height: int, width: int, most: int | None) -> None:
+        """RequestError where resized frames make more than `most` patches."""
+        steps = -(-frames // self.tower.temporal_patch_size)
+        check_room(modality, steps * (height // self.tower.patch_size) * (width // self.tower.patch_size), most)
 
     def cut(self, frames: np.ndarray, seconds: tuple[float, ...] = ()) -> Processed:
         """Frames f32[N, H, W, 3] to patches in the tower's order: those of a row of the tower one after the other, each
@@ -87,6 +92,16 @@ class GridProcessor:
         """Which row of the picture, line by line, each of the tower's rows is, and the window that it lies in."""
         count = int(np.prod(grid)) // self.tower.merge
         return np.arange(count), np.zeros(count, np.int64)
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        merge = self.tower.spatial_merge_size
+        time, height, width = grid or (0, 0, 0)
+        whole = height % merge == 0 == width % merge
+        if time != 1 or not whole or height * width // merge**2 != num_rows:
+            allowed = f"[1, height, width] in patches, multiples of {merge}, with height * width = {merge**2} * rows"
+            shown = f"{list(grid) if grid else 'none'} for {num_rows} rows"
+            raise RequestError(f"embeddings of a picture need image_grid_thw, {allowed}; got {shown}", param="image")
+        return time, height, width
 
     def merged(self, item: Processed) -> tuple[int, int, int]:
         """An item's grid in embeddings."""

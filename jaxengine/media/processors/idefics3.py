@@ -35,6 +35,7 @@ class Idefics3Processor(UnitProcessor):
         "max_image_size": {"longest_edge": 364},
     }
     needs_tokenizer = True
+    most_given = 1  # of more, nothing says in which row and column each is
     longest_edge: int
     splits: bool
 

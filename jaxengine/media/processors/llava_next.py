@@ -16,6 +16,7 @@ from jaxengine.media.processor import Processed
 from jaxengine.media.processors.llava import LlavaProcessor, middle
 from jaxengine.media.processors.settings import MAX_SIDE
 from models.config.fields import ConfigFields
+from scheduler.errors import RequestError
 
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _MAX_TILES, _MAX_PINPOINTS = 64, 256
@@ -70,8 +71,8 @@ class LlavaNextProcessor(LlavaProcessor):
         whole = self.pixels.resized(picture, side, side)
         return [middle(whole, side), *tiles], (rows, columns)
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
-        made = super().process(modality, value, options)
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        made = super().process(modality, value, options, most)
         grid, num_patches, unit = self.tower.vit.grid, self.tower.vit.num_patches, self.tower.unit
         per_unit = made.patches.reshape(-1, num_patches, made.patches.shape[1])
         patches = np.pad(per_unit, ((0, 0), (0, unit - num_patches), (0, 0))).reshape(-1, made.patches.shape[1])
@@ -91,6 +92,11 @@ class LlavaNextProcessor(LlavaProcessor):
         out[1::columns, num_patches:] = placed[:, -1].reshape(rows, grid)
         count, no_columns = num_patches + numbers.size, np.zeros((0, len(patches)), np.int32)
         return Processed(patches, no_columns, out.ravel(), count, made.grid)
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        if grid is not None:
+            raise RequestError("embeddings of a picture of this model have no grid", param="image")
+        return 1, 1, num_rows  # a picture may have any number
 
     def _tiling(self, height: int, width: int) -> tuple[int, int]:
         """(rows, columns) of the tiling that keeps the most of a picture's pixels, and of such the smallest."""

@@ -63,7 +63,7 @@ class PixtralProcessor(GridProcessor):
     def placeholder(self, modality: str) -> str:
         return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         check_options(options, ("size",))
         check_pictures(modality, value, self.modalities, 3)
         longest = self.longest
@@ -73,6 +73,7 @@ class PixtralProcessor(GridProcessor):
             except ModelConfigError as error:
                 raise bad_option("size", options["size"], str(error)) from None
         height, width = self._resized_size(value.shape[0], value.shape[1], longest)
+        self.check_room("image", 1, height, width, most)
         return self.cut(self.pixels.normalized(self.pixels.resized(value, height, width)[None]))
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:

@@ -108,7 +108,7 @@ class Qwen2VLProcessor(GridProcessor):
         ids = before, self.token_ids[modality], after
         return "".join(str(token) for token in self.tokenizer.convert_ids_to_tokens(ids))
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         check_options(options, _OPTIONS)
         if modality == "image":
             check_pictures(modality, value, self.modalities, 3)
@@ -120,6 +120,7 @@ class Qwen2VLProcessor(GridProcessor):
         sizes = self.sizes[modality]
         bounds = _asked_bounds(options, sizes.bounds)
         height, width = self.resized_size(modality, len(frames), frames.shape[1], frames.shape[2], bounds)
+        self.check_room(modality, len(frames), height, width, most)
         resized = np.stack([sizes.pixels.resized(frame, height, width) for frame in frames])
         return self.cut(sizes.pixels.normalized(resized), seconds)
 

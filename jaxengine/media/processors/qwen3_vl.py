@@ -56,7 +56,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
             parts.append(ids[copied:first])
             starts = []
             for step in steps:
-                starts.append(end + int(np.argmax(step == self.token_ids[modality])))
+                starts.append(end + int(np.argmax(step == self.seen_id(modality))))
                 parts.append(step)
                 end += len(step)
             runs += [Run(start, per_step, np.arange(per_step[0])) for start in starts]
@@ -82,14 +82,18 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
             raise RequestError(
                 "a video needs the model's tokenizer, for prompts say when frames are shown", param="video"
             )
+        return [np.asarray(self.step_tokens(item, seconds), np.int64) for seconds in item.seconds]
+
+    def seen_id(self, modality: str) -> int:
+        """The token in whose places embeddings stand."""
+        return self.token_ids[modality]
+
+    def step_tokens(self, item: Processed, seconds: float) -> list[int]:
+        """What stands for a step of a video in time, which is shown at these seconds."""
         before, after = self.around
         each = item.num_rows // item.grid[0]
-        return [
-            np.concatenate(
-                [self.tokenizer.encode(f"<{seconds:.1f} seconds>", False), [before], [token] * each, [after]]
-            )
-            for seconds in item.seconds
-        ]
+        said = self.tokenizer.encode(f"<{seconds:.1f} seconds>", False)
+        return [*said, before, *[self.token_ids["video"]] * each, after]
 
 
 def resized_frames(

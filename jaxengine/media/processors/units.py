@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.settings import (
     IMAGES,
@@ -56,6 +56,8 @@ class UnitProcessor:
     modalities: tuple[str, ...] = ("image",)
     # Whether what stands for a picture is text, of which a tokenizer makes tokens.
     needs_tokenizer = False
+    # Squares whose embeddings may come in the place of a picture.
+    most_given: float = np.inf
     # What transformers takes for settings that a file lacks.
     defaults: Mapping[str, Any] = {}
 
@@ -116,15 +118,24 @@ class UnitProcessor:
         del modality
         return str(self.tokenizer.convert_ids_to_tokens([self.placeholder_id()])[0])
 
-    def process(self, modality: str, value: Any, options: Mapping[str, Any]) -> Processed:
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         check_options(options, self.option_names())
         check_pictures(modality, value, self.modalities, 3)
         check_ratio(*value.shape[:2])
         units, (rows, columns) = self.units(value, options)
+        check_room(modality, len(units) * self.tower.vit.num_patches, most)
         return self._processed(self._cut(units), rows, columns)
 
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         return self.process(modality, np.zeros((*(size or self.largest_size()), 3), np.uint8), {})
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        rows, side = self.tower.unit // self.tower.merge, self.side // self.patch
+        if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
+            most = "" if self.most_given == np.inf else f", at most {self.most_given}"
+            problem = f"embeddings of a picture of this model must be a multiple of {rows}{most}, and have no grid"
+            raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
+        return 1, side, side * (num_rows // rows)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
         pictures, wanted = list(items.get("image", ())), self.placeholder_id()
@@ -152,6 +163,10 @@ class UnitProcessor:
         """An expanded prompt, and whose its tokens are, as a tokenizer would have it of the expanded text."""
         return token_ids, owners
 
+    def normalized(self, units: np.ndarray) -> np.ndarray:
+        """uint8[..., 3] to f32[..., 3]."""
+        return self.pixels.normalized(units)
+
     def _processed(self, patches: np.ndarray, rows: int, columns: int) -> Processed:
         """Of units whose embeddings all stand in the prompt, in the tower's order."""
         count = len(patches) // self.tower.merge
@@ -161,7 +176,7 @@ class UnitProcessor:
 
     def _cut(self, units: Sequence[np.ndarray]) -> np.ndarray:
         """Units uint8[side, side, 3] to f32[patches of all, 3 * patch * patch], colour by colour, row by row."""
-        values, patch = self.pixels.normalized(np.stack(units)), self.patch
+        values, patch = self.normalized(np.stack(units)), self.patch
         count, side = len(values), values.shape[1] // patch
         cut = values[:, : side * patch, : side * patch].reshape(count, side, patch, side, patch, 3)
         return np.ascontiguousarray(cut.transpose(0, 1, 3, 5, 2, 4)).reshape(count * side * side, -1)

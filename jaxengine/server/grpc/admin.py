@@ -78,7 +78,8 @@ class AdminService:
         return pb.AbortResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
-        return pb.FlushCacheResponse(success=bool(await self._engine.utility("reset_prefix_cache")))
+        done = [await self._engine.utility(name) for name in ("reset_prefix_cache", "reset_mm_cache")]
+        return pb.FlushCacheResponse(success=all(done))
 
     async def LoadLoraAdapter(self, request: pb.LoadLoraAdapterRequest, context: Context) -> pb.LoadLoraAdapterResponse:
         await load_from_root(self._engine, self._config, self._model_names, request.lora_name, request.lora_path)

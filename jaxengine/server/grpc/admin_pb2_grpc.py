@@ -81,7 +81,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Forgets all cached prefixes.
+        """Forgets all cached prefixes, and pictures that were made ready or encoded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

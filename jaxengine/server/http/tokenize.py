@@ -22,7 +22,14 @@ from jaxengine.server.prompts import MAX_DETOKENIZE, PromptEncoder, check_token_
 from scheduler.errors import RequestError
 
 # What TokenizeRequest has of a conversation beside its messages.
-_WITH_MESSAGES = ("add_generation_prompt", "continue_final_message", "tools", "chat_template", "chat_template_kwargs")
+_WITH_MESSAGES = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+)
 
 
 class TokenizeRequest(RequestModel):
@@ -43,6 +50,7 @@ class TokenizeRequest(RequestModel):
     tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    mm_processor_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

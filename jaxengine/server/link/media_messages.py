@@ -62,7 +62,7 @@ def message_item(
 ) -> Item:
     """An item with its pixels, or without."""
     positions = _bytes(item.positions, np.int32)
-    return Item(item.modality, item.digest, item.num_patches, positions, item.cached, pixels, place, keep)
+    return Item(item.modality, item.digest, len(item.patches), positions, item.cached, pixels, place, keep)
 
 
 def media_message(media: Media, items: list[Item], epoch: int = 0, memory: str = "") -> MediaMessage:

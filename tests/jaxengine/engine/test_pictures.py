@@ -5,6 +5,7 @@ What processors and towers make of pictures: tests/models/families.
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ OPTIONS: dict[str, Any] = {
 TIGHT = {"max_num_batched_tokens": 20, "num_gpu_blocks_override": 34}
 # Pictures are not cut, and a step has room for one; half of the layers have windows.
 WHOLE = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 56}
+GREEDY = SamplingParams(temperature=0, max_tokens=2)
 UNIT_PROMPTS = ((), (0,), (1,), (0, 2), (3, 1))
 SEGMENTED, UNITS = tuple(picture_cases.PROMPTS), tuple(unit_pictures.CASES)
 # Places in three dimensions, rows with parts for several layers, videos; and what is seen in both directions.
@@ -55,11 +57,18 @@ class Case:
 
     def start(self, **options: Any) -> LLM:
         llm = LLM(str(self.folder), **{**OPTIONS, **options})
-        write = llm.core.inputs.media.processor.placeholder
+        self.write = write = llm.core.inputs.media.processor.placeholder
         for prompt in self.answers:
             parts = picture_cases.PROMPTS[self.name][prompt] if self.name in SEGMENTED else None
             self.prompts[prompt] = _unit_prompt(int(prompt), write) if parts is None else _prompt(parts, write)
         return llm
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    """TIGHT, or WHOLE; a model whose layers keep unlike keys needs more pages for one prompt."""
+    if case.name.startswith("gemma3"):
+        return WHOLE
+    return {**TIGHT, "num_gpu_blocks_override": 42} if case.name.startswith("llama4") else TIGHT
 
 
 def _prompt(parts: Any, write: Any) -> dict[str, Any]:
@@ -112,8 +121,7 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tight(case, executables_dir):
-    sees_all = case.name.startswith("gemma3")
-    return case.start(**(WHOLE if sees_all else TIGHT), compile_cache_dir=executables_dir)
+    return case.start(**options_of(case), compile_cache_dir=executables_dir)
 
 
 def test_a_crowd_answers_as_transformers_did(case, tight):
@@ -164,6 +172,76 @@ def test_a_picture_seen_before_is_not_encoded_again(case, tight):
         assert rows.num_queries - rows.num_hits == before
 
 
+def test_the_processor_is_told_of_one_prompt(case, tight):
+    """What it is told makes other embeddings of the same picture; what is larger than any is refused before its pixels
+    are made."""
+    if not case.name.startswith("qwen"):
+        pytest.skip("Qwen's bounds of pixels")
+    llm = tight
+    write, picture = llm.core.inputs.media.processor.placeholder, picture_checkpoints.picture(3, 24, 40)
+    prompt = {"prompt": write("image"), "multi_modal_data": {"image": [picture]}}
+    small = {**prompt, "mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 256}}
+    rows = llm.core.engine.scheduler.ranks[0].encoder_rows
+    before = rows.num_queries - rows.num_hits
+    lengths = [len(each.prompt_token_ids) for each in llm.generate([small, prompt, small], GREEDY, use_tqdm=False)]
+    assert lengths[0] == lengths[2] < lengths[1] and rows.num_queries - rows.num_hits <= before + 2
+    message = [{"role": "user", "content": [{"type": "image", "image": picture}]}]
+    options = {"use_tqdm": False, "chat_template": "{% for message in messages %}" + write("image") + "{% endfor %}"}
+    told = llm.chat(message, GREEDY, mm_processor_kwargs=small["mm_processor_kwargs"], **options)
+    assert len(told[0].prompt_token_ids) == lengths[0]
+    tracemalloc.start()
+    with pytest.raises(RequestError, match=r"makes \d+ patches of pixels; at most \d+ are possible"):
+        llm.generate({**prompt, "mm_processor_kwargs": {"min_pixels": 1 << 26, "max_pixels": 1 << 28}}, use_tqdm=False)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+    check_idle(llm)
+
+
+def test_embeddings_in_the_place_of_pictures(case, executables_dir):
+    """What the tower made of pictures, given as such: the same answers, and nothing encoded."""
+    llm = case.start(**options_of(case), compile_cache_dir=executables_dir, enable_mm_embeds=True)
+    rank, processor = llm.core.engine.scheduler.ranks[0], llm.core.inputs.media.processor
+    grids = any(kind.__name__ == "GridProcessor" for kind in type(processor).__mro__)
+    most, unit = np.inf if grids else processor.most_given, processor.tower.unit  # squares of one picture
+    made = {
+        name: [processor.process("image", each, {}) for each in prompt["multi_modal_data"].get("image", ())]
+        for name, prompt in case.prompts.items()
+    }
+    names = [name for name, items in made.items() if all(len(item.patches) <= most * unit for item in items)]
+    prompts, wanted, given = [case.prompts[name] for name in names], [case.answers[name] for name in names], []
+    for prompt in prompts:
+        pictures = prompt["multi_modal_data"].get("image", [])
+        rows = []
+        for picture in pictures:
+            item = processor.process("image", picture, {})
+            llm.reset_mm_cache()
+            llm.reset_prefix_cache()
+            answers(llm, [{"prompt": case.write("image"), "multi_modal_data": {"image": [picture]}}], [1])
+            ((_, kept),) = rank.encoder_rows._rows.items()
+            values = np.asarray(llm.core.runner._stages[0]._encoder_rows, np.float32)[kept]
+            rows.append({"image_embeds": values, "image_grid_thw": list(item.grid)} if grids else values)
+        given.append({**prompt, "multi_modal_data": {**prompt["multi_modal_data"], "image": rows}})
+    llm.reset_mm_cache()
+    llm.core.engine.scheduler.reset_prefix_cache()
+    stats = llm.core.engine.media_stats
+    before, videos = stats.num_calls, sum(len(each["multi_modal_data"].get("video", ())) for each in prompts)
+    assert answers(llm, given * 2, [len(each) for each in wanted] * 2) == wanted * 2
+    assert stats.num_calls - before <= 2 * videos
+    size, write = processor.tower.num_parts * llm.core.inputs.model_config.hidden_size, case.write("image")
+    for wrong, text in (
+        (np.zeros((4, size + 1), np.float32), f"{size + 1} numbers each; allowed are {size}"),
+        (np.full((4, size), np.nan, np.float32), "not finite"),
+        (
+            {"image_embeds": np.zeros((7, size), np.float32), "image_grid_thw": [1, 2, 7]},
+            "grid|embeddings of a picture",
+        ),
+        (np.zeros((400, size), np.float32), "embeddings|grid"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            llm.generate({"prompt": write, "multi_modal_data": {"image": wrong}}, use_tqdm=False)
+    check_idle(llm)
+
+
 def test_requests_that_leave_leave_nothing(case, tight):
     core = tight.core
     for steps in range(5):
@@ -188,11 +266,24 @@ def test_what_is_refused(case, tight):
         ({"prompt": write("image"), "multi_modal_data": {"sound": [picture]}}, "sound"),
         ({"prompt": write("image"), "multi_modal_data": [picture]}, "multi_modal_data"),
         ({"prompt": write("image"), "multi_modal_data": {"image": "hello"}}, "image"),
+        ({"prompt": write("image"), "multi_modal_data": {"image": np.zeros((4, 8), np.float32)}}, "enable_mm_embeds"),
         (
             {"prompt": write("image"), "multi_modal_data": {"image": picture}, "mm_processor_kwargs": {"colour": 1}},
             "colour",
         ),
         ({"prompt": write("image"), "multi_modal_data": {"image": picture}, "mm_processor_kwargs": 3}, "kwargs"),
+        (
+            {
+                "prompt": write("image"),
+                "multi_modal_data": {"image": picture},
+                "mm_processor_kwargs": {"a": "b" * 17000},
+            },
+            "mm_processor_kwargs is longer than",
+        ),
+        (
+            {"prompt": write("image") * 300, "multi_modal_data": {"image": [picture] * 300}},
+            "more embeddings than max_model_len has room for; allowed are 255",
+        ),
     ):
         with pytest.raises(RequestError, match=text):
             tight.generate(prompt, use_tqdm=False)

@@ -77,8 +77,6 @@ def test_pixels_of_glm_are_those_of_transformers(tmp_path, size):
     assert item.grid == tuple(expected["image_grid_thw"][0])
     np.testing.assert_allclose(item.patches, expected["pixel_values"], atol=1e-5)
     assert len(item.patches) <= len(processor.largest("image").patches)
-    with pytest.raises(RequestError, match="video is nothing that this model takes; it takes image"):
-        processor.process("video", video(1, 2, 16, 16), {})
 
 
 def test_windows_are_neighbours_and_none_is_too_long(processors):

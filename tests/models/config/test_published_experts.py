@@ -271,7 +271,23 @@ LLAMA4: dict[str, Any] = {
         "use_qk_norm": True,
         "vocab_size": 202048,
     },
-    "vision_config": {"hidden_size": 1408},
+    "vision_config": {
+        "hidden_act": "gelu",
+        "hidden_size": 1408,
+        "image_size": 336,
+        "intermediate_size": 5632,
+        "multi_modal_projector_bias": False,
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 34,
+        "patch_size": 14,
+        "pixel_shuffle_ratio": 0.5,
+        "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+        "rope_theta": 10000,
+        "vision_feature_select_strategy": "default",
+        "vision_output_dim": 4096,
+    },
 }
 DEEPSEEK = {"scoring_func": "sigmoid", "correction_bias": True}
 EXPERTS = {

@@ -42,19 +42,16 @@ class ChatRenderer:
             problem = "messages with pictures or videos are too long, and cannot be cut short"
             raise RequestError(problem, param="truncate_prompt_tokens")
         prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids, "cache_salt": body.cache_salt}
-        if parts:  # now that nothing else is wrong with the request
-            prompt = await with_media(self._inputs, prompt, parts)
-            self._verify_tokens(prompt["prompt_token_ids"])
+        prompt = await with_media(self._inputs, prompt, parts, body.mm_processor_kwargs)
+        self._verify_tokens(prompt["prompt_token_ids"])  # with those of pictures, now that nothing else is wrong
         return prompt
 
     async def token_ids(self, body: ChatRequest) -> list[int]:
         """Of the conversation, which may be longer than the model's context. Raises RequestError."""
         messages, parts = self._inputs.media_reader.collect(body.messages)
         text, ids = await self._encode(body, messages)
-        if parts:
-            prompt = await with_media(self._inputs, {"prompt": text, "prompt_token_ids": ids}, parts)
-            ids = prompt["prompt_token_ids"]
-        return ids
+        prompt = {"prompt": text, "prompt_token_ids": ids}
+        return (await with_media(self._inputs, prompt, parts, body.mm_processor_kwargs))["prompt_token_ids"]
 
     def _verify_tokens(self, token_ids: Sequence[int]) -> None:
         longest = self._inputs.config.max_model_len

@@ -83,6 +83,7 @@ class ChatRequest(TextRequest):
       documents: the template's variable of that name.
       chat_template: used instead of the model's, where the server allows it.
       chat_template_kwargs: further variables of the template, where the server allows it.
+      mm_processor_kwargs: what the model's processor is told of the pictures and videos in messages, over the server's.
       return_prompt_text: also return the rendered conversation.
     """
 
@@ -92,7 +93,6 @@ class ChatRequest(TextRequest):
         "function_call": ("none", "auto"),
         "functions": ([],),
         "media_io_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "web_search_options": (),
     }
@@ -113,6 +113,7 @@ class ChatRequest(TextRequest):
     documents: Annotated[list[TextsByName], Field(fail_fast=True), at_most(MAX_DOCUMENTS)] | None = None
     chat_template: str | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    mm_processor_kwargs: TemplateVariables | None = None
     return_prompt_text: bool | None = None
 
     @classmethod

@@ -16,7 +16,10 @@ from scheduler.errors import RequestError
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 # Fields that a chat request has by the same name.
-_SAME = {*GenerationRequest.model_fields, "chat_template_kwargs", "parallel_tool_calls"} - {"model", "request_id"}
+_SAME = {*GenerationRequest.model_fields, "chat_template_kwargs", "mm_processor_kwargs", "parallel_tool_calls"} - {
+    "model",
+    "request_id",
+}
 # What a field of the chat request is called here.
 _NAMES = {
     "logprobs": "top_logprobs",
@@ -83,6 +86,7 @@ class ResponsesRequest(GenerationRequest):
         of reasoning can come back without their text (it is not secret: the same text in base64).
       metadata: at most 16 texts; the response shows them.
       truncation: "auto": the beginning of what is too long is left out.
+      mm_processor_kwargs: as ChatRequest's.
     """
 
     refused = {
@@ -91,7 +95,6 @@ class ResponsesRequest(GenerationRequest):
         "conversation": (),
         "enable_response_messages": (False,),
         "max_tool_calls": (),
-        "mm_processor_kwargs": ({},),
         "moderation": (),
         "previous_input_messages": (),
         "previous_response": (),
@@ -115,6 +118,7 @@ class ResponsesRequest(GenerationRequest):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[TextsByName, at_most(16)] | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    mm_processor_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

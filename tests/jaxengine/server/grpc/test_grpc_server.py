@@ -106,7 +106,7 @@ async def test_the_admin_service_is_off_by_default(chat_engine):
         assert await code_of(channel, "/jaxengine.v1.Admin/GetLoad", bearer("key")) is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_what_an_operator_sees_and_changes(chat_engine, admin):
+async def test_what_an_operator_sees_and_changes(chat_engine, admin, monkeypatch):
     async with connected(chat_engine, served_model_name=("a", "b"), **admin) as (channel, stub):
         operator, key = AdminStub(channel), {"metadata": bearer("operator")}
         info = await operator.GetServerInfo(admin_pb2.GetServerInfoRequest(), **key)
@@ -132,7 +132,10 @@ async def test_what_an_operator_sees_and_changes(chat_engine, admin):
         text = request("A prompt that fills several pages of eight tokens, and then some more of them.")
         await stub.Generate(text)
         assert (await stub.Generate(text)).usage.num_cached_tokens > 0
+        asked, utility = [], chat_engine.utility
+        monkeypatch.setattr(chat_engine, "utility", lambda name, *more: asked.append(name) or utility(name, *more))
         assert (await operator.FlushCache(admin_pb2.FlushCacheRequest(), **key)).success
+        assert asked == ["reset_prefix_cache", "reset_mm_cache"]
         assert (await stub.Generate(text)).usage.num_cached_tokens == 0
 
 

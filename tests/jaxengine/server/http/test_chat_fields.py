@@ -105,8 +105,8 @@ RESPONSES = {
     "reasoning": {"effort": "low"},
     "chat_template_kwargs": {"mood": "!"},
 }
-# Shown by tests of their own: they need a tokenizer, a response or beams that are not here.
-ELSEWHERE = {"add_special_tokens", "previous_response_id", "length_penalty"}
+# Shown by tests of their own: they need a tokenizer, a response, beams or a picture that are not here.
+ELSEWHERE = {"add_special_tokens", "previous_response_id", "length_penalty", "mm_processor_kwargs"}
 
 
 @pytest.fixture(scope="module")

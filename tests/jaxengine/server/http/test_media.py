@@ -40,9 +40,15 @@ def engine(chat_engine):
 def expanded(prompt, text, token_ids):
     """What a model's processor makes of a prompt: ten tokens more for each item. It is looked at as it came."""
     count = sum(map(len, prompt["multi_modal_data"].values()))
+    if "colour" in (options := prompt.get("mm_processor_kwargs") or {}):
+        raise RequestError("mm_processor_kwargs has 'colour'", param="mm_processor_kwargs")
     if np.shape(prompt["multi_modal_data"].get("image", [PIXELS])[0])[0] == 1:
         raise RequestError("an image must be taller", param="image")
-    return {"prompt": text, "prompt_token_ids": [*token_ids, *[7] * (10 * count)], "media": prompt["multi_modal_data"]}
+    return {
+        "prompt": text,
+        "prompt_token_ids": [*token_ids, *[7] * (options.get("tokens", 10) * count)],
+        "media": prompt["multi_modal_data"],
+    }
 
 
 @pytest.fixture
@@ -117,6 +123,29 @@ async def test_a_response_goes_on_with_its_pictures(app, engine):
     first = await post(app, "/v1/responses", model="tiny", **ENDPOINTS["/v1/responses"])
     again = await post(app, "/v1/responses", model="tiny", input="And?", previous_response_id=first.json["id"])
     assert again.status == 200 and len(engine.calls[-1][0]["media"]["image"]) == 2
+
+
+async def test_what_the_processor_is_told(app, engine, chat_engine):
+    """Over chat, responses and /tokenize; refused by name where the model does not know it, or sees nothing."""
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        await post(app, path, model="tiny", mm_processor_kwargs={"tokens": 3}, **ENDPOINTS[path])
+        ids = engine.calls[-1][0]["prompt_token_ids"]
+        assert ids[-6:] == [7] * 6 != ids[-7:-1]
+        answer = await post(app, path, model="tiny", mm_processor_kwargs={"colour": 3}, **ENDPOINTS[path])
+        assert answer.status == 400 and answer.error["param"] == "mm_processor_kwargs", answer.body
+        for wrong in (3, {str(number): number for number in range(257)}):
+            answer = await post(app, path, model="tiny", mm_processor_kwargs=wrong, **ENDPOINTS[path])
+            assert answer.status == 400 and answer.error["param"] == "mm_processor_kwargs", answer.body
+    count = (await post(app, "/tokenize", **CHAT)).json["count"]
+    assert (await post(app, "/tokenize", mm_processor_kwargs={"tokens": 3}, **CHAT)).json["count"] == count - 14
+    assert (await post(app, "/tokenize", mm_processor_kwargs={}, prompt="Hi")).error["param"] == "mm_processor_kwargs"
+    hi = {"messages": [{"role": "user", "content": "Hi"}]}
+    assert (await post(app, "/v1/chat/completions", mm_processor_kwargs={"tokens": 3}, **hi)).status == 200
+    blind = create_app(ScriptedEngine(chat_engine, "Hi"), ServerConfig(served_model_name=("tiny",)))
+    answer = await post(blind, "/v1/chat/completions", mm_processor_kwargs={"tokens": 3}, **hi)
+    assert answer.status == 400 and answer.error["param"] == "mm_processor_kwargs"
+    assert "this model takes text only" in answer.error["message"]
+    assert (await post(blind, "/v1/chat/completions", mm_processor_kwargs={}, **hi)).status == 200
 
 
 async def test_a_video_and_no_picture(app, engine):

@@ -36,7 +36,7 @@ class Squares:
     def placeholder(self, modality):
         return "<image>"
 
-    def process(self, modality, value, options):
+    def process(self, modality, value, options, most=None):
         self.num_processed += 1
         height, width = value.shape[0] // 2, value.shape[1] // 2
         patches = value.reshape(height, 2, width, 2, 3).swapaxes(1, 2).reshape(height * width, 12)
@@ -57,7 +57,12 @@ class Pair:
     """An API process and the engine, with the wire between them as it is."""
 
     def __init__(self, sender, kept=0):
-        options = {"mm_processor_kwargs": None, "max_encoder_patches": 1 << 12, "num_encoder_rows": 1 << 12}
+        options = {
+            "mm_processor_kwargs": None,
+            "max_model_len": 1 << 12,
+            "max_encoder_patches": 1 << 12,
+            "num_encoder_rows": 1 << 12,
+        }
         config = SimpleNamespace(mm_processor_cache_bytes=10 * SIZE, **options)
         tower = SimpleNamespace(unit=4, merge=1)
         self.processor = Squares()

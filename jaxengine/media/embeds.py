@@ -1,0 +1,122 @@
+"""Embeddings of a picture that a request brings in the picture's place: read from files of arrays, never unpickled.
+
+Knows no model: how wide a row is and what its family needs besides is looked at where the prompt is put together.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+
+from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media.errors import MediaError
+from scheduler.errors import show_value
+
+# Keys of what a family asks for whose embeddings do not say of themselves where they stand; vLLM's.
+EMBEDS, GRID = "image_embeds", "image_grid_thw"
+_FORMS = "safetensors with one tensor, or .npy"
+_PICKLED = "is what torch.save or pickle writes, which may hold a program and is not read; give the tensor as " + _FORMS
+_TYPES: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+@dataclass(frozen=True, eq=False)
+class GivenEmbeds:
+    """As they came: base64 of a file, or an array. grid: of patches, whatever was given for it."""
+
+    data: Any
+    grid: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Embeds:
+    """f32[rows, E], finite. grid: (time, height, width) in patches before they are merged, None if nobody says."""
+
+    values: np.ndarray
+    grid: tuple[int, int, int] | None
+
+
+def given_embeds(value: Any) -> GivenEmbeds | None:
+    """What a value is in the place of a picture: an array of numbers with a point [rows, E], or a dict of it and its
+    grid; None for anything else."""
+    if isinstance(value, Mapping) and EMBEDS in value:
+        return GivenEmbeds(value[EMBEDS], value.get(GRID))
+    is_rows = isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind in "fV"
+    return GivenEmbeds(value) if is_rows else None
+
+
+def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
+    """Raises MediaError."""
+    data = given.data
+    values = data if isinstance(data, np.ndarray) else _read_file(_decoded(data, options.max_media_bytes))
+    if values.dtype.name not in ("float16", "bfloat16", "float32") or values.ndim != 2 or 0 in values.shape:
+        shown = f"{values.dtype}{list(values.shape)}"
+        raise MediaError(f"is an array {shown}; allowed is [rows, size] of float32, float16 or bfloat16")
+    values = np.ascontiguousarray(values, np.float32)
+    if not np.isfinite(values).all():
+        raise MediaError("has numbers that are not finite")
+    return Embeds(values, _read_grid(given.grid))
+
+
+def _decoded(data: Any, most: int) -> bytes:
+    if not isinstance(data, str):
+        raise MediaError(f"is a {type(data).__name__}; allowed is base64 of {_FORMS}, or in Python an array")
+    if len(data) * 3 // 4 > most + 2:
+        raise MediaError(f"has {len(data) * 3 // 4} bytes or more; allowed are {most} (max_media_bytes)")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise MediaError(f"holds no base64; allowed is base64 of {_FORMS}") from None
+
+
+def _read_file(data: bytes) -> np.ndarray:
+    if data.startswith((b"PK\3\4", b"\x80")):
+        raise MediaError(_PICKLED)
+    if data.startswith(b"\x93NUMPY"):
+        return _read_npy(data)
+    try:
+        tensors = deserialize(data)
+    except SafetensorError:
+        raise MediaError(f"is no file of a kind that is known; allowed: {_FORMS}") from None
+    if len(tensors) != 1:
+        raise MediaError(f"has {len(tensors)} tensors; allowed is one")
+    _, tensor = tensors[0]
+    if (kind := _TYPES.get(tensor["dtype"])) is None:
+        raise MediaError(f"is a tensor of {tensor['dtype']}; allowed are {', '.join(_TYPES)}")
+    values = np.frombuffer(tensor["data"], kind).reshape(tensor["shape"])
+    # The upper half of a float32.
+    return (values.astype(np.uint32) << 16).view(np.float32) if tensor["dtype"] == "BF16" else values
+
+
+def _read_npy(data: bytes) -> np.ndarray:
+    file = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read(file)
+        if dtype.hasobject:
+            raise MediaError(_PICKLED)
+        # What the header says need not be there: no memory is taken for it.
+        values = np.frombuffer(data, dtype, offset=file.tell())
+        return values.reshape(shape, order="F" if by_columns else "C")
+    except MediaError:
+        raise
+    except (ValueError, TypeError, SyntaxError, OverflowError):
+        raise MediaError("is a .npy that is damaged or cut short") from None
+
+
+def _read_grid(grid: Any) -> tuple[int, int, int] | None:
+    if grid is None:
+        return None
+    listed = grid.reshape(-1).tolist() if isinstance(grid, np.ndarray) else grid
+    listed = list(listed) if isinstance(listed, (list, tuple)) else []
+    if len(listed) != 3 or any(type(side) is not int or not 1 <= side < 1 << 16 for side in listed):
+        problem = f"has {GRID} {show_value(grid)}; allowed are three whole numbers"
+        raise MediaError(f"{problem}: time, height and width in patches")
+    return listed[0], listed[1], listed[2]

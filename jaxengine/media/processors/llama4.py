@@ -1,0 +1,129 @@
+"""Llama 4's pictures: shrunk as little as the best of some tilings asks, black to the right and below, cut into tiles,
+and once more as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxengine.media.processor import Processed
+from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
+from models.config.fields import ConfigFields
+
+_STANDARD, _BILINEAR = (0.5, 0.5, 0.5), 2
+_MAX_TILES = 64
+_IMAGE, _BEGIN, _END = "<|image|>", "<|image_start|>", "<|image_end|>"
+_BESIDE, _BELOW = "<|tile_x_separator|>", "<|tile_y_separator|>"
+
+
+class Llama4Processor(UnitProcessor):
+    """Llama4ForConditionalGeneration's.
+
+    Attributes:
+      max_tiles: of a picture, without the whole.
+      fills: whether a small picture is enlarged until a tiling is full.
+    """
+
+    defaults = {
+        "resample": _BILINEAR,
+        "image_mean": _STANDARD,
+        "image_std": _STANDARD,
+        "size": {"height": 336, "width": 336},
+        "max_patches": 16,
+        "resize_to_max_canvas": False,
+    }
+    needs_tokenizer = True
+    most_given = 1  # of more, nothing says in which row and column each is
+    max_tiles: int
+    fills: bool
+
+    def read_settings(self, fields: ConfigFields) -> None:
+        size = read_size(fields, "size", ("height", "width"))
+        if set(size.values()) != {self.side}:
+            raise fields.fail("size", f"{self.side} by {self.side}, the tower's image_size")
+        self.max_tiles, self.fills = fields.integer("max_patches"), fields.boolean("resize_to_max_canvas", False)
+        if self.max_tiles > _MAX_TILES:
+            raise fields.fail("max_patches", f"at most {_MAX_TILES}")
+
+    def option_names(self) -> tuple[str, ...]:
+        return ("max_patches", "resize_to_max_canvas")
+
+    def placeholder_id(self) -> int:
+        return self._id(_IMAGE)
+
+    @property
+    def image_id(self) -> int:
+        return self.token_id("image_token_index", "image_token_id")
+
+    def largest_size(self) -> tuple[int, int]:
+        rows, columns = max(_tilings(self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])
+        return rows * self.side, columns * self.side
+
+    def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
+        side, resize = self.side, self.pixels.resized
+        most = integer_option(options, "max_patches", self.max_tiles, _MAX_TILES)
+        fills = boolean_option(options, "resize_to_max_canvas", self.fills)
+        height, width = picture.shape[:2]
+        rows, columns = _tiling(height, width, side, most, fills)
+        room = rows * side, columns * side
+        if not fills:  # enlarged to one tile at most
+            room = min(max(height, side), room[0]), min(max(width, side), room[1])
+        by_height, by_width = room[0] / height, room[1] / width
+        if by_width < by_height:
+            high, wide = min(math.floor(height * by_width), room[0]), room[1]
+        else:
+            high, wide = room[0], min(math.floor(width * by_height), room[1])
+        fitted = resize(picture, max(high, 1), max(wide, 1))
+        canvas = np.zeros((rows * side, columns * side, 3), np.uint8)
+        canvas[: len(fitted), : fitted.shape[1]] = fitted
+        tiles = list(canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3))
+        return tiles if len(tiles) == 1 else [*tiles, resize(picture, side, side)], (rows, columns)
+
+    def pieces(self, item: Processed) -> list[int]:
+        grid = self.side // self.patch
+        rows, columns = item.grid[1] // grid, item.grid[2] // grid
+        tile = [self.image_id] * (self.tower.unit // self.tower.merge)
+        pieces = [self._id(_BEGIN)]
+        for _ in range(rows if rows * columns > 1 else 0):
+            for column in range(columns):
+                pieces += [*tile, *([self._id(_BESIDE)] if column < columns - 1 else [])]
+            pieces.append(self._id(_BELOW))
+        return [*pieces, self.placeholder_id(), *tile, self._id(_END)]
+
+    def normalized(self, units: np.ndarray) -> np.ndarray:
+        """In bfloat16, as transformers does it for this family whatever the model's dtype."""
+        pixels, half = self.pixels, ml_dtypes.bfloat16
+        scaled = (units.astype(np.float32) * np.float32(pixels.scale)).astype(half).astype(np.float32)
+        mean, std = (np.asarray(each, half).astype(np.float32) for each in (pixels.mean, pixels.std))
+        return ((scaled - mean).astype(half).astype(np.float32) / std).astype(half).astype(np.float32)
+
+    def _id(self, name: str) -> int:
+        return int(self.tokenizer.encode(name, add_special_tokens=False)[0])
+
+
+def _tilings(most: int) -> list[tuple[int, int]]:
+    """(rows, columns) of at most so many tiles, the most tiles first, and beside each those of the same shape."""
+    by_shape: dict[float, list[tuple[int, int]]] = {}
+    for count in range(most, 0, -1):
+        for rows in range(1, count + 1):
+            if count % rows == 0:
+                by_shape.setdefault(rows / (count // rows), []).append((rows, count // rows))
+    return [tiling for alike in by_shape.values() for tiling in alike]
+
+
+def _tiling(height: int, width: int, side: int, most: int, fills: bool) -> tuple[int, int]:
+    """(rows, columns) in which a picture is shrunk least; where it fits into several, those that enlarge it least, or
+    with `fills` most. The smallest of equal ones."""
+    tilings = _tilings(most)
+    sizes = np.asarray(tilings) * side
+    scales = np.minimum(
+        sizes[:, 0].astype(np.float32) / np.float32(height), sizes[:, 1].astype(np.float32) / np.float32(width)
+    )
+    fitting = scales[scales >= 1]
+    best = (fitting.max() if fills else fitting.min()) if len(fitting) else scales.max()
+    equal = np.flatnonzero(scales == best)
+    return tilings[equal[np.argmin(sizes[equal].prod(axis=1))]]

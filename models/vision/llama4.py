@@ -1,0 +1,180 @@
+"""What Llama 4 sees with (Meta 2025): a vision transformer over tiles that turns queries and keys by row and column,
+neighbouring patches side by side, an MLP and a product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.tower import TowerConfig
+from models.layers.norm import LayerNorm
+from models.layers.rope import apply_rope
+from models.vision.layers import PatchEmbedding, gelu, rope_frequencies
+from models.vision.vit import (
+    VitAttention,
+    VitConfig,
+    VitMLP,
+    VitNames,
+    joined_neighbours,
+    linear,
+    read_merge,
+    read_vit,
+    run_layers,
+    table,
+    vision_fields,
+)
+from models.weights.declare import ParamDecl, Source, declare
+
+# The names of tensors, as the model says them.
+TOWER, PROJECTOR = "vision_model", "multi_modal_projector"
+# What transformers takes for fields that a file lacks. Norms have torch's epsilon, whatever norm_eps says.
+_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 16,
+    "image_size": 448,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "pixel_shuffle_ratio": 0.5,
+    "projector_input_dim": 4096,
+    "projector_output_dim": 4096,
+    "vision_output_dim": 7680,
+}
+_NAMES = VitNames(f"{TOWER}.model.layers", "input_layernorm", "post_attention_layernorm", out="o_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama4TowerConfig(TowerConfig):
+    """Llama 4's vision model and projector.
+
+    Attributes:
+      vit: sizes; the class token comes last.
+      theta: of rope.
+      factor: patches of a side that become one row.
+      adapter_size: of what the adapter gives.
+    """
+
+    vit: VitConfig
+    theta: float
+    factor: int
+    adapter_size: int
+
+    def make(self, hidden_size: int, build: Build) -> Llama4Tower:
+        return Llama4Tower(self, hidden_size, build)
+
+
+def read_llama4_tower(fields: ConfigFields) -> Llama4TowerConfig:
+    """The tower of a config.json. Raises ModelConfigError."""
+    vision = vision_fields(fields, **_DEFAULTS)
+    vision.require(hidden_act="gelu", vision_feature_select_strategy="default", multi_modal_projector_bias=False)
+    vit = read_vit(vision, has_class_token=True)
+    if vit.hidden_size // vit.num_heads % 4:
+        raise vision.fail("num_attention_heads", "such that heads have a multiple of 4 elements")
+    ratio = vision.number("pixel_shuffle_ratio")
+    if not 0 < ratio <= 1 or 1 / ratio != int(1 / ratio):
+        raise vision.fail("pixel_shuffle_ratio", "one divided by an integer")
+    factor = read_merge(vision, "pixel_shuffle_ratio", int(1 / ratio), vit)
+    size = vision.integer("projector_output_dim")
+    for name, wanted in (
+        ("intermediate_size", vit.hidden_size * factor**2),
+        ("projector_input_dim", size),
+        ("vision_output_dim", size),
+    ):
+        if vision.integer(name) != wanted:
+            raise vision.fail(name, f"{wanted}, for what comes before it")
+    rope = ConfigFields(vision.mapping("rope_parameters") or {})
+    theta = rope.number("rope_theta", vision.number("rope_theta", 10000.0))
+    return Llama4TowerConfig(
+        num_features=vit.num_features,
+        columns=(),
+        merge=factor**2,
+        unit=vit.num_patches,
+        vit=vit,
+        theta=theta,
+        factor=factor,
+        adapter_size=size,
+    )
+
+
+class _Turn(nnx.Module):
+    """Queries or keys of all units, [U * S, heads, H], turned by a patch's column and row, each counted from 1; the
+    class token, which is last, is not turned."""
+
+    def __init__(self, config: Llama4TowerConfig):
+        self.config = config
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        vit = self.config.vit
+        freqs = rope_frequencies(vit.hidden_size // vit.num_heads // 2, self.config.theta)
+        row, column = np.divmod(np.arange(vit.num_patches), vit.grid)
+        angles = np.concatenate([(place[:, None] + 1) * freqs for place in (column, row)], axis=1)
+        angles = np.tile(np.pad(angles, ((0, 1), (0, 0))).astype(np.float32), (len(x) // vit.num_positions, 1))
+        return apply_rope(x, jnp.cos(angles), jnp.sin(angles), interleaved=True)
+
+
+class _Layer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Llama4TowerConfig, source: str, build: Build):
+        vit, names = config.vit, _NAMES
+        size, eps = vit.hidden_size, vit.norm_eps
+        turns = _Turn(config), _Turn(config)
+        self.attention_norm = LayerNorm(size, eps, source=f"{source}.{names.attention_norm}", build=build)
+        attention = f"{source}.{names.attention}"
+        self.attention = VitAttention(vit, source=attention, out=names.out, build=build, qk_norms=turns)
+        self.mlp_norm = LayerNorm(size, eps, source=f"{source}.{names.mlp_norm}", build=build)
+        self.mlp = VitMLP(vit, source=f"{source}.mlp", build=build)
+
+    def __call__(self, x: jax.Array, num_units: int) -> jax.Array:
+        """[U * S, D] -> [U * S, D]"""
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), num_units)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama4Tower(nnx.Module):
+    """See models.config.tower."""
+
+    def __init__(self, config: Llama4TowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        vit = config.vit
+        size, eps, adapter = vit.hidden_size, vit.norm_eps, f"{TOWER}.vision_adapter.mlp"
+        embedding = f"{TOWER}.patch_embedding.linear"
+        self.patches = PatchEmbedding(vit.num_features, size, source=embedding, bias=False, build=build)
+        token = ParamDecl((None,), (Source(f"{TOWER}.class_embedding", size),), init_std=0.02)
+        self.class_token = declare((size,), build.dtype, token)
+        self.positions = table(vit.num_positions, size, f"{TOWER}.positional_embedding_vlm", build)
+        self.first_norm = LayerNorm(size, eps, source=f"{TOWER}.layernorm_pre", build=build)
+        sources = [f"{_NAMES.layers}.{number}" for number in range(vit.num_layers)]
+        self.layers = nnx.List([_Layer(config, name, build) for name in sources])
+        self.last_norm = LayerNorm(size, eps, source=f"{TOWER}.layernorm_post", build=build)
+        inner, width = size * config.merge, config.adapter_size
+        self.up = linear(inner, f"{adapter}.fc1", width, ("embed", "ffn"), build, bias=False)
+        self.down = linear(width, f"{adapter}.fc2", width, ("ffn", "embed"), build, bias=False)
+        self.project = linear(width, f"{PROJECTOR}.linear_1", hidden_size, ("embed", "embed"), build, bias=False)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        del columns  # there are none: all units are alike
+        config, vit = self.config, self.config.vit
+        num_units, size = len(patches) // vit.num_patches, vit.hidden_size
+        with jax.named_scope("patches"):
+            x = self.patches(patches).reshape(num_units, vit.num_patches, size)
+            last = jnp.broadcast_to(self.class_token[...], (num_units, 1, size))
+            x = jnp.concatenate([x, last], axis=1) + self.positions[...]
+            x = self.first_norm(x.reshape(-1, size))
+        x = self.last_norm(run_layers(self.layers, x, num_units, (vit.num_layers,))[0])
+        x = x.reshape(num_units, -1, size)[:, :-1].reshape(len(patches), size)
+        with jax.named_scope("projector"):
+            x = joined_neighbours(x, vit.grid, config.factor)
+            x = gelu(self.up(x, out_dtype=jnp.float32)).astype(x.dtype)
+            x = gelu(self.down(x, out_dtype=jnp.float32)).astype(x.dtype)
+            return self.project(x)

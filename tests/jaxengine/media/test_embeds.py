@@ -1,0 +1,139 @@
+"""Embeddings in the place of pictures: which files are read; none costs more than its bytes, none is unpickled."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media.embeds import GivenEmbeds, given_embeds, read_embeds
+from jaxengine.media.errors import MediaError
+from jaxengine.media.parts import collect_media
+from jaxengine.requests.media_inputs import digest_of
+from scheduler.errors import RequestError
+from tests.jaxengine.media.test_parts import Both
+
+OPTIONS = MediaOptions(enable_mm_embeds=True)
+ROWS = np.linspace(-3, 3, 20, dtype=np.float32).reshape(5, 4)
+
+
+def npy(array: np.ndarray, **options) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return file.getvalue()
+
+
+def read(data, grid=None, options=OPTIONS):
+    data = base64.b64encode(data).decode() if isinstance(data, bytes) else data
+    return read_embeds(GivenEmbeds(data, grid), options)
+
+
+def bf16(array: np.ndarray) -> bytes:
+    """A safetensors file, whose numbers numpy does not know."""
+    data = array.astype(ml_dtypes.bfloat16).tobytes()
+    header = json.dumps({"a": {"dtype": "BF16", "shape": array.shape, "data_offsets": [0, len(data)]}}).encode()
+    return struct.pack("<Q", len(header)) + header + data
+
+
+@pytest.mark.parametrize(
+    ("data", "exact"),
+    [
+        (npy(ROWS), True),
+        (npy(np.asfortranarray(ROWS)), True),
+        (npy(ROWS.astype(np.float16)), False),
+        (save({"image": ROWS}), True),
+        (save({"x": ROWS.astype(np.float16)}), False),
+        (bf16(ROWS), False),
+        (ROWS, True),
+        (ROWS.astype(ml_dtypes.bfloat16), False),
+    ],
+)
+def test_what_is_read(data, exact):
+    found = read(data, [1, 2, 10])
+    assert found.grid == (1, 2, 10) and found.values.dtype == np.float32
+    np.testing.assert_allclose(found.values, ROWS, atol=0 if exact else 0.02)
+    assert read(data, np.array([[1, 2, 10]])).grid == (1, 2, 10) and read(data).grid is None
+
+
+class Evil:
+    def __reduce__(self):
+        return pytest.fail, ("unpickled",)
+
+
+LONG = npy(ROWS).replace(b"(5, 4), ", b"(5 << 30, 4)")
+HUGE = npy(ROWS).replace(b"(5, 4), }  ", b"(500000000, 4), }")[: len(npy(ROWS))]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (pickle.dumps(Evil()), "is what torch.save or pickle writes, which may hold a program"),
+        (b"PK\x03\x04archive/data.pkl", "is what torch.save or pickle writes"),
+        (npy(np.array([Evil()], object), allow_pickle=True), "is what torch.save or pickle writes"),
+        (b"hello", "is no file of a kind that is known; allowed: safetensors with one tensor, or .npy"),
+        (b"", "is no file of a kind"),
+        (npy(ROWS)[:-3], "is a .npy that is damaged"),
+        (npy(ROWS)[:20], "is a .npy that is damaged"),
+        (HUGE, "is a .npy that is damaged"),
+        (LONG, "is a .npy that is damaged"),
+        (save({"a": ROWS, "b": ROWS}), "has 2 tensors; allowed is one"),
+        (save({"a": ROWS.astype(np.int8)}), "a tensor of I8; allowed are F32, F16, BF16"),
+        (npy(ROWS.astype(np.float64)), r"an array float64\[5, 4\]; allowed is \[rows, size\]"),
+        (npy(ROWS[None]), r"an array float32\[1, 5, 4\]"),
+        (npy(ROWS[:0]), r"an array float32\[0, 4\]"),
+        (npy(np.where(ROWS > 2, np.inf, ROWS).astype(np.float32)), "not finite"),
+        ("@@@@", "holds no base64"),
+        ("ä", "holds no base64"),
+        (3, "is a int; allowed is base64"),
+    ],
+)
+def test_what_is_refused(data, message):
+    with pytest.raises(MediaError, match=message):
+        read(data)
+
+
+def test_what_is_said_of_them():
+    for grid in ([1, 2], [1, 2, 0], [1, 2, 3.0], "abc", {"a": 1}, [[1], 2, 3], [1, 2, 1 << 20]):
+        with pytest.raises(MediaError, match="has image_grid_thw .*; allowed are three whole numbers"):
+            read(ROWS, grid)
+    with pytest.raises(MediaError, match=r"bytes or more; allowed are 99 \(max_media_bytes\)"):
+        read(npy(ROWS), options=MediaOptions(max_media_bytes=99))
+    assert given_embeds(np.zeros((4, 4), np.uint8)) is None and given_embeds(b"x") is None and given_embeds({}) is None
+
+
+def test_parts_of_messages():
+    text = base64.b64encode(npy(ROWS)).decode()
+
+    def collect(embeds, options=OPTIONS):
+        messages = [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": embeds}]}]
+        return collect_media(messages, Both(), options)
+
+    for given, grid in ((text, None), ({"image_embeds": text, "image_grid_thw": [1, 2, 10]}, (1, 2, 10))):
+        written, (part,) = collect(given)
+        assert written[0]["content"] == [{"type": "image"}] and part.modality == "image"
+        found = read_embeds(part.source, OPTIONS)
+        assert np.array_equal(found.values, ROWS) and found.grid == grid
+    with pytest.raises(
+        RequestError, match=r"image_embeds is given as embeddings, .* only allowed with enable_mm_embeds"
+    ):
+        collect(text, MediaOptions())
+    with pytest.raises(RequestError, match="must have image_embeds"):
+        collect(None)
+
+
+def test_they_are_known_by_what_they_hold():
+    def digest(values, grid=None):
+        return digest_of("image", read_embeds(GivenEmbeds(values, grid), OPTIONS), {}, "")
+
+    other = ROWS.copy()
+    other[4, 3] += 1
+    assert digest(ROWS) == digest(ROWS.copy()) == digest(ROWS.astype(np.float32))
+    assert len({digest(ROWS), digest(other), digest(ROWS.reshape(4, 5)), digest(ROWS, [1, 2, 10])}) == 4
