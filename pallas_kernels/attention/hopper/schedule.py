@@ -26,8 +26,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
 from pallas_kernels.tuning import HopperAttention, Tuning
 
 DECODE_KEYS = 64  # keys of a decode block; a page holds a whole number of blocks or a block of pages
