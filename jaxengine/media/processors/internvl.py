@@ -37,7 +37,7 @@ class InternVLProcessor(UnitProcessor):
         "min_patches": 1,
         "max_patches": 12,
     }
-    modalities = ("image", "video")
+    modalities: tuple[str, ...] = ("image", "video")
     needs_tokenizer = True
     min_tiles: int
     max_tiles: int
