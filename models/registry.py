@@ -42,6 +42,7 @@ from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
 from models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
 from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.internvl import InternVLForConditionalGeneration
+from models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from models.families.llama import LlamaForCausalLM
 from models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
 from models.families.llava import LlavaForConditionalGeneration, LlavaNextForConditionalGeneration
@@ -122,6 +123,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Ministral3ForCausalLM": Ministral3ForCausalLM,
     "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Lfm2ForCausalLM": Lfm2ForCausalLM,
+    "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,

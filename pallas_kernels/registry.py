@@ -37,7 +37,7 @@ _MODULES: dict[tuple[str, str], str] = {
     ("grouped_matmul", "gpu_xla"): "matmul.grouped_tiles",
     ("grouped_matmul", "tpu"): "matmul.grouped_ragged_dot",
     ("quantized_matmul", "cpu"): "matmul.quantized_cpu",
-    ("quantized_matmul", "gpu"): "matmul.quantized_xla",
+    ("quantized_matmul", "gpu"): "matmul.hopper.quantized",
     ("quantized_matmul", "gpu_xla"): "matmul.quantized_xla",
     ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
     ("quantized_grouped_matmul", "cpu"): "matmul.quantized_groups_cpu",

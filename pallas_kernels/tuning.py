@@ -7,9 +7,14 @@ nothing of kernels. Sizes change how long a step takes and in which order sums a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import jax
+
+# What CUDA calls the cards of compute capability 9.0: H20, H100, H200, H800, GH200.
+_HOPPER = re.compile(r"NVIDIA G?H\d+\b")
 
 
 class _Sizes:
@@ -102,6 +107,16 @@ class TpuProducts(_Sizes):
 
 
 @dataclass(frozen=True)
+class HopperProducts(_Sizes):
+    """Of matmul.hopper: products with quantised matrices."""
+
+    num_ctas: int = 132  # that inputs are split for: one per SM, of which H100 SXM and H200 have 132
+    rows: int = 128  # of a tile; an accumulator and a sum of them have a register each
+    stages: int = 8  # most tiles in flight
+    least_tiles: int = 4  # of inputs, that a CTA adds up: fewer do not hide the latency of the first
+
+
+@dataclass(frozen=True)
 class Tuning:
     """The sizes of all implementations; each reads its own part."""
 
@@ -110,6 +125,32 @@ class Tuning:
     hopper_attention: HopperAttention = HopperAttention()
     tpu_update: TpuUpdate = TpuUpdate()
     tpu_products: TpuProducts = TpuProducts()
+    hopper_products: HopperProducts = HopperProducts()
+
+
+class Card(NamedTuple):
+    """A CUDA card.
+
+    Attributes:
+      hopper: of compute capability 9.0, for which the Mosaic GPU kernels are written.
+    """
+
+    hopper: bool
+    num_sms: int
+
+
+def card_of_trace() -> Card | None:
+    """The CUDA card that the current trace is for: of the ambient mesh, else of this process; None for another device.
+
+    A mesh tells a card's name only.
+    """
+    if (chip := getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)) is not None:
+        named = chip.device_kind.startswith("NVIDIA")
+        return Card(_HOPPER.match(chip.device_kind) is not None, chip.num_cores) if named else None
+    device = jax.devices()[0]
+    if device.platform not in ("gpu", "cuda"):
+        return None
+    return Card(device.compute_capability == "9.0", device.core_count)
 
 
 def tuning_of(platform: str) -> Tuning:
@@ -130,5 +171,7 @@ def tuning_of(platform: str) -> Tuning:
             return replace(table, tpu_attention=sizes, tpu_products=products)
     if platform == "gpu":
         if num_sms := getattr(jax.devices()[0], "core_count", None):
-            return replace(table, hopper_attention=replace(table.hopper_attention, num_ctas=num_sms))
+            table = replace(table, hopper_attention=replace(table.hopper_attention, num_ctas=num_sms))
+        if (card := card_of_trace()) is not None and card.num_sms:
+            table = replace(table, hopper_products=replace(table.hopper_products, num_ctas=card.num_sms))
     return table

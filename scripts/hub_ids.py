@@ -62,6 +62,8 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "InternVLForConditionalGeneration": ("OpenGVLab/InternVL3-1B-hf", "OpenGVLab/InternVL3-8B-hf"),
     "Idefics3ForConditionalGeneration": ("HuggingFaceTB/SmolVLM-256M-Instruct", "HuggingFaceM4/Idefics3-8B-Llama3"),
     "SmolVLMForConditionalGeneration": ("HuggingFaceTB/SmolVLM2-2.2B-Instruct",),
+    "Lfm2ForCausalLM": ("LiquidAI/LFM2-350M", "LiquidAI/LFM2-1.2B"),
+    "Lfm2MoeForCausalLM": ("LiquidAI/LFM2-8B-A1B",),
     "Qwen3NextForCausalLM": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen/Qwen3.5-35B-A3B",),
     "Qwen2VLForConditionalGeneration": ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct"),

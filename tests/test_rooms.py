@@ -28,7 +28,12 @@ APART = {
         "models.weights.errors",
         "models.weights.files",
     ),
-    "pallas_kernels:base": ("pallas_kernels.registry", "pallas_kernels.tuning", "pallas_kernels.zeros"),
+    "pallas_kernels:base": (
+        "pallas_kernels.registry",
+        "pallas_kernels.tuning",
+        "pallas_kernels.zeros",
+        "pallas_kernels.mosaic_gpu",
+    ),
     "scheduler:loop": ("scheduler.scheduler", "scheduler.rank"),
 }
 # Room -> the rooms it may import, set apart by blanks; the ground floor first.
@@ -39,6 +44,7 @@ ROOMS = {
     "pallas_kernels.kv": "pallas_kernels:base",
     "pallas_kernels.matmul": "pallas_kernels:base",
     "pallas_kernels.matmul.tpu": "pallas_kernels:base pallas_kernels.matmul",
+    "pallas_kernels.matmul.hopper": "pallas_kernels:base pallas_kernels.matmul",
     "pallas_kernels.state": "pallas_kernels:base",
     "pallas_kernels.attention": "pallas_kernels:base pallas_kernels.kv",
     "pallas_kernels.attention.tpu": "pallas_kernels:base pallas_kernels.kv pallas_kernels.attention",

@@ -2,8 +2,9 @@
 
 A step is `Scheduler.schedule`, `Packer.pack` and `Scheduler.update`; the sampled ids come from a random generator. All
 sequences decode, at staggered places in their pages, so that every step has its share of new pages. `--turnover` lets
-requests end and new ones begin as well. `loop` is what a whole `Engine.step` takes, counters and slot rows included,
-with a runner that does nothing. Knows no device.
+requests end and new ones begin as well; with `--width` every decode has
+drafts, of which any number is right. `loop` is what a whole `Engine.step` takes, counters and slot rows included, with
+a runner that does nothing. Knows no device.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="keys that the layers of each cache group see, `all` for all of them (default: one group of all)",
     )
+    parser.add_argument(
+        "--width", type=int, choices=(1, 2, 4, 8), default=1, help="tokens of a decode, its last one and drafts (1)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.set_defaults(run=run)
 
@@ -50,13 +54,15 @@ def run(args: argparse.Namespace) -> int:
     from jaxengine.bench.report import table, write_json
 
     windows = tuple(args.windows)
-    results = [measure(num_seqs, args.num_steps, args.turnover, windows=windows) for num_seqs in args.num_seqs]
+    options = {"windows": windows, "width": args.width}
+    results = [measure(num_seqs, args.num_steps, args.turnover, **options) for num_seqs in args.num_seqs]
     print(table(results))
     per_step = {str(result["num_seqs"]): result["us_per_step"] for result in results}
     # One number when one size was asked for, else one for each size.
     us_per_step = per_step if len(per_step) > 1 else results[0]["us_per_step"]
     told = {"us_per_step": us_per_step, "num_steps": args.num_steps, "results": results}
-    write_json(args.json, told | ({"windows": windows} if windows != (None,) else {}))
+    changed = {"windows": windows} if windows != (None,) else {}
+    write_json(args.json, told | changed | ({"width": args.width} if args.width > 1 else {}))
     return 0
 
 
@@ -67,7 +73,7 @@ class _Steps:
       spent: seconds of schedule, pack and update since it was last zeroed, f64[3].
     """
 
-    def __init__(self, num_seqs: int, longest: int, turnover: int, windows: tuple[int | None, ...]):
+    def __init__(self, num_seqs: int, longest: int, turnover: int, windows: tuple[int | None, ...], width: int):
         import numpy as np
 
         from scheduler.config import SchedulerConfig
@@ -83,13 +89,17 @@ class _Steps:
             max_num_batched_tokens=max(512, num_seqs),
             max_model_len=max_model_len,
             windows=windows,
+            widths=(width,) if width > 1 else (),
         )
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = _with_drafts(Scheduler(self.config), width)
         self.packer = Packer(_buckets(self.config), PAGE_SIZE, num_groups=len(windows))
         self.requests = _requests(generator, longest, turnover)
         for _ in range(num_seqs):
             self.scheduler.add_request(next(self.requests))
-        self.tokens = generator.integers(FIRST_TOKEN_ID, 30_000, (64, 1, num_seqs)).astype(np.int32)
+        shape = (64, 1, num_seqs) if width == 1 else (64, 1, num_seqs, width)
+        self.tokens = generator.integers(FIRST_TOKEN_ID, 30_000, shape).astype(np.int32)
+        # How many of a row are right.
+        self.counts = generator.integers(1, width + 1, shape[:3]).astype(np.int32)
         self.spent, self._taken = np.zeros(3), 0
         slots = self.scheduler.ranks[0].slots
         while self.scheduler.num_waiting or (slots.num_computed < slots.num_fed)[slots.active].any():
@@ -102,9 +112,11 @@ class _Steps:
         scheduled = clock()
         self.packer.pack(scheduled_step)
         packed = clock()
-        result = scheduler.update(scheduled_step, self.tokens[self._taken % len(self.tokens)])
+        tokens, counts = sampled(self.tokens, self.counts, self._taken, scheduled_step.width)
+        sent = clock()
+        result = scheduler.update(scheduled_step, tokens, 0.0, counts)
         end = clock()
-        self.spent += scheduled - start, packed - scheduled, end - packed
+        self.spent += scheduled - start, packed - scheduled, end - sent
         self._taken += 1
         for _ in result.finished:
             scheduler.add_request(next(self.requests))
@@ -124,10 +136,12 @@ def measure(
     *,
     rounds: int = 5,
     windows: tuple[int | None, ...] = (None,),
+    width: int = 1,
 ) -> dict[str, Any]:
     """Microseconds a step of `num_seqs` decoding sequences, by part, of the fastest of `rounds` rounds.
 
     turnover: mean number of tokens after which a request ends and another takes its place; 0 for never.
+    width: tokens of a decode.
     windows: of the cache groups; with others than (None,) `more` is what a step takes beyond one of that.
     """
     if num_seqs < 1 or num_steps < 1 or turnover < 0:
@@ -136,9 +150,9 @@ def measure(
     rounds = 8 * rounds if compared else rounds
     # Of a comparison nothing is to end, and rounds are shorter: the machine is not to change between neighbours.
     num_steps = -(-num_steps // 4) if compared else num_steps
-    longest = turnover * 2 if turnover else (rounds + 1) * num_steps + PAGE_SIZE
-    steps = _Steps(num_seqs, longest, turnover, windows)
-    plain = _Steps(num_seqs, longest, turnover, (None,)) if compared else None
+    longest = turnover * 2 if turnover else (rounds + 1) * num_steps * width + PAGE_SIZE
+    steps = _Steps(num_seqs, longest, turnover, windows, width)
+    plain = _Steps(num_seqs, longest, turnover, (None,), width) if compared else None
     found, beyond = [], []
     for _ in range(rounds):
         # This thread's own time: other processes are not to be seen in differences.
@@ -154,9 +168,7 @@ def measure(
     import numpy as np
 
     generator = np.random.default_rng(0)
-    loop = _measure_loop(
-        steps.config, steps.packer, _requests(generator, longest, turnover), steps.tokens, num_steps, rounds
-    )
+    loop = _measure_loop(steps, _requests(generator, longest, turnover), width, num_steps, rounds)
     more = {"more": round(float(statistics.median(beyond)) / num_steps * 1e6, 1)} if compared else {}
     return {
         "num_seqs": num_seqs,
@@ -169,13 +181,29 @@ def measure(
     }
 
 
-def _measure_loop(config: Any, packer: Any, requests: Any, tokens: Any, num_steps: int, rounds: int) -> float:
+def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any]:
+    """What step `number` brings of the tokens and counts of `_Steps`; a narrow one has the first of each row."""
+    ids = tokens[number % len(tokens)]
+    if width > 1:
+        return ids, counts[number % len(counts)]
+    return (ids if ids.ndim == 2 else ids[:, :, 0]), None
+
+
+def _with_drafts(scheduler: Any, width: int) -> Any:
+    """The scheduler, all of whose decodes are to have this width: what pays is not what is measured."""
+    if width > 1:
+        scheduler.draft_width.choose = lambda num_rows: width
+    return scheduler
+
+
+def _measure_loop(steps: _Steps, requests: Any, width: int, num_steps: int, rounds: int) -> float:
     """Seconds of an `Engine.step` over all sequences, of the fastest round."""
     from jaxengine.engine.engine import Engine
 
-    runner: Any = FreeRunner(config, packer, tokens)
+    runner: Any = FreeRunner(steps.config, steps.packer, steps.tokens, steps.counts)
     engine = Engine(runner)
-    for _ in range(config.max_num_seqs):
+    _with_drafts(engine.scheduler, width)
+    for _ in range(steps.config.max_num_seqs):
         engine.add_request(next(requests))
 
     def step() -> None:
@@ -195,14 +223,15 @@ def _measure_loop(config: Any, packer: Any, requests: Any, tokens: Any, num_step
 
 
 class FreeRunner:
-    """Looks like a ModelRunner to the engine; every step is done at once. tokens: i32[n, ranks, S], in turn."""
+    """Looks like a ModelRunner to the engine; every step is done at once. tokens: i32[n, ranks, S], in turn, of steps
+    with drafts i32[n, ranks, S, W] and counts i32[n, ranks, S] of those that are right."""
 
-    def __init__(self, config: Any, packer: Any, tokens: Any):
+    def __init__(self, config: Any, packer: Any, tokens: Any, counts: Any = None):
         from jaxengine.runner.compile_watch import CompileWatch
 
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
-        self.pools, self.keeps_history, self.encoder = False, False, None
+        self.pools, self.keeps_history, self.encoder = False, bool(config.widths), None
         self.plan = SimpleNamespace(num_pages=config.num_pages)
         self.config = SimpleNamespace(
             scheduler_config=lambda num_pages, num_ranks, windows: config,
@@ -210,12 +239,13 @@ class FreeRunner:
             max_in_flight=2,
             enable_lora=False,
         )
-        self._tokens, self._taken = tokens, 0
+        self._tokens, self._counts, self._taken = tokens, counts, 0
 
     def execute(self, step: Any) -> Any:
         self._taken += 1
-        ids = self._tokens[self._taken % len(self._tokens)]
-        return SimpleNamespace(token_ids=lambda: ids, verified=lambda: None, is_ready=lambda: True, pools=False)
+        ids, right = sampled(self._tokens, self._counts, self._taken, step.bucket.width)
+        verified = None if right is None else (right, right * 0 + ids.shape[-1] - 1)
+        return SimpleNamespace(token_ids=lambda: ids, verified=lambda: verified, is_ready=lambda: True, pools=False)
 
     def sample(self, pending: Any) -> None: ...
 
@@ -225,11 +255,13 @@ class FreeRunner:
 
     def set_masks(self, rows: Any) -> None: ...
 
+    def set_history(self, slot: int, tokens: Any) -> None: ...
+
 
 def _buckets(config):
     from scheduler.buckets import Buckets
 
-    return Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], [])
+    return Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], [], widths=config.widths)
 
 
 def _requests(generator, longest: int, turnover: int):

@@ -16,6 +16,7 @@ from jaxengine.config.platforms import PLATFORMS
 # Options of the engine that decide what is compiled.
 ENGINE_OPTIONS = (
     "dtype",
+    "quantization",
     "kv_cache_dtype",
     "max_model_len",
     "max_num_seqs",
@@ -38,6 +39,10 @@ ENGINE_OPTIONS = (
     "max_num_batched_encoder_tokens",
     "encoder_cache_size",
     "limit_mm_per_prompt",
+    "speculative_config",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
 )
 DEFAULT_MODEL_LEN = 8192
 
@@ -85,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     for target in targets:
         require_compiler(target)
     options = given_options(args, EngineConfig)
-    model = model_config(args.model)
+    model = model_config(args.model, options.get("quantization"))
     options.setdefault("max_model_len", min(DEFAULT_MODEL_LEN, model.max_position_embeddings))
     if "pipeline_layers" in options:
         options["pipeline_layers"] = list(options["pipeline_layers"])  # as a baseline gives it back

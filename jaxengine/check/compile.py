@@ -101,14 +101,15 @@ class Compiler:
         self._reply = reply
         self._config = EngineConfig(**request.options)
         self._platform = PLATFORMS[request.platform or platform_of(self._devices[0])]
-        self._model = model_config(request.model)
+        self._model = model_config(request.model, request.options.get("quantization"))
         self.stages = open_stages(self._model, self._config, self._platform, self._devices)
 
     @cached_property
     def whole(self) -> list[StagePrograms]:
         """The stages with all layers of the model, of which those that are compiled may have the first few: what memory
         is planned for."""
-        if (model := model_config(self.request.model, whole=True)) == self._model:
+        asked = self.request.options.get("quantization")
+        if (model := model_config(self.request.model, asked, whole=True)) == self._model:
             return self.stages
         config = dataclasses.replace(self._config, pipeline_layers=None)
         return open_stages(model, config, self._platform, self._devices)

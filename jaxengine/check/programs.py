@@ -50,18 +50,17 @@ from models.layers.attention import (
     ragged_paged_attention,
 )
 from models.layers.decoder import attention_schedule, kv_update_schedule
-from models.weights.declare import declared_params
-from models.weights.parts import format_of
+from models.weights.lora_pools import POOLS, abstract_leaves
 from scheduler.buckets import Bucket
 from sharding.layout import ONE_DEVICE
 from sharding.mesh import make_mesh
-from sharding.rules import named_sharding, part_bytes, part_shape
+from sharding.rules import part_bytes, part_shape
 from sharding.stages import devices_of_stages
 
 # Of an expert that has any: what a tensor core takes.
 _EXPERT_ROWS = {"gpu": 16}
 
-# A state array below this size costs nothing to copy.
+# A state array, or one of adapters, below this size costs nothing to copy.
 _SMALL = 1 << 20
 
 
@@ -153,10 +152,8 @@ class StagePrograms:
         self._place = place
         self._steps = StepPrograms(model, config, platform, mesh)
         self._layout = platform.name
-        self.params = []
-        for param in declared_params(self.model):
-            stored = format_of(param.decl, named_sharding(mesh, param.decl.axes))
-            self.params.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored))
+        leaves = abstract_leaves(model, mesh)
+        self._names, self.params = [name for name, _ in leaves], [leaf for _, leaf in leaves]
         self.weight_bytes = sum(part_bytes(leaf) for leaf in self.params)
         self.state_bytes = self._steps.state_bytes
         every = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
@@ -291,16 +288,19 @@ class StagePrograms:
         yield kernel("kv write", write, (kv, k, v, batch.slot_mapping, schedule), (0,), work)
 
     def blocks(self) -> Iterator[Program]:
-        """Blocks of keys of each kind of attention, sized as in the largest decode step and the largest mixed one."""
+        """Blocks of keys of each kind of attention, sized as in the largest decode step, the largest mixed one and the
+        largest with drafts of each width."""
         profile = block_profile(self._layout)
         if profile is None:
             return
         grid, dtype = self._steps.packer.buckets, jnp.dtype(self.config.dtype)
         sizes = {"page_size": self.config.block_size, "max_pages": self.num_columns}
         sizes |= {"dtype": dtype, "kv_dtype": self.config.kv_cache_dtype}
+        widest = {bucket.width: bucket for bucket in grid.wide}.values()  # the largest comes last
         parts = [
             (grid.decode[-1], "edge"),
             *((bucket, part) for bucket in grid.mixed[-1:] for part in ("block", "edge")),
+            *((bucket, "edge") for bucket in widest),
         ]
         for spec in dict.fromkeys(attention_spec(each, self.model.mesh) for each in self.model.config.attending):
             for bucket, part in parts:
@@ -334,15 +334,18 @@ class StagePrograms:
         return min(DECODE_CONTEXT, self.config.max_model_len)
 
     def _precious(self, num_logits: int, kv: Any) -> Precious:
-        named = zip(declared_params(self.model), self.params, strict=True)
-        weights = {math.prod(part_shape(leaf)): param.name for param, leaf in named if _is_matrix(param.shape)}
+        named = list(zip(self._names, self.params, strict=True))
+        pools = [(name, leaf) for name, leaf in named if name.startswith(POOLS)]
+        matrices = [(name, leaf) for name, leaf in named if _is_matrix(leaf.shape) and not name.startswith(POOLS)]
+        weights = {math.prod(part_shape(leaf)): name for name, leaf in matrices}
         # The logits of a step over all slots look like a state array.
         logits = f"f32[{num_logits},{self._steps.own_vocab_size}]"
         states = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self._steps.state_shapes):
+        kept = jax.tree_util.tree_leaves_with_path(self._steps.state_shapes)
+        for name, leaf in [*pools, *((f"slot state{jax.tree_util.keystr(path)}", leaf) for path, leaf in kept)]:
             text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]"
             if part_bytes(leaf) >= _SMALL and text != logits:
-                states[text] = f"slot state{jax.tree_util.keystr(path)}"
+                states[text] = name
         return replace(self._precious_pool(kv), weights=weights, states=states)
 
     def _precious_pool(self, kv: Any) -> Precious:

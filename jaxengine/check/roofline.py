@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jaxengine.runner.heads import HEADS, SAMPLE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.attention import LayerAttention
-from models.config.state import GatedDelta
+from models.config.state import LayerState
 from models.layers.expert_rows import rows_of_block
+from models.lora import declared_pools
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
 
@@ -59,14 +60,13 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     return Work(queries + cache, 2 * pairs * attention.num_heads * both)
 
 
-def state_work(state: GatedDelta, bucket: Bucket, dtype: str) -> Work:
-    """One layer's states, each read and written once, and the recurrence of every token: read, change, read."""
+def state_work(state: LayerState, bucket: Bucket, dtype: str) -> Work:
+    """One layer's states, each read and written once, and what is computed with them for every token."""
     num_seqs = bucket.num_seqs if bucket.decode_only else 1
-    flops = 6 * bucket.num_tokens * state.num_v_heads * state.k_head_dim * state.v_head_dim
-    return Work(_state_bytes(state, num_seqs, dtype), flops)
+    return Work(_state_bytes(state, num_seqs, dtype), bucket.num_tokens * state.flops)
 
 
-def _state_bytes(state: GatedDelta, num_seqs: int, dtype: str) -> int:
+def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
     """Of one layer's states of so many sequences, read and written."""
     sizes = ((math.prod(array.shape), jnp.dtype(array.dtype or dtype).itemsize) for array in state.arrays)
     return 2 * num_seqs * sum(size * itemsize for size, itemsize in sizes)
@@ -145,6 +145,13 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
         if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
             flops += int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)  # two codes of four bits a byte
             row_bytes += int(math.prod(part[:-2]) * at_once * sum(part[-2:])) * itemsize
+    for pool in declared_pools(model):  # every slot's, of which a row has one
+        over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
+        part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
+        weight_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
+        reached_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
+        flops += 2 * math.prod(part) * bucket.num_tokens
+        row_bytes += bucket.num_tokens * sum(part) * itemsize
     if block is not None:
         # The tokens of all ranks and their sums, and a block's results beside what they are added to, in float32.
         gathered = bucket.num_tokens * mesh.ranks_sharing("experts")

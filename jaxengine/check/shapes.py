@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxengine.check.published import CONFIGS
 from jaxengine.checkpoint.hub import download
+from jaxengine.checkpoint.model_source import as_asked, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
@@ -178,16 +179,25 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 
-def model_config(name: str, *, whole: bool = False) -> ModelConfig:
+def model_config(name: str, quantization: str | None = None, *, whole: bool = False) -> ModelConfig:
     """The shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
 
     Of a name from SHAPES `:N` behind it leaves the first N layers, unless the whole model is wanted: layers of one kind
     are compiled alike, so that a check of few finds what one of all finds, and memory is counted.
 
+    quantization: as of EngineConfig.
+
     Raises:
-      ConfigError: none of these.
+      ConfigError: none of these, or quantised in another way.
       ModelFileError: what was found cannot be used.
     """
+    path = Path(name).expanduser()
+    if path.is_file() and name.lower().partition(":")[0] not in SHAPES:
+        return open_model(EngineConfig(model=name, load_format="dummy", quantization=quantization)).config
+    return as_asked(_named(name, whole=whole), quantization)
+
+
+def _named(name: str, *, whole: bool) -> ModelConfig:
     known, _, layers = name.lower().partition(":")
     if known in SHAPES and not layers:
         return SHAPES[known]
@@ -196,10 +206,6 @@ def model_config(name: str, *, whole: bool = False) -> ModelConfig:
             return SHAPES[known]
         return replace(SHAPES[known], attention=SHAPES[known].attention[: int(layers)])
     path = Path(name).expanduser()
-    if path.is_file():
-        from jaxengine.checkpoint.model_source import open_model
-
-        return open_model(EngineConfig(model=name, load_format="dummy")).config
     if path.is_dir():
         return read_folder(path)
     if len(parts := name.split("/")) != 2 or not all(parts) or name.startswith((".", "~")):

@@ -98,7 +98,7 @@ def open_model(config: EngineConfig) -> ModelSource:
     """
     path = default_model_path() if config.model is None else _find(config)
     source = _open_gguf(path, config) if path.is_file() else _open_folder(path, config)
-    source = replace(source, config=_as_asked(source, config.quantization))
+    source = replace(source, config=as_asked(source.config, config.quantization, is_gguf=source.path.is_file()))
     source = replace(source, config=as_it_sees(source.config, config))
     longest = config.max_model_len or source.config.max_position_embeddings
     source = replace(source, config=source.config.up_to(longest))
@@ -107,12 +107,14 @@ def open_model(config: EngineConfig) -> ModelSource:
     return replace(source, tokenizer_path=_find_tokenizer(config))
 
 
-def _as_asked(source: ModelSource, asked: str | None) -> ModelConfig:
-    """The model with its matrices as `quantization` says: as the checkpoint has them, or rounded as they are read."""
-    model = source.config
+def as_asked(model: ModelConfig, asked: str | None, *, is_gguf: bool = False) -> ModelConfig:
+    """The model with its matrices as `quantization` says: as the checkpoint has them, or rounded as they are read.
+
+    Raises ConfigError for what the checkpoint is not.
+    """
     if asked is None:
         return model
-    method = "gguf" if source.path.is_file() else getattr(model.quantization, "method", None)
+    method = "gguf" if is_gguf else getattr(model.quantization, "method", None)
     if method is None and asked in ROUNDED:
         return replace(model, quantization=rounded(asked))
     if method is not None and ALIASES.get(asked, asked) == method:

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from models.config.model_config import ModelConfig
 
 NAME = "speculative_config"
-NGRAM = "ngram"
-METHODS = (NGRAM,)
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+METHODS = (NGRAM, DRAFT_MODEL)
 MAX_DRAFTS = 7
 MAX_LOOKUP = 32
 # Lookups of three tokens, then of two: longer ones find less, single tokens say little.
 _LOOKUP = (2, 3)
 # Widths of steps: tokens of a decode, its last one and drafts. Each is a set of programs.
 _WIDTHS = (2, 4, 8)
+# Fields that one method alone has.
+_OF_DRAFTER = ("model", "revision", "draft_tensor_parallel_size")
+_OF_METHOD = {"prompt_lookup_max": NGRAM, "prompt_lookup_min": NGRAM} | dict.fromkeys(_OF_DRAFTER, DRAFT_MODEL)
 # Options of a flat form, and the field of each.
 FLAT = {
     "speculative_model": "model",
@@ -36,16 +39,21 @@ class SpeculativeConfig:
     """Drafts that each step may verify; tokens are the same as without.
 
     Attributes:
-      method: "ngram", which looks for the last tokens among those before.
+      method: "ngram", which looks for the last tokens among those before, or "draft_model", a smaller model.
       num_speculative_tokens: drafts of a request in one step at most, 1 to 7.
       prompt_lookup_max: tokens that an n-gram lookup compares at most; prompt_lookup_min: at least. One says the other;
         without either 3 and 2.
+      model: the draft model, as the engine's `model` names one; revision: its revision on the hub.
+      draft_tensor_parallel_size: over how many devices the draft model is split, which are those of the model.
     """
 
     method: str
     num_speculative_tokens: int
     prompt_lookup_max: int = _LOOKUP[1]
     prompt_lookup_min: int = _LOOKUP[0]
+    model: str | None = None
+    revision: str | None = None
+    draft_tensor_parallel_size: int | None = None
 
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
@@ -56,16 +64,23 @@ class SpeculativeConfig:
             raise ConfigError(NAME, value, "a dict of its fields")
         known = [field.name for field in fields(cls)]
         chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
-        if other := next((key for key in chosen if key not in (*known, "model")), None):
+        if other := next((key for key in chosen if key not in known), None):
             raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known)}")
-        method = _method(chosen.pop("model", None), chosen.get("method"))
+        method = _method(chosen.get("model"), chosen.get("method"))
+        other = next((name for name in chosen if name in _OF_METHOD and _OF_METHOD[name] != method), None)
+        if other == "model" and chosen["model"] in (NGRAM, f"[{NGRAM}]"):
+            other = None
+        if other is not None:
+            problem = f"{NAME}.{other} is {chosen[other]!r}, and {method!r} has no {other}"
+            raise ConfigError.because(NAME, problem, f"leave it out, or give method={_OF_METHOD[other]!r}")
         count = chosen.get("num_speculative_tokens")
         if count is None:
             problem = f"{NAME}.num_speculative_tokens is not given"
             raise ConfigError.because(NAME, problem, f"say how many drafts a step may have, 1 to {MAX_DRAFTS}")
         most = chosen.get("prompt_lookup_max", chosen.get("prompt_lookup_min", _LOOKUP[1]))
         least = chosen.get("prompt_lookup_min", chosen.get("prompt_lookup_max", _LOOKUP[0]))
-        config = cls(method, count, most, least)
+        own = {name: chosen.get(name) for name in _OF_DRAFTER} if method != NGRAM else {}
+        config = cls(method, count, most, least, **own)
         for name, limit in (
             ("num_speculative_tokens", MAX_DRAFTS),
             ("prompt_lookup_max", MAX_LOOKUP),
@@ -77,7 +92,15 @@ class SpeculativeConfig:
         if config.prompt_lookup_min > config.prompt_lookup_max:
             allowed = f"at most prompt_lookup_max, {config.prompt_lookup_max}"
             raise ConfigError(f"{NAME}.prompt_lookup_min", config.prompt_lookup_min, allowed)
+        for name in ("model", "revision"):
+            if not isinstance(getattr(config, name), str | None):
+                raise ConfigError(f"{NAME}.{name}", getattr(config, name), "a text")
         return config
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model makes the drafts, on the devices."""
+        return self.method != NGRAM
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -112,8 +135,8 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     if options[NAME] is None:
         return
 
-    def refuse(why: str) -> ConfigError:
-        return ConfigError.because(NAME, f"{NAME} is given, but {why}", "leave it out")
+    def refuse(why: str, advice: str = "leave it out") -> ConfigError:
+        return ConfigError.because(NAME, f"{NAME} is given, but {why}", advice)
 
     if model.pooler is not None:
         raise refuse(f"{model.architecture} pools and generates nothing")
@@ -123,15 +146,49 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
         raise refuse(f"nnodes is {options['nnodes']}, and an engine of several processes verifies no drafts yet")
     if options["max_num_batched_tokens"] < 2:
         raise refuse(f"max_num_batched_tokens is {options['max_num_batched_tokens']}, which leaves a step no draft")
+    chosen: SpeculativeConfig = options[NAME]
+    if not chosen.has_model:
+        return
+    if (stages := options["pipeline_parallel_size"]) > 1:
+        raise refuse(f"pipeline_parallel_size is {stages}, and a draft model runs beside one stage alone")
+    if model.tower is not None:
+        raise refuse(f"{model.architecture} sees, and a draft model does not", "give --limit-mm-per-prompt 0 of each")
+    hybrid = not options["disable_hybrid_kv_cache_manager"]
+    if hybrid and all(each.reach is not None for each in model.attention):
+        why = f"every layer of {model.architecture} gives keys back that a draft model needs"
+        raise refuse(why, "give disable_hybrid_kv_cache_manager, which keeps them, or leave it out")
+    if (size := chosen.draft_tensor_parallel_size) not in (None, options["tensor_parallel_size"]):
+        allowed = f"{options['tensor_parallel_size']}, tensor_parallel_size: the draft model is split as the model is"
+        raise ConfigError(f"{NAME}.draft_tensor_parallel_size", size, allowed)
+
+
+def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for a model that cannot draft for another one."""
+    if draft.vocab_size != model.vocab_size:
+        what = f"has a vocabulary of {draft.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
+    elif draft.pooler is not None:
+        what = "pools and generates nothing"
+    elif draft.tower is not None:
+        what = "sees, and drafts are made of tokens alone"
+    elif len(draft.attending) != len(draft.attention):
+        what = "keeps states of sequences, which cannot go back behind a wrong draft"
+    else:
+        return
+    problem = f"{NAME}.model, a {draft.architecture}, {what}"
+    raise ConfigError.because(NAME, problem, "name a text model of the same vocabulary that keeps keys and values")
 
 
 def _method(model: Any, method: Any) -> str:
-    """The method, by its name or, as in earlier versions of vLLM, by that of a draft model in brackets."""
+    """The method, by its name or, as in earlier versions of vLLM, by that of a draft model in brackets; a model without
+    a method is a draft model."""
     if model is not None and method is None:
-        method = model.removeprefix("[").removesuffix("]") if isinstance(model, str) else model
+        method = NGRAM if model in (NGRAM, f"[{NGRAM}]") else DRAFT_MODEL
     if method not in METHODS:
         what = f"{NAME}.method is {method!r}" if method is not None else f"{NAME} has no method"
-        raise ConfigError.because(NAME, f"{what}, and the only one built is {NGRAM!r}", f"give method={NGRAM!r}")
-    if model not in (None, NGRAM, f"[{NGRAM}]"):
-        raise ConfigError.because(NAME, f"{NAME}.model is {model!r}", f"leave it out: {NGRAM!r} has no model")
+        built = " and ".join(map(repr, METHODS))
+        raise ConfigError.because(
+            NAME, f"{what}, and built are {built}", f"give method={NGRAM!r}, or name a draft model"
+        )
+    if method == DRAFT_MODEL and model is None:
+        raise ConfigError.because(NAME, f"{NAME}.method is {method!r} without a model", f"name it in {NAME}.model")
     return method

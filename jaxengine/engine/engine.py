@@ -53,7 +53,7 @@ class Engine:
         self.runner = runner
         self.masks = masks
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
-        if config.widths and not runner.keeps_history:
+        if config.widths and config.num_micro_batches > 1:
             assert runner.config.speculative_config is not None
             config = replace(config, draft=proposer_of(runner.config.speculative_config).propose_one)
         self.scheduler = Scheduler(config)

@@ -94,6 +94,7 @@ def measure(
         enable_prefix_caching=False,
         enable_chunked_prefill=True,
         num_state_snapshots=0,
+        speculative_config=None,
         # One group, in which every layer has a place of its own; a page more than a prompt needs.
         disable_hybrid_kv_cache_manager=True,
         num_gpu_blocks_override=pages,

@@ -121,12 +121,12 @@ class ModelRunner:
     @property
     def num_compiled(self) -> int:
         """Programs that start-up compiled."""
-        return sum(stage.executables.num_compiled for stage in self._stages)
+        return sum(cache.num_compiled for stage in self._stages for cache in stage.caches)
 
     @property
     def num_loaded(self) -> int:
         """Programs that start-up found compiled."""
-        return sum(stage.executables.num_loaded for stage in self._stages)
+        return sum(cache.num_loaded for stage in self._stages for cache in stage.caches)
 
     @property
     def on_cpu(self) -> bool:
@@ -297,7 +297,7 @@ class ModelRunner:
                 total=stage.device_memory,
                 weights=stage.weight_bytes,
                 needs=own_needs,
-                page_bytes=stage.programs.page_bytes,
+                page_bytes=stage.page_bytes,
                 windows=self.windows,
                 shared=jax.local_device_count() if self.on_cpu else 0,
             )

@@ -22,6 +22,7 @@ from jaxengine.media.open import open_processor
 from jaxengine.runner.devices import choose_devices, open_stages
 from jaxengine.runner.kv_scales import known_scales, measure, scales_of
 from jaxengine.runner.model_runner import ModelRunner
+from jaxengine.runner.open_draft import settle_draft
 from jaxengine.runner.peers import ALONE, Peers
 from models.cache import platform_of
 
@@ -43,6 +44,7 @@ def open_resolved(config: EngineConfig, devices: Sequence[Any] | None = None, me
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
     source = open_model(config)
+    config = settle_draft(config, source.config)
     # What was downloaded is here now: nobody who is given this config needs the hub or the token.
     tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)
     config = replace(config, tokenizer=tokenizer, tokenizer_revision=None, hf_token=None)
@@ -89,8 +91,8 @@ def load_runner(
         for stage in stages:
             stage.kv_scales = scales
     with ProgressBar("Loading steps", "step", show) as bar:
-        for stage in stages:
-            stage.executables.on_compile = partial(bar.rename, "Compiling steps")
+        for cache in [cache for stage in stages for cache in stage.caches]:
+            cache.on_compile = partial(bar.rename, "Compiling steps")
         return ModelRunner(stages, config, progress=bar.update, peers=peers)
 
 

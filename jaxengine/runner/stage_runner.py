@@ -5,22 +5,22 @@ An engine without pipeline parallelism is one stage. Knows rows and messages, no
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding
 
+from jaxengine.runner.drafter import Drafter
 from jaxengine.runner.encoder import PLACE, EncoderInput, PlaceInput
 from jaxengine.runner.encoder_programs import EncoderPrograms
-from jaxengine.runner.executables import ExecutableCache, compile_program
+from jaxengine.runner.executables import ExecutableCache
 from jaxengine.runner.heads import HEADS
-from jaxengine.runner.memory import StageNeeds, device_memory, held_bytes, memory_in_use, workspace_bytes
+from jaxengine.runner.memory import StageNeeds, device_memory, memory_in_use, workspace_bytes
 from jaxengine.runner.program import Program
+from jaxengine.runner.program_needs import foresee, held_by
 from jaxengine.runner.step import Forwarded
 from jaxengine.runner.step_programs import StepPrograms, known_tokens
 from models.weights.kv_scales import KVScales
@@ -36,11 +36,13 @@ class StageRunner:
 
     Attributes:
       kv_scales: what the pool's codes stand for, of all layers of the model; to be set before `allocate`.
+      drafter: the draft model, if there is one.
     """
 
-    def __init__(self, programs: StepPrograms, params: Any, cache_dir: str | None):
+    def __init__(self, programs: StepPrograms, params: Any, cache_dir: str | None, drafter: Drafter | None = None):
         """params: the model's weights, an nnx.State or its leaves."""
         self.programs = programs
+        self.drafter = drafter
         self.kv_scales: KVScales | None = None
         self._cache_dir = cache_dir
         self._backend = programs.mesh.devices.flat[0].platform
@@ -76,19 +78,33 @@ class StageRunner:
     @property
     def weight_bytes(self) -> int:
         """Of one device."""
-        return sum(map(part_bytes, self._params))
+        return sum(map(part_bytes, self._params)) + (0 if self.drafter is None else self.drafter.weight_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page on one device, in all layers of a group and in the draft model."""
+        return self.programs.page_bytes + (0 if self.drafter is None else self.drafter.programs.page_bytes)
+
+    @property
+    def caches(self) -> list[ExecutableCache]:
+        """Where its programs come from."""
+        return [self.executables] if self.drafter is None else [self.executables, self.drafter.executables]
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of one device that the largest forward pass and head, which have been compiled, need while they run."""
-        return workspace_bytes(self._forwards[max(self._forwards)].memory_analysis()) + self._bytes_beside_forward
+        forward = workspace_bytes(self._forwards[max(self._forwards)].memory_analysis())
+        if self.drafter is not None:
+            forward = max(forward, self.drafter.workspace_bytes)
+        return forward + self._bytes_beside_forward
 
     @property
     def program_bytes(self) -> int:
         """Bytes of one device that all programs hold, which have been compiled."""
         programs, kv = self.programs, self._kv_shapes
         forwards = [self._held(programs.forward(key, self._params, kv), own) for key, own in self._forwards.items()]
-        return sum(forwards) + self._held_beside_forwards
+        drafts = 0 if self.drafter is None else self.drafter.program_bytes
+        return sum(forwards) + drafts + self._held_beside_forwards
 
     def foresee_needs(self) -> StageNeeds:
         """The most that programs will need, before the pool's size is known.
@@ -98,34 +114,27 @@ class StageRunner:
         programs = self.programs
         kv = programs.kv_shapes(programs.num_columns)
         program = programs.forward(max(programs.packer.buckets), self._params, kv)
-
-        @functools.cache
-        def stand_in() -> jax.stages.Compiled:
-            lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
-            return compile_program(lowered, self._backend)
-
-        def workspace() -> int:
-            analysis = stand_in().memory_analysis()
-            assert analysis is not None, "this platform does not tell what a program needs"
-            return workspace_bytes(analysis)
-
-        key = program.arguments, programs.description
-        held = self.executables.get_number("held", *key, lambda: _held_bytes(stand_in(), self._backend))
-        forward = self.executables.get_number("workspace", *key, workspace)
+        held, forward = foresee(program, self.executables, programs.description, self._backend)
+        of_drafts, drafts = (0, 0) if self.drafter is None else self.drafter.foresee_needs()
+        forward = max(forward, drafts)
         for name, size in programs.heads():
             self.compile_head(name, size)
         if programs.encoder is not None:
             for size in programs.encoder.layout.programs:
                 self.compile_encoder(size)
-        held = held * len(programs.packer.buckets) + self._held_beside_forwards
+        held = held * len(programs.packer.buckets) + of_drafts + self._held_beside_forwards
         return StageNeeds(held, forward + self._bytes_beside_forward, programs.state_bytes, self.encoder_bytes)
 
     def plan_pool(self, num_pages: int) -> None:
         """Decides the pool's size, pages of a layer and rank, and with it the shapes of forward passes."""
         self._kv_shapes = self.programs.kv_shapes(num_pages)
+        if self.drafter is not None:
+            self.drafter.plan_pool(num_pages)
 
     def compile_forward(self, bucket: Bucket) -> None:
-        """Compiles or loads a bucket's forward pass."""
+        """Compiles or loads a bucket's forward pass, and what a draft model does before it."""
+        if self.drafter is not None:
+            self.drafter.compile(bucket)
         self._forwards[bucket] = self._compile(self.programs.forward(bucket, self._params, self._kv_shapes))
 
     def compile_head(self, name: str, size: int) -> None:
@@ -140,6 +149,8 @@ class StageRunner:
 
     def allocate(self) -> None:
         """Makes the pools and the state of the slots."""
+        if self.drafter is not None:
+            self.drafter.allocate()
         if self.programs.encoder is not None:
             self._encoder_rows = self._compile(self.programs.encoder.pool())()
         self._kv = self._compile(self.programs.pool(self._kv_shapes))()
@@ -167,7 +178,8 @@ class StageRunner:
         """Dispatches the stage's part of a forward pass: hidden states for the next stage, or Forwarded."""
         if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
             self.compile_forward(bucket)
-        last_token = known_tokens(self._state.tokens, bucket)
+        drafts = None if self.drafter is None else self.drafter.precede(bucket, self._state, message)
+        last_token = known_tokens(self._state.tokens, bucket, drafts)
         arguments = (self._params, self._kv, self._state.slots, last_token, message)
         if hidden is not None:
             arguments = (*arguments, self._receive(hidden))
@@ -258,17 +270,8 @@ class StageRunner:
         return sum(changes) + sum(heads) + write + sum(encoders)
 
     def _held(self, program: Program, compiled: jax.stages.Compiled) -> int:
-        """Bytes that a compiled program holds; remembered, because its file may have to be made to tell."""
-        description = self.programs.description
-
-        def measure() -> int:
-            # One that was loaded cannot be made into a file again, and one that was just compiled may not be kept.
-            stored = self.executables.stored_bytes(
-                program.name, program.arguments, program.results, donate=program.donate, description=description
-            )
-            return _held_bytes(compiled, self._backend, stored)
-
-        return self.executables.get_number(f"held by {program.name}", program.arguments, description, measure)
+        """Bytes that a compiled program holds."""
+        return held_by(program, compiled, self.executables, self.programs.description, self._backend)
 
     @property
     def _bytes_beside_forward(self) -> int:
@@ -299,14 +302,3 @@ def _on_heads(scales: np.ndarray | None, like: jax.Array | None) -> jax.Array | 
         return None
     scales = np.repeat(scales, like.shape[1] // scales.shape[1], axis=1)
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: scales[index])
-
-
-def _held_bytes(compiled: jax.stages.Compiled, backend: str, stored: int = 0) -> int:
-    """stored: bytes of the program's file, 0 where there is none."""
-    analysis = compiled.memory_analysis()
-    code = 0 if analysis is None else analysis.generated_code_size_in_bytes
-    try:
-        stored = stored or (0 if code else len(serialize_executable.serialize(compiled)[0]))
-    except (ValueError, jax.errors.JaxRuntimeError):  # a platform whose executables cannot be stored
-        stored = 0
-    return held_bytes(code, stored, backend)

@@ -85,6 +85,7 @@ class StepSpec:
       scores: it gives hidden states and targets too.
       width: tokens of a row at most where rows have drafts, else 1.
       proposer: of these drafts; None where the message has them.
+      takes_drafts: a draft model has made them.
     """
 
     layout: StepLayout
@@ -93,6 +94,7 @@ class StepSpec:
     scores: bool
     width: int = 1
     proposer: Proposer | None = None
+    takes_drafts: bool = False
 
 
 def unpack(
@@ -220,7 +222,7 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
 
     A stage that is not the first takes hidden states as a sixth argument, and the first one in a step with pictures the
     encoder's pool; one that is not the last gives hidden states instead of Forwarded. last_token: of TokenState, None
-    in a stage without one; with a proposer (last_token, history).
+    in a stage without one; with a proposer (last_token, history), with a draft model (last_token, Drafts).
     """
 
     def forward(params, kv, state: SlotState, last_token: Any, message: jax.Array, *hidden: jax.Array):
@@ -230,6 +232,9 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         if spec.proposer is not None:
             last_token, history = last_token
             draft = partial(_propose, spec.proposer, history, spec.width - 1)
+        elif spec.takes_drafts:
+            last_token, drafts = last_token
+            draft = partial(_made_before, drafts)
         with jax.named_scope("unpack"):
             state, batch, rows, header, drafts = unpack(
                 state, last_token, message.reshape(-1), spec.layout, spec.page_size, draft, media_rows
@@ -273,6 +278,10 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
 def _propose(proposer: Proposer, history: jax.Array, count: int, slots: jax.Array, num_known: jax.Array) -> Drafts:
     with jax.named_scope("draft"):
         return proposer.propose(history[slots], num_known, count)
+
+
+def _made_before(drafts: Drafts, slots: jax.Array, num_known: jax.Array) -> Drafts:
+    return drafts
 
 
 def _places(batch: ForwardBatch, rows: Rows, width: int) -> jax.Array:

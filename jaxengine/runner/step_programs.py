@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.config.platforms import Platform
-from jaxengine.drafts.proposer import Proposer
+from jaxengine.drafts.proposer import Drafts, Proposer
 from jaxengine.drafts.registry import proposer_of
 from jaxengine.runner.device_state import DeviceState, SlotState, TokenState, init_state
 from jaxengine.runner.encoder import EncoderLayout
@@ -107,7 +107,9 @@ class StepPrograms:
         self._dtype, self._max_model_len = config.dtype, config.max_model_len
         self._slack = (max(config.widths, default=1) - 1) * config.max_in_flight
         self._proposer: Proposer | None = None
-        if config.speculative_config is not None and config.pipeline_parallel_size == 1:
+        self._takes_drafts = config.speculative_config is not None and config.speculative_config.has_model
+        if config.widths and config.pipeline_parallel_size == 1 and not self._takes_drafts:
+            assert config.speculative_config is not None
             self._proposer = proposer_of(config.speculative_config)
         self._experts = _count_experts(model)
         self.state_shapes: DeviceState = self._state_shapes()
@@ -148,11 +150,12 @@ class StepPrograms:
         stage, num_logits, scores = self.model.stage, self.num_logits(bucket), bucket in self.packer.buckets.scored
         layout = self.packer.layouts[bucket]
         proposer = self._proposer if bucket.width > 1 else None
-        spec = StepSpec(layout, self.packer.page_size, num_logits, scores, bucket.width, proposer)
+        takes_drafts = self._takes_drafts and bucket.width > 1
+        spec = StepSpec(layout, self.packer.page_size, num_logits, scores, bucket.width, proposer, takes_drafts)
         function = make_forward(self._graph, self._params_tree, spec)
-        state, ranks = self.state_shapes, self.model.mesh.num_ranks
-        last_token = known_tokens(state.tokens, bucket)
-        message = self._shape((ranks, layout.size), np.int32, _RANKS)
+        state = self.state_shapes
+        last_token = known_tokens(state.tokens, bucket, self.draft_shapes(bucket) if takes_drafts else None)
+        message = self.message_shape(bucket)
         hidden = self._hidden(bucket.num_tokens)
         more = [] if stage.is_first else [hidden]
         if bucket.media and self.encoder is not None:
@@ -165,7 +168,17 @@ class StepPrograms:
             if self._samples and not scores:
                 output = output._replace(hidden=None, targets=None)
         name = str(bucket) if proposer is None else f"{bucket}, {proposer}"
+        name += ", of drafts" * takes_drafts
         return self._program(name, function, arguments, (kv, state.slots, output), donate=(1, 2))
+
+    def message_shape(self, bucket: Bucket) -> Any:
+        """What the host sends for a step: i32[ranks, size]."""
+        return self._shape((self.model.mesh.num_ranks, self.packer.layouts[bucket].size), np.int32, _RANKS)
+
+    def draft_shapes(self, bucket: Bucket) -> Drafts:
+        """The drafts of a wide bucket's rows, abstract."""
+        rows = self.model.mesh.num_ranks * bucket.num_seqs
+        return Drafts(*(self._shape((rows, *more), np.int32, _RANKS) for more in ((bucket.width - 1,), ())))
 
     def heads(self) -> list[tuple[str, int]]:
         """The name and size of every head of this stage."""
@@ -339,11 +352,13 @@ class StepPrograms:
         return jax.jit(gather)(x)
 
 
-def known_tokens(tokens: TokenState | None, bucket: Bucket) -> Any:
+def known_tokens(tokens: TokenState | None, bucket: Bucket, drafts: Drafts | None = None) -> Any:
     """What a bucket's forward pass takes of TokenState, arrays or shapes: the last tokens, and where it drafts the
-    history; None of none."""
+    history, or the drafts if there are some; None of none."""
     if tokens is None:
         return None
+    if drafts is not None:
+        return tokens.last_token, drafts
     wide = bucket.width > 1 and tokens.history is not None
     return (tokens.last_token, tokens.history) if wide else tokens.last_token
 

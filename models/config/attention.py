@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from models.config.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTEGER, ModelConfigError, check_size
 from models.config.rope import Rope
-from models.config.state import GatedDelta
+from models.config.state import LayerState
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LayerAttention:
     output_bias: bool = False
     temperature: TemperatureTuning | None = None
     latent: Latent | None = None
-    state: GatedDelta | None = None
+    state: LayerState | None = None
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from models.config.fields import MAX_HEAD_DIM, MAX_HEADS, ModelConfigError, check_size
+from models.config.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, ModelConfigError, check_size
 
 # Tokens that a convolution may look back on: a few times what the longest ones do.
 MAX_KERNEL = 64
@@ -26,6 +26,33 @@ class StateArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A gated convolution (Liquid AI 2025, LFM2), of which a sequence leaves the window.
+
+    Attributes:
+      channels: that are convolved, each by itself.
+      conv_kernel: tokens that the convolution sees, the token itself included.
+    """
+
+    channels: int
+    conv_kernel: int
+
+    def __post_init__(self) -> None:
+        check_size("short convolution: channels", self.channels, MAX_HIDDEN)
+        check_size("short convolution: conv_kernel", self.conv_kernel, MAX_KERNEL, 2)
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """The window [kernel - 1, channels]."""
+        return (StateArray((self.conv_kernel - 1, self.channels), None, (None, "heads")),)
+
+    @property
+    def flops(self) -> int:
+        """Of one token."""
+        return 2 * self.channels * self.conv_kernel
 
 
 @dataclass(frozen=True)
@@ -79,3 +106,12 @@ class GatedDelta:
             StateArray((self.conv_kernel - 1, channels), None, (None, "heads")),
             StateArray((self.num_v_heads, self.k_head_dim, self.v_head_dim), "float32", ("heads", None, None)),
         )
+
+    @property
+    def flops(self) -> int:
+        """Of the recurrence of one token: read, change, read."""
+        return 6 * self.num_v_heads * self.k_head_dim * self.v_head_dim
+
+
+# What a layer may have in place of attention.
+LayerState = GatedDelta | ShortConvolution

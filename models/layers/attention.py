@@ -106,6 +106,7 @@ class Attention(nnx.Module):
 
     Args:
       qkv: the checkpoint modules of q, k and v, by default `q_proj`, `k_proj` and `v_proj` of `source`.
+      out: that of the projection after attention, by default `o_proj`.
       gate: that of what each head's output is multiplied with, after a sigmoid; None for no such gate.
       qk_norms: norms of q and of k before rope, [T, heads, H] to the same; None for what LayerAttention.qk_norm says.
     """
@@ -119,6 +120,7 @@ class Attention(nnx.Module):
         source: str,
         build: Build,
         qkv: Sequence[Source] | None = None,
+        out: Source | None = None,
         gate: Source | None = None,
         qk_norms: Sequence[nnx.Module] | None = None,
     ):
@@ -139,8 +141,8 @@ class Attention(nnx.Module):
             bias=attention.bias,
             build=build,
         )
-        out = (Source(f"{source}.o_proj", hidden_size),)
-        self.out = Linear(q_size, out, axes=("heads", "embed"), bias=attention.output_bias, build=build)
+        out = out or Source(f"{source}.o_proj", hidden_size)
+        self.out = Linear(q_size, (out,), axes=("heads", "embed"), bias=attention.output_bias, build=build)
         if attention.qk_norm and qk_norms is None:
             qk_norms = [RMSNorm(head_dim, eps, source=f"{source}.{name}", build=build) for name in QK_NORMS]
         self.q_norm, self.k_norm = qk_norms or (None, None)

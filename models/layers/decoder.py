@@ -22,7 +22,7 @@ from models.config.attention import LayerAttention
 from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope
-from models.config.state import GatedDelta, StateArray
+from models.config.state import LayerState, StateArray
 from models.forward_batch import ForwardBatch
 from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads, query_temperature
 from models.layers.classify import LabelScores
@@ -192,7 +192,7 @@ class Decoder(nnx.Module):
         kinds = dict.fromkeys(each.state for each in self.config.attention if each.state is not None)
         return (*paged, *(self._state_group(state) for state in kinds))
 
-    def _state_group(self, state: GatedDelta) -> State:
+    def _state_group(self, state: LayerState) -> State:
         """The layers here that keep such a state."""
         arrays = tuple(
             StateArray(

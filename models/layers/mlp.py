@@ -59,6 +59,7 @@ class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
 
     gate_up: the checkpoint modules of gate and up, by default `gate_proj` and `up_proj` of `source`.
+    down: that of down, by default `down_proj`.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class GatedMLP(nnx.Module):
         bias: bool = False,
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
         gate_up: Sequence[Source] | None = None,
+        down: Source | None = None,
     ):
         gate_up = gate_up or (Source(f"{source}.gate_proj", ffn_size), Source(f"{source}.up_proj", ffn_size))
         self.gate_up = Linear(hidden_size, gate_up, axes=("embed", "ffn"), bias=bias, build=build)
-        down = (Source(f"{source}.down_proj", hidden_size),)
-        self.down = Linear(ffn_size, down, axes=("ffn", "embed"), bias=bias, build=build)
+        down = down or Source(f"{source}.down_proj", hidden_size)
+        self.down = Linear(ffn_size, (down,), axes=("ffn", "embed"), bias=bias, build=build)
         self.activation = activation
 
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:

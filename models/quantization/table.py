@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from models.quantization.quantized import Quantized
-from models.weights.declare import declared_params
+from models.weights.declare import DeclaredParam, declared_params
+from pallas_kernels.matmul.nibbles import per_byte
+from pallas_kernels.matmul.quantized import product_of
 from pallas_kernels.registry import kernel_module
+from sharding.layout import MeshLayout
 
 _AS_IS = "as it is"
 
@@ -15,16 +18,18 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
     """The matrices of abstract models, the stages of one, in order; the same module of all layers is one row.
 
     platform: the row of the kernel registry. Each has modules, format (the checkpoint's, or how it is rounded), dtype,
-    bytes (of the whole model, scales included), product (what multiplies with it) and activations (what the rows are
-    rounded to).
+    bytes (of the whole model, scales included), product (what multiplies with it, and why where that is not the
+    platform's kernel) and activations (what the rows are rounded to).
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
+    build = models[0].build
+    codes: DeclaredParam | None = None
     for param in (param for model in models for param in declared_params(model)):
         name, _, kind = ".".join("*" if isinstance(part, int) else str(part) for part in param.path).rpartition(".")
         if kind not in ("values", "codes", "scales", "zeros", "order", "input_scale"):
             continue
         module = param.decl.sources[0].name.rpartition(".")[0]
-        scheme = models[0].build.scheme(module)
+        scheme = build.scheme(module)
         stored = scheme.stored if isinstance(scheme, Quantized) and kind != "values" else None
         op = "matmul" if stored is None else "quantized_matmul"
         op = op if param.decl.num_experts is None else op.replace("matmul", "grouped_matmul")
@@ -42,7 +47,20 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
         row["bytes"] += param.num_bytes
         if kind in ("values", "codes"):
             row["dtype"] = str(param.dtype) if stored is None else stored.dtype
+            codes = param
+        if kind == "scales" and op == "quantized_matmul":
+            assert codes is not None, "codes come before their scales"
+            size, _ = _own_shape(codes, build.mesh)
+            count, out = _own_shape(param, build.mesh)
+            inputs = size * per_byte(codes.dtype)
+            row["product"] = product_of(platform, inputs, out, count, codes.dtype, build.dtype)
     return list(rows.values())
+
+
+def _own_shape(param: DeclaredParam, mesh: MeshLayout) -> list[int]:
+    """The shape of a device's part."""
+    axes = zip(param.shape, param.decl.axes, strict=True)
+    return [size if axis is None else size // mesh.num_shards(axis) for size, axis in axes]
 
 
 def weight_table(rows: list[dict[str, Any]]) -> str:

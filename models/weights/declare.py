@@ -84,6 +84,7 @@ class ParamDecl:
       init_std: scale of dummy weights; None means that all are `init_value`.
       row_major: rows are read one by one, so each is stored in one piece. A TPU would else choose columns where that
         saves padding, and then turn the whole weight around in every step.
+      turned_on_gpu: a matrix whose columns are each stored in one piece on Hopper GPUs, as their kernels read it.
     """
 
     axes: tuple[str | None, ...]
@@ -93,6 +94,7 @@ class ParamDecl:
     init_value: float = 1.0
     num_experts: int | None = None
     row_major: bool = False
+    turned_on_gpu: bool = False
 
     @property
     def joined_axis(self) -> int:

@@ -14,11 +14,13 @@ from jax.sharding import Mesh
 from models.config.lora import LoraSpec
 from models.lora import DeclaredPool, PoolArray, declared_pools
 from models.weights.declare import declared_params
-from models.weights.parts import source_row
+from models.weights.parts import format_of, source_row
 from sharding.rules import named_sharding
 
 # Of one module: A [r, in] and B [out, r], scaled, as a checkpoint has them.
 Matrices = Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+POOLS = "adapters of"  # what names of pools begin with
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,22 @@ def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
         else:
             state.append((path, loaded[path]))
     return nnx.from_flat_state(state)
+
+
+def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    """Name and shape, with sharding and layout, of each leaf of an abstract model's state on the mesh: its weights, and
+    among them the pools of adapters, if it has any."""
+    pools, params, leaves = {pool.index: pool for pool in declared_pools(model)}, declared_params(model), []
+    for index in range(len(nnx.to_flat_state(nnx.state(model)))):
+        if (pool := pools.get(index)) is not None:
+            name = f"{POOLS} {', '.join(pool.decl.modules)}"
+            leaf = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=named_sharding(mesh, pool.decl.axes))
+        else:
+            param = next(params)
+            stored = format_of(param.decl, named_sharding(mesh, param.decl.axes))
+            name, leaf = param.name, jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored)
+        leaves.append((name, leaf))
+    return leaves
 
 
 def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:

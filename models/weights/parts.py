@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from models.cache import platform_of
 from models.weights.declare import DeclaredParam, ParamDecl, Source
 from sharding.layout import RULES
 from sharding.rules import named_sharding
@@ -64,15 +65,25 @@ def sharding_of(param: DeclaredParam, mesh: Mesh | None) -> NamedSharding | None
 
 def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
     """Where a weight lives and, unless that is the compiler's affair, in which order of its axes."""
-    return Format(Layout(tuple(range(len(decl.axes)))), sharding) if decl.row_major else sharding
+    order = order_of(decl, sharding)
+    return sharding if order is None else Format(Layout(order), sharding)
+
+
+def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
+    """Its axes from the outermost in memory to the innermost, None where that is the compiler's affair."""
+    axes = tuple(range(len(decl.axes)))
+    if decl.row_major:
+        return axes
+    turned = decl.turned_on_gpu and platform_of(next(iter(sharding.device_set))) == "gpu"
+    return axes[::-1] if turned else None
 
 
 def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | None) -> jax.Array:
     """A weight's values, or a device's part of them, where it lives; None for the default device."""
     placed = jax.device_put(array, sharding)
-    layout = placed.format.layout
+    layout, order = placed.format.layout, order_of(decl, placed.sharding)
     # Where the compiler's order is the one wanted already, jax would compile a program that does nothing.
-    if not decl.row_major or (isinstance(layout, Layout) and layout.major_to_minor == tuple(range(placed.ndim))):
+    if order is None or (isinstance(layout, Layout) and layout.major_to_minor == order):
         return placed
     return jax.device_put(placed, format_of(decl, placed.sharding))
 

@@ -5,6 +5,7 @@ Owns validation and the choice of implementation. Knows nothing of layers or of 
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax import lax
 
 from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.rounding import RoundedRows
-from pallas_kernels.registry import PLATFORM_ROWS, kernel
+from pallas_kernels.registry import PLATFORM_ROWS, kernel, kernel_module
 
 # The last stands for two int4 a byte: see nibbles.
 CODES = ("int8", "float8_e4m3fn", "uint8")
@@ -55,6 +56,17 @@ def quantized_matmul(
         for platform, row in PLATFORM_ROWS.items()
     }
     return lax.platform_dependent(values, x_scales, codes, scales, zeros, **by_platform)
+
+
+def product_of(platform: str, size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
+    """What multiplies with a matrix [size, out] on a platform of the registry: a module, and why if it is another one.
+
+    num_scales: along the inputs. codes: their dtype as they are stored. dtype: of the model.
+    """
+    module = kernel_module("quantized_matmul", platform)
+    why_xla = getattr(importlib.import_module(f"pallas_kernels.{module}"), "why_xla", None)
+    reason = "" if why_xla is None else why_xla(size, out, num_scales, jnp.dtype(codes), jnp.dtype(dtype))
+    return f"matmul.quantized_xla: {reason}" if reason else module
 
 
 def quantized_grouped_matmul(

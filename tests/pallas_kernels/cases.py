@@ -91,6 +91,7 @@ ROWS_ONLY = [
     Case("runs in a decode bucket", (3, 0, 1, 4), (130, 0, 20, 4), num_tokens=8),
     Case("one sequence, one token", (1,), (200,), num_tokens=1, max_seqs=1),
     Case("one sequence, no token", (), (), num_tokens=1, max_seqs=1),
+    Case("drafts of one sequence", (2,), (40,), num_tokens=2, max_seqs=1),
     Case("ten rows", (1,) * 10, tuple(range(120, 130)), num_tokens=10, max_seqs=10),
     Case("skewed decodes", (1,) * 8, (384, 2, 1, 3, 1, 2, 5, 300), num_tokens=8),
     Case("split decodes", (1, 1), (384, 300), num_tokens=8),
@@ -234,19 +235,21 @@ PICTURES = [
 
 # What models run: query heads in groups, head dims and pages together, in the dtype they are served in. Heads are those
 # of one device of several, or fewer of the same group.
-PRODUCTION_Q, PRODUCTION_KV = (1, 9, 1, 20), (300, 140, 65, 20)
+PRODUCTION_Q, PRODUCTION_KV = (1, 9, 1, 5), (300, 140, 65, 5)
 
 
-def _production(heads: tuple[int, int], head_dim: int, page_size: int, **changes) -> Case:
+def _production(
+    heads: tuple[int, int], head_dim: int, page_size: int, q=PRODUCTION_Q, kv=PRODUCTION_KV, **changes
+) -> Case:
     codes = f", {changes['kv_dtype']}" if "kv_dtype" in changes else ""
     return Case(
         f"production {heads[0]}/{heads[1]} heads of {head_dim}, pages of {page_size}{codes}",
-        PRODUCTION_Q,
-        PRODUCTION_KV,
+        q,
+        kv,
         heads=heads,
         page_size=page_size,
         max_pages=-(-384 // page_size),
-        **{"dims": (head_dim, head_dim), "num_tokens": 40, "max_seqs": 4, "dtypes": BF16} | changes,
+        **{"dims": (head_dim, head_dim), "num_tokens": 20, "max_seqs": 4, "dtypes": BF16} | changes,
     )
 
 
@@ -257,7 +260,10 @@ PRODUCTION = [
     _production((4, 2), 256, 256),  # Gemma 2
     _production((8, 1), 192, 128),
     _production((16, 1), 128, 8),  # one kv head for all, as in Gemma 1 and StarCoder
-    _production((16, 1), 576, 64, dims=(576, 512), values_in_keys=True),  # DeepSeek V2 Lite; V3 on 8 devices
+    # DeepSeek V2 Lite; V3 on 8 devices. Few tokens: interpreted each is half a second.
+    _production(
+        (16, 1), 576, 64, q=(1, 3, 1), kv=(300, 140, 65), dims=(576, 512), values_in_keys=True, num_tokens=6, max_seqs=3
+    ),
 ]
 # Blocks of production on TPU: 8 kv heads at a time over 1,024 keys, 3 blocks in VMEM.
 PRODUCTION_BLOCKS = [

@@ -15,6 +15,7 @@ from pallas_kernels.tuning import HopperAttention, Tuning
 from tests.pallas_kernels import conformance
 from tests.pallas_kernels.cases import BY_NAME, MIXED_KV, MIXED_Q
 from tests.pallas_kernels.conformance import attend, check_attention, check_update, compiled, operands, pool, watched
+from tests.pallas_kernels.hopper_products import hopper_product
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.pools import codes, make_pool, read_pool, unsigned
 from tests.pallas_kernels.problems import Case, build, expected
@@ -130,15 +131,14 @@ def order(implementation: Implementation) -> None:
 
 def splits(implementation: Implementation) -> None:
     """However the keys are split over workers, the result is the oracle's, and a sink counts once."""
-    for sinks in (None, "mixed"):
-        case = replace(implementation.adapted(BY_NAME["split decodes"]), sinks=sinks)
-        problem = build(case, "bfloat16", "normal")
-        want = expected(case, problem)
-        for num_ctas in (1, 7) if sinks is None else (7,):
-            split = replace(implementation, tuning=Tuning(hopper_attention=HopperAttention(num_ctas=num_ctas)))
-            with watched(split, f"{num_ctas} splits"):
-                got = attend(case, problem, "bfloat16", split)
-            conformance.check_close(got, want, problem, "bfloat16", f"{num_ctas} splits, sinks {sinks}")
+    case = replace(implementation.adapted(BY_NAME["split decodes"]), sinks="mixed")
+    problem = build(case, "bfloat16", "normal")
+    want = expected(case, problem)
+    for num_ctas in (1, 7):
+        split = replace(implementation, tuning=Tuning(hopper_attention=HopperAttention(num_ctas=num_ctas)))
+        with watched(split, f"{num_ctas} splits"):
+            got = attend(case, problem, "bfloat16", split)
+        conformance.check_close(got, want, problem, "bfloat16", f"{num_ctas} splits")
 
 
 def many_parts(implementation: Implementation) -> None:
@@ -281,7 +281,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     check.__name__: check
     for check in (
         *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange, quantized),
-        *(product, grouped_product),
+        *(product, grouped_product, hopper_product),
         *INVARIANTS,
     )
 }

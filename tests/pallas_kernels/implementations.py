@@ -73,7 +73,11 @@ class Implementation:
         always, with_runs = _KERNELS[self.platform]
         if self.platform == "gpu" and case.values_in_keys:
             return {"paged_attention_latent", "paged_attention_merge"}
-        return always | with_runs if case.num_tokens > case.max_seqs else always
+        has_runs = case.num_tokens > case.max_seqs
+        if self.platform == "gpu":  # rows of few tokens are no runs
+            row = min(case.num_tokens // case.max_seqs, 8, 64 // (case.heads[0] // case.heads[1]))
+            has_runs &= case.num_tokens > row
+        return always | with_runs if has_runs else always
 
     def adapted(self, case: Case) -> Case:
         """The case with this implementation's sizes where it does not ask for its own."""

@@ -4,9 +4,10 @@
     kernel(..., interpret=interpret_params())  # a plgpu.kernel
     assert not problems()                      # races and hazards of every kernel since reset()
 
-Adds to jax's interpreter: accumulators carried through `pl.run_state`, wgmma with transposed and register operands, and
-the hazards of mosaic_gpu_hazards. A barrier error can leave the interpreter's other threads waiting for ever: give a
-process that runs one a time limit. Everything here is private to jax, see `findings.FITTED_TO`.
+Adds to jax's interpreter: accumulators carried through `pl.run_state`, wgmma with transposed and register operands,
+stores into transposed references, and the hazards of mosaic_gpu_hazards. A barrier error can leave the interpreter's
+other threads waiting for ever: give a process that runs one a time limit. Everything here is private to jax, see
+`findings.FITTED_TO`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.state import discharge, types
 from jax._src.state import primitives as state
 
-from pallas_kernels.attention.hopper import mosaic_gpu
+from pallas_kernels import mosaic_gpu
 from tests.pallas_kernels import faster_interpreters, findings
 from tests.pallas_kernels import mosaic_gpu_hazards as hazards
 from tests.pallas_kernels import mosaic_gpu_memory as memory
@@ -66,6 +67,21 @@ def _end_of_kernel() -> None:
     _clear_shared_memory()
 
 
+def _turned_back(eqn, values: list) -> tuple[Any, list] | None:
+    """A store into a transposed reference as one of the transposed value, None for any other."""
+    *others, last = jax.tree.unflatten(eqn.params["tree"], values[2:]) or (None,)
+    order = getattr(last, "permutation", None) or getattr(last, "perm", None)
+    if order is None:
+        return None
+    value = jnp.transpose(values[1], np.argsort(order))
+    leaves, tree = jax.tree.flatten(tuple(others))
+    assert len(leaves) == len(values) - 2
+    shape = core.ShapedArray(value.shape, value.dtype)
+    invars = [eqn.invars[0], core.Var(shape), *eqn.invars[2:]]
+    eqn = eqn.replace(invars=invars, outvars=[core.DropVar(shape)], params={**eqn.params, "tree": tree})
+    return eqn, [values[0], value, *values[2:]]
+
+
 class _Interpreter(jaxpr_interpret.JaxprInterpreter):
     """One warpgroup: equations the base class cannot do are done here, the others watched and handed on."""
 
@@ -77,6 +93,9 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
 
         for eqn in jaxpr.eqns:
             values = [read(variable) for variable in eqn.invars]
+            if eqn.primitive is state.swap_p and (turned := _turned_back(eqn, values)) is not None:
+                eqn, values = turned
+                env[eqn.invars[1]] = values[1]
             token = self._watch(eqn, token, values)
             if eqn.primitive is gpu.wgmma_ref_p:
                 token, out = self._product(eqn, token, values), []

@@ -19,7 +19,16 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from tests.pallas_kernels.mutants import gpu_decode, gpu_latent, gpu_prefill, tpu, tpu_products, tpu_write, xla
+from tests.pallas_kernels.mutants import (
+    gpu_decode,
+    gpu_latent,
+    gpu_prefill,
+    gpu_products,
+    tpu,
+    tpu_products,
+    tpu_write,
+    xla,
+)
 from tests.pallas_kernels.mutants.mutant import Mutant
 from tests.pallas_kernels.worker import ROOT, Worker
 
@@ -31,6 +40,7 @@ GATES: dict[str, ModuleType] = {
     "gpu-decode": gpu_decode,
     "gpu-prefill": gpu_prefill,
     "gpu-latent": gpu_latent,
+    "gpu-products": gpu_products,
 }
 
 

@@ -13,7 +13,7 @@ from pallas_kernels import reference
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
 from pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows
 from pallas_kernels.registry import kernel
-from pallas_kernels.tuning import TpuProducts
+from pallas_kernels.tuning import HopperProducts, TpuProducts
 from tests.pallas_kernels.conformance import watched
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.matmul.test_quantized import ERROR, error, matrix_of, stored
@@ -38,7 +38,7 @@ class Product(NamedTuple):
     zeros: bool = False
     rounded: str | None = None
     row_group: int = 0
-    sizes: TpuProducts = SMALL
+    sizes: TpuProducts | HopperProducts = SMALL
 
 
 E4M3 = "float8_e4m3fn"
@@ -114,11 +114,11 @@ def product(name: str, implementation: Implementation) -> None:
     case = PRODUCTS[name]
     rng = np.random.default_rng(case.rows * case.size)
     matrix = matrix_of(rng, case.size, case.out, case.size // case.group, case.codes, case.zeros)
-    rows, x = _rows(rng, case)
+    rows, x = rows_of(rng, case)
     given: Any = [None if m is None else np.asarray(m) for m in matrix]
     exact = reference.quantized_matmul(x, *given)
     operands = *rows, stored(matrix[0], case.codes), *matrix[1:]
-    got = _run("quantized_matmul", name, case, operands, implementation)
+    got = run("quantized_matmul", name, case, operands, implementation)
     assert error(got, exact) < (allowed := _allowed(case, case.rows)), f"{error(got, exact):.1e}, not {allowed}"
 
 
@@ -126,7 +126,7 @@ def grouped_product(name: str, implementation: Implementation) -> None:
     group_sizes, case = GROUPED[name]
     rng = np.random.default_rng(case.rows)
     matrix = matrix_of(rng, case.size, case.out, case.size // case.group, case.codes, case.zeros, (len(group_sizes),))
-    rows, x = _rows(rng, case)
+    rows, x = rows_of(rng, case)
     exact, end = np.zeros((case.rows, case.out)), 0
     for index, count in enumerate(group_sizes):
         own = slice(end, end + count)
@@ -137,14 +137,14 @@ def grouped_product(name: str, implementation: Implementation) -> None:
     if x_scales is None:
         values = values.at[end:].set(jnp.nan)  # of no group, and must not matter
     operands = values, x_scales, stored(matrix[0], case.codes), *matrix[1:], jnp.asarray(group_sizes, jnp.int32)
-    got = _run("quantized_grouped_matmul", name, case, operands, implementation)
+    got = run("quantized_grouped_matmul", name, case, operands, implementation)
     assert not got[end:].any(), "rows of no group are not 0"
     if end:
         tile = tile_rows_of(case.rows, len(group_sizes))
         assert error(got, exact) < (allowed := _allowed(case, tile)), f"{error(got, exact):.1e}, not {allowed}"
 
 
-def _rows(rng: np.random.Generator, case: Product) -> tuple[tuple[jax.Array, jax.Array | None], np.ndarray]:
+def rows_of(rng: np.random.Generator, case: Product) -> tuple[tuple[jax.Array, jax.Array | None], np.ndarray]:
     """Rows and their scales as operands, and what they stand for in float64."""
     x = jnp.asarray(rng.standard_normal((case.rows, case.size)) + 0.3, jnp.bfloat16)
     if case.rounded is None:
@@ -156,15 +156,18 @@ def _rows(rng: np.random.Generator, case: Product) -> tuple[tuple[jax.Array, jax
 
 
 def _allowed(case: Product, at_once: int) -> float:
+    assert isinstance(case.sizes, TpuProducts)
     by_sums = at_once <= case.sizes.sum_rows
     if case.row_group and (not by_sums or case.row_group < case.group):
         return ERROR if by_sums else ROUNDED_TWICE
     return SUMMED if by_sums else ERROR
 
 
-def _run(op: str, name: str, case: Product, operands: tuple, implementation: Implementation) -> np.ndarray:
-    options = {"dtype": jnp.bfloat16, "out_dtype": jnp.float32, "sizes": case.sizes, **implementation._options()}
+def run(
+    op: str, name: str, case: Product, operands: tuple, implementation: Implementation, out_dtype: Any = jnp.float32
+) -> np.ndarray:
+    options = {"dtype": jnp.bfloat16, "out_dtype": out_dtype, "sizes": case.sizes, **implementation._options()}
     with watched(implementation, name):
         got = jax.block_until_ready(kernel(op, implementation.platform)(*operands, **options))
-    assert (got.dtype, got.shape) == (jnp.float32, (case.rows, case.out))
+    assert (got.dtype, got.shape) == (out_dtype, (case.rows, case.out))
     return np.asarray(got)

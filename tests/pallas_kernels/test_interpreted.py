@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pallas_kernels import products
+from tests.pallas_kernels import hopper_products, products
 from tests.pallas_kernels.cases import (
     ATTENTION,
     CROSSED,
@@ -42,6 +42,7 @@ GPU_FEATURES = (
     "split decodes",
     "decode window",
     "decode sinks",
+    "drafts of one sequence",
     "codes of decodes",
     "window, sinks and soft cap",
     "fp8 e4m3 keys and values",
@@ -87,6 +88,7 @@ def quick_groups() -> list[list[Job]]:
     groups += [[("update_sizes", name, "bfloat16", *sizes) for sizes in UPDATE_SIZES] for name in WRITES]
     groups.append([("product", TPU_LAZY.name, name) for name in products.QUICK])
     groups.append([("grouped_product", TPU_LAZY.name, name) for name in products.QUICK_GROUPED])
+    groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
     return [group for group in groups + _ALWAYS if group]
 
 
@@ -105,6 +107,7 @@ def thorough_groups() -> list[list[Job]]:
         groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]
     groups += [[("product", name, case) for case in products.PRODUCTS] for name in WRITES]
     groups += [[("grouped_product", name, case) for case in products.GROUPED] for name in WRITES]
+    groups += [[("hopper_product", MOSAIC_GPU.name, case)] for case in hopper_products.PRODUCTS]
     return groups + _ALWAYS
 
 

@@ -18,6 +18,7 @@ CHECKED = {
     "attention": ("attention_schedule", "ragged_paged_attention"),
     "update": ("kv_update_schedule", "kv_cache_update"),
     "product": ("quantized_matmul",),
+    "hopper_product": ("quantized_matmul",),
     "grouped_product": ("quantized_grouped_matmul",),
 }
 

@@ -19,7 +19,8 @@ from typing import Any
 from jaxengine import LLM, EngineDeadError, SamplingParams
 from jaxengine.cluster.channel import ClusterError
 from jaxengine.config.engine_config import ConfigError
-from tests.sharding.parallel_cases import MODELS, OPTIONS, differences, run, write_tokenizer
+from tests.sharding.parallel_cases import OPTIONS, differences, run, write_tokenizer
+from tests.sharding.parallel_models import MODELS
 
 
 def say(**content: Any) -> None:

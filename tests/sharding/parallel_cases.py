@@ -17,140 +17,8 @@ import numpy as np
 import tokenizers
 
 from jaxengine import LLM, SamplingParams
+from tests.sharding.parallel_models import MODELS, MOE
 
-DENSE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-MOE = DENSE | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-# Biases of experts and of the router, sinks of heads.
-GPT_OSS = MOE | {
-    "architectures": ["GptOssForCausalLM"],
-    "num_key_value_heads": 4,
-    "intermediate_size": 32,
-    "num_local_experts": 8,
-    "sliding_window": 6,
-    "swiglu_limit": 0.5,
-}
-# A shared MLP, a correction bias and groups of experts, behind a dense layer.
-GLM4 = MOE | {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "num_hidden_layers": 3,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.5,
-}
-# Joined projections, of which every device takes rows of q, k and v; a part of each head is rotated.
-PHI3 = DENSE | {
-    "architectures": ["Phi3ForCausalLM"],
-    "model_type": "phi3",
-    "num_key_value_heads": 4,
-    "partial_rotary_factor": 0.5,
-    "sliding_window": 9,
-}
-GEMMA2 = DENSE | {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 24,
-    "sliding_window": 6,
-    "attn_logit_softcapping": 5.0,
-    "final_logit_softcapping": 6.0,
-}
-# One latent for all heads: devices have sequences of their own or, replicated, heads.
-LATENT = DENSE | {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "topk_method": "group_limited_greedy",
-    "n_group": 4,
-    "topk_group": 2,
-}
-# Norms over all heads of q and of k, which devices share.
-OLMO2 = DENSE | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "num_key_value_heads": 2}
-# States in the place of keys and values in half of the layers, and experts beside a gated shared MLP in half of them.
-STATES = MOE | {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "num_hidden_layers": 4,
-    "full_attention_interval": 2,
-    "mlp_only_layers": [1, 2],
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4,
-    "shared_expert_intermediate_size": 32,
-}
-# Eight bits, also of experts; and groups of 32 inputs, of which two devices share some. (Where activations are rounded
-# too, sums in another order may fall to the other side of a tie: tests/sharding/test_rounded_inputs.py.)
-INT8 = MOE | {
-    "quantization_config": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
-            }
-        },
-    }
-}
-AWQ = DENSE | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
-MODELS = {
-    "dense": DENSE,
-    "tied": DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "kv1": DENSE | {"num_key_value_heads": 1},
-    "kv3": DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3},
-    "moe": MOE,
-    "gpt_oss": GPT_OSS,
-    "glm4": GLM4,
-    "phi3": PHI3,
-    "gemma2": GEMMA2,
-    "latent": LATENT,
-    "olmo2": OLMO2,
-    "states": STATES,
-    "int8": INT8,
-    "awq": AWQ,
-}
 RAGGED = {"all2all_backend": "ragged_all_to_all"}
 # model, engine options; `first` is the first of the eight devices to take from
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -218,6 +86,12 @@ CASES |= {
         "states",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
     ),
+    "convolutions tp2": ("convolutions", {"tensor_parallel_size": 2}),
+    "convolutions pp2": ("convolutions", {"pipeline_parallel_size": 2}),
+    "convolutions tp2 dp2 ep": (
+        "convolutions",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
     "glm4 tp4": ("glm4", {"tensor_parallel_size": 4}),
     "glm4 tp2 pp2": ("glm4", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "glm4 tp4 dp2 ep": (
@@ -251,6 +125,21 @@ CASES |= {
     "drafts moe tp2 dp2 ep": (
         "moe",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} | _DRAFTS,
+    ),
+}
+# A draft model, which is the model itself: SELF stands for its folder.
+SELF = "itself"
+_SELF = {"speculative_config": {"method": "draft_model", "model": SELF, "num_speculative_tokens": 3}}
+CASES |= {
+    "draft model tp2": ("dense", {"tensor_parallel_size": 2} | _SELF),
+    "draft model, 2 kv heads, tp4": ("tied", {"tensor_parallel_size": 4} | _SELF),
+    "draft model latent tp2 dp2, replicated": (
+        "latent",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "replicate_kv_heads": True} | _SELF,
+    ),
+    "draft model moe tp2 dp2 ep": (
+        "moe",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True} | _SELF,
     ),
 }
 # Small enough that requests are preempted all the time, in every rank.
@@ -317,6 +206,9 @@ def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[st
     (path / "config.json").write_text(json.dumps(MODELS[model]))
     write_tokenizer(path)
     options = dict(options)
+    chosen = options.get("speculative_config", {})
+    if chosen.get("model") == SELF:
+        options["speculative_config"] = chosen | {"model": str(path)}
     first = options.pop("first", None)
     devices = None if first is None else jax.devices()[first:]
     llm = LLM(str(path), devices=devices, compile_cache_dir=cache, **OPTIONS | MORE_PAGES.get(model, {}), **options)
@@ -342,6 +234,7 @@ def run(folder: str, cache: str, model: str, options: dict[str, Any]) -> dict[st
         "prefix_hits": metrics["vllm:prefix_cache_hits"],
         "compilations": metrics["jaxengine:compilations_since_ready"],
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
+        "drafts": metrics.get("vllm:spec_decode_num_draft_tokens"),
     }
 
 
@@ -367,7 +260,7 @@ def main(folder: str, cache: str, *names: str) -> None:
         if model not in alone:
             alone[model] = run(folder, cache, model, {})
         found = run(folder, cache, model, options)
-        row = {key: found[key] for key in ("preemptions", "prefix_hits", "compilations", "accepted")}
+        row = {key: found[key] for key in ("preemptions", "prefix_hits", "compilations", "accepted", "drafts")}
         print(json.dumps({"case": name, **row, "wrong": differences(found, alone[model])}), flush=True)
 
 

@@ -22,7 +22,8 @@ SPLIT = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "replicate_kv_h
 
 def main(folder: str) -> None:
     from jaxengine import LLM
-    from tests.sharding.parallel_cases import MODELS, OPTIONS
+    from tests.sharding.parallel_cases import OPTIONS
+    from tests.sharding.parallel_models import MODELS
 
     assert jax.device_count() == 8
     Path(folder, "config.json").write_text(json.dumps(MODELS["tied"]))

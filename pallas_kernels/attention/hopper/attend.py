@@ -21,13 +21,13 @@ from pallas_kernels.attention.hopper import schedule as kernel_schedule
 from pallas_kernels.attention.hopper.decode import DecodeShape, decode_partials
 from pallas_kernels.attention.hopper.latent import LatentShape, latent_partials, why_not_latent
 from pallas_kernels.attention.hopper.merge import merge_partials
-from pallas_kernels.attention.hopper.mosaic_gpu import WARPGROUP_ROWS
 from pallas_kernels.attention.hopper.prefill import prefill_attention
 from pallas_kernels.attention.hopper.schedule import DECODE_KEYS, tiled_heads
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.attention.xla import attend as xla_attend
 from pallas_kernels.attention.xla import schedule as xla_schedule
 from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 from pallas_kernels.tuning import HopperAttention, Tuning
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.mosaic_gpu import LOG2E, SHARED_MEMORY_BYTES, WARPGROUP_ROWS, launch, tiles
 from pallas_kernels.attention.hopper.schedule import (
     DECODE_BEGIN,
     DECODE_END,
@@ -36,6 +35,7 @@ from pallas_kernels.attention.hopper.schedule import (
     DecodeItems,
 )
 from pallas_kernels.attention.ragged_batch import AttentionSpec
+from pallas_kernels.mosaic_gpu import LOG2E, SHARED_MEMORY_BYTES, WARPGROUP_ROWS, launch, tiles
 
 NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that -inf - NOTHING = -inf
 OUTPUT_COLUMNS = 128  # of the accumulator that are staged in shared memory at a time

@@ -23,14 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.hopper.decode import NOTHING, load, masked_logits
-from pallas_kernels.attention.hopper.mosaic_gpu import (
-    BOX_ROWS,
-    SHARED_MEMORY_BYTES,
-    WARPGROUP_ROWS,
-    launch,
-    swizzle_of,
-    tiles,
-)
 from pallas_kernels.attention.hopper.schedule import (
     DECODE_BEGIN,
     DECODE_END,
@@ -42,6 +34,14 @@ from pallas_kernels.attention.hopper.schedule import (
     DecodeItems,
 )
 from pallas_kernels.attention.ragged_batch import AttentionSpec
+from pallas_kernels.mosaic_gpu import (
+    BOX_ROWS,
+    SHARED_MEMORY_BYTES,
+    WARPGROUP_ROWS,
+    launch,
+    swizzle_of,
+    tiles,
+)
 
 COMPUTING = 2  # warpgroups that share the rows' results; the one after them loads
 LOADER_REGISTERS, COMPUTE_REGISTERS = 40, 232  # an SM has 512 per lane of its warpgroups

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, LOG2E, launch
 from pallas_kernels.attention.hopper.schedule import DecodeItems
+from pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, launch
 from pallas_kernels.tuning import HopperAttention
 
 BOX_COLUMNS = 256  # most of a TMA box

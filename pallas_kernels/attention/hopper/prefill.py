@@ -20,7 +20,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, LOG2E, WARPGROUP_ROWS, launch
 from pallas_kernels.attention.hopper.prefill_load import (
     TILE_ROWS,
     Refs,
@@ -36,6 +35,7 @@ from pallas_kernels.attention.hopper.prefill_load import (
 from pallas_kernels.attention.hopper.schedule import PREFILL_TOKEN, PrefillItems, prefill_block_q
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, WARPGROUP_ROWS, launch
 from pallas_kernels.tuning import HopperAttention
 
 PRODUCER = 2  # the warpgroup after the two that compute

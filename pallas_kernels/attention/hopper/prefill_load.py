@@ -14,13 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.mosaic_gpu import (
-    BOX_ROWS,
-    SHARED_MEMORY_BYTES,
-    WARPGROUP_ROWS,
-    swizzle_of,
-    tiles,
-)
 from pallas_kernels.attention.hopper.schedule import (
     PREFILL_BEGIN,
     PREFILL_END,
@@ -30,6 +23,13 @@ from pallas_kernels.attention.hopper.schedule import (
     PREFILL_TOKEN,
 )
 from pallas_kernels.attention.ragged_batch import AttentionSpec
+from pallas_kernels.mosaic_gpu import (
+    BOX_ROWS,
+    SHARED_MEMORY_BYTES,
+    WARPGROUP_ROWS,
+    swizzle_of,
+    tiles,
+)
 
 TILE_ROWS = 2 * WARPGROUP_ROWS
 RAW_STAGES = 2  # blocks of a one-byte pool that arrive while one is widened

@@ -11,7 +11,7 @@ schedule; XLA computes it once per step. Two kernels read it:
   from the multiple of 8 tokens before its first one, as a tiled TMA box must, so tiles end at such multiples.
 
 A batch of at most as many tokens as sequences is all decode, one row per token: its program has no prefill kernel, and
-still serves any batch.
+still serves any batch. So is one of fewer tokens than make a run.
 
 `prefill_attention(q, kv, batch, items, *, spec, sinks, sizes, interpret) -> (o [T, N, Hv] in q's dtype, lse f32
 [T, N])` of prefill.py takes `PrefillItems`. Scales, soft cap, window and sinks are its own matter.
@@ -26,8 +26,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.hopper.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
+from pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS
 from pallas_kernels.tuning import HopperAttention, Tuning
 
 DECODE_KEYS = 64  # keys of a decode block; a page holds a whole number of blocks or a block of pages
@@ -134,6 +134,8 @@ def attention_schedule(
     decode = DecodeItems(*_cut(pairs, spec, sizes), row_tokens, token_places)
     runs = jnp.where(q_lens > width, q_lens, 0)
     most = min(num_seqs, num_tokens // (width + 1))
+    if not most:  # drafts of a sequence or two: no run is so long
+        return Schedule(decode, None, tuning)
     token_seqs = jnp.where(there & ~in_row, seqs, num_seqs)
     return Schedule(decode, _prefill_items(runs, most, batch.cu_q_lens, kv_lens, token_seqs, spec), tuning)
 

@@ -46,6 +46,11 @@ def quantized_matmul(
     return _call(rows, codes, scales, zeros, out_dtype, sizes, interpret)
 
 
+def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
+    """Why a matrix [size, out] with `num_scales` scales along its inputs is XLA's, "" if the kernel takes it."""
+    return why_not(size, num_scales, dtype)
+
+
 class PreparedRows(NamedTuple):
     """Rows as the kernel multiplies them.
 

@@ -76,6 +76,14 @@ def test_windows_are_given_on_the_command_line(tmp_path):
     assert found["windows"] == [None, 32] and isinstance(found["results"][0]["more"], float)
 
 
+def test_decodes_have_drafts_where_asked_for(tmp_path, capsys):
+    arguments = ["bench", "host", "--num-seqs", "2", "--num-steps", "8", "--width", "4"]
+    assert main([*arguments, "--json", str(tmp_path / "found.json")]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())["width"] == 4
+    steps = host._Steps(2, 100, 0, (None,), 4)
+    assert steps.scheduler.schedule(0.0).width == 4
+
+
 def test_json_holds_a_number_for_each_of_several_sizes(tmp_path):
     arguments = ["bench", "host", "--num-seqs", "1", "3", "--num-steps", "5", "--json", str(tmp_path / "two.json")]
     assert main(arguments) == 0

@@ -90,6 +90,18 @@ def test_a_step_takes_the_token_table_as_it_is_stored(compiler):
     }
 
 
+def test_steps_with_drafts_and_adapters(compiler):
+    """They are compiled like others; what adapters add to a product is among what a step has to do."""
+    options = {"max_num_seqs": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    made, plain = compiler(**options, enable_lora=True, max_loras=2, max_lora_rank=8), compiler().stages[0]
+    row = made.row((stage := made.stages[0]).forward(Bucket(4, 1, 4), 100), 0)
+    assert "error" not in row and not row["failures"]
+    # Inputs and outputs of q, k and v, of o, of gate and up, of down, for each rank of each slot.
+    pools = 2 * 8 * (3 * 64 + 64 + 32 + 32 + 64 + 64 + 2 * 64 + 2 * 96 + 96 + 64)
+    own, others = (product_work(each.model, DECODE, "float32") for each in (stage, plain))
+    assert own.flops - others.flops == 2 * pools and stage.weight_bytes - plain.weight_bytes == 4 * pools
+
+
 def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     """Everything compiles and nothing is copied."""
     base, bundle = str(tmp_path / "base.json"), tmp_path / "bundle"

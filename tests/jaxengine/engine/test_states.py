@@ -13,7 +13,8 @@ from jaxengine import LLM, ConfigError, SamplingParams
 from models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 
-FOLDER = TINY_CHECKPOINT.parent / "qwen3_next"
+MODELS = TINY_CHECKPOINT.parent
+OTHER = pytest.mark.thorough("another kind of state")
 
 
 def poison(llm) -> None:
@@ -50,10 +51,17 @@ def workload():
     return prompts, params
 
 
+@pytest.fixture(
+    scope="module", params=["qwen3_next", pytest.param("lfm2", marks=OTHER), pytest.param("lfm2_moe", marks=OTHER)]
+)
+def folder(request):
+    return MODELS / request.param
+
+
 @pytest.fixture(scope="module")
-def make(executables_dir):
+def make(executables_dir, folder):
     few = {"compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []}}
-    options = TINY_OPTIONS | few | {"max_model_len": 64, "compile_cache_dir": executables_dir, "model": str(FOLDER)}
+    options = TINY_OPTIONS | few | {"max_model_len": 64, "compile_cache_dir": executables_dir, "model": str(folder)}
     return lambda **changes: LLM(**options | {"load_format": "dummy"} | changes)
 
 
@@ -75,9 +83,9 @@ def test_tokens_do_not_depend_on_what_states_held(llm):
     assert llm.core.runner.compiles.count == 0
 
 
-def test_states_are_counted(llm):
+def test_states_are_counted(llm, folder):
     plan, slots = llm.core.runner.plan, llm.core.runner._stages[0]._state.slots
-    layers = [layer.state for layer in read_folder(FOLDER).attention if layer.state is not None]
+    layers = [layer.state for layer in read_folder(folder).attention if layer.state is not None]
     numbers = sum(math.prod(array.shape) for state in layers for array in state.arrays)
     rows = TINY_OPTIONS["max_num_seqs"] + 12
     assert plan.states == 4 * rows * numbers == sum(rows.nbytes for rows in jax.tree.leaves(slots.states))
@@ -85,7 +93,7 @@ def test_states_are_counted(llm):
 
 
 @pytest.mark.parametrize(
-    ("folder", "options", "said"),
+    ("name", "options", "said"),
     [
         ("llama", {"num_state_snapshots": 3}, "num_state_snapshots is 3; allowed: 0 or None: LlamaForCausalLM keeps"),
         (
@@ -97,9 +105,9 @@ def test_states_are_counted(llm):
         ("qwen3_next", {"tensor_parallel_size": 3}, "tensor_parallel_size"),
     ],
 )
-def test_refused(make, folder, options, said):
+def test_refused(make, name, options, said):
     with pytest.raises(ConfigError, match=said):
-        make(model=str(FOLDER.parent / folder), **options)
+        make(model=str(MODELS / name), **options)
 
 
 def test_nothing_is_known_without_snapshots(make):

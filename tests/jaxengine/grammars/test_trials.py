@@ -41,7 +41,7 @@ def verdicts_of(trials, *keys) -> dict[int, Verdict]:
 
 
 def stop_next_trial_of(trials, monkeypatch, client):
-    """Stops the process that gets this client's next grammar before it gets it; gives the list that the trial enters."""
+    """Stops the process that gets this client's next grammar, before it does; gives the list that the trial enters."""
     stopped: list = []
     begin = trials._try
 

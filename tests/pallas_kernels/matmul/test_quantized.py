@@ -1,6 +1,6 @@
 """Products with quantised matrices against float64 on the codes, for all in plain XLA, compiled for the CPU.
 
-The TPU's kernels are tests.pallas_kernels.products'.
+The kernels are tests.pallas_kernels.products' and hopper_products'.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from pallas_kernels.matmul.tpu import quantized as tpu
 from pallas_kernels.registry import KERNELS, kernel
 from pallas_kernels.tuning import TpuProducts
 
+# Kernels, which run in their interpreters.
+ELSEWHERE = (("quantized_matmul", "tpu"), ("quantized_grouped_matmul", "tpu"), ("quantized_matmul", "gpu"))
 IMPLEMENTATIONS = {
     kernel(*row): row[1]
     for row in KERNELS
-    if row[0] in ("quantized_matmul", "quantized_grouped_matmul") and row[1] != "tpu"
+    if row[0] in ("quantized_matmul", "quantized_grouped_matmul") and row not in ELSEWHERE
 }
 DENSE = {function: name for function, name in IMPLEMENTATIONS.items() if function.__name__ == "quantized_matmul"}
 GROUPED = {function: name for function, name in IMPLEMENTATIONS.items() if function not in DENSE}

@@ -291,7 +291,7 @@ async def test_large_messages_are_refused_without_work(chat_engine):
                 started = time.process_time()
                 code, _, fields = await refusal(call(sent))
                 assert code is grpc.StatusCode.INVALID_ARGUMENT and fields == [field if sent is data else "999"]
-                assert time.process_time() - started < 2, field
+                assert time.process_time() - started < 5, field
         code, details, fields = await refusal(call(unknown * 3_000_000))
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "not supported" in details and not fields
         long = pb.DetokenizeRequest(token_ids=[1] * 2_000_000)

@@ -235,4 +235,4 @@ def test_the_ring_is_bounded_and_cheap(report):
     assert len(told["requests"]) == num_seqs and told["steps"][-1]["num_rows"] == num_seqs
     microseconds = statistics.median(spent) * 1e6
     report(f"the timeline takes {microseconds:.1f} us of a step of {num_seqs} requests")
-    assert microseconds < 60
+    assert microseconds < 200

@@ -91,3 +91,10 @@ def tiles(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     columns = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((BOX_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, swizzle: int) -> Any:
+    """As `tiles`, with a swizzle of so many bytes."""
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((BOX_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)

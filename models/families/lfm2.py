@@ -1,0 +1,120 @@
+"""LFM2 (Liquid AI 2025, LFM2 Technical Report): gated short convolutions in most layers, attention with q/k norms in
+the others, and in LFM2-MoE experts behind some dense layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields
+from models.config.hf import FULL, hf_fields
+from models.config.state import ShortConvolution
+from models.families.llama import LAYER, LlamaForCausalLM, LlamaLayer
+from models.layers.attention import Attention
+from models.layers.mlp import GatedMLP
+from models.layers.moe import ExpertNames, MixtureOfExperts
+from models.layers.norm import RMSNorm
+from models.layers.short_conv import ShortConv
+from models.weights.declare import Source
+from models.weights.source import CheckpointNames
+
+CONV = "conv"
+MLP = f"{LAYER}.feed_forward"
+
+
+class Lfm2ForCausalLM(LlamaForCausalLM):
+    """Llama's layers with other names, and convolutions in most of them."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv.conv.weight",))
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        return hybrid_fields(fields, _ffn_size(fields))
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        parts = self.make_attention(layer, build), self.make_mlp(layer, build)
+        return LlamaLayer(self.config, *parts, build, norm_names=("operator_norm", "ffn_norm"))
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, attention = self.config, self.config.attention[layer]
+        size, eps = config.hidden_size, config.rms_norm_eps
+        if isinstance(attention.state, ShortConvolution):
+            return ShortConv(attention.state, size, source=f"{LAYER}.conv", build=build)
+        source = f"{LAYER}.self_attn"
+        names = "q_layernorm", "k_layernorm"
+        norms = [RMSNorm(attention.head_dim, eps, source=f"{source}.{name}", build=build) for name in names]
+        out = Source(f"{source}.out_proj", size)
+        return Attention(attention, size, eps=eps, source=source, build=build, out=out, qk_norms=norms)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        size, ffn = self.config.hidden_size, self.config.intermediate_size
+        gate_up, down = (Source(f"{MLP}.w1", ffn), Source(f"{MLP}.w3", ffn)), Source(f"{MLP}.w2", size)
+        return GatedMLP(size, ffn, source=MLP, gate_up=gate_up, down=down, build=build)
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, source="model.embedding_norm", build=build)
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """LFM2 with experts, which are picked with a correction bias."""
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        experts = ExpertsConfig(
+            num_experts=fields.integer("num_experts"),
+            num_per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("moe_intermediate_size"),
+            norm_weights=fields.boolean("norm_topk_prob", True),
+            dense_layers=tuple(range(fields.integer("num_dense_layers", 2, minimum=0))),
+            scoring_func="sigmoid",
+            correction_bias=fields.boolean("use_expert_bias", True),
+            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        )
+        return hybrid_fields(fields, fields.integer("intermediate_size")) | {"experts": experts}
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        assert self.config.experts is not None
+        if layer in self.config.experts.dense_layers:
+            return super().make_mlp(layer, build)
+        names = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="expert_bias")
+        return MixtureOfExperts(self.config, source=MLP, names=names, build=build)
+
+
+def hybrid_fields(fields: ConfigFields, ffn_size: int) -> dict[str, Any]:
+    """What both spell alike."""
+    fields.require(conv_bias=False)
+    fields = fields.with_defaults(rope_theta=1e6, intermediate_size=ffn_size)
+    shared = hf_fields(fields, eps="norm_eps", tied=fields.boolean("tie_embedding", True))
+    state = ShortConvolution(shared["hidden_size"], fields.integer("conv_L_cache", 3, minimum=2))
+    layers = zip(shared["attention"], _layer_kinds(fields), strict=True)
+    attention = (replace(each, rope=None, state=state) if kind == CONV else each for each, kind in layers)
+    return shared | {"attention": tuple(attention), "intermediate_size": ffn_size}
+
+
+def _ffn_size(fields: ConfigFields) -> int:
+    """Two thirds of what the file says, times a factor, rounded up, unless it says that it means what it says."""
+    size = fields.integer("block_ff_dim", None) or fields.integer("intermediate_size")
+    if not fields.boolean("block_auto_adjust_ff_dim", True):
+        return size
+    multiple = fields.integer("block_multiple_of", 256)
+    size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    return -(-size // multiple) * multiple
+
+
+def _layer_kinds(fields: ConfigFields) -> tuple[str, ...]:
+    """CONV or FULL for each layer: as `layer_types` lists them, else those in `full_attn_idxs` are FULL, or all."""
+    num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
+    if kinds is None:
+        full = fields.value("full_attn_idxs", None)
+        full = list(range(num_layers)) if full is None else full
+        if not isinstance(full, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in full):
+            raise fields.fail("full_attn_idxs", f"a list of layers from 0 to {num_layers - 1}")
+        return tuple(FULL if layer in full else CONV for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (FULL, CONV) for kind in kinds):
+        raise fields.fail("layer_types", f"a list of {num_layers} of {FULL}, {CONV}")
+    return tuple(kinds)

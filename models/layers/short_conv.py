@@ -1,0 +1,42 @@
+"""A gated short convolution (Liquid AI 2025, LFM2) in the place of attention: c * conv(b * x), all made of one product.
+
+What it leaves of a sequence is the window of the convolution.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.build import Build
+from models.cache import StateRows
+from models.config.state import ShortConvolution
+from models.layers.attention import StepInputs
+from models.layers.linear import Linear
+from models.weights.declare import ParamDecl, Source, declare, parts_of
+from pallas_kernels.state.conv import causal_conv
+
+
+class ShortConv(nnx.Module):
+    """Channels are split over devices as heads are."""
+
+    def __init__(self, state: ShortConvolution, hidden_size: int, *, source: str, build: Build):
+        channels = state.channels
+        inputs = parts_of(f"{source}.in_proj", channels, channels, channels)
+        self.inputs = Linear(hidden_size, inputs, axes=("embed", "heads"), build=build)
+        taps = ParamDecl(("heads", None), (Source(f"{source}.conv.weight", channels),), init_std=0.3)
+        self.conv = declare((channels, state.conv_kernel), build.dtype, taps)
+        out = (Source(f"{source}.out_proj", hidden_size),)
+        self.out = Linear(channels, out, axes=("heads", "embed"), build=build)
+
+    def __call__(
+        self, x: jax.Array, kept: tuple[jax.Array], rows: StateRows, step: StepInputs
+    ) -> tuple[jax.Array, tuple[jax.Array]]:
+        """x[T, D] -> [T, D], and the windows of StateArrays behind this step's tokens."""
+        with jax.named_scope("inputs"):
+            before, after, x = jnp.split(self.inputs(x, step.rows), 3, axis=1)
+        with jax.named_scope("causal_conv"):
+            mixed, windows = causal_conv(before * x, self.conv[...], kept[0], rows)
+        with jax.named_scope("out_proj"):
+            return self.out((after.astype(jnp.float32) * mixed).astype(x.dtype), step.rows), (windows,)

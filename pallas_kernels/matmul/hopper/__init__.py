@@ -1,0 +1,1 @@
+"""Matrix products on Hopper GPUs, in Mosaic GPU."""

@@ -1,0 +1,301 @@
+"""Rows times a quantised matrix on a Hopper GPU, in Mosaic GPU: codes are widened in registers, nowhere else.
+
+The product is made turned around, out^T [out, M] = codes^T x^T: the 64 rows of a wgmma are outputs, so that few rows
+cost few columns, and codes are its operand in registers, as in Machete (Neural Magic, 2024) and Marlin (Frantar et al.
+2024, arXiv:2408.11743). Codes are multiplied as they are, which bfloat16 and e4m3 hold exactly, and the float32 sum of
+each group of inputs is scaled ("promotion", DeepSeek-V3, arXiv:2412.19437): nothing is rounded but the result.
+Where both are e4m3 codes go into wgmma as they lie in shared memory.
+
+One warpgroup keeps a ring of tiles filled by TMA, two compute 64 outputs each. Where the tiles of the result are fewer
+than the card has multiprocessors, several CTAs share one: each adds up a part of the inputs, and XLA adds the parts.
+
+Codes are read as [out, in]: `models` stores them so on CUDA cards, where a transposition in the program is none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul import quantized_xla
+from pallas_kernels.matmul.hopper.shape import E4M3, OUTPUTS, Shape, why_xla
+from pallas_kernels.matmul.nibbles import row_parts
+from pallas_kernels.matmul.rounding import RoundedRows
+from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS, launch, swizzled, tiles
+from pallas_kernels.tuning import HopperProducts, card_of_trace, tuning_of
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["quantized_matmul", "why_xla"]
+
+PRODUCER = 2  # the warpgroup that loads
+PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
+MOST_SHARED_ROWS = 64  # of a tile, up to which 80 registers or so do for each thread
+
+
+def quantized_matmul(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    *,
+    dtype: Any,
+    out_dtype: Any,
+    sizes: HopperProducts | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """[M, out] in out_dtype; arguments as the public operation has checked them.
+
+    sizes: by default those of the table. interpret: see `mosaic_gpu.launch`.
+    """
+    num_scales, out = scales.shape
+    size = x.shape[1]
+    reason = why_xla(size, out, num_scales, codes.dtype, dtype)
+    if interpret is False and ((card := card_of_trace()) is None or not card.hopper):
+        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
+    if not reason and x_scales is not None and x_scales.shape[1] > num_scales:
+        reason = "rows have more scales than the matrix"
+    if reason:
+        _log_once(f"[{size}, {out}]: {reason}")
+        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
+    sizes = tuning_of("gpu").hopper_products if sizes is None else sizes
+    native = x.dtype == E4M3 == codes.dtype
+    has = zeros is not None, x_scales is not None
+    shape = Shape(x.shape[0], size, out, num_scales, codes.dtype, native, *has, out_dtype, sizes)
+    return _call(shape, x, x_scales, codes, scales, zeros, interpret)
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logger.info("a quantised product runs as plain XLA instead of the Mosaic GPU kernel: %s", reason)
+
+
+class _Refs(NamedTuple):
+    """Operands, the result and shared memory of the kernel. What a problem does not have is None."""
+
+    x: Any  # [packed * M, in / packed]
+    codes: Any  # [out, in / packed]
+    scales: Any  # f32 [n, out]
+    zeros: Any
+    row_sums: Any  # f32 [tiles * sums, M]
+    row_scales: Any  # f32 [n, M]
+    y: Any  # [splits, M, out tiles * OUTPUTS]
+    x_smem: Any  # [stages, packed * rows, columns]
+    codes_smem: Any  # [stages, OUTPUTS, columns]
+    scales_smem: Any  # f32 [stages, sums, OUTPUTS]
+    zeros_smem: Any
+    row_sums_smem: Any  # f32 [stages, sums, vector_rows]
+    row_scales_smem: Any
+    y_smem: Any  # [2, rows, 64]
+    full: Any
+    free: Any
+
+
+def _call(
+    shape: Shape,
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    interpret: Any,
+) -> jax.Array:
+    rows, padded, count = shape.rows, shape.row_tiles * shape.tile_rows, shape.num_scales
+    stages, sums, tile_rows = shape.stages, shape.sums, shape.tile_rows
+    row_scales = row_sums = None
+    if x_scales is not None:
+        row_scales = jnp.repeat(x_scales, count // x_scales.shape[1], axis=1).T
+    if zeros is not None:
+        values = x if x_scales is None else RoundedRows(x, x_scales).widened(jnp.float32)
+        row_sums = jnp.sum(values.astype(jnp.float32).reshape(rows, shape.input_tiles * shape.sums, -1), axis=2).T
+    x = x if shape.native else x.astype(jnp.bfloat16)
+    x = jnp.pad(x, ((0, padded - rows), (0, 0)))
+    parts = row_parts(x, codes.dtype)
+    if shape.packed == 2:
+        parts[1] = parts[1] * jnp.bfloat16(1 / 16)  # high codes are widened where they are, times 16
+    wide = padded - tile_rows + shape.vector_rows
+    vectors = [scales.astype(jnp.float32), zeros, _padded(row_sums, wide), _padded(row_scales, wide)]
+    operands = [jnp.concatenate(parts), codes.T, *(vector for vector in vectors if vector is not None)]
+
+    def smem(*sizes: int) -> Any:
+        return plgpu.SMEM((stages, sums, *sizes), jnp.float32)
+
+    of_codes = stages, OUTPUTS, shape.columns
+    scratch = [
+        swizzled((stages, shape.packed * tile_rows, shape.columns), shape.row_dtype, shape.swizzle),
+        swizzled(of_codes, codes.dtype, shape.swizzle) if shape.native else tiles(of_codes, codes.dtype),
+        smem(OUTPUTS),
+        smem(OUTPUTS) if shape.has_zeros else None,
+        smem(shape.vector_rows) if shape.has_zeros else None,
+        smem(shape.vector_rows) if shape.has_row_scales else None,
+        plgpu.SMEM((2, shape.stored_rows, WARPGROUP_ROWS), shape.stored_dtype),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=len(operands) + shape.packed - 1),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+    ]
+    outputs = [jax.ShapeDtypeStruct((shape.splits, padded, shape.out_tiles * OUTPUTS), shape.stored_dtype)]
+    there = [True, True, True, shape.has_zeros, shape.has_zeros, shape.has_row_scales, True]
+    there += [each is not None for each in scratch]
+
+    def body(*given: Any) -> None:
+        remaining = iter(given)
+        _body(shape, _Refs(*(next(remaining) if each else None for each in there)))
+
+    (y,) = launch(
+        body,
+        *operands,
+        name="quantized_matmul",
+        outputs=outputs,
+        scratch=[each for each in scratch if each is not None],
+        num_ctas=shape.row_tiles * shape.out_tiles * shape.splits,
+        num_warpgroups=3,
+        interpret=interpret,
+    )
+    y = y[0] if shape.splits == 1 else jnp.sum(y, axis=0)
+    whole = shape.out // OUTPUTS * OUTPUTS
+    if whole != shape.out:  # the last tile has some of what is in the one before
+        y = jnp.concatenate([y[:, :whole], y[:, whole + OUTPUTS - (shape.out - whole) :]], axis=1)
+    return y[:rows].astype(shape.out_dtype)
+
+
+def _padded(vector: jax.Array | None, size: int) -> jax.Array | None:
+    return None if vector is None else jnp.pad(vector, ((0, 0), (0, size - vector.shape[1])))
+
+
+def _body(shape: Shape, refs: _Refs) -> None:
+    warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
+    # Neighbours share a tile of codes.
+    row_tile, rest = lax.rem(cta, jnp.int32(shape.row_tiles)), lax.div(cta, jnp.int32(shape.row_tiles))
+    split, out_tile = lax.rem(rest, jnp.int32(shape.splits)), lax.div(rest, jnp.int32(shape.splits))
+    first = split * shape.per_split
+    count = jnp.minimum(shape.input_tiles - first, shape.per_split)
+
+    # Registers are dealt out anew where they are scarce; else CTAs share a multiprocessor.
+    scarce = shape.tile_rows > MOST_SHARED_ROWS
+
+    @pl.when(warpgroup == PRODUCER)
+    def _():
+        if scarce:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        _load(shape, refs, row_tile, out_tile, first, count)
+
+    @pl.when(warpgroup < PRODUCER)
+    def _():
+        if scarce:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        total = _multiply(shape, refs, warpgroup, count)
+        _store(shape, refs, total, warpgroup, split, row_tile, out_tile)
+
+
+def _load(shape: Shape, refs: _Refs, row_tile, out_tile, first, count) -> None:
+    """Bring `count` tiles from the `first` on, as far ahead as there is room."""
+    stages, padded = shape.stages, shape.row_tiles * shape.tile_rows
+    start = jnp.minimum(out_tile * (OUTPUTS // 8), (shape.out - OUTPUTS) // 8) * 8
+    outputs, own_rows = pl.ds(start, OUTPUTS), pl.ds(row_tile * shape.tile_rows, shape.vector_rows)
+
+    def load(step, carry):
+        slot, tile = lax.rem(step, jnp.int32(stages)), first + step
+        full, columns = refs.full.at[slot], pl.ds(tile * shape.columns, shape.columns)
+
+        @pl.when(step >= stages)
+        def _():
+            plgpu.barrier_wait(refs.free.at[slot])
+
+        plgpu.copy_gmem_to_smem(refs.codes.at[outputs, columns], refs.codes_smem.at[slot], full)
+        for part in range(shape.packed):
+            rows = pl.ds(part * padded + row_tile * shape.tile_rows, shape.tile_rows)
+            place = pl.ds(part * shape.tile_rows, shape.tile_rows)
+            plgpu.copy_gmem_to_smem(refs.x.at[rows, columns], refs.x_smem.at[slot, place], full)
+        groups = pl.ds(lax.div(tile * shape.inputs, jnp.int32(shape.group)), shape.sums)
+        for source, target, part in (
+            (refs.scales, refs.scales_smem, (groups, outputs)),
+            (refs.zeros, refs.zeros_smem, (groups, outputs)),
+            (refs.row_sums, refs.row_sums_smem, (pl.ds(tile * shape.sums, shape.sums), own_rows)),
+            (refs.row_scales, refs.row_scales_smem, (groups, own_rows)),
+        ):
+            if source is not None:
+                plgpu.copy_gmem_to_smem(source.at[part], target.at[slot], full)
+        return carry
+
+    lax.fori_loop(0, count, load, jnp.int32(0))
+    # Every arrival must be observed before the CTA ends.
+    for slot in range(stages):
+
+        @pl.when(slot < count)
+        def _(slot=slot):
+            plgpu.barrier_wait(refs.free.at[slot])
+
+
+def _multiply(shape: Shape, refs: _Refs, warpgroup, count):
+    """f32 [64, rows]: the sum over `count` tiles of inputs, scaled, of the warpgroup's outputs."""
+    own, columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), shape.columns // shape.sums
+    area, rows_of_tile = (WARPGROUP_ROWS, shape.tile_rows), pl.ds(0, shape.tile_rows)
+
+    def add(step, total):
+        slot = lax.rem(step, jnp.int32(shape.stages))
+        plgpu.barrier_wait(refs.full.at[slot])
+        codes = refs.codes_smem.at[slot, own]
+        factors = [] if shape.native else _widened(codes[...])
+        for index in range(shape.sums):
+            begin = index * columns
+
+            def multiply(accumulator, begin=begin):
+                each = pl.ds(begin, columns)
+                for part in range(shape.packed):
+                    rows = refs.x_smem.at[slot, pl.ds(part * shape.tile_rows, shape.tile_rows), each]
+                    factor = codes.at[:, each] if shape.native else factors[part][:, begin : begin + columns]
+                    plgpu.wgmma(accumulator, factor, rows.transpose((1, 0)))
+                return accumulator[...]
+
+            y = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(area, jnp.float32))
+            y = y * _by_output(refs.scales_smem[slot, index, own], area)
+            if refs.row_scales_smem is not None:
+                y = y * _by_row(refs.row_scales_smem[slot, index, rows_of_tile], area)
+            if refs.zeros_smem is not None:
+                sums = _by_row(refs.row_sums_smem[slot, index, rows_of_tile], area)
+                y = y - _by_output(refs.zeros_smem[slot, index, own], area) * sums
+            total = total + y
+        plgpu.barrier_arrive(refs.free.at[slot])
+        return total
+
+    return lax.fori_loop(0, count, add, jnp.zeros(area, jnp.float32))
+
+
+def _by_output(vector, area):
+    return lax.broadcast_in_dim(vector, area, [0])
+
+
+def _by_row(vector, area):
+    return lax.broadcast_in_dim(vector, area, [1])
+
+
+def _widened(codes) -> list[Any]:
+    """Codes [64, columns] as bfloat16 factors of one product after the other; of pairs the high ones times 16."""
+    if codes.dtype == jnp.uint8:
+        low = lax.bitcast_convert_type((codes & 15) ^ 8, jnp.int8).astype(jnp.bfloat16) - jnp.bfloat16(8)
+        return [low, lax.bitcast_convert_type(codes & 0xF0, jnp.int8).astype(jnp.bfloat16)]
+    if codes.dtype == E4M3:
+        codes = codes.astype(jnp.float16)  # what the card converts it to
+    return [codes.astype(jnp.bfloat16)]
+
+
+def _store(shape: Shape, refs: _Refs, total, warpgroup, split, row_tile, out_tile) -> None:
+    """Turn the warpgroup's part of a tile around, and send it."""
+    outputs = pl.ds(out_tile * OUTPUTS + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    for first in range(0, shape.tile_rows, shape.stored_rows):
+        count = min(shape.stored_rows, shape.tile_rows - first)
+        plgpu.wait_smem_to_gmem(0)
+        target = refs.y_smem.at[warpgroup, pl.ds(0, count)]
+        piece = total[:, first : first + count].astype(shape.stored_dtype)
+        target.transpose((1, 0))[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        rows = pl.ds(row_tile * shape.tile_rows + first, count)
+        plgpu.copy_smem_to_gmem(target, refs.y.at[split, rows, outputs])
+    plgpu.wait_smem_to_gmem(0)

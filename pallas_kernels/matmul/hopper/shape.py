@@ -1,0 +1,142 @@
+"""Which products with a quantised matrix a Hopper kernel takes, and how it cuts one into tiles: arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.matmul.nibbles import per_byte
+from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES, WARPGROUP_ROWS
+from pallas_kernels.tuning import HopperProducts
+
+OUTPUTS = 2 * WARPGROUP_ROWS  # of a tile: two warpgroups compute
+STORED_ROWS = 64  # of the result that are staged in shared memory at a time
+RESERVED_BYTES = 4 * 1024  # of shared memory: barriers
+# Inputs of a tile, and the smallest group of them that one wgmma has.
+TILES, SMALLEST = (128, 64), {"uint8": 32, "int8": 16, "float8_e4m3fn": 32}
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+
+
+def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
+    """Why a matrix [size, out] with `num_scales` scales along its inputs is XLA's, "" if the kernel takes it."""
+    name = jnp.dtype(codes).name
+    if dtype != jnp.bfloat16:
+        return f"the kernel widens to bfloat16, not {jnp.dtype(dtype).name}"
+    if num_scales == 1 and name != "uint8":
+        return "with one scale a channel XLA's product is as good"
+    inputs = tile_inputs(size)
+    if not inputs:
+        return f"{size} inputs are no multiple of {TILES[-1]}"
+    group = size // num_scales
+    if group < SMALLEST[name] or (inputs % group and group % inputs):
+        return f"groups of {group} inputs do not fit into tiles of {inputs}"
+    if out < OUTPUTS or out % 8:
+        return f"{out} outputs are fewer than {OUTPUTS} or no multiple of 8"
+    return ""
+
+
+def tile_inputs(size: int) -> int:
+    """Inputs of a tile of a matrix with `size` of them, 0 where none divides them."""
+    return next((inputs for inputs in TILES if size % inputs == 0), 0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernel is compiled for."""
+
+    rows: int
+    size: int
+    out: int
+    num_scales: int
+    codes: Any
+    native: bool  # codes go into wgmma as they are
+    has_zeros: bool
+    has_row_scales: bool
+    out_dtype: Any
+    sizes: HopperProducts
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return min(-(-self.rows // 8) * 8, self.sizes.rows)
+
+    @property
+    def vector_rows(self) -> int:
+        """Of a vector with an entry a row in shared memory: TMA writes to multiples of 128 bytes."""
+        return -(-self.tile_rows // 32) * 32
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // self.tile_rows)
+
+    @property
+    def out_tiles(self) -> int:
+        """The last one begins where it must to end with the matrix."""
+        return -(-self.out // OUTPUTS)
+
+    @property
+    def inputs(self) -> int:
+        return tile_inputs(self.size)
+
+    @property
+    def input_tiles(self) -> int:
+        return self.size // self.inputs
+
+    @property
+    def packed(self) -> int:
+        """Codes in a byte, and parts that rows come in: of every `packed`-th input each."""
+        return per_byte(self.codes)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile of codes, and of a part of rows."""
+        return self.inputs // self.packed
+
+    @property
+    def group(self) -> int:
+        return self.size // self.num_scales
+
+    @property
+    def sums(self) -> int:
+        """Sums of a tile that are scaled by themselves."""
+        return max(self.inputs // self.group, 1)
+
+    @property
+    def row_dtype(self) -> Any:
+        return E4M3 if self.native else jnp.dtype(jnp.bfloat16)
+
+    @property
+    def swizzle(self) -> int:
+        """Of rows in shared memory, in bytes: its columns are those of a sum, or a part of them."""
+        return min(128, self.columns // self.sums * self.row_dtype.itemsize)
+
+    @property
+    def per_split(self) -> int:
+        """Tiles of inputs that a CTA adds up."""
+        splits = max(self.sizes.num_ctas // (self.row_tiles * self.out_tiles), 1)
+        splits = min(splits, max(self.input_tiles // self.sizes.least_tiles, 1))
+        return -(-self.input_tiles // splits)
+
+    @property
+    def splits(self) -> int:
+        return -(-self.input_tiles // self.per_split)
+
+    @property
+    def stored_rows(self) -> int:
+        return min(self.tile_rows, STORED_ROWS)
+
+    @property
+    def stored_dtype(self) -> Any:
+        return jnp.dtype(jnp.float32 if self.splits > 1 else self.out_dtype)
+
+    @property
+    def stages(self) -> int:
+        """Tiles in flight; shared memory holds three of the largest there are."""
+        of_rows = self.vector_rows * (self.has_zeros + self.has_row_scales)
+        vectors = self.sums * (OUTPUTS * (1 + self.has_zeros) + of_rows)
+        rows = self.tile_rows * self.columns * self.packed * self.row_dtype.itemsize
+        stage = OUTPUTS * self.columns + rows + 4 * vectors
+        room = SHARED_MEMORY_BYTES - RESERVED_BYTES - OUTPUTS * self.stored_rows * self.stored_dtype.itemsize
+        return min(room // stage, self.sizes.stages, self.per_split)

@@ -1,0 +1,183 @@
+"""A draft model changes no token, and one that is the model itself is always right: positions, noise, keys and values
+are then those of the model, wherever a prompt is cut, a prefix is found again, or a request begins anew."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxengine import LLM
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.config.speculation import DRAFT_MODEL, SpeculativeConfig
+from models.registry import read_hf
+from tests.fixtures.drawn_weights import checkpoint
+from tests.jaxengine.engine.test_speculation import assert_same, force, make_folder, workload
+from tests.sharding.parallel_cases import OPTIONS
+from tests.sharding.parallel_models import DENSE
+
+# Another shape of everything but the vocabulary.
+SMALL = DENSE | {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+# The model and who drafts for it, of the recorded checkpoints, whose vocabularies are all the same.
+PAIRS = (
+    *(("llama", "llama"), ("gemma2", "gemma2"), ("gemma3", "gemma3"), ("gpt_oss", "gpt_oss"), ("phi3", "phi3")),
+    *(("deepseek_v3", "deepseek_v3"), ("qwen3_moe", "qwen3_moe"), ("exaone4", "exaone4")),
+    *(("llama", "gemma2"), ("gemma3", "qwen3"), ("deepseek_v3", "llama"), ("qwen3_moe", "deepseek_v3")),
+)
+KNOWN = {"skip_tokenizer_init": True, "load_format": "auto", "num_gpu_blocks_override": 60}
+
+
+def drafted(llm) -> tuple[int, np.ndarray]:
+    """Drafts so far, and those that were right by their place."""
+    drafts = llm.core.engine.stats.drafts
+    return drafts.num_tokens, drafts.accepted.copy()
+
+
+def accepted_share(llm, prompts, params, expected) -> float:
+    """Of the drafts that are made for these prompts, which must be many; what comes out must be as expected."""
+    before, right = drafted(llm)
+    assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
+    after, right_after = drafted(llm)
+    assert after - before > 64
+    return float((right_after - right).sum()) / (after - before)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory, executables_dir):
+    return OPTIONS | {
+        "model": make_folder(tmp_path_factory.mktemp("target")),
+        "compile_cache_dir": executables_dir,
+        "num_gpu_blocks_override": 40,
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(options):
+    return LLM(**options)
+
+
+@pytest.fixture(scope="module")
+def own(options, thorough):
+    """Drafted by the model itself: weights of the same seed."""
+    count = 7 if thorough else 3
+    return LLM(**options, speculative_config={"model": options["model"], "num_speculative_tokens": count})
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(plain, own, thorough):
+    for temperature in (0.0, 0.7, 1.0) if thorough else (0.7,):
+        prompts, params = workload(temperature)
+        expected = plain.generate(prompts, params, use_tqdm=False)
+        for width in (2, 4, 8, None) if thorough else (8, 2):
+            force(own, width)
+            own.reset_prefix_cache()
+            for _ in range(2):  # the second time with known prefixes
+                share = accepted_share(own, prompts, params, expected)
+                assert share >= 0.99, (temperature, width, share)
+    metrics = {metric.name: metric.value for metric in own.get_metrics()}
+    assert metrics["jaxengine:compilations_since_ready"] == 0
+    assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:prefix_cache_hits"] > 0
+    assert max(len(prompt["prompt_token_ids"]) for prompt in prompts) > OPTIONS["max_num_batched_tokens"]
+    assert own.core.engine.scheduler.num_free_pages == 40
+
+
+def test_memory_is_planned_for_both(plain, own):
+    (stage,) = own.core.runner._stages
+    (alone,) = plain.core.runner._stages
+    assert own.core.runner.plan.page_bytes == 2 * plain.core.runner.plan.page_bytes == 2 * alone.page_bytes
+    assert own.core.runner.plan.weights == 2 * plain.core.runner.plan.weights
+    assert stage.drafter._kv.num_pages == stage._kv.num_pages
+    assert not own.core.runner.keeps_history
+
+
+def test_steps_without_drafts_are_the_same_forward_passes(plain, own):
+    (alone,), (stage,) = plain.core.runner._stages, own.core.runner._stages
+    for bucket in plain.core.runner.buckets:
+        programs = [each.programs.forward(bucket, each._params, each._kv_shapes) for each in (alone, stage)]
+        assert repr(programs[0].arguments) == repr(programs[1].arguments) and programs[0].name == programs[1].name
+        assert alone.programs.description == stage.programs.description
+
+
+def test_a_model_that_is_mostly_wrong_changes_nothing(plain, options, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    drafting = LLM(**options, speculative_config={"model": str(tmp_path), "num_speculative_tokens": 1})
+    force(drafting, 2)
+    prompts, params = workload(0.7)
+    share = accepted_share(drafting, prompts, params, plain.generate(prompts, params, use_tqdm=False))
+    assert 0 < share < 0.8
+
+
+@pytest.mark.thorough("minutes of compiling")
+@pytest.mark.parametrize(("target", "draft"), PAIRS)
+def test_families(target, draft, executables_dir):
+    options = OPTIONS | KNOWN | {"model": str(checkpoint(target)), "compile_cache_dir": executables_dir}
+    plain = LLM(**options)
+    for count in (1, 3, 7):
+        chosen = {"method": "draft_model", "model": str(checkpoint(draft)), "num_speculative_tokens": count}
+        drafting = LLM(**options, speculative_config=chosen)
+        force(drafting, 8 if count == 7 else None)
+        for temperature in (0.0, 0.7, 1.0):
+            prompts, params = workload(temperature, 100, text=False)
+            expected = plain.generate(prompts, params, use_tqdm=False)
+            share = accepted_share(drafting, prompts, params, expected)
+            assert share >= 0.99 or target != draft, (count, temperature, share)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"method": "draft_model"}, "draft_model' without a model; name it in speculative_config.model"),
+        ({"model": "x", "prompt_lookup_max": 3}, "prompt_lookup_max is 3, and 'draft_model' has no prompt_lookup_max"),
+        ({"method": "ngram", "revision": "main"}, "revision is 'main', and 'ngram' has no revision"),
+        ({"model": 3}, "speculative_config.model is 3; allowed: a text"),
+    ],
+)
+def test_bad_options_are_refused(chosen, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        EngineConfig(speculative_config=chosen | {"num_speculative_tokens": 2})
+    assert error.value.param.partition(".")[0] == "speculative_config"
+
+
+def test_a_model_without_a_method_is_a_draft_model():
+    read = EngineConfig.from_options(speculative_model="org/small", num_speculative_tokens=2).speculative_config
+    assert read == SpeculativeConfig(DRAFT_MODEL, 2, model="org/small") and read.has_model
+    assert read == SpeculativeConfig.read({"method": "draft_model", "model": "org/small", "num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, and a draft model runs beside one stage alone"),
+        ({"draft": 2}, "draft_tensor_parallel_size is 2; allowed: 1, tensor_parallel_size"),
+        ({"sliding_window": 8}, "gives keys back that a draft model needs; give disable_hybrid_kv_cache_manager"),
+        ({"nnodes": 2}, "nnodes is 2"),
+    ],
+)
+def test_engines_without_draft_models_say_why(options, said):
+    chosen = {"model": "x", "num_speculative_tokens": 2}
+    if "draft" in options:
+        chosen["draft_tensor_parallel_size"] = options.pop("draft")
+    window = options.pop("sliding_window", None)
+    name = "MistralForCausalLM" if window else "LlamaForCausalLM"
+    model = read_hf(DENSE | {"architectures": [name], "sliding_window": window})
+    config = EngineConfig(speculative_config=chosen, **options)
+    with pytest.raises(ConfigError, match=said):
+        config.resolved(model, PLATFORMS["cpu"])
+    if window:
+        EngineConfig(speculative_config=chosen, disable_hybrid_kv_cache_manager=True).resolved(model, PLATFORMS["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ("llama", "has a vocabulary of 128 tokens, and LlamaForCausalLM one of 300; name a text model"),
+        ("qwen3_next", "keeps states of sequences, which cannot go back"),
+        ("nowhere/at/all", "speculative_config.model: there is no model at 'nowhere"),
+    ],
+)
+def test_models_that_cannot_draft_are_refused(draft, said, options):
+    target = {"model": str(checkpoint("llama"))} if draft == "qwen3_next" else {}
+    path = draft if "/" in draft else str(checkpoint(draft))
+    with pytest.raises(ConfigError, match=said):
+        LLM(**options | target, speculative_config={"model": path, "num_speculative_tokens": 2})

@@ -1,0 +1,72 @@
+"""Products with quantised matrices as Hopper kernels, interpreted, against float64 on the codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference
+from pallas_kernels.matmul.hopper.shape import why_xla
+from pallas_kernels.tuning import HopperProducts
+from tests.pallas_kernels.implementations import Implementation
+from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
+from tests.pallas_kernels.products import E4M3, Product, rows_of, run
+
+# Nothing is rounded but sums, in float32.
+ERROR = 2e-6
+ROUNDED = 2e-3  # of a result in bfloat16
+# Rings that go round and tiles of few rows in small problems, inputs of a tile of the result on one CTA, and on many.
+_SMALL, _SPLIT = HopperProducts(num_ctas=1, rows=16, stages=2), HopperProducts(num_ctas=8, stages=2, least_tiles=1)
+_WIDE = HopperProducts(num_ctas=1, rows=128, stages=2)
+
+QUICK = {
+    "one row, inputs split": Product(1, 512, 136, 64, "uint8", True, sizes=_SPLIT),
+    "pairs in groups of 32, tiles of 64": Product(20, 192, 128, 32, "uint8", sizes=_SMALL),
+    "a group of several tiles": Product(5, 512, 136, 256, "uint8", True, "int8", sizes=_SMALL),
+    "int8 in groups of 32": Product(40, 384, 128, 32, "int8", sizes=_SMALL),
+    "int8 rows by coarser groups": Product(5, 384, 136, 64, "int8", True, "int8", 128, sizes=_SMALL),
+    "e4m3 widened": Product(9, 384, 128, 128, E4M3, sizes=_SMALL),
+    "e4m3 as it is": Product(20, 384, 264, 128, E4M3, False, E4M3, 128, sizes=_SMALL),
+    "a whole tile of rows": Product(100, 384, 128, 128, "uint8", True, sizes=_WIDE),
+}
+MORE = {
+    "a scale a channel": Product(8, 256, 136, 256, "uint8", sizes=_SMALL),
+    "e4m3 as it is, groups of 64": Product(8, 256, 136, 64, E4M3, False, E4M3, 128, sizes=_SMALL),
+    "e4m3 as it is, groups of 32": Product(8, 256, 136, 32, E4M3, False, E4M3, sizes=_SMALL),
+    "e4m3 as it is, wide rows": Product(300, 384, 264, 128, E4M3, False, E4M3, 128, sizes=_WIDE),
+    "int8 in groups of 16": Product(8, 128, 136, 16, "int8", sizes=_SMALL),
+    "int8 rows, e4m3 codes": Product(5, 256, 128, 128, E4M3, False, "int8", sizes=_SMALL),
+    "e4m3 rows, pairs": Product(5, 256, 128, 128, "uint8", True, E4M3, sizes=_SMALL),
+    "one tile of inputs": Product(8, 64, 128, 64, "uint8", True, sizes=_SPLIT),
+    "splits of unequal length": Product(8, 896, 128, 128, "uint8", sizes=HopperProducts(num_ctas=3, least_tiles=1)),
+    "table's sizes": Product(33, 1024, 520, 128, "uint8", True, sizes=HopperProducts()),
+}
+THOROUGH = {
+    f"{rows} rows, groups of {group}, {codes}{' with zeros' * zeros}": Product(
+        rows, size, 392, group, codes, zeros, sizes=HopperProducts(num_ctas=8)
+    )
+    for rows in (1, 16, 64, 65, 513, 2048)
+    for group, size in ((32, 320), (64, 576), (128, 640))
+    for codes, zeros in (("uint8", True), ("uint8", False), ("int8", False), (E4M3, False))
+}
+# Of results that are stored as they leave the kernel, and of parts that are added up before.
+IN_BFLOAT16 = ("pairs in groups of 32, tiles of 64", "splits of unequal length")
+PRODUCTS = QUICK | MORE | THOROUGH
+
+
+def hopper_product(name: str, implementation: Implementation) -> None:
+    case = PRODUCTS[name]
+    num_scales = case.size // case.group
+    assert not why_xla(case.size, case.out, num_scales, case.codes, np.dtype("bfloat16")), "the kernel does not take it"
+    rng = np.random.default_rng(case.rows * case.size)
+    matrix = matrix_of(rng, case.size, case.out, num_scales, case.codes, case.zeros)
+    rows, x = rows_of(rng, case)
+    given: Any = [None if m is None else np.asarray(m) for m in matrix]
+    exact = reference.quantized_matmul(x, *given)
+    operands = *rows, stored(matrix[0], case.codes), *matrix[1:]
+    for out_dtype, allowed in ((jnp.float32, ERROR), (jnp.bfloat16, ROUNDED)):
+        if out_dtype == jnp.float32 or name in IN_BFLOAT16:
+            got = run("quantized_matmul", name, case, operands, implementation, out_dtype)
+            assert error(got, exact) < allowed, f"{error(got, exact):.1e}, not {allowed}"

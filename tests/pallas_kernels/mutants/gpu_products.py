@@ -1,0 +1,150 @@
+"""Faults of the Hopper kernel for products with quantised matrices."""
+
+from __future__ import annotations
+
+from tests.pallas_kernels.mutants.mutant import Mutant
+from tests.pallas_kernels.worker import Job
+
+SECONDS = 45
+
+_KERNEL, _SHAPE = "matmul/hopper/quantized", "matmul/hopper/shape"
+
+
+def _on(*cases: str) -> tuple[Job, ...]:
+    return tuple(("hopper_product", "mgpu", case) for case in cases)
+
+
+_PAIRS, _SPLIT = _on("pairs in groups of 32, tiles of 64"), _on("one row, inputs split")
+_WIDE_GROUP, _NATIVE = _on("a group of several tiles"), _on("e4m3 as it is")
+_COARSER, _TILE = _on("int8 rows by coarser groups"), _on("a whole tile of rows")
+_BYTES = _on("int8 in groups of 32")
+
+MUTANTS = [
+    Mutant(
+        "scales shifted by a group",
+        _KERNEL,
+        "groups = pl.ds(lax.div(tile * shape.inputs, jnp.int32(shape.group)), shape.sums)",
+        "groups = pl.ds(jnp.maximum(lax.div(tile * shape.inputs, jnp.int32(shape.group)) - 1, 0), shape.sums)",
+        _NATIVE,
+    ),
+    Mutant(
+        "scales of the tile's first group for all",
+        _KERNEL,
+        "refs.scales_smem[slot, index, own]",
+        "refs.scales_smem[slot, 0, own]",
+        _BYTES,
+    ),
+    Mutant(
+        "sums not scaled",
+        _KERNEL,
+        "            y = y * _by_output(refs.scales_smem[slot, index, own], area)\n",
+        "",
+        _BYTES,
+    ),
+    Mutant(
+        "zeros of the tile's first group for all",
+        _KERNEL,
+        "refs.zeros_smem[slot, index, own]",
+        "refs.zeros_smem[slot, 0, own]",
+        _SPLIT,
+    ),
+    Mutant(
+        "zeros once more for each tile of a group",
+        _KERNEL,
+        "pl.ds(tile * shape.sums, shape.sums), own_rows",
+        "groups, own_rows",
+        _WIDE_GROUP,
+    ),
+    Mutant(
+        "scales of rows dropped",
+        _KERNEL,
+        "                y = y * _by_row(refs.row_scales_smem[slot, index, rows_of_tile], area)\n",
+        "                y = y * 1\n",
+        _NATIVE,
+    ),
+    Mutant(
+        "scales of rows not repeated in order",
+        _KERNEL,
+        "jnp.repeat(x_scales, count // x_scales.shape[1], axis=1)",
+        "jnp.tile(x_scales, (1, count // x_scales.shape[1]))",
+        _COARSER,
+    ),
+    Mutant(
+        "sums of rows without their scales",
+        _KERNEL,
+        "values = x if x_scales is None else RoundedRows",
+        "values = x if x_scales is not None else RoundedRows",
+        _COARSER,
+    ),
+    Mutant("low codes without a sign", _KERNEL, "(codes & 15) ^ 8", "codes & 15", _PAIRS),
+    Mutant("high codes times 16", _KERNEL, "parts[1] * jnp.bfloat16(1 / 16)", "parts[1] * jnp.bfloat16(1)", _PAIRS),
+    Mutant(
+        "low and high codes change places",
+        _KERNEL,
+        "factors[part][:, begin",
+        "factors[shape.packed - 1 - part][:, begin",
+        _PAIRS,
+    ),
+    Mutant("every group the first's columns", _KERNEL, "begin = index * columns", "begin = 0", _BYTES),
+    Mutant(
+        "last tile at its own place and not at the end",
+        _KERNEL,
+        "y[:, whole + OUTPUTS - (shape.out - whole) :]",
+        "y[:, whole : shape.out]",
+        _SPLIT,
+    ),
+    Mutant(
+        "every tile of rows the first's",
+        _KERNEL,
+        "rows = pl.ds(part * padded + row_tile * shape.tile_rows, shape.tile_rows)",
+        "rows = pl.ds(part * padded, shape.tile_rows)",
+        _PAIRS,
+    ),
+    Mutant(
+        "every split the first's inputs",
+        _KERNEL,
+        "first = split * shape.per_split",
+        "first = split * 0",
+        _SPLIT,
+    ),
+    Mutant(
+        "an input tile too few",
+        _SHAPE,
+        "return -(-self.input_tiles // self.per_split)",
+        "return self.input_tiles // self.per_split",
+        _on("splits of unequal length"),
+    ),
+    Mutant(
+        "tiles not waited for",
+        _KERNEL,
+        "        plgpu.barrier_wait(refs.full.at[slot])\n",
+        "",
+        _BYTES,
+    ),
+    Mutant("tiles overwritten early", _KERNEL, "@pl.when(step >= stages)", "@pl.when(step < 0)", _BYTES),
+    Mutant(
+        "tiles handed back before they are read",
+        _KERNEL,
+        "        codes = refs.codes_smem.at[slot, own]\n",
+        "        plgpu.barrier_arrive(refs.free.at[slot])\n        codes = refs.codes_smem.at[slot, own]\n",
+        _BYTES,
+    ),
+    Mutant("result not committed", _KERNEL, "        plgpu.commit_smem()\n", "", _TILE),
+    Mutant(
+        "result overwritten as it leaves",
+        _KERNEL,
+        "        plgpu.wait_smem_to_gmem(0)\n        target",
+        "        target",
+        _TILE,
+    ),
+    Mutant(
+        "result still leaving at the end", _KERNEL, "outputs])\n    plgpu.wait_smem_to_gmem(0)\n", "outputs])\n", _TILE
+    ),
+    Mutant(
+        "second part of a tile of rows the first's",
+        _KERNEL,
+        "total[:, first : first + count]",
+        "total[:, :count]",
+        _TILE,
+    ),
+]
