@@ -12,6 +12,8 @@ from jaxengine.media.errors import MediaError
 
 # Frames of a file, sampled or not: each must be decoded for those behind it.
 MAX_SOURCE_FRAMES = 100_000
+# Frames that the largest video is taken to have: as many as are sampled where nobody says.
+LARGEST_FRAMES = 32
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,5 @@
-"""InternVL 3 (Zhu et al. 2025, arXiv:2504.10479), as transformers stores it: a Qwen that sees tiles of pictures."""
+"""InternVL 3 (Zhu et al. 2025, arXiv:2504.10479), as transformers stores it: a Qwen that sees tiles of pictures, and
+frames of videos."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Norms over all heads, and scales; a projection that keeps its weight whole.
-CASES = ("internvl_rms_vision", "gemma3_sees_vision")
+# Norms over all heads, and scales; a projection that keeps its weight whole; heads that turn.
+CASES = ("internvl_rms_vision", "gemma3_sees_vision", "llama4_sees_vision")
 
 
 def compare(name: str) -> None:
@@ -73,7 +73,7 @@ def compare(name: str) -> None:
             assert (True in parts) == split, f"{layout} {split}"
 
 
-@pytest.mark.thorough("compiles ten programs for four devices")
+@pytest.mark.thorough("compiles fifteen programs for four devices")
 def test_devices_share_weights_or_have_pictures_of_their_own():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

@@ -1,4 +1,5 @@
-"""InternVL's pictures: stretched to the tiling whose shape is nearest, and once more as a whole."""
+"""InternVL's pictures: stretched to the tiling whose shape is nearest, and once more as a whole. Frames of videos are
+stretched to one tile each, and numbered in a prompt."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.processor import Processed
+from jaxengine.media.frames import LARGEST_FRAMES
+from jaxengine.media.processor import Processed, check_room
+from jaxengine.media.processors.grids import check_ratio
 from jaxengine.media.processors.llava import CLIP_MEAN, CLIP_STD
+from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, check_options, check_pictures, read_settings
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
-from models.config.fields import ConfigFields
+from models.config.fields import ConfigFields, ModelConfigError
 from models.weights.files import read_object
 
 _BICUBIC = 3
@@ -33,6 +37,7 @@ class InternVLProcessor(UnitProcessor):
         "min_patches": 1,
         "max_patches": 12,
     }
+    modalities: tuple[str, ...] = ("image", "video")
     needs_tokenizer = True
     min_tiles: int
     max_tiles: int
@@ -42,6 +47,20 @@ class InternVLProcessor(UnitProcessor):
         named = read_object(folder, "tokenizer_config.json") or {}
         names = [str(named.get(f"{end}_image_token") or text) for end, text in (("start", "<img>"), ("end", "</img>"))]
         self.start, self.end = (tokenizer.encode(name, add_special_tokens=False) for name in names)
+        video = tokenizer.encode(str(named.get("video_token") or "<video>"), add_special_tokens=False)
+        self.video_id = video[0]
+        if len(video) != 1 or not self._makes_videos_alike(Path(folder)):
+            self.modalities = ("image",)
+
+    def _makes_videos_alike(self, folder: Path) -> bool:
+        """Whether frames of videos become what pictures do, as the checkpoint says; else it takes none."""
+        _, found = read_settings(folder, VIDEOS, IMAGES)
+        fields = found.with_defaults(**self.defaults)
+        try:
+            size = read_size(fields, "size", ("height", "width"))
+            return Pixels.read(fields) == self.pixels and set(size.values()) == {self.side}
+        except ModelConfigError:
+            return False
 
     def read_settings(self, fields: ConfigFields) -> None:
         size = read_size(fields, "size", ("height", "width"))
@@ -57,6 +76,34 @@ class InternVLProcessor(UnitProcessor):
 
     def placeholder_id(self) -> int:
         return self.token_id("image_token_id")
+
+    def placeholder_id_of(self, modality: str) -> int:
+        return self.video_id if modality == "video" else self.placeholder_id()
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        if modality == "image":
+            return super().process(modality, value, options, most)
+        check_options(options, self.option_names())
+        frames = getattr(value, "frames", value)
+        check_pictures(modality, frames, self.modalities, 4)
+        check_ratio(*frames.shape[1:3])
+        check_room(modality, len(frames) * self.tower.vit.num_patches, most)
+        units = [self.pixels.resized(frame, self.side, self.side) for frame in frames]
+        return self._processed(self._cut(units), 1, len(units))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        if modality == "image":
+            return super().largest(modality, size)
+        return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
+
+    def video_pieces(self, item: Processed) -> list[int]:
+        each = self.tower.unit // self.tower.merge
+        pieces = []
+        for frame in range(item.num_rows // each):
+            text = f"\nFrame{frame + 1}: " if frame else "Frame1: "
+            number = self.tokenizer.encode(text, add_special_tokens=False)
+            pieces += [*number, *self.start, *[self.image_id] * each, *self.end]
+        return pieces
 
     def largest_size(self) -> tuple[int, int]:
         rows, columns = max(_tilings(self.min_tiles, self.max_tiles), key=lambda tiling: tiling[0] * tiling[1])

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from jaxengine.media.frames import LARGEST_FRAMES
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.processors.grids import MAX_ASPECT_RATIO, GridProcessor, check_ratio
 from jaxengine.media.processors.mrope import Run, mrope_positions, repeated
@@ -33,8 +34,6 @@ from models.config.fields import ConfigFields, ModelConfigError
 from models.config.model_config import ModelConfig
 from models.weights.errors import ModelFileError
 
-# Frames that the largest video is taken to have: as many as vLLM samples where nobody says.
-LARGEST_FRAMES = 32
 # Frames in a second of a video of which nobody knows: transformers' default.
 UNKNOWN_FPS = 24.0
 _OPTIONS = ("min_pixels", "max_pixels", "size")

@@ -115,8 +115,16 @@ class UnitProcessor:
         return found
 
     def placeholder(self, modality: str) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens([self.placeholder_id_of(modality)])[0])
+
+    def placeholder_id_of(self, modality: str) -> int:
+        """The token that stands for one item in a prompt."""
         del modality
-        return str(self.tokenizer.convert_ids_to_tokens([self.placeholder_id()])[0])
+        return self.placeholder_id()
+
+    def video_pieces(self, item: Processed) -> list[int]:
+        """As `pieces`, of a video. A family that takes videos has its own."""
+        raise NotImplementedError
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         check_options(options, self.option_names())
@@ -138,26 +146,32 @@ class UnitProcessor:
         return 1, side, side * (num_rows // rows)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        pictures, wanted = list(items.get("image", ())), self.placeholder_id()
-        if (found := sum(token == wanted for token in token_ids)) != len(pictures):
-            shown = wanted if self.tokenizer is None else repr(self.placeholder("image"))
-            raise RequestError(
-                f"the prompt has {found} of the placeholder {shown}, and {len(pictures)} images are given: there must "
-                "be one for each",
-                param="prompt",
-            )
+        wanted = {self.placeholder_id_of(modality): modality for modality in self.modalities}
+        for token, modality in wanted.items():
+            given, found = len(items.get(modality, ())), sum(each == token for each in token_ids)
+            if found != given:
+                shown = token if self.tokenizer is None else repr(self.placeholder(modality))
+                raise RequestError(
+                    f"the prompt has {found} of the placeholder {shown}, and {given} {modality}s are given: there must "
+                    "be one for each",
+                    param="prompt",
+                )
         out: list[int] = []
-        owners: list[int] = []  # the picture whose each token is, -1 for those of the prompt
-        number = 0
+        owners: list[int] = []  # the item whose each token is, by its place in `order`, -1 for those of the prompt
+        order: list[tuple[str, int]] = []
         for token in token_ids:
-            pieces = self.pieces(pictures[number]) if token == wanted else [token]
+            modality, pieces = wanted.get(token), [token]
+            if modality is not None:
+                number = sum(kind == modality for kind, _ in order)
+                item = items[modality][number]
+                pieces = self.pieces(item) if modality == "image" else self.video_pieces(item)
+                order.append((modality, number))
             out += pieces
-            owners += [number if token == wanted else -1] * len(pieces)
-            number += token == wanted
+            owners += [-1 if modality is None else len(order) - 1] * len(pieces)
         out, owners = self.joined(out, owners)
         embedded, owner = np.asarray(out, np.int64) == self.image_id, np.asarray(owners)
-        positions = [np.flatnonzero(embedded & (owner == each)).astype(np.int32) for each in range(len(pictures))]
-        return Expanded(out, positions, [("image", index) for index in range(len(pictures))])
+        positions = [np.flatnonzero(embedded & (owner == each)).astype(np.int32) for each in range(len(order))]
+        return Expanded(out, positions, order)
 
     def joined(self, token_ids: list[int], owners: list[int]) -> tuple[list[int], list[int]]:
         """An expanded prompt, and whose its tokens are, as a tokenizer would have it of the expanded text."""

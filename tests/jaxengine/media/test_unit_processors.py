@@ -183,3 +183,17 @@ def test_as_many_placeholders_as_pictures(tmp_path):
     assert made.placeholder("image") == "<image>"
     with pytest.raises(RequestError, match="the prompt has 1 of the placeholder '<image>', and 2 images are given"):
         made.expand([5, 127, 6], {"image": [item, item]})
+
+
+def test_videos_of_internvl(tmp_path):
+    """A frame is a tile; a checkpoint that makes something else of videos than of pictures takes none."""
+    made, frames = processor(tmp_path, "internvl_vision"), np.stack([picture(0)] * 5)
+    item = made.process("video", frames, {})
+    side = len(made.process("image", picture(0), {"crop_to_patches": False}).patches)
+    assert item.num_rows == 5 * made.tower.unit // made.tower.merge and len(item.patches) == 5 * side
+    with pytest.raises(RequestError, match="an item of video makes 80 patches of pixels; at most 79 are possible"):
+        made.process("video", frames, {}, 79)
+    assert made.largest("video").num_rows == 32 * made.tower.unit // made.tower.merge
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings | {"image_std": [0.5] * 3}))
+    assert processor(tmp_path, "internvl_vision").modalities == ("image",)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.fixtures.unit_pictures import CASES, SIZES, picture, text_of
+from tests.fixtures.unit_pictures import CASES, SIZES, VIDEO_TEXT, picture, text_of, video
 from tests.models.conftest import forward
 from tests.models.families.unit_runs import open_case, run_prompt
 
@@ -54,3 +54,13 @@ def test_logits_and_answers(case, thorough):
         golden = case.recorded[f"logits_{number}"]
         assert np.abs(logits[kept] - golden).max() <= TOLERANCE * np.abs(golden).max()
         assert logits[end - 1 :].argmax(axis=1).tolist() == answer.tolist()
+
+
+def test_a_video_before_a_picture(case):
+    if "video" not in case.processor.modalities:
+        pytest.skip("takes no videos")
+    token_ids, logits = run_prompt(case, VIDEO_TEXT, (3,), np.zeros(0, np.int32), video())
+    assert token_ids == case.recorded["tokens_video"].tolist()
+    golden = case.recorded["logits_video"]
+    found = logits[: len(token_ids)][::POSITION_STEP]
+    assert np.abs(found - golden).max() <= TOLERANCE * np.abs(golden).max()

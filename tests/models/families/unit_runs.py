@@ -56,10 +56,14 @@ def _run(tower, patches, columns):
     return tower(patches, columns)
 
 
-def run_prompt(case, text: str, pictures: tuple[int, ...], more: np.ndarray) -> tuple[list[int], np.ndarray]:
+def run_prompt(
+    case, text: str, pictures: tuple[int, ...], more: np.ndarray, *videos: np.ndarray
+) -> tuple[list[int], np.ndarray]:
     """The expanded prompt, and the logits of it and of the tokens `more` behind it."""
-    items = [case.processor.process("image", picture(index), {}) for index in pictures]
-    expanded = case.processor.expand(case.tokenizer.encode(text, add_special_tokens=False), {"image": items})
+    made = {"image": [case.processor.process("image", picture(index), {}) for index in pictures]}
+    made["video"] = [case.processor.process("video", frames, {}) for frames in videos]
+    expanded = case.processor.expand(case.tokenizer.encode(text, add_special_tokens=False), made)
+    items = [made[modality][number] for modality, number in expanded.order]
     index = np.full(PADDED, -1, np.int32)
     rows = np.zeros((PADDED, case.model.config.hidden_size), np.float32)  # as many as any prompt has
     first = 0

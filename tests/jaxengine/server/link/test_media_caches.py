@@ -13,6 +13,7 @@ import pytest
 from jaxengine.config.encoder import KEY_REPLICATED, OFF, PROCESSOR, SHARED_MEMORY, EncoderOptions, check_encoder
 from jaxengine.config.errors import ConfigError
 from jaxengine.engine.stats import MediaStats
+from jaxengine.media.embeds import Embeds
 from jaxengine.media.processor import Expanded, Processed
 from jaxengine.requests.media_inputs import MediaInputs
 from jaxengine.server.link import messages, submits
@@ -20,6 +21,7 @@ from jaxengine.server.link.media_messages import MediaMessage, MissingMediaError
 from jaxengine.server.link.media_receiver import MediaReceiver
 from jaxengine.server.link.media_senders import KeySender, MediaSender
 from jaxengine.server.link.shared_media import Arena, SharedSender
+from scheduler.media import EMBEDS
 from scheduler.token_params import TokenParams
 
 # Of pictures of 8 x 8 pixels, as their processor makes them: 16 patches of 12 numbers, no columns, 16 rows.
@@ -43,6 +45,9 @@ class Squares:
         rows = np.arange(height * width, dtype=np.int32)
         columns = np.zeros((0, height * width), np.int32)
         return Processed(patches.astype(np.float32), columns, rows, len(rows), (1, height, width))
+
+    def grid_of(self, num_rows, grid):
+        return 1, 1, num_rows
 
     def expand(self, token_ids, items):
         ends = np.cumsum([item.grid[1] * item.grid[2] for item in items["image"]])
@@ -340,3 +345,15 @@ def test_what_lies_where(options, count, kind, api, engine, size):
 def test_options_that_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         check_encoder(EncoderOptions(**options))
+
+
+@pytest.mark.parametrize("kind", [PROCESSOR, KEY_REPLICATED, SHARED_MEMORY])
+def test_embeddings_cross_as_they_are(make, kind):
+    pair, rows = make(kind), np.arange(30, dtype=np.float32).reshape(5, 6)
+    pair.inputs._row_size = 6
+    for _ in range(2):
+        message, _ = pair.message(pair.prepare(Embeds(rows, None)))
+        (item,) = pair.receiver.read(message).items
+        pair.sender.has_read(pair.number)
+        assert item.modality == EMBEDS and item.num_patches == 0 and item.num_rows == 5
+        np.testing.assert_array_equal(item.patches, rows)
