@@ -38,7 +38,7 @@ class Qwen3NextForCausalLM(Qwen2MoeForCausalLM):
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         config, attention = self.config, self.config.attention[layer]
         size, eps = config.hidden_size, config.rms_norm_eps
-        if attention.state is not None:
+        if isinstance(attention.state, GatedDelta):
             source = f"{LAYER}.linear_attn"
             inputs = self.delta_inputs(attention.state, source)
             return GatedDeltaNet(attention.state, size, eps=eps, source=source, build=build, inputs=inputs)
