@@ -38,6 +38,7 @@ ENGINE_OPTIONS = (
     "max_num_batched_encoder_tokens",
     "encoder_cache_size",
     "limit_mm_per_prompt",
+    "speculative_config",
 )
 DEFAULT_MODEL_LEN = 8192
 
