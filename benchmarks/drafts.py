@@ -1,6 +1,9 @@
-"""What n-gram drafts bring on the default model: tokens a step and tokens a second, beside the same engine without.
+"""What drafts bring on the default model: tokens a step and tokens a second, beside the same engine without.
 
-    python -m benchmarks.drafts [--max-tokens 96] [--temperature 0] [--drafts 7] [--num-seqs 1] [--json FILE]
+    python -m benchmarks.drafts [--max-tokens 96] [--temperature 0] [--drafts 7] [--num-seqs 1] [--draft MODEL]
+                                [--json FILE]
+
+Without --draft they are looked up (n-grams); `python -m benchmarks.first_layers` makes a model for it.
 
 Prompts run one at a time, and all at once where --num-seqs has room, by both engines in turn; tokens must be equal.
 """
@@ -56,12 +59,14 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--num-seqs", type=int, default=1)
+    parser.add_argument("--draft", help="the draft model")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json")
     args = parser.parse_args()
     options = OPTIONS | {"max_num_seqs": args.num_seqs}
     plain = LLM(**options)
-    drafting = LLM(**options, speculative_config={"method": "ngram", "num_speculative_tokens": args.drafts})
+    method = {"method": "ngram"} if args.draft is None else {"method": "draft_model", "model": args.draft}
+    drafting = LLM(**options, speculative_config=method | {"num_speculative_tokens": args.drafts})
     params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.max_tokens, ignore_eos=True)
     rows = []
     cases = [(name, [name]) for name in PROMPTS]

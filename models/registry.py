@@ -69,6 +69,7 @@ from models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoe
 from models.families.seed_oss import SeedOssForCausalLM
 from models.families.smollm3 import SmolLM3ForCausalLM
 from models.families.starcoder2 import Starcoder2ForCausalLM
+from models.layers.next_token import next_token_class, with_next_layer
 from models.quantization.registry import PLAIN, read_quantization
 from models.weights.declare import declared_params
 from models.weights.errors import ModelFileError
@@ -233,6 +234,13 @@ def build_model(config: ModelConfig, build: Build) -> CausalLM:
     Raises ValueError for a mesh over which its weights cannot be split.
     """
     return build_abstract(model_for_hf(config.architecture), config, _as_stored(config, build))
+
+
+def build_next_token(config: ModelConfig, build: Build) -> Any:
+    """The layer behind a model's last one that predicts further tokens (models.layers.next_token), as `build_model`
+    builds the model."""
+    family: Any = model_for_hf(config.architecture)
+    return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))
 
 
 def _as_stored(config: ModelConfig, build: Build) -> Build:

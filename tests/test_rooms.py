@@ -68,7 +68,7 @@ ROOMS = {
     "models.vision": "sharding models.config models.weights:declarations models.quantization models models.layers",
     "models.families": "pallas_kernels.kv models.config models.weights:declarations models models.layers models.vision",
     "models:registry": (
-        "sharding models.config models.weights:declarations models.quantization models models.families"
+        "sharding models.config models.weights:declarations models.quantization models models.layers models.families"
     ),
     "models.weights": "sharding models.config models.weights:declarations models.quantization models",
     "scheduler": "models",

@@ -22,6 +22,7 @@ import jax
 
 from jaxengine.check import counts, cycles, exchanges, hlo, inspect, judge
 from jaxengine.check.devices import target_devices
+from jaxengine.check.drafts import drafting, drafts
 from jaxengine.check.programs import Program, StagePrograms, open_stages
 from jaxengine.check.shapes import model_config
 from jaxengine.check.targets import Target, find_target
@@ -156,6 +157,7 @@ class Compiler:
             yield stage.forward(bucket, num_pages)
         for name, size in stage.heads(self.request.short):
             yield stage.head(name, size, num_pages)
+        yield from drafts(stage, num_pages, short=self.request.short)
         yield from encoders(stage, short=self.request.short)
 
     def _plan(self, stage: StagePrograms, whole: StagePrograms) -> StagePlan:
@@ -171,6 +173,13 @@ class Compiler:
             head, held_by_head = self._needs(stage.head(name, size, stage.num_columns))
             of_heads += held_by_head * sum(each == name for each, _ in sizes)
             beside = max(beside, stage.forwarded_bytes(name, size) + head["workspace_bytes"])
+        own = drafting(whole)
+        weights, page_bytes = whole.weight_bytes, whole.page_bytes
+        if own is not None:
+            weights, page_bytes = weights + own.weight_bytes, page_bytes + own.page_bytes
+        for program in drafts(stage, stage.num_columns, short=True):
+            draft, held_by_draft = self._needs(program)
+            beside, of_heads = max(beside, draft["workspace_bytes"]), of_heads + held_by_draft
         embeddings = 0 if stage.encoder is None else part_bytes(stage.encoder.rows)
         for program in encoders(stage, short=True):
             encoder, held_by_encoder = self._needs(program)
@@ -180,11 +189,11 @@ class Compiler:
             plan = plan_memory(
                 whole.config,
                 total=total or device_memory(jax.devices()[0]) // self.target.num_devices,
-                weights=whole.weight_bytes,
+                weights=weights,
                 needs=StageNeeds(
                     programs, forward["workspace_bytes"] + beside + whole.slot_bytes, whole.state_bytes, embeddings
                 ),
-                page_bytes=whole.page_bytes,
+                page_bytes=page_bytes,
                 windows=whole.windows,
                 shared=self.target.num_devices if self.target.backend == "cpu" else 0,
             )

@@ -138,6 +138,7 @@ class StagePrograms:
 
     Attributes:
       config: resolved for the platform.
+      steps: its programs.
       params: the weights, abstract.
       weight_bytes, page_bytes: of one device; state_bytes: of what layers keep of slots; slot_bytes: of all else that
         is kept of them.
@@ -150,35 +151,35 @@ class StagePrograms:
         self.model = model
         self.mesh = mesh
         self._place = place
-        self._steps = StepPrograms(model, config, platform, mesh)
+        self.steps = StepPrograms(model, config, platform, mesh)
         self._layout = platform.name
         leaves = abstract_leaves(model, mesh)
         self._names, self.params = [name for name, _ in leaves], [leaf for _, leaf in leaves]
         self.weight_bytes = sum(part_bytes(leaf) for leaf in self.params)
-        self.state_bytes = self._steps.state_bytes
-        every = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self._steps.state_shapes))
+        self.state_bytes = self.steps.state_bytes
+        every = sum(part_bytes(leaf) for leaf in jax.tree.leaves(self.steps.state_shapes))
         self.slot_bytes = every - self.state_bytes
-        self.page_bytes = self._steps.page_bytes
-        self.windows = self._steps.windows
+        self.page_bytes = self.steps.page_bytes
+        self.windows = self.steps.windows
 
     @property
     def encoder(self) -> EncoderPrograms | None:
         """What encodes pictures here."""
-        return self._steps.encoder
+        return self.steps.encoder
 
     @property
     def num_columns(self) -> int:
         """Pages of the longest sequence."""
-        return self._steps.num_columns
+        return self.steps.num_columns
 
     @property
     def largest(self) -> Bucket:
         """The bucket whose forward pass decides the workspace."""
-        return max(self._steps.packer.buckets)
+        return max(self.steps.packer.buckets)
 
     def buckets(self, short: bool) -> list[Bucket]:
         """The whole grid, or its four corners, and those of steps with drafts."""
-        grid = self._steps.packer.buckets
+        grid = self.steps.packer.buckets
         if not short:
             return list(grid)
         corners = grid.decode[0], grid.decode[-1], *grid.mixed[:1], *grid.mixed[-1:], *grid.wide[:1], *grid.wide[-1:]
@@ -188,7 +189,7 @@ class StagePrograms:
         """The name and size of every head, or of those that follow the four corners of the grid."""
         if not self.model.stage.is_last:
             return []
-        grid, found = self._steps.packer.buckets, {}
+        grid, found = self.steps.packer.buckets, {}
         for name, head in heads_of(self.model.config).items():
             sizes = (head.size_of(grid, bucket) for bucket in self.buckets(short))
             found |= {(name, size): None for size in sorted(size for size in sizes if size is not None)}
@@ -196,11 +197,11 @@ class StagePrograms:
 
     def forwarded_bytes(self, name: str, size: int) -> int:
         """Bytes of one device that a forward pass leaves to a head."""
-        return self._steps.forwarded_bytes(name, size)
+        return self.steps.forwarded_bytes(name, size)
 
     def head(self, name: str, size: int, num_pages: int) -> Program:
         """A head of jaxengine.runner.heads. num_pages: of a pool that it must leave alone."""
-        program = self._steps.head(name, size, self.params)
+        program = self.steps.head(name, size, self.params)
         places = size * HEADS[name].width
         rows = Bucket(places, places)
         return Program(
@@ -212,14 +213,14 @@ class StagePrograms:
             arguments=program.arguments,
             donate=program.donate,
             work=head_work(self.model, name, size),
-            precious=self._precious(places, self._steps.kv_shapes(num_pages)),
+            precious=self._precious(places, self.steps.kv_shapes(num_pages)),
             expected=replace(expected(self.model, rows, self._exchanged_itemsize), layers=()),
         )
 
     def forward(self, bucket: Bucket, num_pages: int) -> Program:
         """The bucket's forward pass with a pool of `num_pages` pages of a layer and rank."""
-        kv = self._steps.kv_shapes(num_pages)
-        program = self._steps.forward(bucket, self.params, kv)
+        kv = self.steps.kv_shapes(num_pages)
+        program = self.steps.forward(bucket, self.params, kv)
         # CPUs and GPUs multiply a single row with another one beside it.
         at_least_two = Bucket(max(2, bucket.num_tokens), max(2, bucket.num_seqs))
         expert_rows = _EXPERT_ROWS.get(self._layout, 1)
@@ -233,7 +234,7 @@ class StagePrograms:
             arguments=program.arguments,
             donate=program.donate,
             work=work,
-            precious=self._precious(self._steps.num_logits(bucket), kv),
+            precious=self._precious(self.steps.num_logits(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
             products=product_work(self.model, at_least_two, self.config.dtype, expert_rows=expert_rows),
             num_attentions=sum(self.model.config.attention[layer].state is None for layer in self.model.stage.layers),
@@ -245,7 +246,7 @@ class StagePrograms:
         device of the mesh, with its heads and its rank's sequences."""
         config, shared = self.model.config, self.model.mesh
         dtype, kv_dtype = self.config.dtype, self.config.kv_cache_dtype
-        kv: Any = self._steps.kv_shapes(num_pages)
+        kv: Any = self.steps.kv_shapes(num_pages)
         precious = self._precious_pool(kv)
         kv = self._on_one_device(jax.eval_shape(partial(of_layer, index=0), self._on_one_device(kv)))
         batch = self._on_one_device(self._abstract_batch(bucket))
@@ -293,7 +294,7 @@ class StagePrograms:
         profile = block_profile(self._layout)
         if profile is None:
             return
-        grid, dtype = self._steps.packer.buckets, jnp.dtype(self.config.dtype)
+        grid, dtype = self.steps.packer.buckets, jnp.dtype(self.config.dtype)
         sizes = {"page_size": self.config.block_size, "max_pages": self.num_columns}
         sizes |= {"dtype": dtype, "kv_dtype": self.config.kv_cache_dtype}
         widest = {bucket.width: bucket for bucket in grid.wide}.values()  # the largest comes last
@@ -339,9 +340,9 @@ class StagePrograms:
         matrices = [(name, leaf) for name, leaf in named if _is_matrix(leaf.shape) and not name.startswith(POOLS)]
         weights = {math.prod(part_shape(leaf)): name for name, leaf in matrices}
         # The logits of a step over all slots look like a state array.
-        logits = f"f32[{num_logits},{self._steps.own_vocab_size}]"
+        logits = f"f32[{num_logits},{self.steps.own_vocab_size}]"
         states = {}
-        kept = jax.tree_util.tree_leaves_with_path(self._steps.state_shapes)
+        kept = jax.tree_util.tree_leaves_with_path(self.steps.state_shapes)
         for name, leaf in [*pools, *((f"slot state{jax.tree_util.keystr(path)}", leaf) for path, leaf in kept)]:
             text = f"{_hlo_type(leaf.dtype)}[{','.join(map(str, part_shape(leaf)))}]"
             if part_bytes(leaf) >= _SMALL and text != logits:
@@ -351,7 +352,7 @@ class StagePrograms:
     def _precious_pool(self, kv: Any) -> Precious:
         """The pool of a device, and the part of it that belongs to one layer."""
         elements = math.prod(part_shape(kv.data))
-        return Precious({elements // num_places(self._steps.groups): "a layer's pool", elements: "pool"})
+        return Precious({elements // num_places(self.steps.groups): "a layer's pool", elements: "pool"})
 
     def _abstract_batch(self, bucket: Bucket) -> RaggedBatch:
         def int32(*shape: int) -> Any:  # a shape stands for an array

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from models.config.model_config import ModelConfig
 
 NAME = "speculative_config"
-NGRAM, DRAFT_MODEL = "ngram", "draft_model"
-METHODS = (NGRAM, DRAFT_MODEL)
+NGRAM, DRAFT_MODEL, MTP = "ngram", "draft_model", "mtp"
+METHODS = (NGRAM, DRAFT_MODEL, MTP)
+# vLLM's earlier names of a method, one for each family.
+_ALIASES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "glm4_moe_lite_mtp": MTP}
 MAX_DRAFTS = 7
 MAX_LOOKUP = 32
 # Lookups of three tokens, then of two: longer ones find less, single tokens say little.
@@ -39,7 +41,8 @@ class SpeculativeConfig:
     """Drafts that each step may verify; tokens are the same as without.
 
     Attributes:
-      method: "ngram", which looks for the last tokens among those before, or "draft_model", a smaller model.
+      method: "ngram", which looks for the last tokens among those before, "draft_model", a smaller model, or "mtp", the
+        layer of the model's own checkpoint that predicts the token after the next.
       num_speculative_tokens: drafts of a request in one step at most, 1 to 7.
       prompt_lookup_max: tokens that an n-gram lookup compares at most; prompt_lookup_min: at least. One says the other;
         without either 3 and 2.
@@ -79,7 +82,7 @@ class SpeculativeConfig:
             raise ConfigError.because(NAME, problem, f"say how many drafts a step may have, 1 to {MAX_DRAFTS}")
         most = chosen.get("prompt_lookup_max", chosen.get("prompt_lookup_min", _LOOKUP[1]))
         least = chosen.get("prompt_lookup_min", chosen.get("prompt_lookup_max", _LOOKUP[0]))
-        own = {name: chosen.get(name) for name in _OF_DRAFTER} if method != NGRAM else {}
+        own = {name: chosen.get(name) for name in _OF_DRAFTER} if method == DRAFT_MODEL else {}
         config = cls(method, count, most, least, **own)
         for name, limit in (
             ("num_speculative_tokens", MAX_DRAFTS),
@@ -99,8 +102,13 @@ class SpeculativeConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether a model makes the drafts, on the devices."""
+        """Whether a model or a head makes the drafts, on the devices."""
         return self.method != NGRAM
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether what makes them reads the model's hidden states."""
+        return self.method == MTP
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -146,16 +154,18 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
         raise refuse(f"nnodes is {options['nnodes']}, and an engine of several processes verifies no drafts yet")
     if options["max_num_batched_tokens"] < 2:
         raise refuse(f"max_num_batched_tokens is {options['max_num_batched_tokens']}, which leaves a step no draft")
-    chosen: SpeculativeConfig = options[NAME]
+    chosen = options[NAME]
     if not chosen.has_model:
         return
     if (stages := options["pipeline_parallel_size"]) > 1:
-        raise refuse(f"pipeline_parallel_size is {stages}, and a draft model runs beside one stage alone")
+        raise refuse(f"pipeline_parallel_size is {stages}, and {chosen.method} runs beside one stage alone")
+    if chosen.method == MTP and not model.num_nextn_predict_layers:
+        raise refuse(f"num_nextn_predict_layers of this {model.architecture} is 0")
     if model.tower is not None:
-        raise refuse(f"{model.architecture} sees, and a draft model does not", "give --limit-mm-per-prompt 0 of each")
+        raise refuse(f"{model.architecture} sees, and {chosen.method} does not", "give --limit-mm-per-prompt 0 of each")
     hybrid = not options["disable_hybrid_kv_cache_manager"]
     if hybrid and all(each.reach is not None for each in model.attention):
-        why = f"every layer of {model.architecture} gives keys back that a draft model needs"
+        why = f"every layer of {model.architecture} gives keys back that {chosen.method} needs"
         raise refuse(why, "give disable_hybrid_kv_cache_manager, which keeps them, or leave it out")
     if (size := chosen.draft_tensor_parallel_size) not in (None, options["tensor_parallel_size"]):
         allowed = f"{options['tensor_parallel_size']}, tensor_parallel_size: the draft model is split as the model is"
@@ -183,9 +193,10 @@ def _method(model: Any, method: Any) -> str:
     a method is a draft model."""
     if model is not None and method is None:
         method = NGRAM if model in (NGRAM, f"[{NGRAM}]") else DRAFT_MODEL
+    method = _ALIASES.get(method, method) if isinstance(method, str) else method
     if method not in METHODS:
         what = f"{NAME}.method is {method!r}" if method is not None else f"{NAME} has no method"
-        built = " and ".join(map(repr, METHODS))
+        built = ", ".join(map(repr, METHODS))
         raise ConfigError.because(
             NAME, f"{what}, and built are {built}", f"give method={NGRAM!r}, or name a draft model"
         )

@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 from jaxengine.checkpoint.model_source import ModelSource
 from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
 from jaxengine.config.platforms import Platform
-from jaxengine.runner.draft_programs import DraftPrograms, build_draft
 from jaxengine.runner.drafter import Drafter
 from jaxengine.runner.model_runner import Progress
-from jaxengine.runner.open_draft import open_draft
+from jaxengine.runner.open_draft import open_drafting
 from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.step_programs import StepPrograms
 from models.build import Build
@@ -105,11 +104,8 @@ def open_stages(
     stages = choose_stages(source.config, config, layout)
     models = [build_split(source.config, config, layout, stage) for stage in stages]
     meshes = [make_mesh(layout, part) for part in devices_of_stages(devices, len(stages))]
-    chosen, draft = config.speculative_config, None
-    if chosen is not None and chosen.has_model:
-        draft_source = open_draft(config, source.config)
-        draft = build_draft(draft_source.config, config, layout)
-    total = sum(size for model in (*models, *([draft] if draft else [])) for size in _sizes(model))
+    draft = open_drafting(source, config, layout)
+    total = sum(size for model in (*models, *([] if draft is None else [draft.model])) for size in _sizes(model))
     runners, done, drafter = [], 0, None
     for model, mesh in zip(models, meshes, strict=True):
         params = load_weights(source, model, mesh, config, _part_of(progress, done, total))
@@ -118,9 +114,9 @@ def open_stages(
         programs = StepPrograms(model, config, platform, mesh)
         if draft is not None:
             # Beside the only stage there is.
-            beside = load_weights(draft_source, draft, mesh, config, _part_of(progress, done, total))
-            drafter = Drafter(DraftPrograms(draft, programs, config), beside, config.compile_cache_dir)
-            draft_source.close()
+            own = load_weights(draft.source, draft.model, mesh, config, _part_of(progress, done, total))
+            drafter = Drafter(draft.programs(draft.model, programs, config), own, config.compile_cache_dir)
+            draft.source.close()
         runners.append(StageRunner(programs, params, config.compile_cache_dir, drafter))
     source.close()
     return runners

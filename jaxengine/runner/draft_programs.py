@@ -1,40 +1,30 @@
-"""The programs of a draft model beside those of the model that it drafts for: a closed set, nothing allocated.
+"""The programs of what drafts on the devices, beside those of the model that it drafts for: a closed set, nothing
+allocated.
 
-One for each bucket: in steps without drafts `extend`, which writes the draft model's keys and values, in wide ones
-`draft`, which makes the drafts (jaxengine.runner.draft_step).
+A draft model has one for each bucket, to run before its forward pass: in steps without drafts it writes the draft
+model's keys and values, in wide ones it makes the drafts (jaxengine.runner.draft_step). A head has one for each bucket
+to run when its tokens have been chosen, and one that makes drafts before each wide one (jaxengine.runner.head_step).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from jaxengine.config.engine_config import ConfigError, ResolvedConfig
-from jaxengine.config.speculation import NAME
+from jaxengine.config.engine_config import ResolvedConfig
 from jaxengine.runner.draft_step import DraftSpec, make_draft, make_extend
+from jaxengine.runner.head_step import HeadSpec, HeadState, HeadWeights, make_follow, make_head_draft
 from jaxengine.runner.program import Program, abstract_params, program_on
 from jaxengine.runner.step_programs import StepPrograms
-from models.build import Build
-from models.cache import KVPages, abstract_kv, device_kv, page_bytes_of_group, paged_groups
-from models.causal_lm import CausalLM
-from models.config.model_config import ModelConfig
-from models.registry import build_model
+from models.cache import abstract_kv, device_kv, page_bytes_of_group, paged_groups
+from models.forward_batch import StepLayout
 from scheduler.buckets import Bucket
-from sharding.layout import MeshLayout
-from sharding.stages import Stage
-
-
-def build_draft(model: ModelConfig, config: ResolvedConfig, layout: MeshLayout) -> CausalLM:
-    """The abstract draft model, split as the model that it drafts for. Raises ConfigError where it cannot be."""
-    try:
-        return build_model(model, Build(config.dtype, layout, Stage(0, model.num_layers)))
-    except ValueError as error:
-        problem = f"the draft model of {NAME} cannot be split over {layout.model} devices ({error})"
-        raise ConfigError.because(NAME, problem, "take another draft model, or another tensor_parallel_size") from None
+from sharding.rules import part_bytes, part_shape
 
 
 class DraftPrograms:
@@ -46,7 +36,7 @@ class DraftPrograms:
       description: everything static that the shapes do not tell; part of the key of a stored executable.
     """
 
-    def __init__(self, model: CausalLM, target: StepPrograms, config: ResolvedConfig):
+    def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
         self.model = model
         self.target = target
         # Its keys and values are never coded: they are few, and need no scales.
@@ -55,32 +45,105 @@ class DraftPrograms:
         self._graph, params = nnx.split(model)
         self._params_tree = jax.tree.structure(params)
         settings = self._groups, self._group, target.packer.page_size, target.layout
-        self.description = repr((model.config, model.build, *settings))
+        self.description = repr((type(model).__name__, model.config, model.build, *settings))
 
     @property
     def page_bytes(self) -> int:
         """Bytes that the draft model keeps of one page on one device."""
         return page_bytes_of_group(self._groups, layout=self.target.layout)
 
-    def kv_shapes(self, num_pages: int) -> KVPages:
-        """Its pool beside one of `num_pages` pages per rank, abstract."""
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one device that it keeps of slots."""
+        return 0
+
+    def weights(self, own: Sequence[Any], model: Sequence[Any]) -> Any:
+        """What its programs take: its own leaves, arrays or shapes, and those of the model that it needs."""
+        return own
+
+    def kept_shapes(self, num_pages: int) -> Any:
+        """What it keeps between steps, abstract: its pool beside one of `num_pages` pages per rank."""
         return abstract_kv(self._groups, num_pages, layout=self.target.layout, mesh=self.target.mesh)
 
-    def pool(self, kv: KVPages) -> Program:
-        """() -> its pool of these shapes, each device making its own part."""
-        return program_on(self.target.mesh, "draft's pool", partial(device_kv, kv), (), kv, ())
+    def start(self, kept: Any) -> Program:
+        """() -> what it keeps, as it begins, each device making its own part."""
+        return program_on(self.target.mesh, "draft's pool", partial(device_kv, kept), (), kept, ())
 
-    def beside(self, bucket: Bucket, params: Sequence[Any], kv: KVPages) -> Program:
-        """What runs before a bucket's forward pass: `extend`, and `draft` where its decodes have drafts."""
-        own, state = abstract_params(params), self.target.state_shapes
-        message = self.target.message_shape(bucket)
-        assert state.tokens is not None
-        layout = self.target.packer.layouts[bucket]
-        where = layout, self.target.packer.page_size, self._group, bucket.width
-        spec = DraftSpec(self._graph, self._params_tree, *where)
+    def before(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
+        """What runs before a bucket's forward pass: (weights, kept, DeviceState, message) -> kept, and of a wide one
+        (kept, Drafts)."""
         if bucket.width == 1:
-            arguments = own, kv, state.slots, state.tokens.last_token, message
-            return program_on(self.target.mesh, f"draft's {bucket}", make_extend(spec), arguments, kv, (1,))
-        arguments = own, kv, state.slots, state.tokens, state.sampling, message
-        results = kv, self.target.draft_shapes(bucket)
-        return program_on(self.target.mesh, f"drafts of {bucket}", make_draft(spec), arguments, results, (1,))
+            return self._program(f"draft's {bucket}", make_extend(self._spec(bucket)), bucket, weights, kept)
+        return self._drafting(bucket, make_draft(self._spec(bucket)), weights, kept)
+
+    def after(self, bucket: Bucket, weights: Any, kept: Any) -> Program | None:
+        """What runs when a bucket's tokens have been chosen: (weights, kept, DeviceState, SampledRows, hidden states,
+        message) -> kept."""
+        return None
+
+    def _spec(self, bucket: Bucket) -> Any:
+        return DraftSpec(self._graph, self._params_tree, *self._where(bucket))
+
+    def _where(self, bucket: Bucket) -> tuple[StepLayout, int, int, int]:
+        return self.target.packer.layouts[bucket], self.target.packer.page_size, self._group, bucket.width
+
+    def _drafting(self, bucket: Bucket, function: Callable, weights: Any, kept: Any) -> Program:
+        results = kept, self.target.draft_shapes(bucket)
+        return self._program(f"drafts of {bucket}", function, bucket, weights, kept, results=results)
+
+    def _program(
+        self,
+        name: str,
+        function: Callable,
+        bucket: Bucket,
+        weights: Any,
+        kept: Any,
+        step: tuple[Any, ...] = (),
+        results: Any = None,
+    ) -> Program:
+        leaves, tree = jax.tree.flatten(weights)
+        weights = jax.tree.unflatten(tree, abstract_params(leaves))
+        arguments = weights, kept, self.target.state_shapes, *step, self.target.message_shape(bucket)
+        return program_on(self.target.mesh, name, function, arguments, kept if results is None else results, (1,))
+
+
+class HeadPrograms(DraftPrograms):
+    """Of a head that reads the model's hidden states, for the steps of one model on one mesh."""
+
+    def __init__(self, model: Any, target: StepPrograms, config: ResolvedConfig):
+        super().__init__(model, target, config)
+        self._hidden = target.slot_shape((model.config.hidden_size,), config.dtype)
+        graph, params = nnx.split(target.model)
+        self._lender = graph, jax.tree.structure(params)
+        self.description += target.description
+
+    @property
+    def slot_bytes(self) -> int:
+        return part_bytes(self._hidden)
+
+    def weights(self, own: Sequence[Any], model: Sequence[Any]) -> HeadWeights:
+        return HeadWeights(list(own), list(model))
+
+    def kept_shapes(self, num_pages: int) -> HeadState:
+        return HeadState(super().kept_shapes(num_pages), self._hidden)
+
+    def start(self, kept: HeadState) -> Program:
+        shape, dtype = part_shape(self._hidden), self._hidden.dtype
+
+        def begin() -> HeadState:
+            return HeadState(device_kv(kept.kv), jnp.zeros(shape, dtype))
+
+        return program_on(self.target.mesh, "head's pool", begin, (), kept, ())
+
+    def before(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
+        if bucket.width == 1:
+            return None
+        return self._drafting(bucket, make_head_draft(self._spec(bucket)), weights, kept)
+
+    def after(self, bucket: Bucket, weights: HeadWeights, kept: HeadState) -> Program | None:
+        step = self.target.rows_shape(bucket), self.target.read_shape(bucket)
+        return self._program(f"head's {bucket}", make_follow(self._spec(bucket)), bucket, weights, kept, step)
+
+    def _spec(self, bucket: Bucket) -> Any:
+        graph, tree = self._lender
+        return HeadSpec(self._graph, self._params_tree, *self._where(bucket), model_graph=graph, model_tree=tree)

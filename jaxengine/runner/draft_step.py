@@ -21,10 +21,9 @@ from flax import nnx
 from jax import lax
 
 from jaxengine.drafts.proposer import Drafts
-from jaxengine.runner.device_state import SlotState, TokenState, write_page_deltas
+from jaxengine.runner.device_state import DeviceState, write_page_deltas
 from jaxengine.runner.step import unpack
-from jaxengine.sampling.sampler import flags_of, sample
-from jaxengine.sampling.state import SamplingState
+from jaxengine.sampling.sampler import SamplerFlags, flags_of, sample
 from models.cache import KVPages
 from models.forward_batch import HEADER, ForwardBatch, StepLayout
 from models.layers.attention import RaggedBatch
@@ -46,28 +45,23 @@ class DraftSpec:
     layout: StepLayout
     page_size: int
     group: int
-    width: int = 1
+    width: int
 
     def model(self, params: list[jax.Array]) -> Any:
         """The draft model with these leaves."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.params_tree, params))
 
 
-def make_extend(spec: DraftSpec) -> Callable:
-    """Writes the draft model's keys and values of a step's tokens: (params: list of arrays, its pool, SlotState as it
-    is before the step, last_token i32[R], message) -> its pool."""
+class Rows(NamedTuple):
+    """The rows of a step with drafts, i32[S] each unless it is said.
 
-    def extend(params, kv: KVPages, state: SlotState, last_token: jax.Array, message: jax.Array) -> KVPages:
-        with jax.named_scope("unpack"):
-            _, batch, *_ = unpack(state, last_token, message.reshape(-1), spec.layout, spec.page_size)
-            own = ForwardBatch(batch.token_ids, batch.positions, batch.logits_indices, (batch.ragged[spec.group],))
-        return spec.model(params)(own, kv)[1]
-
-    return extend
-
-
-class _Rows(NamedTuple):
-    """The rows of a step with drafts: i32[S] each, and their pages i32[S, W]."""
+    Attributes:
+      start: position of the last known token.
+      last_token: that token.
+      page_table: i32[S, W].
+      num_rows: i32[], those that are not padding.
+      flags: what some row of the step needs of the sampler.
+    """
 
     slot: jax.Array
     count: jax.Array
@@ -75,51 +69,46 @@ class _Rows(NamedTuple):
     last_token: jax.Array
     page_table: jax.Array
     num_rows: jax.Array
+    flags: SamplerFlags
+
+
+def make_extend(spec: DraftSpec) -> Callable:
+    """Writes the draft model's keys and values of a step's tokens: (params: list of arrays, its pool, DeviceState as it
+    is before the step, message) -> its pool."""
+
+    def extend(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> KVPages:
+        assert state.tokens is not None
+        with jax.named_scope("unpack"):
+            _, batch, *_ = unpack(
+                state.slots, state.tokens.last_token, message.reshape(-1), spec.layout, spec.page_size
+            )
+            own = ForwardBatch(batch.token_ids, batch.positions, batch.logits_indices, (batch.ragged[spec.group],))
+        return spec.model(params)(own, kv)[1]
+
+    return extend
 
 
 def make_draft(spec: DraftSpec) -> Callable:
-    """Guesses the tokens behind each row's last one: (params: list of arrays, its pool, SlotState as it is before the
-    step, TokenState, SamplingState, message) -> (its pool, Drafts of S rows, spec.width - 1 of each).
+    """Guesses the tokens behind each row's last one: (params: list of arrays, its pool, DeviceState as it is before the
+    step, message) -> (its pool, Drafts of S rows, spec.width - 1 of each).
 
     Each pass takes one token of every row and draws the next. The last draft's keys and values are written too, for
     all may turn out to be right.
     """
 
-    def draft(
-        params: list[jax.Array],
-        kv: KVPages,
-        state: SlotState,
-        tokens: TokenState,
-        sampling: SamplingState,
-        message: jax.Array,
-    ) -> tuple[KVPages, Drafts]:
-        header, rows = _unpack_rows(spec, state, tokens.last_token, message.reshape(-1))
-        # What a step tells of logprobs it tells of the tokens that the model itself draws.
-        flags = flags_of(header["features"])._replace(any_logprobs=jnp.zeros((), jnp.bool_))
+    def draft(params: list[jax.Array], kv: KVPages, state: DeviceState, message: jax.Array) -> tuple[KVPages, Drafts]:
+        rows = unpack_rows(spec, state, message.reshape(-1))
         num_drafts = spec.width - 1
 
         def one_pass(step: jax.Array, carried: tuple[KVPages, jax.Array, jax.Array]):
             kv, token, drafts = carried
             model = spec.model(params)
-            hidden, kv = model(_one_token_each(spec, rows, step, token), kv)
+            hidden, kv = model(one_token_each(spec, rows, step, token), kv)
 
-            def choose() -> jax.Array:
-                with jax.named_scope("sample"):
-                    return sample(
-                        model.logits(hidden),
-                        sampling,
-                        tokens.token_counts,
-                        rows.slot,
-                        rows.start + step + 1,
-                        flags,
-                        max_logprobs=1,
-                        logprobs_mode="raw_logprobs",
-                        assumed=drafts,
-                    ).token_ids
+            def choose() -> tuple[jax.Array, jax.Array]:
+                return draw_drafts(model.logits(hidden), rows, state, step, drafts)
 
-            chosen = lax.cond(step < num_drafts, choose, lambda: token)
-            chosen = jnp.maximum(chosen, 0)  # a row that is not finite: its request ends anyway
-            return kv, chosen, lax.dynamic_update_slice(drafts, chosen[:, None], (0, jnp.minimum(step, num_drafts - 1)))
+            return kv, *lax.cond(step < num_drafts, choose, lambda: (token, drafts))
 
         none = jnp.full((spec.layout.num_seqs, num_drafts), -1, jnp.int32)
         kv, _, drafts = lax.fori_loop(0, spec.width, one_pass, (kv, rows.last_token, none))
@@ -128,25 +117,50 @@ def make_draft(spec: DraftSpec) -> Callable:
     return draft
 
 
-def _unpack_rows(
-    spec: DraftSpec, state: SlotState, last_token: jax.Array, buffer: jax.Array
-) -> tuple[dict[str, jax.Array], _Rows]:
-    layout = spec.layout
+def draw_drafts(
+    logits: jax.Array, rows: Rows, state: DeviceState, step: Any, drafts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws draft number `step` of each row of logits f32[S, V / n] as the sampler would: (the tokens i32[S], drafts
+    i32[S, k] with them); drafts that are not made yet are -1."""
+    assert state.tokens is not None and state.sampling is not None
+    with jax.named_scope("sample"):
+        chosen = sample(
+            logits,
+            state.sampling,
+            state.tokens.token_counts,
+            rows.slot,
+            rows.start + 1 + step,
+            rows.flags,
+            max_logprobs=1,
+            logprobs_mode="raw_logprobs",
+            assumed=drafts,
+        ).token_ids
+    chosen = jnp.maximum(chosen, 0)  # a row that is not finite: its request ends anyway
+    return chosen, lax.dynamic_update_slice(drafts, chosen[:, None], (0, step))
+
+
+def unpack_rows(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
+    """The rows of the message of a step with drafts."""
+    layout, tokens = spec.layout, state.tokens
+    assert tokens is not None
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
-    state = write_page_deltas(state, layout.view(buffer, "deltas"))
+    slots = write_page_deltas(state.slots, layout.view(buffer, "deltas"))
     slot, count, start, *_ = layout.view(buffer, "rows")
-    num_slots = state.num_computed.shape[0]
+    num_slots = slots.num_computed.shape[0]
     index = jnp.minimum(slot, num_slots - 1)
-    start = jnp.where(start >= 0, start, state.num_computed[index])
-    table = state.page_table[index + spec.group * num_slots]
-    return header, _Rows(slot, count, start, last_token[index], table, header["num_seqs"])
+    start = jnp.where(start >= 0, start, slots.num_computed[index])
+    table = slots.page_table[index + spec.group * num_slots]
+    # What a step tells of logprobs it tells of the tokens that the model itself draws.
+    flags = flags_of(header["features"])._replace(any_logprobs=jnp.zeros((), jnp.bool_))
+    return Rows(slot, count, start, tokens.last_token[index], table, header["num_seqs"], flags)
 
 
-def _one_token_each(spec: DraftSpec, rows: _Rows, step: jax.Array, token: jax.Array) -> ForwardBatch:
-    """The batch of pass `step`; a row that has fewer tokens in the step than that writes nothing."""
+def one_token_each(spec: DraftSpec, rows: Rows, step: jax.Array, token: jax.Array, *, back: int = 0) -> ForwardBatch:
+    """The batch of pass `step`, `back` places before the tokens' own; a row that has fewer tokens in the step than that
+    writes nothing."""
     num_seqs = spec.layout.num_seqs
     live = step < rows.count
-    positions = rows.start + jnp.where(live, step, 0)
+    positions = jnp.maximum(rows.start + jnp.where(live, step, 0) - back, 0)
     column = jnp.minimum(positions // spec.page_size, rows.page_table.shape[1] - 1)
     page = jnp.take_along_axis(rows.page_table, column[:, None], axis=1)[:, 0]
     ragged = RaggedBatch(

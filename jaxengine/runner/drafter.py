@@ -1,7 +1,8 @@
-"""A draft model on the devices of the model that it drafts for: weights, its pool, and its compiled programs."""
+"""What drafts on the devices of the model that it drafts for: weights, its pool, and its compiled programs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,26 +15,32 @@ from jaxengine.runner.executables import ExecutableCache
 from jaxengine.runner.memory import workspace_bytes
 from jaxengine.runner.program import Program
 from jaxengine.runner.program_needs import foresee, held_by
+from jaxengine.runner.step import Forwarded
 from scheduler.buckets import Bucket
 from sharding.rules import part_bytes
 
 
 class Drafter:
-    """Runs before each forward pass of a StageRunner, which decides sizes and order."""
+    """Runs before and after the forward passes of a StageRunner, which decides sizes and order.
+
+    The leaves of the model are handed over each time: adapters change them.
+    """
 
     def __init__(self, programs: DraftPrograms, params: Any, cache_dir: str | None):
-        """params: the draft model's weights, an nnx.State or its leaves."""
+        """params: the weights of what drafts, an nnx.State or its leaves."""
         self.programs = programs
         devices = list(programs.target.mesh.devices.flat)
         self._backend = devices[0].platform
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
         self._params = jax.tree.leaves(params)
-        self._compiled: dict[Bucket, jax.stages.Compiled] = {}
+        self._programs: dict[tuple[str, Bucket], Program] = {}
+        self._compiled: dict[tuple[str, Bucket], jax.stages.Compiled] = {}
+        self._newest: tuple[Bucket, np.ndarray] | None = None
 
     @property
     def weight_bytes(self) -> int:
-        """Of one device."""
-        return sum(map(part_bytes, self._params))
+        """Of one device, and what is kept of slots."""
+        return sum(map(part_bytes, self._params)) + self.programs.slot_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -44,45 +51,58 @@ class Drafter:
     def program_bytes(self) -> int:
         """Bytes of one device that all programs hold, which have been compiled."""
         how = self.executables, self.programs.description, self._backend
-        return sum(held_by(self._program(bucket), own, *how) for bucket, own in self._compiled.items())
+        return sum(held_by(self._programs[key], own, *how) for key, own in self._compiled.items())
 
-    def foresee_needs(self) -> tuple[int, int]:
-        """Bytes that all programs will hold, and that one will need while it runs: by the largest of each kind."""
-        buckets, kv = self.programs.target.packer.buckets, self.programs.kv_shapes(self.programs.target.num_columns)
-        wide = set(buckets.wide)
+    def foresee_needs(self, model: Sequence[Any]) -> tuple[int, int]:
+        """Bytes that all programs will hold, and that one will need while it runs: by the largest of each kind.
+
+        model: the leaves of the model.
+        """
+        target = self.programs.target
+        weights, kept = self.programs.weights(self._params, model), self.programs.kept_shapes(target.num_columns)
+        wide = set(target.packer.buckets.wide)
         held, workspace = 0, 0
-        for kind in ([bucket for bucket in buckets if bucket not in wide], buckets.wide):
-            program = self.programs.beside(max(kind), self._params, kv)
-            own_held, own = foresee(program, self.executables, self.programs.description, self._backend)
-            held, workspace = held + len(kind) * own_held, max(workspace, own)
+        for buckets in ([bucket for bucket in target.packer.buckets if bucket not in wide], sorted(wide)):
+            for make in (self.programs.before, self.programs.after):
+                if (program := make(max(buckets), weights, kept)) is not None:
+                    own_held, own = foresee(program, self.executables, self.programs.description, self._backend)
+                    held, workspace = held + len(buckets) * own_held, max(workspace, own)
         return held, workspace
 
     def plan_pool(self, num_pages: int) -> None:
         """Decides the pool's size, pages of a rank."""
-        self._kv_shapes = self.programs.kv_shapes(num_pages)
+        self._shapes = self.programs.kept_shapes(num_pages)
 
-    def compile(self, bucket: Bucket) -> None:
-        """Compiles or loads what runs before a bucket's forward pass."""
-        self._compiled[bucket] = self._get(self._program(bucket))
+    def compile(self, bucket: Bucket, model: Sequence[Any]) -> None:
+        """Compiles or loads what runs before and after a bucket's forward pass. model: the leaves of the model."""
+        weights = self.programs.weights(self._params, model)
+        for when, make in (("before", self.programs.before), ("after", self.programs.after)):
+            if (program := make(bucket, weights, self._shapes)) is not None:
+                self._programs[when, bucket] = program
+                self._compiled[when, bucket] = self._get(program)
 
     def allocate(self) -> None:
         """Makes the pool."""
-        self._kv = self._get(self.programs.pool(self._kv_shapes))()
+        self._kept = self._get(self.programs.start(self._shapes))()
 
-    def precede(self, bucket: Bucket, state: DeviceState, message: np.ndarray) -> Drafts | None:
+    def precede(self, bucket: Bucket, model: Sequence[Any], state: DeviceState, message: np.ndarray) -> Drafts | None:
         """Dispatches what is done before a bucket's forward pass; the drafts of a wide one."""
-        if bucket not in self._compiled:  # enforce_eager: compiled when it first occurs
-            self.compile(bucket)
-        run = self._compiled[bucket]
-        assert state.tokens is not None
-        if bucket.width == 1:
-            self._kv = run(self._params, self._kv, state.slots, state.tokens.last_token, message)
+        self._newest = bucket, message
+        if ("before", bucket) not in self._compiled:
             return None
-        self._kv, drafts = run(self._params, self._kv, state.slots, state.tokens, state.sampling, message)
+        weights = self.programs.weights(self._params, model)
+        results = self._compiled["before", bucket](weights, self._kept, state, message)
+        self._kept, drafts = (results, None) if bucket.width == 1 else results
         return drafts
 
-    def _program(self, bucket: Bucket) -> Program:
-        return self.programs.beside(bucket, self._params, self._kv_shapes)
+    def follow(self, model: Sequence[Any], state: DeviceState, forwarded: Forwarded) -> None:
+        """Dispatches what is done when the tokens of the newest forward pass have been chosen."""
+        assert self._newest is not None
+        bucket, message = self._newest
+        if ("after", bucket) in self._compiled:
+            weights = self.programs.weights(self._params, model)
+            step = forwarded.rows, forwarded.read, message
+            self._kept = self._compiled["after", bucket](weights, self._kept, state, *step)
 
     def _get(self, program: Program) -> jax.stages.Compiled:
         how = {"donate": program.donate, "description": self.programs.description}

@@ -1,19 +1,36 @@
-"""The draft model that a config names, opened and compared with the model that it drafts for."""
+"""What drafts on the devices, opened: a draft model, or a layer of the model's own checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from jaxengine.checkpoint.model_source import ModelSource, open_model
-from jaxengine.config.engine_config import ConfigError, EngineConfig
-from jaxengine.config.speculation import NAME, check_draft_model
+from jaxengine.config.engine_config import ConfigError, EngineConfig, ResolvedConfig
+from jaxengine.config.speculation import DRAFT_MODEL, NAME, check_draft_model
+from jaxengine.runner.draft_programs import DraftPrograms, HeadPrograms
+from models.build import Build
 from models.config.model_config import ModelConfig
+from models.layers.next_token import NextTokenSource
+from models.registry import build_model, build_next_token
+from sharding.layout import MeshLayout
+from sharding.stages import Stage
+
+
+class OpenedDraft(NamedTuple):
+    """What drafts. model: abstract; source: of its weights; programs: those that it has."""
+
+    model: Any
+    source: ModelSource
+    programs: type[DraftPrograms]
 
 
 def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """The config with its draft model on this machine, if it names one. Raises as `open_draft`."""
     chosen = config.speculative_config
-    if chosen is None or not chosen.has_model:
+    if chosen is None or chosen.method != DRAFT_MODEL:
         return config
     draft = open_draft(config, model)
     draft.close()
@@ -56,3 +73,30 @@ def open_draft(config: EngineConfig, model: ModelConfig) -> ModelSource:
         draft.close()
         raise
     return draft
+
+
+def open_drafting(source: ModelSource, config: ResolvedConfig, layout: MeshLayout) -> OpenedDraft | None:
+    """What a config says shall draft for the model of `source`, split as that; None where the devices have no need of
+    weights for it. Raises as `open_draft`, and ConfigError where it cannot be split or is not in the checkpoint."""
+    chosen, model = config.speculative_config, source.config
+    if chosen is None or not chosen.has_model:
+        return None
+    if chosen.method == DRAFT_MODEL:
+        draft = open_draft(config, model)
+        build = Build(config.dtype, layout, Stage(0, draft.config.num_layers))
+        return OpenedDraft(_split(chosen.method, lambda: build_model(draft.config, build)), draft, DraftPrograms)
+    weights = source.weights
+    if isinstance(weights, Path):
+        problem = f"{NAME}.method is {chosen.method!r}, and a folder that jaxengine convert wrote has no such layer"
+        raise ConfigError.because(NAME, problem, "give the checkpoint that it was made of")
+    weights = None if weights is None else NextTokenSource(weights, model.num_layers)
+    head = _split(chosen.method, lambda: build_next_token(model, Build(config.dtype, layout)))
+    return OpenedDraft(head, replace(source, weights=weights), HeadPrograms)
+
+
+def _split(method: str, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except ValueError as error:
+        problem = f"what {NAME} says, {method}, cannot be split as the model is ({error})"
+        raise ConfigError.because(NAME, problem, "leave it out, or give another tensor_parallel_size") from None

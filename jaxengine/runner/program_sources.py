@@ -15,7 +15,10 @@ from pathlib import Path
 
 _PACKAGES = ("jaxengine", "models", "pallas_kernels", "scheduler", "sharding")
 # What builds the programs, and what says how they are compiled.
-_PROGRAMS = ("jaxengine.runner.step_programs", "jaxengine.runner.executables")
+_PROGRAMS = (
+    *("jaxengine.runner.step_programs", "jaxengine.runner.draft_programs", "jaxengine.runner.executables"),
+    "models.layers.next_token",
+)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement keeps other statements
 
 

@@ -115,7 +115,7 @@ class StageRunner:
         kv = programs.kv_shapes(programs.num_columns)
         program = programs.forward(max(programs.packer.buckets), self._params, kv)
         held, forward = foresee(program, self.executables, programs.description, self._backend)
-        of_drafts, drafts = (0, 0) if self.drafter is None else self.drafter.foresee_needs()
+        of_drafts, drafts = (0, 0) if self.drafter is None else self.drafter.foresee_needs(self._params)
         forward = max(forward, drafts)
         for name, size in programs.heads():
             self.compile_head(name, size)
@@ -134,7 +134,7 @@ class StageRunner:
     def compile_forward(self, bucket: Bucket) -> None:
         """Compiles or loads a bucket's forward pass, and what a draft model does before it."""
         if self.drafter is not None:
-            self.drafter.compile(bucket)
+            self.drafter.compile(bucket, self._params)
         self._forwards[bucket] = self._compile(self.programs.forward(bucket, self._params, self._kv_shapes))
 
     def compile_head(self, name: str, size: int) -> None:
@@ -178,7 +178,9 @@ class StageRunner:
         """Dispatches the stage's part of a forward pass: hidden states for the next stage, or Forwarded."""
         if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
             self.compile_forward(bucket)
-        drafts = None if self.drafter is None else self.drafter.precede(bucket, self._state, message)
+        drafts = None
+        if self.drafter is not None:
+            drafts = self.drafter.precede(bucket, self._params, self._state, message)
         last_token = known_tokens(self._state.tokens, bucket, drafts)
         arguments = (self._params, self._kv, self._state.slots, last_token, message)
         if hidden is not None:
@@ -208,6 +210,8 @@ class StageRunner:
         values = {"params": self._params, **self._state._asdict(), **forwarded._asdict()}
         *changed, output = self._heads[name, size](*[values[argument] for argument in head.arguments])
         self._state = self._state._replace(**dict(zip(head.changes, changed, strict=True)))
+        if self.drafter is not None and "tokens" in head.changes:
+            self.drafter.follow(self._params, self._state, forwarded)
         return output
 
     def change_state(self, name: str, *arguments: Any) -> None:

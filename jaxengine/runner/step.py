@@ -58,12 +58,14 @@ class Forwarded(NamedTuple):
         pools.
       hidden: [T, D] after the final norm, and targets: i32[T], the prompt token after each, -1 where there is none;
         None in shapes that score no prompts. Where the model pools, the rows' pooled states, f32[S, D], alone.
+      read: [T, F], what a head that drafts reads of each token; None without one.
     """
 
     rows: SampledRows
     logits: jax.Array | None
     hidden: jax.Array | None
     targets: jax.Array | None
+    read: jax.Array | None = None
 
 
 class Rows(NamedTuple):
@@ -85,7 +87,8 @@ class StepSpec:
       scores: it gives hidden states and targets too.
       width: tokens of a row at most where rows have drafts, else 1.
       proposer: of these drafts; None where the message has them.
-      takes_drafts: a draft model has made them.
+      takes_drafts: a draft model or a head has made them.
+      is_read: a head that drafts reads what the pass gives.
     """
 
     layout: StepLayout
@@ -95,6 +98,7 @@ class StepSpec:
     width: int = 1
     proposer: Proposer | None = None
     takes_drafts: bool = False
+    is_read: bool = False
 
 
 def unpack(
@@ -249,11 +253,12 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
             state = state._replace(expert_load=state.expert_load + load.astype(jnp.uint32))
         if not model.stage.is_last:
             return kv, state, states
+        read = states if spec.is_read else None
         if spec.width > 1:
             with jax.named_scope("logits"):
                 logits = model.logits(states[batch.logits_indices])
             sampled = _rows_with_drafts(batch, rows, header["features"][None], drafts, spec.width)
-            return kv, state, Forwarded(sampled, logits, None, None)
+            return kv, state, Forwarded(sampled, logits, None, None, read)
         more, pooler = spec.num_logits - spec.layout.num_seqs, model.config.pooler
         sampled = SampledRows(
             slot=jnp.pad(rows.slot, (0, more), constant_values=state.num_computed.shape[0]),
@@ -269,8 +274,8 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         with jax.named_scope("logits"):
             logits = model.logits(states[jnp.pad(batch.logits_indices, (0, more))])
         if not spec.scores:
-            return kv, state, Forwarded(sampled, logits, None, None)
-        return kv, state, Forwarded(sampled, logits, states, _targets(batch, rows))
+            return kv, state, Forwarded(sampled, logits, None, None, read)
+        return kv, state, Forwarded(sampled, logits, states, _targets(batch, rows), read)
 
     return forward
 

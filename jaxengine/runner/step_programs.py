@@ -108,6 +108,7 @@ class StepPrograms:
         self._slack = (max(config.widths, default=1) - 1) * config.max_in_flight
         self._proposer: Proposer | None = None
         self._takes_drafts = config.speculative_config is not None and config.speculative_config.has_model
+        self._is_read = config.speculative_config is not None and config.speculative_config.reads_hidden
         if config.widths and config.pipeline_parallel_size == 1 and not self._takes_drafts:
             assert config.speculative_config is not None
             self._proposer = proposer_of(config.speculative_config)
@@ -151,7 +152,9 @@ class StepPrograms:
         layout = self.packer.layouts[bucket]
         proposer = self._proposer if bucket.width > 1 else None
         takes_drafts = self._takes_drafts and bucket.width > 1
-        spec = StepSpec(layout, self.packer.page_size, num_logits, scores, bucket.width, proposer, takes_drafts)
+        spec = StepSpec(
+            layout, self.packer.page_size, num_logits, scores, bucket.width, proposer, takes_drafts, self._is_read
+        )
         function = make_forward(self._graph, self._params_tree, spec)
         state = self.state_shapes
         last_token = known_tokens(state.tokens, bucket, self.draft_shapes(bucket) if takes_drafts else None)
@@ -167,6 +170,8 @@ class StepPrograms:
             output = self._forwarded(bucket.num_tokens, size, bucket.width)
             if self._samples and not scores:
                 output = output._replace(hidden=None, targets=None)
+            if self._is_read:
+                output = output._replace(read=self.read_shape(bucket))
         name = str(bucket) if proposer is None else f"{bucket}, {proposer}"
         name += ", of drafts" * takes_drafts
         return self._program(name, function, arguments, (kv, state.slots, output), donate=(1, 2))
@@ -174,6 +179,19 @@ class StepPrograms:
     def message_shape(self, bucket: Bucket) -> Any:
         """What the host sends for a step: i32[ranks, size]."""
         return self._shape((self.model.mesh.num_ranks, self.packer.layouts[bucket].size), np.int32, _RANKS)
+
+    def rows_shape(self, bucket: Bucket) -> SampledRows:
+        """What a bucket's forward pass tells of its rows, abstract."""
+        size = self.num_logits(bucket) if bucket.width == 1 else bucket.num_seqs
+        return self._forwarded(bucket.num_tokens, size, bucket.width).rows
+
+    def read_shape(self, bucket: Bucket) -> Any:
+        """What it leaves to a head that drafts, abstract."""
+        return self._hidden(bucket.num_tokens)
+
+    def slot_shape(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array of this shape for each slot, abstract."""
+        return self._shape((self.model.mesh.num_ranks * self._num_slots, *shape), dtype, _RANKS)
 
     def draft_shapes(self, bucket: Bucket) -> Drafts:
         """The drafts of a wide bucket's rows, abstract."""
@@ -207,7 +225,7 @@ class StepPrograms:
 
     def state_changes(self) -> dict[str, Program]:
         """The programs that change the state between steps, by name: (state, their arguments) -> state."""
-        history = 0 if self._proposer is None else self._max_model_len
+        history = self._max_model_len if self._keeps_history else 0
         sizes = StateSizes(
             self.vocab_size,
             self.stored_mask_words,
@@ -233,6 +251,11 @@ class StepPrograms:
     def _samples(self) -> bool:
         """Whether tokens are chosen here."""
         return self.model.stage.is_last and self.model.config.pooler is None
+
+    @property
+    def _keeps_history(self) -> bool:
+        """Whether the tokens of all slots are kept: n-grams are looked up, or a head reads which came next."""
+        return self._proposer is not None or self._is_read
 
     @property
     def _kept_size(self) -> int | None:
@@ -288,7 +311,7 @@ class StepPrograms:
         if not self._samples:
             return DeviceState(slots, None, None)
         sampling = SamplingState(RowParams(*[ranks] * len(NEUTRAL)), logit_bias=vocab, token_mask=vocab)
-        history = None if self._proposer is None else ranks
+        history = ranks if self._keeps_history else None
         return DeviceState(slots, TokenState(last_token=ranks, token_counts=vocab, history=history), sampling)
 
     def _own_state(self) -> DeviceState:
@@ -296,7 +319,7 @@ class StepPrograms:
         sizes = self._num_slots, self.num_columns, vocab_size
         states = state_rows(self.groups, self._num_slots + self._num_snapshots)
         counts = self._experts, self.packer.num_groups, self._kept_size
-        history = None if self._proposer is None else self._max_model_len
+        history = self._max_model_len if self._keeps_history else None
         return init_state(*sizes, *counts, states, history, bool(self.adapter_pools), self._places)
 
     def _state_shapes(self) -> DeviceState:

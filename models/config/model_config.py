@@ -41,7 +41,7 @@ class ModelConfig:
     that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is what
     embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
     what logits are. `rms_norm_eps` is that of all norms, of whatever kind. A checkpoint may have
-    `num_nextn_predict_layers` layers behind the last that predict further tokens; they are not read. `pooler` is None
+    `num_nextn_predict_layers` layers behind the last that predict further tokens. `pooler` is None
     for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` says
     how matrices are stored, by their checkpoint modules' names (models.quantization.rules.Quantization); None as they
     are. `tower` is what the model sees with; None for one that does not, or is not to.

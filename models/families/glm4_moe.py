@@ -1,5 +1,5 @@
 """GLM-4.5 and GLM-4.6 (GLM-4.5 Team 2025, arXiv:2508.06471): experts as DeepSeek-V3 has them behind some dense layers,
-rope on half of each head. Layers that predict further tokens are not read."""
+rope on half of each head. Layers that predict further tokens make drafts."""
 
 from __future__ import annotations
 

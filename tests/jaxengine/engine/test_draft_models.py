@@ -87,7 +87,7 @@ def test_memory_is_planned_for_both(plain, own):
     (alone,) = plain.core.runner._stages
     assert own.core.runner.plan.page_bytes == 2 * plain.core.runner.plan.page_bytes == 2 * alone.page_bytes
     assert own.core.runner.plan.weights == 2 * plain.core.runner.plan.weights
-    assert stage.drafter._kv.num_pages == stage._kv.num_pages
+    assert stage.drafter._kept.num_pages == stage._kv.num_pages
     assert not own.core.runner.keeps_history
 
 
@@ -99,6 +99,7 @@ def test_steps_without_drafts_are_the_same_forward_passes(plain, own):
         assert alone.programs.description == stage.programs.description
 
 
+@pytest.mark.thorough("ten seconds of compiling; what is drafted in vain is looked at by n-grams, too")
 def test_a_model_that_is_mostly_wrong_changes_nothing(plain, options, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     drafting = LLM(**options, speculative_config={"model": str(tmp_path), "num_speculative_tokens": 1})
@@ -148,9 +149,9 @@ def test_a_model_without_a_method_is_a_draft_model():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, and a draft model runs beside one stage alone"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, and draft_model runs beside one stage alone"),
         ({"draft": 2}, "draft_tensor_parallel_size is 2; allowed: 1, tensor_parallel_size"),
-        ({"sliding_window": 8}, "gives keys back that a draft model needs; give disable_hybrid_kv_cache_manager"),
+        ({"sliding_window": 8}, "gives keys back that draft_model needs; give disable_hybrid_kv_cache_manager"),
         ({"nnodes": 2}, "nnodes is 2"),
     ],
 )

@@ -1,0 +1,77 @@
+"""The programs of what drafts beside a model, as a check compiles them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxengine.check.hlo import Precious
+from jaxengine.check.programs import Program, StagePrograms
+from jaxengine.check.roofline import Work
+from jaxengine.check.shapes import model_config
+from jaxengine.config.speculation import DRAFT_MODEL, check_draft_model
+from jaxengine.runner.draft_programs import DraftPrograms, HeadPrograms
+from models.build import Build
+from models.registry import build_model, build_next_token
+from models.weights.declare import declared_params
+from models.weights.parts import format_of
+from sharding.rules import named_sharding, part_bytes, part_shape
+from sharding.stages import Stage
+
+
+class Drafting(NamedTuple):
+    """What drafts beside a stage. weights: abstract; weight_bytes, page_bytes: of one device."""
+
+    programs: DraftPrograms
+    weights: Any
+    weight_bytes: int
+    page_bytes: int
+
+
+def drafting(stage: StagePrograms) -> Drafting | None:
+    """What the stage's config says, None without a model or a head. Raises ConfigError as the engine does."""
+    chosen, config = stage.config.speculative_config, stage.config
+    if chosen is None or not chosen.has_model:
+        return None
+    layout = stage.model.mesh
+    if chosen.method == DRAFT_MODEL:
+        assert chosen.model is not None
+        own = model_config(chosen.model)
+        check_draft_model(own, stage.model.config)
+        model: Any = build_model(own, Build(config.dtype, layout, Stage(0, own.num_layers)))
+        programs = DraftPrograms(model, stage.steps, config)
+    else:
+        model = build_next_token(stage.model.config, Build(config.dtype, layout))
+        programs = HeadPrograms(model, stage.steps, config)
+    leaves = []
+    for param in declared_params(model):
+        stored = format_of(param.decl, named_sharding(stage.mesh, param.decl.axes))
+        leaves.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored))
+    size = sum(part_bytes(leaf) for leaf in leaves) + programs.slot_bytes
+    return Drafting(programs, programs.weights(leaves, stage.params), size, programs.page_bytes)
+
+
+def drafts(stage: StagePrograms, num_pages: int, *, short: bool) -> Iterator[Program]:
+    """A program for what is done before, and after, the forward pass of each bucket; not how long it may take."""
+    if (found := drafting(stage)) is None:
+        return
+    kept = found.programs.kept_shapes(num_pages)
+    pools = {math.prod(part_shape(leaf)): "draft's pool" for leaf in jax.tree.leaves(kept) if leaf.ndim > 2}
+    for bucket in stage.buckets(short):
+        for make in (found.programs.before, found.programs.after):
+            if (program := make(bucket, found.weights, kept)) is not None:
+                yield Program(
+                    name=program.name,
+                    mesh=stage.mesh,
+                    is_step=True,
+                    is_largest=False,
+                    function=program.function,
+                    arguments=program.arguments,
+                    donate=program.donate,
+                    work=Work(0, 0),
+                    precious=Precious(pools),
+                    expected=None,
+                )

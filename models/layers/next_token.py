@@ -1,0 +1,97 @@
+"""The layer behind a model's last one that predicts the token after the next (DeepSeek-AI 2024, arXiv:2412.19437,
+section 2.2).
+
+For each place it takes the model's hidden state there and the embedding of the token that came next, each normed,
+projects both to one and runs one more decoder layer of the family over them; the model's own head then gives the
+logits. Checkpoints store it as the layer number num_hidden_layers. Behind its own hidden states it predicts further
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+
+from models.build import Build
+from models.config.model_config import ModelConfig
+from models.forward_batch import ForwardBatch
+from models.layers.decoder import Decoder
+from models.layers.linear import Linear
+from models.quantization.registry import PLAIN
+from models.weights.declare import Source
+from models.weights.source import WeightSource, WrappedSource
+from pallas_kernels.kv.pages import KVPages
+from sharding.stages import Stage
+
+# What the layer has of the model's: a checkpoint may hold copies.
+_SHARED = ("embed_tokens.", "shared_head.head.")
+
+
+@cache
+def next_token_class(family: type[Decoder]) -> type[Decoder]:
+    """The class of such layers of a family: (ModelConfig of `with_next_layer`, Build)."""
+
+    class NextToken(family):
+        """One layer of the family between norms of its own; the model lends it embeddings and logits."""
+
+        def __init__(self, config: ModelConfig, build: Build):
+            number, size, eps = config.num_layers - 1, config.hidden_size, config.rms_norm_eps
+            stage = Stage(number, number + 1, is_first=False, is_last=False)
+            super().__init__(config, replace(build, stage=stage))
+            name = f"model.layers.{number}"
+            self.embed_norm = self.norm_class(size, eps, source=f"{name}.enorm", build=build)
+            self.hidden_norm = self.norm_class(size, eps, source=f"{name}.hnorm", build=build)
+            # Stored as it is, whatever other products are.
+            plain, source = replace(build, scheme=PLAIN), Source(f"{name}.eh_proj", size)
+            self.joined = Linear(2 * size, (source,), axes=("latent", "embed"), build=plain)
+            self.head_norm = self.norm_class(size, eps, source=f"{name}.shared_head.norm", build=build)
+
+        def read(self, hidden: jax.Array) -> jax.Array:
+            """What the model leaves of each token, [T, D] after its final norm, as this layer takes it."""
+            return hidden
+
+        def __call__(
+            self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array, embeddings: jax.Array
+        ) -> tuple[jax.Array, KVPages]:
+            """Hidden states [T, D] at places whose hidden states [T, D] and next tokens' embeddings [T, D] these are;
+            what is returned stands in the place of `hidden` for the tokens after."""
+            with jax.named_scope("join"):
+                both = jnp.concatenate([self.embed_norm(embeddings), self.hidden_norm(hidden)], axis=-1)
+                x = self.joined(both)
+            x, pool = super().__call__(batch, kv, x)
+            assert isinstance(pool, KVPages)
+            return x, pool
+
+        def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
+            """[R, D] -> f32[R, V / n], as the model's logits, of the tokens after the next ones."""
+            return model.logits(self.head_norm(hidden))
+
+    NextToken.__module__ = family.__module__
+    return NextToken
+
+
+def with_next_layer(config: ModelConfig) -> ModelConfig:
+    """A model's configuration with the first of the layers behind its last one."""
+    return replace(config, attention=(*config.attention, config.attention[-1]), num_nextn_predict_layers=0, tower=None)
+
+
+class NextTokenSource(WrappedSource):
+    """Of a model's checkpoint what belongs to the layer of this number alone."""
+
+    def __init__(self, source: WeightSource, number: int):
+        super().__init__(source)
+        self._prefix = f"model.layers.{number}."
+
+    def names(self) -> Iterable[str]:
+        shared = tuple(self._prefix + name for name in _SHARED)
+        return [name for name in self._source.names() if name.startswith(self._prefix) and not name.startswith(shared)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def read(self, name: str, *index: slice):
+        return self._source.read(name, *index)

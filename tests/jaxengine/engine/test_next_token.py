@@ -1,0 +1,169 @@
+"""Drafts of the layer that predicts the token after the next change no token, and are right where it knows what the
+model does: of checkpoints made so that it does, by the hidden states alone, or by its keys and values alone."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxengine import LLM, SamplingParams
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.config.speculation import MTP
+from models.registry import read_hf
+from tests.fixtures.drawn_weights import FOLDER, draw_all
+from tests.jaxengine.engine.test_draft_models import accepted_share
+from tests.jaxengine.engine.test_speculation import assert_same, force, workload
+from tests.sharding.parallel_cases import GLM4, OPTIONS
+
+SIZE = 64
+TINY = GLM4 | {
+    "hidden_size": SIZE,
+    "vocab_size": SIZE,
+    "num_hidden_layers": 1,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 0,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-9,
+    "attention_bias": False,
+}
+
+
+def layer_shapes(layer: int) -> dict[str, list[int]]:
+    heads, kv_heads, head_dim, ffn = 4, 2, 16, 16
+    shapes = {
+        "self_attn.q_proj": [heads * head_dim, SIZE],
+        "self_attn.k_proj": [kv_heads * head_dim, SIZE],
+        "self_attn.v_proj": [kv_heads * head_dim, SIZE],
+        "self_attn.o_proj": [SIZE, heads * head_dim],
+        "mlp.gate": [2, SIZE],
+        **{f"mlp.experts.{each}.{name}_proj": [ffn, SIZE] for each in range(2) for name in ("gate", "up")},
+        **{f"mlp.experts.{each}.down_proj": [SIZE, ffn] for each in range(2)},
+        **{f"mlp.shared_experts.{name}_proj": [ffn, SIZE] for name in ("gate", "up")},
+        "mlp.shared_experts.down_proj": [SIZE, ffn],
+        "input_layernorm": [SIZE],
+        "post_attention_layernorm": [SIZE],
+    }
+    return {f"model.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def write(folder, tensors: dict[str, np.ndarray]) -> str:
+    """A checkpoint whose embeddings have a root mean square of one, which its norms leave as they are."""
+    ones, table = np.ones(SIZE, np.float32), np.sqrt(SIZE) * np.eye(SIZE, dtype=np.float32)
+    extra = {f"model.layers.1.{name}.weight": ones for name in ("enorm", "hnorm", "shared_head.norm")}
+    bias = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias": np.zeros(2, np.float32) for layer in range(2)}
+    shared = {"model.norm.weight": ones, "model.embed_tokens.weight": table}
+    folder.mkdir()
+    save_file(extra | bias | shared | tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return str(folder)
+
+
+def counting(folder) -> str:
+    """A model of which token t + 1 follows t, and a layer that reads it off hidden states, of the token not at all."""
+    silent = {name: np.zeros(shape, np.float32) for layer in range(2) for name, shape in layer_shapes(layer).items()}
+    shift = np.roll(np.eye(SIZE, dtype=np.float32), 1, axis=0)  # of t it makes t + 1
+    joined = np.concatenate([np.zeros_like(shift), shift], axis=1)
+    return write(folder, silent | {"lm_head.weight": shift, "model.layers.1.eh_proj.weight": joined})
+
+
+def one_layer(folder) -> str:
+    """A model of one layer, and the same layer behind it, which sees the embeddings of all tokens but the first one."""
+    drawn = draw_all(layer_shapes(0))
+    # Attention far from uniform, so that what came long ago decides; of token 0, with which prompts begin, it takes no
+    # notice but for its part of the sum.
+    drawn["model.layers.0.self_attn.q_proj.weight"] *= 3
+    for name in "kv":
+        drawn[f"model.layers.0.self_attn.{name}_proj.weight"][:, 0] = 0
+    again = {name.replace("layers.0.", "layers.1."): value for name, value in drawn.items()}
+    joined = np.concatenate([np.eye(SIZE, dtype=np.float32), np.zeros((SIZE, SIZE), np.float32)], axis=1)
+    head = draw_all({"lm_head.weight": [SIZE, SIZE]})
+    return write(folder, drawn | again | head | {"model.layers.1.eh_proj.weight": joined})
+
+
+@pytest.fixture(scope="module")
+def options(executables_dir):
+    known = {"load_format": "auto", "skip_tokenizer_init": True, "num_gpu_blocks_override": 40}
+    return OPTIONS | known | {"compile_cache_dir": executables_dir}
+
+
+@pytest.fixture(scope="module")
+def drafts(thorough):
+    return {"method": "mtp", "num_speculative_tokens": 2 if thorough else 1}
+
+
+def test_hidden_states_and_tokens_come_together(tmp_path, options, drafts):
+    llm = LLM(counting(tmp_path / "model"), **options, speculative_config=drafts)
+    prompts = [{"prompt_token_ids": [(3 * each + at) % SIZE for at in range(1 + 4 * each)]} for each in range(10)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    before = llm.core.engine.stats.drafts
+    for width in (3, 2)[drafts["num_speculative_tokens"] == 1 :]:
+        force(llm, width)
+        tokens, right = before.num_tokens, int(before.accepted.sum())
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            last = prompt["prompt_token_ids"][-1]
+            assert list(output.outputs[0].token_ids) == [(last + 1 + at) % SIZE for at in range(20)]
+        assert before.num_tokens - tokens == int(before.accepted.sum()) - right > 64
+    metrics = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert metrics["vllm:num_preemptions"] > 0 and metrics["jaxengine:compilations_since_ready"] == 0
+
+
+def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, drafts):
+    model = one_layer(tmp_path / "model")
+    plain, drafting = (LLM(model, **options, **more) for more in ({}, {"speculative_config": drafts}))
+    rng = np.random.default_rng(2)
+    lengths, prefix = rng.integers(3, 16, 24), rng.integers(1, SIZE, 20).tolist()
+    prompts = [
+        {"prompt_token_ids": [0, *prefix * (index % 3 == 0), *rng.integers(1, SIZE, length).tolist()]}
+        for index, length in enumerate(lengths)
+    ]
+    own = {"max_tokens": 20, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(temperature=0.7 * (index % 2), seed=index, **own) for index in range(len(prompts))]
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    for width in (3, 2)[drafts["num_speculative_tokens"] == 1 :]:
+        force(drafting, width)
+        drafting.reset_prefix_cache()
+        for known in (False, True):
+            share = accepted_share(drafting, prompts, params, expected)
+            assert share > 0.95, (width, known, share)
+    metrics = {metric.name: metric.value for metric in drafting.get_metrics()}
+    assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:prefix_cache_hits"] > 0
+    assert drafting.core.engine.scheduler.num_free_pages == 40
+
+
+@pytest.mark.thorough("minutes of compiling")
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_families(family, tmp_path, executables_dir):
+    raw = json.loads((FOLDER / family / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    options = OPTIONS | {"model": str(tmp_path), "skip_tokenizer_init": True, "num_gpu_blocks_override": 60}
+    options["compile_cache_dir"] = executables_dir
+    plain = LLM(**options)
+    for count in (1, 3, 7):
+        drafting = LLM(**options, speculative_config={"method": "mtp", "num_speculative_tokens": count})
+        force(drafting, 8 if count == 7 else None)
+        for temperature in (0.0, 0.7, 1.0):
+            prompts, params = workload(temperature, 100, text=False)
+            expected = plain.generate(prompts, params, use_tqdm=False)
+            assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
+
+
+def test_models_without_such_a_layer_say_so():
+    config = EngineConfig(speculative_config={"method": "deepseek_mtp", "num_speculative_tokens": 1})
+    assert config.speculative_config is not None and config.speculative_config.method == MTP
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers of this Glm4MoeForCausalLM is 0"):
+        config.resolved(read_hf(GLM4), PLATFORMS["cpu"])
+    config.resolved(read_hf(TINY), PLATFORMS["cpu"])

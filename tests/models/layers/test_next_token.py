@@ -1,0 +1,81 @@
+"""Layers that predict the token after the next against what tests/fixtures/record_next_token.py recorded."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from models.build import Build
+from models.cache import pool_spec
+from models.forward_batch import ForwardBatch
+from models.layers.next_token import NextTokenSource
+from models.registry import build_next_token
+from models.weights.load import load_params
+from models.weights.safetensors import SafetensorsCheckpoint
+from pallas_kernels.attention.op import RaggedBatch
+from pallas_kernels.kv.pages import alloc
+from tests.fixtures.drawn_weights import FOLDER, draw, draw_all
+
+PAGE_SIZE, NUM_PAGES, TOLERANCE = 4, 12, 1e-4
+
+
+@pytest.fixture(autouse=True)
+def haste():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize(
+    "name", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.thorough("another family"))]
+)
+def test_logits_are_those_of_the_definition(name, recorded, tmp_path):
+    model, config = recorded(name).model, recorded(name).config
+    prefix = f"model.layers.{config.num_layers}."
+    own = draw_all(json.loads((FOLDER / name / "next_token.json").read_text()))
+    # A checkpoint has copies of what the model lends.
+    copies = {"embed_tokens.weight": np.ones((config.vocab_size, config.hidden_size), np.float32)}
+    copies["shared_head.head.weight"] = copies["embed_tokens.weight"]
+    other = {"model.norm.weight": draw("model.norm.weight", (config.hidden_size,))}
+    save_file(own | other | {prefix + key: value for key, value in copies.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((FOLDER / name / "config.json").read_text())
+    head = build_next_token(config, Build("float32"))
+    source = SafetensorsCheckpoint(tmp_path)
+    nnx.update(head, load_params(head, NextTokenSource(source, config.num_layers)))
+    source.close()
+    graph, state = nnx.split(head)
+
+    @jax.jit
+    def run(state, kv, hidden, tokens, start):
+        head, count = nnx.merge(graph, state), tokens.shape[0]
+        positions = start + jnp.arange(count, dtype=jnp.int32)
+        table = jnp.arange(NUM_PAGES, dtype=jnp.int32)[None, ::-1]
+        slots = table[0, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        ends = jnp.array([0, count], jnp.int32)
+        one = jnp.int32(1)
+        ragged = RaggedBatch(ends, (start + count)[None], table, slots, one, one * (count == 1))
+        batch = ForwardBatch(tokens, positions, ends[1:] - 1, (ragged,))
+        hidden, kv = head(batch, kv, head.read(hidden), model.embed_tokens(tokens))
+        return hidden, head.draft_logits(hidden, model), kv
+
+    with np.load(FOLDER / name / "next_token.npz") as golden:
+        tokens, hidden, logits, further = (golden[key] for key in ("token_ids", "hidden", "logits", "further"))
+    assert np.abs(model.logits(jnp.asarray(hidden)) - recorded(name).logits[0]).max() < 1e-3
+
+    def check(found, wanted):
+        assert np.abs(np.asarray(found) - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+
+    count = len(logits)
+    for cuts in ([0, count], [0, 7, count - 7, count]):
+        kv = alloc(pool_spec(head.cache_groups(PAGE_SIZE, "float32", hybrid=False), NUM_PAGES))
+        for first, last in zip(cuts, cuts[1:], strict=False):
+            out, found, kv = run(state, kv, hidden[first:last], tokens[first + 1 : last + 1], jnp.int32(first))
+            check(found, logits[first:last])
+        _, found, _ = run(state, kv, out[-1:], tokens[count + 1 : count + 2], jnp.int32(count))
+        check(found, further)
