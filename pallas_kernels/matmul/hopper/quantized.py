@@ -265,6 +265,7 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, count):
                 sums = _by_row(refs.row_sums_smem[slot, index, rows_of_tile], area)
                 y = y - _by_output(refs.zeros_smem[slot, index, own], area) * sums
             total = total + y
+        plgpu.commit_smem()  # the next tile is copied where this one was read
         plgpu.barrier_arrive(refs.free.at[slot])
         return total
 
