@@ -56,6 +56,8 @@ _MODULES: dict[tuple[str, str], str] = {
 KERNELS = tuple(_MODULES)
 # Where a block of attention can be compiled by itself for a profile.
 _PROFILES = {"tpu": "attention.tpu.profile"}
+# Where the choices of sizes for products with quantised matrices are, for `jaxengine tune`.
+_CANDIDATES = {"tpu": "matmul.tpu.candidates", "gpu": "matmul.hopper.candidates"}
 
 # What jax calls a platform when it compiles for it, and the row of operations that choose one only then. There all CUDA
 # cards share one implementation.
@@ -85,6 +87,12 @@ def block_profile(platform: str) -> Callable | None:
     """A block of `platform`'s attention by itself (`attention.tpu.profile`); None where its compiler tells no cost."""
     module = _PROFILES.get(platform)
     return None if module is None else importlib.import_module(f"pallas_kernels.{module}").block_profile
+
+
+def product_candidates(platform: str) -> Callable | None:
+    """`matmul.candidates.Problem` -> its `Candidate`s; None where there is nothing to choose."""
+    module = _CANDIDATES.get(platform)
+    return None if module is None else importlib.import_module(f"pallas_kernels.{module}").candidates
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:

@@ -111,6 +111,7 @@ class HopperProducts(_Sizes):
     """Of matmul.hopper: products with quantised matrices."""
 
     num_ctas: int = 132  # that inputs are split for: one per SM, of which H100 SXM and H200 have 132
+    shared: int = 1  # CTAs of an SM that inputs are split for
     rows: int = 128  # of a tile; an accumulator and a sum of them have a register each
     stages: int = 8  # most tiles in flight
     least_tiles: int = 4  # of inputs, that a CTA adds up: fewer do not hide the latency of the first

@@ -33,6 +33,8 @@ APART = {
         "pallas_kernels.tuning",
         "pallas_kernels.zeros",
         "pallas_kernels.mosaic_gpu",
+        "pallas_kernels.tuned",
+        "pallas_kernels.tuned_products",
     ),
     "scheduler:loop": ("scheduler.scheduler", "scheduler.rank"),
 }

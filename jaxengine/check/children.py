@@ -97,7 +97,7 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="jaxengine-check-") as folder:
         log, dumps = Path(folder) / "log", Path(folder) / "dumps"
         dumps.mkdir()
-        variables = _environment(target, dumps, profile)
+        variables = environment(target, dumps, profile)
         while True:
             request = {"target": target.name, **fields, **known, "skip": skip, "log": str(log), "dumps": str(dumps)}
             request["profile"] = profile
@@ -129,7 +129,7 @@ def _run(
             skip.append(current)
 
 
-def _environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
+def environment(target: Target, dumps: Path, profile: bool) -> dict[str, str]:
     """The variables under which a target's compiler runs where there is no such device; profile: and says cycles."""
     ours = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     ours["PYTHONPATH"] = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])

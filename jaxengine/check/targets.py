@@ -75,6 +75,8 @@ _B200 = Gpu("NVIDIA B200", (10, 0), True, 148, 128, 1.965, 132644864, 233472, 23
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 64, 1.41, 41943040, 167936, 166912)
 
 # What libtpu 0.0.52 says of them.
+# Cycles a second of a device's cores together (TPU) or of a multiprocessor, by which sizes are tuned.
+CLOCKS = {"v5e": 1.5e9, "v5p": 3.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9, "sm_90": 1.755e9}
 _NO_COPIES = "libtpu's profile of it ends at copies within the chip"
 _NO_ROOM = "what a block's profile holds does not fit into its VMEM"
 _NO_WGMMA = "the kernels are written with wgmma, which it does not have"

@@ -1,4 +1,4 @@
-"""The command `jaxengine`: chat, generate, serve, demo, convert, calibrate, check and bench.
+"""The command `jaxengine`: chat, generate, serve, demo, convert, calibrate, check, tune and bench.
 
 Owns the command line only. Engine and sampling options come from the dataclasses that define them, and everything heavy
 is imported by the command that needs it, so that `--help` and `--version` answer at once.
@@ -18,6 +18,7 @@ from jaxengine.api.engine_client import EngineDeadError
 from jaxengine.bench import host, latency, peers, serve, throughput
 from jaxengine.check import command as check
 from jaxengine.cluster.channel import ClusterError
+from jaxengine.commands import tune
 from jaxengine.config.command_line import add_options, given_options, positive_int
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.engine_flags import (
@@ -106,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     command(commands, "serve", "Answer requests over HTTP (OpenAI's API) and gRPC.", server.add_arguments)
     command(commands, "trace", "Keep a server's timeline in a file for ui.perfetto.dev.", trace_command.add_arguments)
     command(commands, "check", "Compile every step for accelerators that are not here.", check.add_arguments)
+    command(commands, "tune", "Try out sizes for products with quantised matrices on a chip.", tune.add_arguments)
     bench = commands.add_parser("bench", help="Measure the engine.", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     command(benches, "throughput", "Output tokens a second.", throughput.add_arguments)

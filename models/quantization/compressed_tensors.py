@@ -1,5 +1,5 @@
-"""compressed-tensors checkpoints (github.com/neuralmagic/compressed-tensors): float-quantized, int-quantized and
-pack-quantized."""
+"""compressed-tensors checkpoints (github.com/neuralmagic/compressed-tensors): float-quantized, int-quantized,
+pack-quantized and nvfp4-pack-quantized."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
+from models.quantization.nvfp4 import GROUP, Nvfp4
 from models.quantization.rules import Quantization, bad, block_size, group_size, names_in, one_of, refuse
 from models.quantization.stored import Activation, Stored
 from models.quantization.words import Packed
 
 METHOD = "compressed-tensors"
 FLOAT, INT, PACKED, NAIVE = "float-quantized", "int-quantized", "pack-quantized", "naive-quantized"
-FORMATS = (FLOAT, INT, PACKED, NAIVE)
+NVFP4 = "nvfp4-pack-quantized"
+FORMATS = (FLOAT, INT, PACKED, NAIVE, NVFP4)
 _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 
 
@@ -52,8 +54,10 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     kind = one_of(weights, "type", ("int", "float"), "int")
     symmetric = one_of(weights, "symmetric", (True, False), True)
     one_of(weights, "dynamic", (False,), False)
-    activation = _activation(group.get("input_activations"))
     name = f"{METHOD} {kept}"
+    if kept == NVFP4:
+        return _nvfp4(name, group, kind, symmetric)
+    activation = _activation(group.get("input_activations"))
     if kept == PACKED:
         if kind != "int" or activation is not None:
             raise bad("weights", dict(weights), f"integers, and input_activations absent, for {PACKED}")
@@ -75,6 +79,19 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     if strategy == BLOCK and block is None:
         raise bad("block_structure", None, "two whole numbers where strategy is block")
     return EightBits(name, _DTYPES[kind], strategy, activation, block)
+
+
+def _nvfp4(name: str, group: Mapping[str, Any], kind: str, symmetric: bool) -> Stored:
+    weights = group["weights"]
+    if kind != "float" or not symmetric:
+        raise bad("weights", dict(weights), f"symmetric and of type 'float' for {NVFP4}")
+    if group.get("input_activations") is not None:
+        text = f"absent for {NVFP4}: rows of four bits are not supported"
+        raise bad("input_activations", group["input_activations"], text)
+    one_of(weights, "num_bits", (4,))
+    one_of(weights, "strategy", ("tensor_group",))
+    one_of(weights, "group_size", (GROUP,))
+    return Nvfp4(name)
 
 
 def _activation(settings: Any) -> Activation | None:

@@ -14,7 +14,7 @@ from models.quantization.stored import InOrder, Shape, StoredModule
 METHOD = "mxfp4"
 _GROUP = 32
 # Twice what four bits stand for: a sign, two bits of exponent, one of mantissa.
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Mxfp4(InOrder):
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
         first, last, _ = columns.indices(module.shape[1])
         pairs = module.read("blocks", "uint8", rows, slice(first // 2, -(-last // 2)))
-        values = np.stack([_DOUBLED[pairs & 15], _DOUBLED[pairs >> 4]], axis=-1).reshape(len(pairs), -1)
+        values = np.stack([DOUBLED[pairs & 15], DOUBLED[pairs >> 4]], axis=-1).reshape(len(pairs), -1)
         return values[:, first % 2 :][:, : last - first]
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:

@@ -29,7 +29,8 @@ from pallas_kernels.matmul.hopper.shape import E4M3, OUTPUTS, Shape, why_xla
 from pallas_kernels.matmul.nibbles import row_parts
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS, launch, swizzled, tiles
-from pallas_kernels.tuning import HopperProducts, card_of_trace, tuning_of
+from pallas_kernels.tuned import product_sizes
+from pallas_kernels.tuning import HopperProducts, card_of_trace
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +67,12 @@ def quantized_matmul(
     if reason:
         _log_once(f"[{size}, {out}]: {reason}")
         return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
-    sizes = tuning_of("gpu").hopper_products if sizes is None else sizes
+    chosen: HopperProducts = (
+        product_sizes("gpu", x.shape[0], size, out, num_scales, codes.dtype) if sizes is None else sizes
+    )
     native = x.dtype == E4M3 == codes.dtype
     has = zeros is not None, x_scales is not None
-    shape = Shape(x.shape[0], size, out, num_scales, codes.dtype, native, *has, out_dtype, sizes)
+    shape = Shape(x.shape[0], size, out, num_scales, codes.dtype, native, *has, out_dtype, chosen)
     return _call(shape, x, x_scales, codes, scales, zeros, interpret)
 
 
@@ -262,6 +265,7 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, count):
                 sums = _by_row(refs.row_sums_smem[slot, index, rows_of_tile], area)
                 y = y - _by_output(refs.zeros_smem[slot, index, own], area) * sums
             total = total + y
+        plgpu.commit_smem()  # the next tile is copied where this one was read
         plgpu.barrier_arrive(refs.free.at[slot])
         return total
 

@@ -115,7 +115,7 @@ class Shape:
     @property
     def per_split(self) -> int:
         """Tiles of inputs that a CTA adds up."""
-        splits = max(self.sizes.num_ctas // (self.row_tiles * self.out_tiles), 1)
+        splits = max(self.sizes.num_ctas * self.sizes.shared // (self.row_tiles * self.out_tiles), 1)
         splits = min(splits, max(self.input_tiles // self.sizes.least_tiles, 1))
         return -(-self.input_tiles // splits)
 

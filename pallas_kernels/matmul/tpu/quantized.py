@@ -18,6 +18,7 @@ from pallas_kernels.matmul import quantized_xla
 from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, why_not
+from pallas_kernels.tuned import product_sizes
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
 
@@ -37,13 +38,15 @@ def quantized_matmul(
 
     sizes: by default those of the chip that the trace is for. interpret: what `pl.pallas_call` takes.
     """
-    sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
-    if why_not(x.shape[1], scales.shape[0], dtype):
+    (num_rows, size), (count, out) = x.shape, scales.shape
+    if why_not(size, count, dtype):
+        usual = tuning_of("tpu").tpu_products if sizes is None else sizes
         # Eight-bit codes are exact in bfloat16.
-        x = x.astype(dtype) if x.dtype == jnp.int8 and sizes.int8_products == 1 else x
+        x = x.astype(dtype) if x.dtype == jnp.int8 and usual.int8_products == 1 else x
         return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
-    rows = prepared(x, x_scales, codes.dtype, scales.shape[0], dtype, sizes, len(x))
-    return _call(rows, codes, scales, zeros, out_dtype, sizes, interpret)
+    chosen: TpuProducts = product_sizes("tpu", num_rows, size, out, count, codes.dtype) if sizes is None else sizes
+    rows = prepared(x, x_scales, codes.dtype, count, dtype, chosen, len(x))
+    return _call(rows, codes, scales, zeros, out_dtype, chosen, interpret)
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:

@@ -28,6 +28,8 @@ def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple
         read = _awq
     elif method == "gptq":
         read = _gptq
+    elif "weight_global_scale" in own:
+        read = _nvfp4
     elif "weight_packed" in own:
         read, settings = _packed, settings["config_groups"]["group_0"]["weights"]
     else:
@@ -55,6 +57,14 @@ def _packed(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float3
     group = own["weight_g_idx"][i] if "weight_g_idx" in own else i // settings.get("group_size", 1 << 30)
     point = bits_at(own["weight_zero_point"], (o, group), 0, bits) - half if "weight_zero_point" in own else 0
     return np.float32(bits_at(own["weight_packed"], (o, i), 1, bits) - half - point) * np.float32(scales[o, group])
+
+
+def _nvfp4(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    bits = int(own["weight_packed"][o, i // 2]) >> 4 * (i % 2) & 15
+    exponent, mantissa = bits >> 1 & 3, bits & 1
+    magnitude = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    scale = np.float32(own["weight_scale"][o, i // 16]) / own["weight_global_scale"][0]
+    return np.float32(-magnitude if bits & 8 else magnitude) * scale
 
 
 def _awq(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:

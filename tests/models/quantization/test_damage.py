@@ -58,6 +58,9 @@ DAMAGE = [
     ("ct packed 4", f"{Q}.weight_scale", lambda a: a[:, :1], r"shape must be \(64, 2\) for .*, got \(64, 1\)"),
     ("ct packed 4", f"{Q}.weight_shape", lambda a: a + 1, r"must be \(64, 64\), got \(65, 65\)"),
     ("ct packed 4", f"{Q}.weight_packed", lambda a: a.astype(np.int64), "must hold int32, got int64"),
+    ("ct nvfp4", f"{Q}.weight_packed", lambda a: a.view(np.int8), "must hold uint8, got int8"),
+    ("ct nvfp4", f"{Q}.weight_scale", lambda a: a.astype(np.float32), "must hold float8_e4m3fn, got float32"),
+    ("ct nvfp4", f"{Q}.weight_global_scale", lambda a: a * 0, "must be finite and > 0, got 0.0"),
     ("awq", f"{Q}.qzeros", None, "is missing"),
     ("awq", f"{Q}.scales", with_nan, "3 of 128 scales are not finite"),
     ("gptq 4", f"{Q}.qzeros", lambda a: a + 1, "zero points must all be 8, for the configuration says sym"),
@@ -88,7 +91,7 @@ def test_a_tensor_of_a_module_that_is_not_quantised(tmp_path):
 COMPRESSED = FORMATS["ct packed 4"][0]
 CHANGED = {
     "kv_cache_scheme": {"num_bits": 8, "type": "int"},
-    "format": "nvfp4-pack-quantized",
+    "format": "mxfp4-pack-quantized",
     "ignore": "lm_head",
     "config_groups": {},
     "quantization_status": "initialized",
@@ -124,6 +127,23 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
 def test_what_is_not_read_is_refused_by_its_field(changes, message):
     with pytest.raises(ModelConfigError, match=f"quantization_config: {message}"):
         read_hf(settings(**changes))
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "message"),
+    [
+        ({}, {"num_bits": 4, "type": "float", "dynamic": "local"}, "input_activations must be absent"),
+        ({"group_size": 32}, None, "group_size must be 16, got 32"),
+        ({"type": "int"}, None, "weights must be symmetric and of type 'float'"),
+        ({"strategy": "group"}, None, "strategy must be 'tensor_group', got 'group'"),
+    ],
+)
+def test_other_kinds_of_nvfp4_are_refused_by_their_field(weights, rows, message):
+    whole, _ = FORMATS["ct nvfp4"]
+    group = whole["config_groups"]["group_0"]
+    group = {**group, "weights": {**group["weights"], **weights}, "input_activations": rows}
+    with pytest.raises(ModelConfigError, match=f"quantization_config: {message}"):
+        read_hf(settings(**whole | {"config_groups": {"group_0": group}}))
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ MUTANTS = [
         "        plgpu.barrier_arrive(refs.free.at[slot])\n        codes = refs.codes_smem.at[slot, own]\n",
         _BYTES,
     ),
-    Mutant("result not committed", _KERNEL, "        plgpu.commit_smem()\n", "", _TILE),
+    Mutant("result not committed", _KERNEL, "plgpu.commit_smem()\n        rows", "rows", _TILE),
     Mutant(
         "result overwritten as it leaves",
         _KERNEL,

@@ -1,0 +1,108 @@
+"""`jaxengine tune`: sizes for products with quantised matrices, tried out and written to the table of the kernels.
+
+What compiles and times is jaxengine.check.tuning's, imported when it is wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxengine._siblings import HOME
+from jaxengine.check.targets import CLOCKS, find_target, require_compiler
+from jaxengine.config.command_line import positive_int
+from jaxengine.config.engine_config import ConfigError
+
+TABLE_FILE = HOME / "pallas_kernels" / "tuned_products.py"
+# Products of a layer of Llama 3.1 8B and 70B.
+SHAPES = "4096x6144,4096x4096,4096x28672,14336x4096,8192x10240,8192x8192,8192x57344,28672x8192"
+# Name -> dtype of codes as they are stored, whether there are zeros.
+CODES = {"int4": ("uint8", True), "int8": ("int8", False), "e4m3": ("float8_e4m3fn", False)}
+_HEAD = '''\
+"""Sizes for products with quantised matrices, by chip: rows, inputs, outputs, inputs of a group, codes, sizes.
+
+Written by `jaxengine tune`.
+"""
+
+from __future__ import annotations
+
+TABLE: dict[str, tuple[tuple[int, int, int, int, str, dict[str, int]], ...]] = {
+'''
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    chips = ", ".join(CLOCKS)
+    parser.add_argument("--target", required=True, metavar="NAME", help=f"{chips}; timed where this machine has one")
+    parser.add_argument("--shapes", default=SHAPES, metavar="KxN,KxN,...", help="inputs and outputs of matrices")
+    parser.add_argument("--rows", type=positive_int, nargs="+", default=[8, 64, 256], metavar="M", help="rows of steps")
+    parser.add_argument("--group", type=int, choices=(32, 64, 128), default=128, help="inputs that share a scale")
+    parser.add_argument("--codes", nargs="+", choices=sorted(CODES), default=["int4"], help="what is stored")
+    about = "add what is found to a table, without FILE the one that kernels read"
+    parser.add_argument("--write", metavar="FILE", nargs="?", const=str(TABLE_FILE), help=about)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes, tells and, if asked, writes; raises ConfigError for a value that is not one."""
+    if args.target not in CLOCKS:
+        raise ConfigError("target", args.target, ", ".join(CLOCKS))
+    target = find_target(args.target)
+    problems = _problems(args)
+    require_compiler(target)
+    from jaxengine.check.tuning import tune
+    from models.quantization.tuning import TABLE
+
+    found = []
+    for row in tune(target, problems):
+        found.append(row)
+        print(f"{target.name}  {len(found)}/{len(problems)}  {_told(row)}", flush=True)
+    if args.write:
+        table = {**TABLE, target.name: merged(TABLE.get(target.name, ()), found)}
+        Path(args.write).write_text(table_text(table))
+        print(f"written to {args.write}", file=sys.stderr)
+    return 0
+
+
+def _problems(args: argparse.Namespace) -> list[tuple]:
+    """Fields of models.quantization.tuning.Problem."""
+    shapes = []
+    for shape in args.shapes.split(","):
+        size, by, out = shape.partition("x")
+        if not (by and size.isdigit() and out.isdigit() and int(size) % 128 == 0 < int(size) and int(out) >= 128):
+            allowed = "INPUTSxOUTPUTS with a multiple of 128 inputs, from 128 outputs on"
+            raise ConfigError("shapes", shape[:100], allowed)
+        shapes.append((int(size), int(out)))
+    codes = [CODES[name] for name in args.codes]
+    return [(rows, *shape, args.group, *kind) for kind in codes for shape in shapes for rows in args.rows]
+
+
+def _told(row: dict[str, Any]) -> str:
+    rows, size, out, group, codes, _ = row["problem"]
+    name = f"[{rows}, {size}] x [{size}, {out}] {codes}, groups of {group}"
+    if row["best"] is None:
+        return f"{name}: nothing compiles"
+    usual = "do not compile" if row["usual"] is None else f"take {row['usual']:.1f} us"
+    return f"{name}: {row['sizes'] or 'as usual'}, {row['best']:.1f} us; the usual sizes {usual}"
+
+
+def merged(before: Sequence[tuple], found: Sequence[dict[str, Any]]) -> tuple[tuple, ...]:
+    """Entries of a chip, the new ones in place of those of the same problem, in order."""
+    entries = {tuple(entry[:5]): entry[5] for entry in before}
+    entries |= {tuple(row["problem"][:5]): row["sizes"] for row in found if row["best"] is not None}
+    return tuple((*key, entries[key]) for key in sorted(entries, key=lambda key: (key[4], *key[:4])))
+
+
+def table_text(table: dict[str, tuple[tuple, ...]]) -> str:
+    """The module that holds a table."""
+    lines = []
+    for chip in sorted(table):
+        rows = [f"        ({', '.join(map(_literal, entry))}),\n" for entry in table[chip]]
+        lines.append(f'    "{chip}": (\n{"".join(rows)}    ),\n' if rows else f'    "{chip}": (),\n')
+    return f"{_HEAD}{''.join(lines)}}}\n"
+
+
+def _literal(value: Any) -> str:
+    return repr(value).replace("'", '"')

@@ -1,0 +1,47 @@
+"""What `jaxengine tune` tries out for a product with a quantised matrix; the kernels' folders say what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Problem(NamedTuple):
+    """bfloat16 rows [rows, size] times a matrix [size, out] of `codes`, a scale for `group` inputs, zeros or not."""
+
+    rows: int
+    size: int
+    out: int
+    group: int
+    codes: str  # dtype, uint8 for pairs of four bits
+    zeros: bool
+
+
+class Candidate(NamedTuple):
+    """One choice of sizes.
+
+    Attributes:
+      sizes: fields of the kernel's part of `tuning` that differ from the usual ones.
+      function, arguments: to compile for an estimate, of the kernel or of a part of it.
+      cost: microseconds by estimate, of what the compiler tells ("bundles", "registers", "spill_bytes") and the chip's
+        "bandwidth" and "clock", in bytes and cycles a second. None where the candidate is out of the question.
+      product: the whole product as a function of x, codes, scales and zeros, to be timed.
+    """
+
+    sizes: dict[str, int]
+    function: Callable
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    cost: Callable[[dict[str, Any]], float | None]
+    product: Callable
+
+
+def operands(problem: Problem) -> tuple[Any, ...]:
+    """x, codes, scales and zeros as shapes; None for no zeros."""
+    rows, size, out, group, codes, zeros = problem
+    packed = 2 if codes == "uint8" else 1
+    scales = jax.ShapeDtypeStruct((size // group, out), jnp.float32)
+    x = jax.ShapeDtypeStruct((rows, size), jnp.bfloat16)
+    return x, jax.ShapeDtypeStruct((size // packed, out), jnp.dtype(codes)), scales, scales if zeros else None

@@ -1,0 +1,70 @@
+"""Choices of tiles and of the form of a product with a quantised matrix on a TPU, by the bundles of one tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.matmul.candidates import Candidate, Problem, operands
+from pallas_kernels.matmul.nibbles import per_byte
+from pallas_kernels.matmul.tpu.quantized import quantized_matmul, tiles
+from pallas_kernels.matmul.tpu.widened import SPAN, chunk_of
+from pallas_kernels.tuning import TpuProducts
+
+_COLUMNS = (512, 256, 1024)  # the usual ones first: of those that come to the same the first is kept
+# Sums of groups are as large as the result for each group: beyond so many rows they are never the cheaper form.
+_MOST_SUM_ROWS = 128
+
+
+def candidates(problem: Problem) -> Iterator[Candidate]:
+    """Widths of tiles in both forms, those that come to the same left out."""
+    usual, found = TpuProducts(), set()
+    dtypes = jnp.bfloat16, jnp.dtype(problem.codes)
+    for by_sums in (True, False) if problem.rows <= _MOST_SUM_ROWS else (False,):
+        for columns in _COLUMNS:
+            sum_rows = max(usual.sum_rows, problem.rows) if by_sums else min(usual.sum_rows, problem.rows - 1) or 1
+            chosen = {"columns": columns, "sum_rows": sum_rows}
+            sizes = replace(usual, **chosen)
+            tile = tiles(problem.rows, problem.size, problem.out, problem.size // problem.group, *dtypes, sizes)
+            if (by_sums, tile) in found:
+                continue
+            found.add((by_sums, tile))
+            yield _candidate(problem, chosen, sizes, by_sums, *tile)
+
+
+def _candidate(
+    problem: Problem, chosen: dict[str, int], sizes: TpuProducts, by_sums: bool, rows: int, columns: int
+) -> Candidate:
+    # One tile of as many inputs as the kernel does without a loop, whose bundles are then those of one pass.
+    span = (SPAN if by_sums else chunk_of(problem.group)) // problem.group * problem.group
+    inputs = min(problem.size, span)
+    part = problem._replace(rows=rows, size=inputs, out=columns)
+    alone = replace(sizes, columns=-(-columns // per_byte(jnp.dtype(problem.codes))), tile_bytes=1 << 30)
+    tiles_of_out = -(-problem.rows // rows) * -(-problem.out // columns)
+
+    def cost(told: dict[str, Any]) -> float | None:
+        if not told.get("bundles"):
+            return None
+        computed = told["bundles"] * problem.size / inputs / told["clock"]
+        copied = columns * problem.size / told["bandwidth"]
+        copied *= 1 / per_byte(jnp.dtype(problem.codes)) + 4 * (1 + problem.zeros) / problem.group
+        # The first tile's copy is not hidden, nor is the last one's product.
+        return 1e6 * (copied + (tiles_of_out - 1) * max(computed, copied) + computed)
+
+    return Candidate(
+        {name: value for name, value in chosen.items() if value != getattr(TpuProducts(), name)},
+        partial(_product, sizes=alone),
+        operands(part),
+        cost,
+        partial(_product, sizes=sizes),
+    )
+
+
+def _product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: Any = None, *, sizes: TpuProducts) -> jax.Array:
+    options = {"dtype": jnp.bfloat16, "out_dtype": jnp.bfloat16, "sizes": sizes}
+    return quantized_matmul(x, None, codes, scales, zeros, **options)
