@@ -52,8 +52,14 @@ DEFAULT_MODEL_FILES = (
 )
 
 # Their engines serve a few tokens: compiled in haste they are there a fifth sooner. Some tell what the optimiser makes.
-HASTY = ("tests/docs/", "tests/jaxengine/", "tests/test_no_recompile.py")
-UNHURRIED = (*DEFAULT_MODEL_FILES, "tests/jaxengine/check/", "tests/jaxengine/sampling/")
+HASTY = ("tests/docs/", "tests/jaxengine/", "tests/sharding/", "tests/test_no_recompile.py")
+UNHURRIED = (
+    *DEFAULT_MODEL_FILES,
+    "tests/jaxengine/check/",
+    "tests/jaxengine/sampling/",
+    "tests/sharding/test_collectives.py",
+    "tests/sharding/test_towers.py",
+)
 
 
 def pytest_addoption(parser):

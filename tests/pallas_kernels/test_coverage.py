@@ -145,3 +145,4 @@ def test_the_short_run_has_a_job_of_every_kernel():
     ran = set.union(*(one.kernels(one.adapted(case), dtype) for one, case, dtype in rows))
     assert ran == {*GPU_KERNELS, GPU_LATENT_KERNEL, *TPU_KERNELS}
     assert any(job.startswith("update tpu") for job in named)
+    assert any(job.startswith("hopper_product") for job in named)

@@ -17,7 +17,8 @@ from models.registry import read_hf
 from tests.fixtures.drawn_weights import FOLDER, draw_all
 from tests.jaxengine.engine.test_draft_models import accepted_share
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload
-from tests.sharding.parallel_cases import GLM4, OPTIONS
+from tests.sharding.parallel_cases import OPTIONS
+from tests.sharding.parallel_models import GLM4
 
 SIZE = 64
 TINY = GLM4 | {
