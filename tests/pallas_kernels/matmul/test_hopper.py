@@ -17,9 +17,18 @@ from pallas_kernels.matmul.hopper.shape import OUTPUTS, Shape, why_xla
 from pallas_kernels.matmul.quantized import product_of, quantized_matmul
 from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
 from pallas_kernels.tuning import Card, HopperProducts, card_of_trace, tuning_of
+from tests.pallas_kernels.hopper_products import PRODUCTS, hopper_product
+from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 
+HERE = card_of_trace()
 CARDS = {"NVIDIA H100 80GB HBM3": True, "NVIDIA GH200 480GB": True, "NVIDIA H20": True, "NVIDIA B200": False}
 CARDS |= {"NVIDIA A100-SXM4-80GB": False, "NVIDIA GeForce RTX 4090": False}
+
+
+@pytest.mark.skipif(HERE is None or not HERE.hopper, reason="there is no Hopper card here")
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_on_the_device(name):
+    hopper_product(name, IMPLEMENTATIONS["device"])
 
 
 def mesh_of(kind: str, num_cores: int | None = 114) -> Any:
