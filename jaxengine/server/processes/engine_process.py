@@ -13,7 +13,9 @@ import logging
 import os
 import queue
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -293,6 +295,8 @@ class EngineServer:
         for step in self.core.engine.timeline.in_flight():
             what, age = f"{step.bucket}, {step.num_rows} rows", time.monotonic() - step.dispatched
             logger.error("step %d (%s) was dispatched %.1f s ago", step.number, what, age)
+        loop = sys._current_frames().get(threading.main_thread().ident or 0)
+        traceback.print_stack(loop)  # it began first, and only the hundred threads that began last are told of below
         faulthandler.dump_traceback(all_threads=True)
 
     def _drop_index(self, index: int) -> None:

@@ -182,7 +182,7 @@ def changed(raw: dict[str, Any], **vision: Any) -> dict[str, Any]:
     ("raw", "message"),
     [
         (LLAVA | {"vision_config": None}, "vision_config must be a mapping, got None"),
-        (changed(LLAVA, model_type="pixtral"), "vision_config.model_type must be clip_vision_model or siglip"),
+        (changed(LLAVA, model_type="vit"), "vision_config.model_type must be clip_vision_model or siglip"),
         (changed(LLAVA, num_attention_heads=15), "vision_config.num_attention_heads must be a divisor"),
         (changed(LLAVA, image_size=1 << 20), "vision_config.image_size must be an integer >= 1 and <= 4096"),
         (changed(LLAVA, image_size=[336, 224]), "vision_config.image_size must be the same for height and width"),

@@ -76,8 +76,11 @@ def test_an_engine_that_hangs_says_at_what(tmp_path, caplog, capfd):
     engine = SimpleNamespace(scheduler=scheduler, timeline=timeline)
     core: Any = SimpleNamespace(engine=engine, config=EncoderOptions())
     server = EngineServer(core, f"ipc://{tmp_path}/engine", ServerConfig(), lambda event: None)
-    with caplog.at_level("ERROR", "jaxengine"):
-        # As the thread of orders does, while the one that steps does not come to read any.
-        server.order({"order": "explain"})
+    try:
+        with caplog.at_level("ERROR", "jaxengine"):
+            # As the thread of orders does, while the one that steps does not come to read any.
+            server.order({"order": "explain"})
+    finally:  # a failure would keep it until sockets are collected behind their context, which then waits for them
+        server._context.destroy()
     assert [record.message for record in caplog.records] == ["step 7 (decode S=4, 3 rows) was dispatched 3.0 s ago"]
     assert "test_an_engine_that_hangs_says_at_what" in capfd.readouterr().err
