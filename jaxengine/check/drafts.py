@@ -16,9 +16,8 @@ from jaxengine.config.speculation import DRAFT_MODEL, check_draft_model
 from jaxengine.runner.draft_programs import DraftPrograms, HeadPrograms
 from models.build import Build
 from models.registry import build_model, build_next_token
-from models.weights.declare import declared_params
-from models.weights.parts import format_of
-from sharding.rules import named_sharding, part_bytes, part_shape
+from models.weights.lora_pools import abstract_leaves
+from sharding.rules import part_bytes, part_shape
 from sharding.stages import Stage
 
 
@@ -46,10 +45,7 @@ def drafting(stage: StagePrograms) -> Drafting | None:
     else:
         model = build_next_token(stage.model.config, Build(config.dtype, layout))
         programs = HeadPrograms(model, stage.steps, config)
-    leaves = []
-    for param in declared_params(model):
-        stored = format_of(param.decl, named_sharding(stage.mesh, param.decl.axes))
-        leaves.append(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=stored))
+    leaves = [leaf for _, leaf in abstract_leaves(model, stage.mesh)]
     size = sum(part_bytes(leaf) for leaf in leaves) + programs.slot_bytes
     return Drafting(programs, programs.weights(leaves, stage.params), size, programs.page_bytes)
 

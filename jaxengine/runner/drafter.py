@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxengine.drafts.proposer import Drafts
 from jaxengine.runner.device_state import DeviceState
@@ -35,7 +34,7 @@ class Drafter:
         self._params = jax.tree.leaves(params)
         self._programs: dict[tuple[str, Bucket], Program] = {}
         self._compiled: dict[tuple[str, Bucket], jax.stages.Compiled] = {}
-        self._newest: tuple[Bucket, np.ndarray] | None = None
+        self._newest: tuple[Bucket, jax.Array] | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -85,7 +84,7 @@ class Drafter:
         """Makes the pool."""
         self._kept = self._get(self.programs.start(self._shapes))()
 
-    def precede(self, bucket: Bucket, model: Sequence[Any], state: DeviceState, message: np.ndarray) -> Drafts | None:
+    def precede(self, bucket: Bucket, model: Sequence[Any], state: DeviceState, message: jax.Array) -> Drafts | None:
         """Dispatches what is done before a bucket's forward pass; the drafts of a wide one."""
         self._newest = bucket, message
         if ("before", bucket) not in self._compiled:

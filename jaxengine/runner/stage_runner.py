@@ -180,7 +180,9 @@ class StageRunner:
             self.compile_forward(bucket)
         drafts = None
         if self.drafter is not None:
-            drafts = self.drafter.precede(bucket, self._params, self._state, message)
+            # Sent once for the programs before, of and behind the forward pass.
+            sent: Any = jax.device_put(message, self.programs.message_shape(bucket).sharding)
+            drafts, message = self.drafter.precede(bucket, self._params, self._state, sent), sent
         last_token = known_tokens(self._state.tokens, bucket, drafts)
         arguments = (self._params, self._kv, self._state.slots, last_token, message)
         if hidden is not None:

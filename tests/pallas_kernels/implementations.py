@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 from pallas_kernels.registry import kernel, platform_of
 from pallas_kernels.tuning import HopperAttention, TpuAttention, TpuUpdate, Tuning, tuning_of
 from tests.pallas_kernels.pools import QUANTIZED
@@ -75,7 +76,8 @@ class Implementation:
             return {"paged_attention_latent", "paged_attention_merge"}
         has_runs = case.num_tokens > case.max_seqs
         if self.platform == "gpu":  # rows of few tokens are no runs
-            row = min(case.num_tokens // case.max_seqs, 8, 64 // (case.heads[0] // case.heads[1]))
+            most = HopperAttention().decode_tokens, WARPGROUP_ROWS // (case.heads[0] // case.heads[1])
+            row = min(case.num_tokens // case.max_seqs, *most)
             has_runs &= case.num_tokens > row
         return always | with_runs if has_runs else always
 
