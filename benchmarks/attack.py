@@ -67,8 +67,8 @@ REFUSED: dict[str, Callable[[int], str]] = {
 SHAPES: dict[str, Callable[[int], str]] = {
     "one text": lambda size: '"' + "x" * size + '"',
     "ids within bounds": lambda size: "[" + ",".join(map(str, range(min(1_050_000, size // 9)))) + "]",
-    "names within bounds": lambda size: _names(min(size, 450_000 * 12)),
-    "objects within bounds": lambda size: _list('{"type":"x"}', min(size, 240_000 * 13)),
+    "names within bounds": lambda size: _names(min(size, 265_000 * 12)),
+    "objects within bounds": lambda size: _list('{"type":"x"}', min(size, 195_000 * 13)),
 }
 
 

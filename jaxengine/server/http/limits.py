@@ -23,11 +23,13 @@ from jaxengine.server.workers import Workers
 
 MAX_DEPTH = 64
 # Arrays and objects in one body. One with a name in it takes seven bytes there and two hundred in memory.
-MAX_CONTAINERS = 250_000
+MAX_CONTAINERS = 200_000
 # Entries of all arrays and objects, forty bytes each: the token ids of the longest prompts, 2**20, and some more.
 MAX_VALUES = 1_100_000
 # Texts, names included. A name takes ten times as long to read as a number.
 MAX_TEXTS = 500_000
+# Names of all objects, two hundred bytes each while they are read: a bias for each id of the largest vocabularies.
+MAX_NAMES = 270_000
 # Names of one request, beside those of objects in it.
 MAX_FIELDS = 1000
 # Longer bodies are read beside the event loop,
@@ -147,7 +149,7 @@ def read_json(body: bytes | bytearray) -> Any:
     """The value. Raises ApiError for what is no JSON (RFC 8259), and for what is and does harm.
 
     That is: other than UTF-8, halves of surrogate pairs, NaN and infinite numbers, depth beyond MAX_DEPTH, more than
-    MAX_CONTAINERS arrays and objects, MAX_VALUES entries of them or MAX_TEXTS texts.
+    MAX_CONTAINERS arrays and objects, MAX_VALUES entries of them, MAX_TEXTS texts or MAX_NAMES names.
     """
     return _value(many=_measure(body), text=_decode(body))
 
@@ -182,9 +184,10 @@ def _measure(body: bytes | bytearray) -> bool:
     brackets = _count(body, b"[") + _count(body, b"{")
     num_texts = _count(body, b'"') - _count(body, b'\\"')
     num_values = _count(body, b",") + brackets
-    if brackets <= MAX_DEPTH and num_values < MAX_VALUES and num_texts <= MAX_TEXTS:
+    few = brackets <= MAX_DEPTH and num_values < MAX_VALUES and num_texts <= MAX_TEXTS
+    if few and _count(body, b":") <= MAX_NAMES:
         return num_texts > _MANY_TEXTS or num_values > _MANY_VALUES
-    depth = num_open = num_values = num_texts = 0
+    depth = num_open = num_values = num_texts = num_names = 0
     for match in _STRUCTURE.finditer(body):
         start = match.start()
         first = body[start]
@@ -204,6 +207,9 @@ def _measure(body: bytes | bytearray) -> bool:
             num_values += body.count(b",", start, match.end())
             if num_values > MAX_VALUES:
                 raise ApiError(400, f"the body holds more than {MAX_VALUES} values")
+            num_names += body.count(b":", start, match.end())
+            if num_names > MAX_NAMES:
+                raise ApiError(400, f"the body holds more than {MAX_NAMES} names")
     return num_texts > _MANY_TEXTS or num_values > _MANY_VALUES
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import threading
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from jaxengine.requests.sampling_params import (
     MAX_TOKEN_IDS,
     SamplingParams,
 )
+from jaxengine.server.http import limits
 from jaxengine.server.http.app import create_app
 from jaxengine.server.http.chat.protocol import ChatRequest
 from jaxengine.server.http.completions.protocol import CompletionRequest
 from jaxengine.server.http.errors import ApiError
-from jaxengine.server.http.limits import MAX_FIELDS, MAX_TEXTS, MAX_VALUES, read_json
+from jaxengine.server.http.limits import MAX_CONTAINERS, MAX_FIELDS, MAX_NAMES, MAX_TEXTS, MAX_VALUES, read_json
 from jaxengine.server.http.responses.protocol import ResponsesRequest
 from jaxengine.server.http.tokenize import DetokenizeRequest, TokenizeRequest
 from jaxengine.server.options import ServerConfig
@@ -96,6 +98,7 @@ def test_every_field_at_its_largest(app):
         ("[" + "7," * MAX_VALUES + "7]", f"{MAX_VALUES} values"),
         ("[" + '"",' * MAX_TEXTS + '""]', f"{MAX_TEXTS} texts"),
         ('{"a":[' + '"\\"\\\\",' * MAX_TEXTS + '""]}', f"{MAX_TEXTS} texts"),
+        ("{" + '"":7,' * MAX_NAMES + '"":7}', f"{MAX_NAMES} names"),
     ],
 )
 def test_more_than_a_body_may_hold_is_not_built(value, of):
@@ -103,8 +106,31 @@ def test_more_than_a_body_may_hold_is_not_built(value, of):
         read_json(value.encode())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(
+            "{" + ",".join(f'"{name}":{name}' for name in range(10**6, 10**6 + MAX_NAMES // 10)) + "}", id="names"
+        ),
+        pytest.param(
+            "[" + ",".join(f'{{"{name}":{name}}}' for name in range(MAX_CONTAINERS // 10)) + "]", id="objects"
+        ),
+    ],
+)
+def test_what_is_let_through_takes_little_memory(text, monkeypatch):
+    """A tenth of what may come, within a tenth of twice the largest body and sixteen MiB more."""
+    monkeypatch.setattr(limits, "_MANY_TEXTS", 0)
+    tracemalloc.start()
+    try:
+        value = read_json(text.encode())
+        assert tracemalloc.get_traced_memory()[1] < 7.8 * (1 << 20)
+    finally:
+        tracemalloc.stop()
+    assert len(value) >= 20_000
+
+
 def test_what_stands_in_a_text_does_not_count():
-    text = '[{,",' * (MAX_VALUES // 2)
+    text = '[{:,",' * (MAX_VALUES // 2)
     assert read_json(json.dumps({"a": text, "b": ["\\", "x"]}).encode()) == {"a": text, "b": ["\\", "x"]}
 
 
