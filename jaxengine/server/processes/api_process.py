@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import resource
 import socket
@@ -32,6 +33,8 @@ from jaxengine.server.stored.link import RemoteStore
 
 # After the last output of every stream, for what is still on its way to the client.
 _LAST_WORDS_SECONDS = 2.0
+# Of mallopt, in glibc's malloc.h.
+_M_MMAP_THRESHOLD = -3
 
 
 # What pages, probes and collectors ask every few seconds.
@@ -73,6 +76,7 @@ async def serve(child: Child) -> None:
         await asyncio.wait([serving], timeout=0.01)
         if serving.done():
             raise RuntimeError(f"HTTP did not start: {serving.exception()}")
+    return_large_blocks()
     _limit_memory(config.api_memory_limit_bytes)
     child.tell("ready")
     beat = asyncio.create_task(_say_alive(child, app.state.traffic, config.api_hang_timeout))
@@ -95,6 +99,15 @@ async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -
     while True:
         child.tell("served" if traffic.has_served else "alive")
         await asyncio.sleep(seconds)
+
+
+def return_large_blocks() -> None:
+    """Has blocks of a MiB and more mapped one by one: they grow without being copied, and go back when they are freed.
+
+    glibc raises that bound to 32 MiB as soon as such a block is freed, and from then on keeps bodies in its heap.
+    """
+    if choose := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
+        choose(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _limit_memory(limit: int) -> None:
