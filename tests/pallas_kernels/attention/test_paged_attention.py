@@ -26,11 +26,11 @@ def cases_for(implementation: Implementation, thorough: bool) -> list[Case]:
 
 
 def dtypes_for(implementation: Implementation, case: Case, thorough: bool) -> tuple[str, ...]:
-    """Plain XLA in bfloat16 differs by what it rounds: the quick cases show it, on one of its layouts."""
+    """Plain XLA in bfloat16 differs by what it rounds: half of the quick cases show it, on one of its layouts."""
     dtypes = implementation.dtypes(case)
     if thorough or implementation.elsewhere is not None or len(dtypes) == 1:
         return dtypes
-    return dtypes if case in QUICK and implementation.name == "cpu" else dtypes[:1]
+    return dtypes if case in QUICK[::2] and implementation.name == "cpu" else dtypes[:1]
 
 
 def pytest_generate_tests(metafunc):
