@@ -116,11 +116,12 @@ def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Tiles:
 
 
 def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
-    """Rows of a tile: about those of an average group, a power of two; more than `MOST_SHARED_ROWS` only of many."""
+    """Rows of a tile: a power of two that most groups stay below, of 16 and `MOST_SHARED_ROWS`; or more where they are
+    many."""
     average = max(num_rows // num_groups, 1)
     if average >= _MANY_ROWS * 2 * MOST_SHARED_ROWS:
         return min(2 * MOST_SHARED_ROWS, most)
-    return min(max(1 << (average - 1).bit_length(), 16), MOST_SHARED_ROWS, most)
+    return min(max(1 << average.bit_length(), 16), MOST_SHARED_ROWS, most)
 
 
 def most_tiles_of(num_rows: int, num_groups: int, tile_rows: int) -> int:

@@ -141,12 +141,13 @@ class Shape:
     def stages(self) -> int:
         """Tiles in flight; shared memory holds three of the largest there are.
 
-        Of groups two CTAs share a multiprocessor: one multiplies while the other begins or ends.
+        Of groups two CTAs share a multiprocessor where registers do: one multiplies while the other begins or ends.
         """
         of_rows = self.vector_rows * (self.has_zeros + self.has_row_scales)
         vectors = self.sums * (OUTPUTS * (self.has_scales + self.has_zeros) + of_rows)
         rows = self.tile_rows * self.columns * self.packed * self.row_dtype.itemsize
         stage = OUTPUTS * self.columns * jnp.dtype(self.codes).itemsize + rows + 4 * vectors
-        shared = 2 if self.num_groups and self.tile_rows <= MOST_SHARED_ROWS else 1
+        most = MOST_SHARED_ROWS // 2 if self.has_scales else MOST_SHARED_ROWS
+        shared = 2 if self.num_groups and self.tile_rows <= most else 1
         taken = RESERVED_BYTES + OUTPUTS * self.stored_rows * self.stored_dtype.itemsize
         return min((SHARED_MEMORY_BYTES // shared - taken) // stage, self.sizes.stages, self.per_split)
