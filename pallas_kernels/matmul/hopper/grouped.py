@@ -160,6 +160,7 @@ def _multiply(
         num_groups=num_groups,
         has_scales=scales is not None,
     )
-    rows = [part if part is None else part.at[tiles.source].get(mode="clip") for part in (x, x_scales)]
-    y = quantized.multiply(of_tiles, *rows, codes, scales, zeros, tiles.groups, interpret=interpret)
+    x = x.at[tiles.source].get(mode="clip")
+    x_scales = None if x_scales is None else x_scales.at[tiles.source].get(mode="clip")
+    y = quantized.multiply(of_tiles, x, x_scales, codes, scales, zeros, tiles.groups, interpret=interpret)
     return jnp.where(tiles.is_row[:, None], y.at[tiles.place].get(mode="clip"), 0)
