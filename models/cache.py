@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from models.config.state import StateArray
 from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, is_quantized, largest, page_bytes, partition_spec
-from pallas_kernels.registry import block_profile, kernel_modules, platform_of
+from pallas_kernels.registry import block_profile, kernel_modules, plain_cards, platform_of
 from pallas_kernels.state.rows import StateRows
 from sharding.layout import RULES
 from sharding.rules import logical_to_spec, whole_shape
@@ -48,6 +48,7 @@ __all__ = [
     "of_layer",
     "page_bytes_of_group",
     "paged_groups",
+    "plain_cards",
     "platform_of",
     "pool_spec",
     "state_partition",

@@ -8,7 +8,9 @@ own platform only.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 _MODULES: dict[tuple[str, str], str] = {
@@ -33,7 +35,7 @@ _MODULES: dict[tuple[str, str], str] = {
     ("matmul", "gpu_xla"): "matmul.dense_gpu",
     ("matmul", "tpu"): "matmul.dense_xla",
     ("grouped_matmul", "cpu"): "matmul.grouped_xla",
-    ("grouped_matmul", "gpu"): "matmul.grouped_tiles",
+    ("grouped_matmul", "gpu"): "matmul.hopper.grouped",
     ("grouped_matmul", "gpu_xla"): "matmul.grouped_tiles",
     ("grouped_matmul", "tpu"): "matmul.grouped_ragged_dot",
     ("quantized_matmul", "cpu"): "matmul.quantized_cpu",
@@ -41,7 +43,7 @@ _MODULES: dict[tuple[str, str], str] = {
     ("quantized_matmul", "gpu_xla"): "matmul.quantized_xla",
     ("quantized_matmul", "tpu"): "matmul.tpu.quantized",
     ("quantized_grouped_matmul", "cpu"): "matmul.quantized_groups_cpu",
-    ("quantized_grouped_matmul", "gpu"): "matmul.quantized_groups_xla",
+    ("quantized_grouped_matmul", "gpu"): "matmul.hopper.grouped",
     ("quantized_grouped_matmul", "gpu_xla"): "matmul.quantized_groups_xla",
     ("quantized_grouped_matmul", "tpu"): "matmul.tpu.grouped",
     ("causal_conv", "cpu"): "state.conv_xla",
@@ -65,6 +67,22 @@ PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 # Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
 _MOSAIC_CAPABILITIES = ("9.0",)
+_PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
+
+
+@contextmanager
+def plain_cards() -> Iterator[None]:
+    """Inside, every CUDA card is taken for one without kernels of its own: what is traced there is plain XLA."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
+
+
+def has_mosaic(capability: str) -> bool:
+    """Whether Mosaic GPU kernels run on a card of this compute capability."""
+    return capability in _MOSAIC_CAPABILITIES and not _PLAIN.get()
 
 
 def kernel_module(op: str, platform: str) -> str:
@@ -113,5 +131,5 @@ def platform_of(device: Any) -> str:
     if device.platform in ("cpu", "tpu"):
         return device.platform
     if device.platform in ("gpu", "cuda"):
-        return "gpu" if device.compute_capability in _MOSAIC_CAPABILITIES else "gpu_xla"
+        return "gpu" if has_mosaic(device.compute_capability) else "gpu_xla"
     raise ValueError(f"platform {device.platform!r} has no kernels, allowed: cpu, tpu, gpu (CUDA)")

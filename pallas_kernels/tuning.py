@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.registry import has_mosaic
+
 # What CUDA calls the cards of compute capability 9.0: H20, H100, H200, H800, GH200.
 _HOPPER = re.compile(r"NVIDIA G?H\d+\b")
 
@@ -133,7 +135,7 @@ class Card(NamedTuple):
     """A CUDA card.
 
     Attributes:
-      hopper: of compute capability 9.0, for which the Mosaic GPU kernels are written.
+      hopper: of compute capability 9.0, for which the Mosaic GPU kernels are written; not among `plain_cards`.
     """
 
     hopper: bool
@@ -147,11 +149,12 @@ def card_of_trace() -> Card | None:
     """
     if (chip := getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)) is not None:
         named = chip.device_kind.startswith("NVIDIA")
-        return Card(_HOPPER.match(chip.device_kind) is not None, chip.num_cores) if named else None
+        capability = "9.0" if _HOPPER.match(chip.device_kind) else ""
+        return Card(has_mosaic(capability), chip.num_cores) if named else None
     device = jax.devices()[0]
     if device.platform not in ("gpu", "cuda"):
         return None
-    return Card(device.compute_capability == "9.0", device.core_count)
+    return Card(has_mosaic(device.compute_capability), device.core_count)
 
 
 def tuning_of(platform: str) -> Tuning:

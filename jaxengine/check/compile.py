@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.executables import compile_program
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
-from models.cache import platform_of
+from models.cache import plain_cards, platform_of
 from sharding.rules import part_bytes
 
 Reply = Callable[[dict[str, Any]], None]
@@ -305,7 +306,8 @@ def main() -> int:
 
     request = Request(**json.load(sys.stdin))
     try:
-        Compiler(request, reply).run()
+        with plain_cards() if request.platform == "gpu_xla" else nullcontext():
+            Compiler(request, reply).run()
     except TooSmall as error:
         reply({"event": "refused", "reason": str(error), "too_small": True})
     except ConfigError as error:

@@ -66,5 +66,6 @@ class Plain:
             init_std=shape[-1 if table else -2] ** -0.5,
             num_experts=num_experts,
             row_major=table,
+            turned_on_gpu=num_experts is not None and jnp.dtype(dtype) == jnp.bfloat16,
         )
         return PlainWeight(shape, dtype, decl)

@@ -73,11 +73,11 @@ class QuantizedWeight(nnx.Module):
 
         std = _STD[stored.dtype]
         if stored.dtype != "int4":
-            self.codes = part(CODES, size, stored.dtype, init_std=std, turned_on_gpu=not stack)
+            self.codes = part(CODES, size, stored.dtype, init_std=std, turned_on_gpu=True)
         elif in_pairs(size // input_parts, size // count):
-            self.codes = part(PAIRS, size // 2, "uint8", init_std=std, turned_on_gpu=not stack)
+            self.codes = part(PAIRS, size // 2, "uint8", init_std=std, turned_on_gpu=True)
         else:
-            self.codes = part(CODES, size, "int8", init_std=std, turned_on_gpu=not stack)
+            self.codes = part(CODES, size, "int8", init_std=std, turned_on_gpu=True)
         self.scales = part(SCALES, count, "float32", init_value=size**-0.5 / std)
         self.zeros = part(ZEROS, count, "float32", init_value=0.0) if stored.has_zeros else None
         self.order = of_inputs(ORDER, size, "int32") if stored.reordered else None

@@ -48,12 +48,15 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
         if kind in ("values", "codes"):
             row["dtype"] = str(param.dtype) if stored is None else stored.dtype
             codes = param
-        if kind == "scales" and op == "quantized_matmul":
+        if kind == "scales":
             assert codes is not None, "codes come before their scales"
-            size, _ = _own_shape(codes, build.mesh)
-            count, out = _own_shape(param, build.mesh)
+            *_, size, _ = _own_shape(codes, build.mesh)
+            *_, count, out = _own_shape(param, build.mesh)
             inputs = size * per_byte(codes.dtype)
-            row["product"] = product_of(platform, inputs, out, count, codes.dtype, build.dtype)
+            row["product"] = product_of(op, platform, inputs, out, count, codes.dtype, build.dtype)
+        elif op == "grouped_matmul":
+            *_, size, out = _own_shape(param, build.mesh)
+            row["product"] = product_of(op, platform, size, out, 1, param.dtype, build.dtype)
     return list(rows.values())
 
 

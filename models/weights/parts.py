@@ -75,7 +75,7 @@ def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
     if decl.row_major:
         return axes
     turned = decl.turned_on_gpu and platform_of(next(iter(sharding.device_set))) == "gpu"
-    return axes[::-1] if turned else None
+    return (*axes[:-2], axes[-1], axes[-2]) if turned else None
 
 
 def put(array: np.ndarray | jax.Array, decl: ParamDecl, sharding: Sharding | None) -> jax.Array:

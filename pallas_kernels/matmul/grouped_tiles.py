@@ -22,12 +22,19 @@ _TRIP_BYTES = 64 << 20  # of the matrices that a trip gathers
 _TRIP_ROWS = 8192
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them."""
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any, turned: bool = False
+) -> jax.Array:
+    """[M, out] in out_dtype; arguments as the public operation has checked them.
+
+    turned: columns of matrices are each stored in one piece. XLA would bring all matrices into another order.
+    """
+    matrices, axis = (jnp.swapaxes(w, 1, 2), 2) if turned else (w, 1)
 
     def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
         rows = x.at[row].get(mode="clip")
-        return lax.dot_general(rows, w[group], (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+        dims = ((2,), (axis,)), ((0,), (0,))
+        return lax.dot_general(rows, matrices[group], dims, preferred_element_type=jnp.float32)
 
     matrix_bytes = w[0].size * w.dtype.itemsize
     return over_tiles((x.shape[0], w.shape[2]), matrix_bytes, group_sizes, multiply, out_dtype)

@@ -58,15 +58,16 @@ def quantized_matmul(
     return lax.platform_dependent(values, x_scales, codes, scales, zeros, **by_platform)
 
 
-def product_of(platform: str, size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
+def product_of(op: str, platform: str, size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
     """What multiplies with a matrix [size, out] on a platform of the registry: a module, and why if it is another one.
 
-    num_scales: along the inputs. codes: their dtype as they are stored. dtype: of the model.
+    op: a product of the registry. num_scales: along the inputs. codes: their dtype as they are stored. dtype: of the
+    model.
     """
-    module = kernel_module("quantized_matmul", platform)
+    module = kernel_module(op, platform)
     why_xla = getattr(importlib.import_module(f"pallas_kernels.{module}"), "why_xla", None)
     reason = "" if why_xla is None else why_xla(size, out, num_scales, jnp.dtype(codes), jnp.dtype(dtype))
-    return f"matmul.quantized_xla: {reason}" if reason else module
+    return f"{kernel_module(op, 'gpu_xla')}: {reason}" if reason else module
 
 
 def quantized_grouped_matmul(

@@ -27,8 +27,9 @@ def quantized_grouped_matmul(
     *,
     dtype: Any,
     out_dtype: Any,
+    turned: bool = False,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them."""
+    """[M, out] in out_dtype; arguments as the public operation has checked them. turned: see grouped_tiles."""
     out_size = codes.shape[2]
     by_channel = scales.shape[1] == 1 and zeros is None and (x_scales is None or x_scales.shape[1] == 1)
     if not by_channel and x_scales is not None:
@@ -37,10 +38,11 @@ def quantized_grouped_matmul(
 
     def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
         rows = row_parts(x.at[row].get(mode="clip"), codes.dtype)
+        picked = jnp.swapaxes(jnp.swapaxes(codes, 1, 2)[group], 1, 2) if turned else codes[group]
         if by_channel:
-            matrices = code_parts(codes[group])
+            matrices = code_parts(picked)
         else:
-            matrices = widened_parts(codes[group], scales[group], None if zeros is None else zeros[group], dtype)
+            matrices = widened_parts(picked, scales[group], None if zeros is None else zeros[group], dtype)
         parts = zip(rows, matrices, strict=True)
         y = sum((multiplied(own, part, batched, dtype) for own, part in parts), jnp.zeros(()))
         if not by_channel:

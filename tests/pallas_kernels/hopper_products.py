@@ -1,4 +1,4 @@
-"""Products with quantised matrices as Hopper kernels, interpreted, against float64 on the codes."""
+"""Products with quantised matrices, and with those of groups, as Hopper kernels against float64 on the codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.matmul.hopper.shape import why_xla
 from pallas_kernels.tuning import HopperProducts
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.matmul.test_quantized import error, matrix_of, stored
-from tests.pallas_kernels.products import E4M3, Product, rows_of, run
+from tests.pallas_kernels.products import E4M3, GroupedProduct, Product, exact_groups, rows_of, run
 
 # Nothing is rounded but sums, in float32.
 ERROR = 2e-6
@@ -54,6 +54,32 @@ THOROUGH = {
 # Of results that are stored as they leave the kernel, and of parts that are added up before.
 IN_BFLOAT16 = ("pairs in groups of 32, tiles of 64", "splits of unequal length")
 PRODUCTS = QUICK | MORE | THOROUGH
+BFLOAT16 = "bfloat16"  # matrices as they are
+_PLAIN = Product(50, 192, 136, 192, BFLOAT16, sizes=_SMALL)
+_CODES = Product(50, 192, 136, 32, "uint8", True, sizes=_SMALL)
+QUICK_GROUPS = {
+    "groups of several tiles": GroupedProduct((5, 0, 17, 11, 0, 3), _PLAIN),
+    "no rows of any group": GroupedProduct((0,) * 6, _PLAIN._replace(size=64, group=64)),
+    "all rows of one group": GroupedProduct((0, 0, 50), _PLAIN._replace(out=128)),
+    "one row": GroupedProduct((0, 1, 0), Product(1, 64, 128, 64, BFLOAT16, sizes=_SMALL)),
+    "pairs of groups": GroupedProduct((1, 0, 30, 0, 19, 0), _CODES),
+    "e4m3 of groups, rounded rows": GroupedProduct(
+        (0, 33, 0, 16), Product(50, 256, 128, 128, E4M3, False, E4M3, 128, sizes=_SMALL)
+    ),
+    "int8 of groups, a scale a channel": GroupedProduct(
+        (2, 0, 40), Product(42, 256, 128, 256, "int8", False, "int8", sizes=_SMALL)
+    ),
+}
+THOROUGH_GROUPS = {
+    f"{rows} rows of {num_groups} groups, {codes}, groups of {group}": GroupedProduct(
+        tuple(np.random.default_rng(rows).multinomial(rows - 1, [1 / num_groups] * num_groups).tolist()),
+        Product(rows, 384, 392, group, codes, codes == "uint8", sizes=HopperProducts()),
+    )
+    for rows, num_groups in ((8, 4), (100, 16), (1500, 2), (1500, 16))
+    for codes, group in ((BFLOAT16, 384), ("uint8", 128), ("int8", 32), (E4M3, 384))
+}
+GROUPS = QUICK_GROUPS | THOROUGH_GROUPS
+ROUNDED_GROUPS = ("groups of several tiles",)
 
 
 def hopper_product(name: str, implementation: Implementation) -> None:
@@ -70,3 +96,35 @@ def hopper_product(name: str, implementation: Implementation) -> None:
         if out_dtype == jnp.float32 or name in IN_BFLOAT16:
             got = run("quantized_matmul", name, case, operands, implementation, out_dtype)
             assert error(got, exact) < allowed, f"{error(got, exact):.1e}, not {allowed}"
+
+
+def hopper_grouped(name: str, implementation: Implementation) -> None:
+    """Rows of groups; those of none hold NaN, and must give zeros and disturb no other."""
+    group_sizes, case = GROUPS[name]
+    plain, num_scales = case.codes == BFLOAT16, case.size // case.group
+    given = case.size, case.out, num_scales, case.codes, np.dtype("bfloat16")
+    assert not why_xla(*given, grouped=True), "the kernel does not take it"
+    rng = np.random.default_rng(case.rows * case.size)
+    stack = (len(group_sizes),)
+    if plain:
+        values = rng.standard_normal((*stack, case.size, case.out)) * case.size**-0.5
+        matrix: Any = (jnp.asarray(values, jnp.bfloat16), np.ones((*stack, 1, case.out), np.float32), None)
+    else:
+        matrix = matrix_of(rng, case.size, case.out, num_scales, case.codes, case.zeros, stack)
+    (values, x_scales), x = rows_of(rng, case)
+    exact, end = exact_groups(x, matrix, group_sizes)
+    values = values.at[end:].set(jnp.nan) if x_scales is None else values
+    sizes = jnp.asarray(group_sizes, jnp.int32)
+    for out_dtype, allowed in ((jnp.float32, ERROR), (jnp.bfloat16, ROUNDED)):
+        if plain:
+            op, operands = "grouped_matmul", (values, matrix[0], sizes)
+        else:
+            op, operands = (
+                "quantized_grouped_matmul",
+                (values, x_scales, stored(matrix[0], case.codes), *matrix[1:], sizes),
+            )
+        if out_dtype == jnp.float32 or name in ROUNDED_GROUPS:
+            got = run(op, name, case, operands, implementation, out_dtype)
+            assert not got[end:].any(), "rows of no group are not 0"
+            if end:
+                assert error(got, exact) < allowed, f"{error(got, exact):.1e}, not {allowed}"

@@ -127,12 +127,7 @@ def grouped_product(name: str, implementation: Implementation) -> None:
     rng = np.random.default_rng(case.rows)
     matrix = matrix_of(rng, case.size, case.out, case.size // case.group, case.codes, case.zeros, (len(group_sizes),))
     rows, x = rows_of(rng, case)
-    exact, end = np.zeros((case.rows, case.out)), 0
-    for index, count in enumerate(group_sizes):
-        own = slice(end, end + count)
-        given: Any = [None if m is None else np.asarray(m)[index] for m in matrix]
-        exact[own] = reference.quantized_matmul(x[own], *given)
-        end += count
+    exact, end = exact_groups(x, matrix, group_sizes)
     values, x_scales = rows
     if x_scales is None:
         values = values.at[end:].set(jnp.nan)  # of no group, and must not matter
@@ -142,6 +137,17 @@ def grouped_product(name: str, implementation: Implementation) -> None:
     if end:
         tile = tile_rows_of(case.rows, len(group_sizes))
         assert error(got, exact) < (allowed := _allowed(case, tile)), f"{error(got, exact):.1e}, not {allowed}"
+
+
+def exact_groups(x: np.ndarray, matrix: tuple, group_sizes: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    """The products of groups of rows in float64, zeros behind them, and where those begin."""
+    exact, end = np.zeros((len(x), matrix[1].shape[-1])), 0
+    for index, count in enumerate(group_sizes):
+        own = slice(end, end + count)
+        given: Any = [None if m is None else np.asarray(m)[index] for m in matrix]
+        exact[own] = reference.quantized_matmul(x[own], *given)
+        end += count
+    return exact, end
 
 
 def rows_of(rng: np.random.Generator, case: Product) -> tuple[tuple[jax.Array, jax.Array | None], np.ndarray]:
@@ -166,7 +172,8 @@ def _allowed(case: Product, at_once: int) -> float:
 def run(
     op: str, name: str, case: Product, operands: tuple, implementation: Implementation, out_dtype: Any = jnp.float32
 ) -> np.ndarray:
-    options = {"dtype": jnp.bfloat16, "out_dtype": out_dtype, "sizes": case.sizes, **implementation._options()}
+    options = {"out_dtype": out_dtype, "sizes": case.sizes, **implementation._options()}
+    options |= {"dtype": jnp.bfloat16} if op.startswith("quantized") else {}
     with watched(implementation, name):
         got = jax.block_until_ready(kernel(op, implementation.platform)(*operands, **options))
     assert (got.dtype, got.shape) == (out_dtype, (case.rows, case.out))

@@ -89,6 +89,7 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("product", TPU_LAZY.name, name) for name in products.QUICK])
     groups.append([("grouped_product", TPU_LAZY.name, name) for name in products.QUICK_GROUPED])
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
+    groups.append([("hopper_grouped", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GROUPS])
     return [group for group in groups + _ALWAYS if group]
 
 
@@ -108,6 +109,7 @@ def thorough_groups() -> list[list[Job]]:
     groups += [[("product", name, case) for case in products.PRODUCTS] for name in WRITES]
     groups += [[("grouped_product", name, case) for case in products.GROUPED] for name in WRITES]
     groups += [[("hopper_product", MOSAIC_GPU.name, case)] for case in hopper_products.PRODUCTS]
+    groups += [[("hopper_grouped", MOSAIC_GPU.name, case)] for case in hopper_products.GROUPS]
     return groups + _ALWAYS
 
 

@@ -19,6 +19,7 @@ CHECKED = {
     "update": ("kv_update_schedule", "kv_cache_update"),
     "product": ("quantized_matmul",),
     "hopper_product": ("quantized_matmul",),
+    "hopper_grouped": ("grouped_matmul", "quantized_grouped_matmul"),
     "grouped_product": ("quantized_grouped_matmul",),
 }
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.matmul.candidates import Candidate, Problem, operands
-from pallas_kernels.matmul.hopper.quantized import MOST_SHARED_ROWS, quantized_matmul
-from pallas_kernels.matmul.hopper.shape import OUTPUTS, RESERVED_BYTES, Shape
+from pallas_kernels.matmul.hopper.quantized import quantized_matmul
+from pallas_kernels.matmul.hopper.shape import MOST_SHARED_ROWS, OUTPUTS, RESERVED_BYTES, Shape
 from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
 from pallas_kernels.tuning import HopperProducts
 

@@ -1,5 +1,7 @@
 """Rows times a quantised matrix on a Hopper GPU, in Mosaic GPU: codes are widened in registers, nowhere else.
 
+The same kernel multiplies tiles of rows with the matrices of their groups, which may be bfloat16: see grouped.
+
 The product is made turned around, out^T [out, M] = codes^T x^T: the 64 rows of a wgmma are outputs, so that few rows
 cost few columns, and codes are its operand in registers, as in Machete (Neural Magic, 2024) and Marlin (Frantar et al.
 2024, arXiv:2408.11743). Codes are multiplied as they are, which bfloat16 and e4m3 hold exactly, and the float32 sum of
@@ -25,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import quantized_xla
-from pallas_kernels.matmul.hopper.shape import E4M3, OUTPUTS, Shape, why_xla
+from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, OUTPUTS, Shape, why_xla
 from pallas_kernels.matmul.nibbles import row_parts
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS, launch, swizzled, tiles
@@ -34,11 +36,10 @@ from pallas_kernels.tuning import HopperProducts, card_of_trace
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["quantized_matmul", "why_xla"]
+__all__ = ["multiply", "quantized_matmul", "why_xla"]
 
 PRODUCER = 2  # the warpgroup that loads
 PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
-MOST_SHARED_ROWS = 64  # of a tile, up to which 80 registers or so do for each thread
 
 
 def quantized_matmul(
@@ -65,7 +66,7 @@ def quantized_matmul(
     if not reason and x_scales is not None and x_scales.shape[1] > num_scales:
         reason = "rows have more scales than the matrix"
     if reason:
-        _log_once(f"[{size}, {out}]: {reason}")
+        log_once(f"[{size}, {out}]: {reason}")
         return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
     chosen: HopperProducts = (
         product_sizes("gpu", x.shape[0], size, out, num_scales, codes.dtype) if sizes is None else sizes
@@ -73,11 +74,11 @@ def quantized_matmul(
     native = x.dtype == E4M3 == codes.dtype
     has = zeros is not None, x_scales is not None
     shape = Shape(x.shape[0], size, out, num_scales, codes.dtype, native, *has, out_dtype, chosen)
-    return _call(shape, x, x_scales, codes, scales, zeros, interpret)
+    return multiply(shape, x, x_scales, codes, scales, zeros, interpret=interpret)
 
 
 @functools.cache
-def _log_once(reason: str) -> None:
+def log_once(reason: str) -> None:
     logger.info("a quantised product runs as plain XLA instead of the Mosaic GPU kernel: %s", reason)
 
 
@@ -85,8 +86,9 @@ class _Refs(NamedTuple):
     """Operands, the result and shared memory of the kernel. What a problem does not have is None."""
 
     x: Any  # [packed * M, in / packed]
-    codes: Any  # [out, in / packed]
-    scales: Any  # f32 [n, out]
+    codes: Any  # [G * out, in / packed]
+    groups: Any  # i32 [row tiles]
+    scales: Any  # f32 [G * n, out]
     zeros: Any
     row_sums: Any  # f32 [tiles * sums, M]
     row_scales: Any  # f32 [n, M]
@@ -102,15 +104,21 @@ class _Refs(NamedTuple):
     free: Any
 
 
-def _call(
+def multiply(
     shape: Shape,
     x: jax.Array,
     x_scales: jax.Array | None,
     codes: jax.Array,
-    scales: jax.Array,
+    scales: jax.Array | None,
     zeros: jax.Array | None,
+    groups: jax.Array | None = None,
+    *,
     interpret: Any,
 ) -> jax.Array:
+    """[M, out] in shape.out_dtype.
+
+    groups: i32 [shape.row_tiles], whose matrix of [G, ...] a tile of rows meets. What -1 leaves out holds anything.
+    """
     rows, padded, count = shape.rows, shape.row_tiles * shape.tile_rows, shape.num_scales
     stages, sums, tile_rows = shape.stages, shape.sums, shape.tile_rows
     row_scales = row_sums = None
@@ -119,14 +127,17 @@ def _call(
     if zeros is not None:
         values = x if x_scales is None else RoundedRows(x, x_scales).widened(jnp.float32)
         row_sums = jnp.sum(values.astype(jnp.float32).reshape(rows, shape.input_tiles * shape.sums, -1), axis=2).T
-    x = x if shape.native else x.astype(jnp.bfloat16)
+    x = x if shape.native else x.astype(BFLOAT16)
     x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     parts = row_parts(x, codes.dtype)
     if shape.packed == 2:
         parts[1] = parts[1] * jnp.bfloat16(1 / 16)  # high codes are widened where they are, times 16
     wide = padded - tile_rows + shape.vector_rows
-    vectors = [scales.astype(jnp.float32), zeros, _padded(row_sums, wide), _padded(row_scales, wide)]
-    operands = [jnp.concatenate(parts), codes.T, *(vector for vector in vectors if vector is not None)]
+    stacked = [vector if vector is None else vector.reshape(-1, shape.out) for vector in (scales, zeros)]
+    stacked = [vector if vector is None else vector.astype(jnp.float32) for vector in stacked]
+    vectors = [groups, *stacked, _padded(row_sums, wide), _padded(row_scales, wide)]
+    of_codes = jnp.swapaxes(codes, -1, -2).reshape(-1, shape.size // shape.packed)
+    operands = [jnp.concatenate(parts), of_codes, *(vector for vector in vectors if vector is not None)]
 
     def smem(*sizes: int) -> Any:
         return plgpu.SMEM((stages, sums, *sizes), jnp.float32)
@@ -135,16 +146,16 @@ def _call(
     scratch = [
         swizzled((stages, shape.packed * tile_rows, shape.columns), shape.row_dtype, shape.swizzle),
         swizzled(of_codes, codes.dtype, shape.swizzle) if shape.native else tiles(of_codes, codes.dtype),
-        smem(OUTPUTS),
+        smem(OUTPUTS) if shape.has_scales else None,
         smem(OUTPUTS) if shape.has_zeros else None,
         smem(shape.vector_rows) if shape.has_zeros else None,
         smem(shape.vector_rows) if shape.has_row_scales else None,
         plgpu.SMEM((2, shape.stored_rows, WARPGROUP_ROWS), shape.stored_dtype),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=len(operands) + shape.packed - 1),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=len(operands) - (groups is not None) + shape.packed - 1),
         plgpu.Barrier(num_barriers=stages, num_arrivals=2),
     ]
     outputs = [jax.ShapeDtypeStruct((shape.splits, padded, shape.out_tiles * OUTPUTS), shape.stored_dtype)]
-    there = [True, True, True, shape.has_zeros, shape.has_zeros, shape.has_row_scales, True]
+    there = [True, True, groups is not None, *(vector is not None for vector in vectors[1:]), True]
     there += [each is not None for each in scratch]
 
     def body(*given: Any) -> None:
@@ -154,7 +165,7 @@ def _call(
     (y,) = launch(
         body,
         *operands,
-        name="quantized_matmul",
+        name="quantized_matmul" if groups is None else "grouped_matmul",
         outputs=outputs,
         scratch=[each for each in scratch if each is not None],
         num_ctas=shape.row_tiles * shape.out_tiles * shape.splits,
@@ -173,11 +184,31 @@ def _padded(vector: jax.Array | None, size: int) -> jax.Array | None:
 
 
 def _body(shape: Shape, refs: _Refs) -> None:
-    warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
+    cta = lax.axis_index("cta")
+    if refs.groups is not None:
+        # Neighbours share rows, and those a little further apart a group's matrix, which the card's cache holds.
+        row_tile, out_tile = lax.div(cta, jnp.int32(shape.out_tiles)), lax.rem(cta, jnp.int32(shape.out_tiles))
+        matrix = refs.groups[row_tile]
+        pl.when(matrix >= 0)(lambda: _tile(shape, refs, _Place(row_tile, out_tile, jnp.int32(0), matrix)))
+        return
     # Neighbours share a tile of codes.
     row_tile, rest = lax.rem(cta, jnp.int32(shape.row_tiles)), lax.div(cta, jnp.int32(shape.row_tiles))
     split, out_tile = lax.rem(rest, jnp.int32(shape.splits)), lax.div(rest, jnp.int32(shape.splits))
-    first = split * shape.per_split
+    _tile(shape, refs, _Place(row_tile, out_tile, split, jnp.int32(0)))
+
+
+class _Place(NamedTuple):
+    """Which tile of the result a CTA makes, of which part of the inputs, with which matrix."""
+
+    row_tile: Any
+    out_tile: Any
+    split: Any
+    matrix: Any
+
+
+def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
+    warpgroup = lax.axis_index("wg")
+    first = place.split * shape.per_split
     count = jnp.minimum(shape.input_tiles - first, shape.per_split)
 
     # Registers are dealt out anew where they are scarce; else CTAs share a multiprocessor.
@@ -187,21 +218,22 @@ def _body(shape: Shape, refs: _Refs) -> None:
     def _():
         if scarce:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(shape, refs, row_tile, out_tile, first, count)
+        _load(shape, refs, place, first, count)
 
     @pl.when(warpgroup < PRODUCER)
     def _():
         if scarce:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        total = _multiply(shape, refs, warpgroup, count)
-        _store(shape, refs, total, warpgroup, split, row_tile, out_tile)
+        total = (_multiply if shape.has_scales else _multiply_plain)(shape, refs, warpgroup, count)
+        _store(shape, refs, total, warpgroup, place)
 
 
-def _load(shape: Shape, refs: _Refs, row_tile, out_tile, first, count) -> None:
+def _load(shape: Shape, refs: _Refs, place: _Place, first, count) -> None:
     """Bring `count` tiles from the `first` on, as far ahead as there is room."""
-    stages, padded = shape.stages, shape.row_tiles * shape.tile_rows
-    start = jnp.minimum(out_tile * (OUTPUTS // 8), (shape.out - OUTPUTS) // 8) * 8
-    outputs, own_rows = pl.ds(start, OUTPUTS), pl.ds(row_tile * shape.tile_rows, shape.vector_rows)
+    stages, padded, row_tile = shape.stages, shape.row_tiles * shape.tile_rows, place.row_tile
+    start = jnp.minimum(place.out_tile * (OUTPUTS // 8), (shape.out - OUTPUTS) // 8)
+    outputs, own_rows = pl.ds(start * 8, OUTPUTS), pl.ds(row_tile * shape.tile_rows, shape.vector_rows)
+    code_rows = pl.ds((place.matrix * (shape.out // 8) + start) * 8, OUTPUTS)
 
     def load(step, carry):
         slot, tile = lax.rem(step, jnp.int32(stages)), first + step
@@ -211,17 +243,18 @@ def _load(shape: Shape, refs: _Refs, row_tile, out_tile, first, count) -> None:
         def _():
             plgpu.barrier_wait(refs.free.at[slot])
 
-        plgpu.copy_gmem_to_smem(refs.codes.at[outputs, columns], refs.codes_smem.at[slot], full)
+        plgpu.copy_gmem_to_smem(refs.codes.at[code_rows, columns], refs.codes_smem.at[slot], full)
         for part in range(shape.packed):
             rows = pl.ds(part * padded + row_tile * shape.tile_rows, shape.tile_rows)
-            place = pl.ds(part * shape.tile_rows, shape.tile_rows)
-            plgpu.copy_gmem_to_smem(refs.x.at[rows, columns], refs.x_smem.at[slot, place], full)
-        groups = pl.ds(lax.div(tile * shape.inputs, jnp.int32(shape.group)), shape.sums)
+            target = refs.x_smem.at[slot, pl.ds(part * shape.tile_rows, shape.tile_rows)]
+            plgpu.copy_gmem_to_smem(refs.x.at[rows, columns], target, full)
+        group = lax.div(tile * shape.inputs, jnp.int32(shape.group))
+        groups, own_groups = pl.ds(place.matrix * shape.num_scales + group, shape.sums), pl.ds(group, shape.sums)
         for source, target, part in (
             (refs.scales, refs.scales_smem, (groups, outputs)),
             (refs.zeros, refs.zeros_smem, (groups, outputs)),
             (refs.row_sums, refs.row_sums_smem, (pl.ds(tile * shape.sums, shape.sums), own_rows)),
-            (refs.row_scales, refs.row_scales_smem, (groups, own_rows)),
+            (refs.row_scales, refs.row_scales_smem, (own_groups, own_rows)),
         ):
             if source is not None:
                 plgpu.copy_gmem_to_smem(source.at[part], target.at[slot], full)
@@ -272,6 +305,32 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, count):
     return lax.fori_loop(0, count, add, jnp.zeros(area, jnp.float32))
 
 
+def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, count):
+    """As `_multiply`, of matrices without scales: one sum, and a product under way while the next tile is awaited."""
+    own, rows_of_tile = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, shape.tile_rows)
+
+    def multiply(accumulator):
+        def add(step, carry):
+            slot = lax.rem(step, jnp.int32(shape.stages))
+            plgpu.barrier_wait(refs.full.at[slot])
+            rows = refs.x_smem.at[slot, rows_of_tile]
+            plgpu.wgmma(accumulator, refs.codes_smem.at[slot, own], rows.transpose((1, 0)))
+            plgpu.wgmma_wait(1)
+
+            @pl.when(step > 0)
+            def _():
+                plgpu.barrier_arrive(refs.free.at[lax.rem(step - 1, jnp.int32(shape.stages))])
+
+            return carry
+
+        lax.fori_loop(0, count, add, jnp.int32(0))
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(refs.free.at[lax.rem(count - 1, jnp.int32(shape.stages))])
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, shape.tile_rows), jnp.float32))
+
+
 def _by_output(vector, area):
     return lax.broadcast_in_dim(vector, area, [0])
 
@@ -290,9 +349,9 @@ def _widened(codes) -> list[Any]:
     return [codes.astype(jnp.bfloat16)]
 
 
-def _store(shape: Shape, refs: _Refs, total, warpgroup, split, row_tile, out_tile) -> None:
+def _store(shape: Shape, refs: _Refs, total, warpgroup, place: _Place) -> None:
     """Turn the warpgroup's part of a tile around, and send it."""
-    outputs = pl.ds(out_tile * OUTPUTS + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    outputs = pl.ds(place.out_tile * OUTPUTS + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
     for first in range(0, shape.tile_rows, shape.stored_rows):
         count = min(shape.stored_rows, shape.tile_rows - first)
         plgpu.wait_smem_to_gmem(0)
@@ -300,6 +359,6 @@ def _store(shape: Shape, refs: _Refs, total, warpgroup, split, row_tile, out_til
         piece = total[:, first : first + count].astype(shape.stored_dtype)
         target.transpose((1, 0))[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        rows = pl.ds(row_tile * shape.tile_rows + first, count)
-        plgpu.copy_smem_to_gmem(target, refs.y.at[split, rows, outputs])
+        rows = pl.ds(place.row_tile * shape.tile_rows + first, count)
+        plgpu.copy_smem_to_gmem(target, refs.y.at[place.split, rows, outputs])
     plgpu.wait_smem_to_gmem(0)

@@ -1,4 +1,4 @@
-"""Which products with a quantised matrix a Hopper kernel takes, and how it cuts one into tiles: arithmetic only."""
+"""Which products a Hopper kernel takes, and how it cuts one into tiles: arithmetic only."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ STORED_ROWS = 64  # of the result that are staged in shared memory at a time
 RESERVED_BYTES = 4 * 1024  # of shared memory: barriers
 # Inputs of a tile, and the smallest group of them that one wgmma has.
 TILES, SMALLEST = (128, 64), {"uint8": 32, "int8": 16, "float8_e4m3fn": 32}
-E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+E4M3, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
+MOST_SHARED_ROWS = 64  # of a tile, up to which 80 registers or so do for each thread
 
 
-def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
-    """Why a matrix [size, out] with `num_scales` scales along its inputs is XLA's, "" if the kernel takes it."""
+def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, grouped: bool = False) -> str:
+    """Why a matrix [size, out] with `num_scales` scales along its inputs is XLA's, "" if the kernel takes it.
+
+    grouped: each group of rows has one of its own. Those may be bfloat16, without scales.
+    """
     name = jnp.dtype(codes).name
     if dtype != jnp.bfloat16:
         return f"the kernel widens to bfloat16, not {jnp.dtype(dtype).name}"
-    if num_scales == 1 and name != "uint8":
+    if num_scales == 1 and name != "uint8" and not grouped:
         return "with one scale a channel XLA's product is as good"
     inputs = tile_inputs(size)
     if not inputs:
         return f"{size} inputs are no multiple of {TILES[-1]}"
     group = size // num_scales
-    if group < SMALLEST[name] or (inputs % group and group % inputs):
+    if name in SMALLEST and (group < SMALLEST[name] or (inputs % group and group % inputs)):
         return f"groups of {group} inputs do not fit into tiles of {inputs}"
     if out < OUTPUTS or out % 8:
         return f"{out} outputs are fewer than {OUTPUTS} or no multiple of 8"
@@ -56,6 +60,8 @@ class Shape:
     has_row_scales: bool
     out_dtype: Any
     sizes: HopperProducts
+    num_groups: int = 0  # that have matrices of their own; 0 where all rows have one
+    has_scales: bool = True
 
     @property
     def tile_rows(self) -> int:
@@ -78,7 +84,7 @@ class Shape:
 
     @property
     def inputs(self) -> int:
-        return tile_inputs(self.size)
+        return tile_inputs(self.size) if self.codes != BFLOAT16 else TILES[-1]
 
     @property
     def input_tiles(self) -> int:
@@ -105,7 +111,7 @@ class Shape:
 
     @property
     def row_dtype(self) -> Any:
-        return E4M3 if self.native else jnp.dtype(jnp.bfloat16)
+        return jnp.dtype(self.codes) if self.native else BFLOAT16
 
     @property
     def swizzle(self) -> int:
@@ -133,10 +139,15 @@ class Shape:
 
     @property
     def stages(self) -> int:
-        """Tiles in flight; shared memory holds three of the largest there are."""
+        """Tiles in flight; shared memory holds three of the largest there are.
+
+        Of groups two CTAs share a multiprocessor where registers do: one multiplies while the other begins or ends.
+        """
         of_rows = self.vector_rows * (self.has_zeros + self.has_row_scales)
-        vectors = self.sums * (OUTPUTS * (1 + self.has_zeros) + of_rows)
+        vectors = self.sums * (OUTPUTS * (self.has_scales + self.has_zeros) + of_rows)
         rows = self.tile_rows * self.columns * self.packed * self.row_dtype.itemsize
-        stage = OUTPUTS * self.columns + rows + 4 * vectors
-        room = SHARED_MEMORY_BYTES - RESERVED_BYTES - OUTPUTS * self.stored_rows * self.stored_dtype.itemsize
-        return min(room // stage, self.sizes.stages, self.per_split)
+        stage = OUTPUTS * self.columns * jnp.dtype(self.codes).itemsize + rows + 4 * vectors
+        most = MOST_SHARED_ROWS // 2 if self.has_scales else MOST_SHARED_ROWS
+        shared = 2 if self.num_groups and self.tile_rows <= most else 1
+        taken = RESERVED_BYTES + OUTPUTS * self.stored_rows * self.stored_dtype.itemsize
+        return min((SHARED_MEMORY_BYTES // shared - taken) // stage, self.sizes.stages, self.per_split)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from models.weights.declare import ParamDecl, Source
 from models.weights.parts import order_of
+from pallas_kernels.matmul.grouped import grouped_matmul
+from pallas_kernels.matmul.hopper.grouped import most_tiles_of, tile_rows_of, tiles_of
 from pallas_kernels.matmul.hopper.shape import OUTPUTS, Shape, why_xla
 from pallas_kernels.matmul.quantized import product_of, quantized_matmul
 from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
+from pallas_kernels.registry import plain_cards, platform_of
 from pallas_kernels.tuning import Card, HopperProducts, card_of_trace, tuning_of
-from tests.pallas_kernels.hopper_products import PRODUCTS, hopper_product
+from tests.pallas_kernels.hopper_products import GROUPS, PRODUCTS, hopper_grouped, hopper_product
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 
 HERE = card_of_trace()
@@ -29,6 +34,12 @@ CARDS |= {"NVIDIA A100-SXM4-80GB": False, "NVIDIA GeForce RTX 4090": False}
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_on_the_device(name):
     hopper_product(name, IMPLEMENTATIONS["device"])
+
+
+@pytest.mark.skipif(HERE is None or not HERE.hopper, reason="there is no Hopper card here")
+@pytest.mark.parametrize("name", GROUPS)
+def test_products_of_groups_on_the_device(name):
+    hopper_grouped(name, IMPLEMENTATIONS["device"])
 
 
 def mesh_of(kind: str, num_cores: int | None = 114) -> Any:
@@ -65,6 +76,73 @@ def test_the_kernel_is_in_programs_for_hopper_cards(size, dtype, kind, taken):
 
 
 @pytest.mark.parametrize(
+    ("size", "dtype", "kind", "taken"),
+    [
+        (128, "bfloat16", "NVIDIA H100 80GB HBM3", True),
+        (128, "bfloat16", "NVIDIA B200", False),
+        (128, "float32", "NVIDIA H100 80GB HBM3", False),
+        (96, "bfloat16", "NVIDIA H100 80GB HBM3", False),
+    ],
+)
+def test_the_kernel_of_groups_is_in_programs_for_hopper_cards(size, dtype, kind, taken):
+    shapes = [((40, size), dtype), ((4, size, 128), dtype), ((4,), "int32")]
+    with mesh_of(kind):
+        traced = jax.jit(partial(grouped_matmul, out_dtype=jnp.float32)).trace(
+            *(jax.ShapeDtypeStruct(shape, jnp.dtype(name)) for shape, name in shapes)
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in text) == taken and ("scatter" in text) != taken
+
+
+def test_plain_cards_have_no_kernels():
+    """What `check --kernels gpu_xla` compiles."""
+    shapes = ((4, 256), "bfloat16"), ((128, 128), "uint8"), ((8, 128), "float32")
+    operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(name)) for shape, name in shapes]
+    device: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    for plain in (True, False):
+        with mesh_of("NVIDIA H100 80GB HBM3"), plain_cards() if plain else nullcontext():
+            traced = jax.jit(partial(quantized_matmul, out_dtype=jnp.float32)).trace(*operands)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            assert platform_of(device) == ("gpu_xla" if plain else "gpu")
+        assert ("mosaic_gpu" in text) != plain
+
+
+@pytest.mark.parametrize(("tokens", "experts", "picked"), [(8192, 128, 8), (8192, 8, 2), (16384, 128, 4)])
+def test_tiles_of_groups_multiply_few_rows_more(tokens, experts, picked):
+    """Where rows are many and spread at random: a tenth more at most."""
+    rows = tokens * picked
+    tile = tile_rows_of(rows, experts, HopperProducts().rows)
+    spread = np.random.default_rng(0).multinomial(rows, [1 / experts] * experts)
+    tiles = np.asarray(tiles_of(jnp.asarray(spread, jnp.int32), rows, tile).groups)
+    assert (tiles >= 0).sum() * tile <= 1.1 * rows
+    assert len(tiles) * tile <= 1.2 * rows
+
+
+@pytest.mark.parametrize("sizes", [[0, 5, 8, 0, 17], [0] * 5, [30, 0, 0, 0, 0], [0, 0, 0, 0, 1], [9, 1, 1, 1, 18]])
+def test_rows_of_groups_have_places_in_tiles_of_their_own(sizes):
+    tile_rows, num_rows = 8, 30
+    tiles = jax.tree.map(np.asarray, tiles_of(jnp.asarray(sizes, jnp.int32), num_rows, tile_rows))
+    assert len(tiles.groups) == most_tiles_of(num_rows, len(sizes), tile_rows)
+    assert (tiles.groups >= 0).sum() == sum(-(-size // tile_rows) for size in sizes)
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    assert tiles.is_row.sum() == len(owners) and tiles.is_row[: len(owners)].all()
+    for row, owner in enumerate(owners):
+        place = tiles.place[row]
+        assert tiles.source[place] == row and tiles.groups[place // tile_rows] == owner
+
+
+@pytest.mark.parametrize("rows", [1, 9, 100, 4000])
+@pytest.mark.parametrize("groups", [1, 7, 128])
+def test_there_are_tiles_for_every_spread(rows, groups):
+    tile = tile_rows_of(rows, groups, 128)
+    assert tile % 8 == 0
+    rng = np.random.default_rng(rows)
+    spreads = [[1] * (min(groups, rows) - 1) + [rows - min(groups, rows) + 1], [rows]]
+    spreads += [rng.multinomial(rows, rng.dirichlet([0.2] * groups)) for _ in range(20)]
+    assert max(sum(-(-n // tile) for n in spread) for spread in spreads) <= most_tiles_of(rows, groups, tile)
+
+
+@pytest.mark.parametrize(
     ("size", "out", "num_scales", "codes", "dtype", "reason"),
     [
         (4096, 4096, 32, "uint8", "bfloat16", ""),
@@ -82,8 +160,38 @@ def test_the_kernel_is_in_programs_for_hopper_cards(size, dtype, kind, taken):
 def test_what_is_left_to_xla_says_why(size, out, num_scales, codes, dtype, reason):
     given = size, out, num_scales, jnp.dtype(codes), jnp.dtype(dtype)
     assert reason in why_xla(*given) and bool(reason) == bool(why_xla(*given))
-    told = product_of("gpu", *given)
+    told = product_of("quantized_matmul", "gpu", *given)
     assert told == (f"matmul.quantized_xla: {why_xla(*given)}" if reason else "matmul.hopper.quantized")
+
+
+@pytest.mark.parametrize(
+    ("size", "codes", "reason"),
+    [
+        (768, "bfloat16", ""),
+        (96, "bfloat16", "96 inputs are no multiple of 64"),
+        (768, "int8", ""),
+        (768, "float8_e4m3fn", ""),
+    ],
+)
+def test_matrices_of_groups_need_no_scales_of_groups(size, codes, reason):
+    op = "grouped_matmul" if codes == "bfloat16" else "quantized_grouped_matmul"
+    told = product_of(op, "gpu", size, 2048, 1, jnp.dtype(codes), jnp.bfloat16)
+    assert told == (f"matmul.grouped_tiles: {reason}" if reason else "matmul.hopper.grouped")
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize(("codes", "group"), [("bfloat16", 2880), ("uint8", 32), ("float8_e4m3fn", 2880)])
+def test_tiles_of_groups_fit_twice(rows, codes, group):
+    """The inputs of gpt-oss; two CTAs share a multiprocessor unless registers are too few for it."""
+    codes, plain = jnp.dtype(codes), codes == "bfloat16"
+    of_groups = {"num_groups": 128, "has_scales": not plain}
+    sizes = HopperProducts(num_ctas=1, rows=rows)
+    shape = Shape(4 * rows, 2880, 2880, 2880 // group, codes, plain, not plain, False, jnp.float32, sizes, **of_groups)
+    assert shape.splits == 1 and shape.stages >= 2
+    vectors = 4 * shape.sums * (2 * OUTPUTS + shape.vector_rows) * (not plain)
+    stage = OUTPUTS * shape.columns * codes.itemsize + shape.tile_rows * shape.inputs * 2 + vectors
+    stored = OUTPUTS * shape.stored_rows * 4
+    assert (2 if rows <= (64 if plain else 32) else 1) * (shape.stages * stage + stored) < SHARED_MEMORY_BYTES
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100, 256, 2048])
@@ -108,3 +216,5 @@ def test_columns_of_codes_are_in_one_piece_on_hopper_cards(platform, capability,
     sharding: Any = SimpleNamespace(device_set=[device])
     decl = ParamDecl(("embed", "mlp"), (Source("up.weight:pairs", 4),), turned_on_gpu=True)
     assert order_of(decl, sharding) == order
+    stack = ParamDecl(("experts", "embed", "mlp"), (Source("up.weight", 4),), num_experts=4, turned_on_gpu=True)
+    assert order_of(stack, sharding) == (None if order is None else (0, 2, 1))

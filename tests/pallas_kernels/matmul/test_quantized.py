@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
+from pallas_kernels.matmul import quantized_groups_xla
 from pallas_kernels.matmul.quantized import CODES, quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.quantized_xla import MOST_GROUP_ROWS
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
@@ -21,7 +22,7 @@ from pallas_kernels.registry import KERNELS, kernel
 from pallas_kernels.tuning import TpuProducts
 
 # Kernels, which run in their interpreters.
-ELSEWHERE = (("quantized_matmul", "tpu"), ("quantized_grouped_matmul", "tpu"), ("quantized_matmul", "gpu"))
+ELSEWHERE = [(op, platform) for op in ("quantized_matmul", "quantized_grouped_matmul") for platform in ("gpu", "tpu")]
 IMPLEMENTATIONS = {
     kernel(*row): row[1]
     for row in KERNELS
@@ -151,6 +152,16 @@ def test_groups(num_scales, codes, zeros, rounding):
     sizes = jnp.asarray(SIZES, jnp.int32)
     got = quantized_grouped_matmul(call, *given, sizes, dtype=jnp.float32)
     assert error(got, exact) < 1e-6
+
+
+def test_codes_of_groups_that_are_stored_turned():
+    rng = np.random.default_rng(0)
+    codes, scales, _ = matrix_of(rng, 32, 24, 2, "uint8", False, (3,))
+    x, sizes = jnp.asarray(rng.standard_normal((9, 32)), jnp.float32), jnp.asarray([4, 0, 5], jnp.int32)
+    given = x, None, stored(codes, "uint8"), scales, None, sizes
+    options = {"dtype": jnp.float32, "out_dtype": jnp.float32}
+    run = quantized_groups_xla.quantized_grouped_matmul
+    np.testing.assert_array_equal(run(*given, **options, turned=True), run(*given, **options))
 
 
 @pytest.mark.parametrize("num_scales", [1, 16])

@@ -1,4 +1,4 @@
-"""Faults of the Hopper kernel for products with quantised matrices."""
+"""Faults of the Hopper kernel for products with quantised matrices and with those of groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.pallas_kernels.worker import Job
 
 SECONDS = 45
 
-_KERNEL, _SHAPE = "matmul/hopper/quantized", "matmul/hopper/shape"
+_KERNEL, _SHAPE, _GROUPS = "matmul/hopper/quantized", "matmul/hopper/shape", "matmul/hopper/grouped"
 
 
 def _on(*cases: str) -> tuple[Job, ...]:
@@ -19,12 +19,19 @@ _WIDE_GROUP, _NATIVE = _on("a group of several tiles"), _on("e4m3 as it is")
 _COARSER, _TILE = _on("int8 rows by coarser groups"), _on("a whole tile of rows")
 _BYTES = _on("int8 in groups of 32")
 
+
+def _of_groups(*cases: str) -> tuple[Job, ...]:
+    return tuple(("hopper_grouped", "mgpu", case) for case in cases)
+
+
+_SEVERAL, _PAIRS_OF_GROUPS = _of_groups("groups of several tiles"), _of_groups("pairs of groups")
+
 MUTANTS = [
     Mutant(
         "scales shifted by a group",
         _KERNEL,
-        "groups = pl.ds(lax.div(tile * shape.inputs, jnp.int32(shape.group)), shape.sums)",
-        "groups = pl.ds(jnp.maximum(lax.div(tile * shape.inputs, jnp.int32(shape.group)) - 1, 0), shape.sums)",
+        "group = lax.div(tile * shape.inputs, jnp.int32(shape.group))",
+        "group = jnp.maximum(lax.div(tile * shape.inputs, jnp.int32(shape.group)) - 1, 0)",
         _NATIVE,
     ),
     Mutant(
@@ -103,8 +110,8 @@ MUTANTS = [
     Mutant(
         "every split the first's inputs",
         _KERNEL,
-        "first = split * shape.per_split",
-        "first = split * 0",
+        "first = place.split * shape.per_split",
+        "first = place.split * 0",
         _SPLIT,
     ),
     Mutant(
@@ -117,8 +124,8 @@ MUTANTS = [
     Mutant(
         "tiles not waited for",
         _KERNEL,
-        "        plgpu.barrier_wait(refs.full.at[slot])\n",
-        "",
+        "        plgpu.barrier_wait(refs.full.at[slot])\n        codes",
+        "        codes",
         _BYTES,
     ),
     Mutant("tiles overwritten early", _KERNEL, "@pl.when(step >= stages)", "@pl.when(step < 0)", _BYTES),
@@ -147,4 +154,58 @@ MUTANTS = [
         "total[:, :count]",
         _TILE,
     ),
+    Mutant(
+        "every group the first's matrix",
+        _KERNEL,
+        "(place.matrix * (shape.out // 8) + start) * 8",
+        "start * 8",
+        _SEVERAL,
+    ),
+    Mutant(
+        "every group the first's scales",
+        _KERNEL,
+        "pl.ds(place.matrix * shape.num_scales + group, shape.sums)",
+        "pl.ds(group, shape.sums)",
+        _PAIRS_OF_GROUPS,
+    ),
+    Mutant(
+        "scales of rows by groups of rows",
+        _KERNEL,
+        "refs.row_scales_smem, (own_groups, own_rows)",
+        "refs.row_scales_smem, (groups, own_rows)",
+        _of_groups("e4m3 of groups, rounded rows"),
+    ),
+    Mutant(
+        "tiles of plain matrices not waited for",
+        _KERNEL,
+        "            plgpu.barrier_wait(refs.full.at[slot])\n            rows",
+        "            rows",
+        _SEVERAL,
+    ),
+    Mutant(
+        "tiles of plain matrices handed back before they are read",
+        _KERNEL,
+        "            rows = refs.x_smem.at[slot, rows_of_tile]\n",
+        "            plgpu.barrier_arrive(refs.free.at[slot])\n            rows = refs.x_smem.at[slot, rows_of_tile]\n",
+        _SEVERAL,
+    ),
+    Mutant("tile handed back before there was one", _KERNEL, "@pl.when(step > 0)", "@pl.when(step >= 0)", _SEVERAL),
+    Mutant(
+        "every tile the first of its group",
+        _GROUPS,
+        "starts[group] + (tile - first[group]) * tile_rows",
+        "starts[group] + 0 * tile",
+        _SEVERAL,
+    ),
+    Mutant("a group's last tile left out", _GROUPS, "each = -(-group_sizes", "each = (group_sizes", _SEVERAL),
+    Mutant("rows where their group does not begin", _GROUPS, "row - starts[owner] +", "row +", _SEVERAL),
+    Mutant("first row of the next group taken along", _GROUPS, "row[:, None] >= ends", "row[:, None] > ends", _SEVERAL),
+    Mutant(
+        "rows of no group not cleared",
+        _GROUPS,
+        'jnp.where(tiles.is_row[:, None], y.at[tiles.place].get(mode="clip"), 0)',
+        'y.at[tiles.place].get(mode="clip")',
+        _SEVERAL,
+    ),
+    Mutant("a tile too few", _GROUPS, "jnp.where(tile < last[-1]", "jnp.where(tile < last[-1] - 1", _SEVERAL),
 ]
