@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Videos frame by frame; heads that turn, and chunks; patches that are not joined; tiles and embeddings for lines.
-CASES = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_vision")
+# Videos frame by frame; heads that turn, and chunks; patches that are not joined; tiles and embeddings for lines;
+# neighbours that turn together, before latent attention.
+CASES = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_vision", "kimi_vl_vision")
 
 
 def compare(name: str) -> None:
@@ -32,7 +33,7 @@ def compare(name: str) -> None:
             check_idle(llm)
 
 
-@pytest.mark.thorough("starts eight engines over two devices")
+@pytest.mark.thorough("starts ten engines over two devices")
 def test_two_devices_answer_as_transformers_did():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
