@@ -1,4 +1,5 @@
-"""Engines that see on two devices: what transformers recorded, with towers split and with one on each device.
+"""Engines that see on two devices: what transformers recorded, with towers split and with one on each device, and with
+embeddings in the place of pictures.
 
     python -m tests.jaxengine.engine.test_pictures_parallel CASE ...
 
@@ -22,14 +23,21 @@ CASES = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_vis
 
 
 def compare(name: str) -> None:
-    from tests.jaxengine.engine.test_pictures import Case, answers, check_idle, options_of
+    from tests.jaxengine.engine.test_pictures import Case, answers, check_idle, embedded, options_of
 
     with tempfile.TemporaryDirectory() as folder:
         case = Case(name, Path(folder))
         for mode in ("weights", "data"):
-            llm = case.start(**options_of(case), tensor_parallel_size=2, mm_encoder_tp_mode=mode)
+            llm = case.start(**options_of(case), tensor_parallel_size=2, mm_encoder_tp_mode=mode, enable_mm_embeds=True)
             wanted = [*case.answers.values()] * 2
             assert answers(llm, [*case.prompts.values()] * 2, [len(answer) for answer in wanted]) == wanted, mode
+            given, wanted = embedded(case, llm)
+            calls = llm.core.engine.media_stats.num_calls
+            assert answers(llm, given * 2, [len(answer) for answer in wanted] * 2) == wanted * 2, mode
+            # Videos come as they are.
+            assert any(each["multi_modal_data"].get("video") for each in given) or (
+                llm.core.engine.media_stats.num_calls == calls
+            )
             check_idle(llm)
 
 
