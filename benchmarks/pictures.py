@@ -1,6 +1,7 @@
 """Pictures through a real server: nothing compiles, hostile files disturb nobody, what was seen is not seen to again.
 
     python -m benchmarks.pictures [--only sizes hostile again] [--tokens 256] [--rounds 3] [--json FILE]
+    python -m benchmarks.pictures --only gaps --side 1024
 
 A model of Qwen3-VL's shape with random weights, large enough that a step takes some ten milliseconds on a processor, is
 served as a user starts it.
@@ -10,6 +11,8 @@ hostile: files that are damaged, too large, bombs or no pictures, and addresses 
     one after the other while four streams of text run; times between tokens beside those of the same streams alone,
     turn by turn, for a shared processor is not equally quick all the time.
 again: pictures asked about twice; what the second request has computed, and tokens a second with pictures and without.
+gaps: the longest time between two tokens of four streams of text, alone and while one new picture comes, of half of
+    the largest side (--side, pixels) and of the whole: what a call of the tower takes, for decodes wait for it.
 
 The exit status is 1 where a program was compiled, a prompt failed that should not or the reverse, or the second request
 had something encoded. What the streams lose is told, not judged.
@@ -46,8 +49,8 @@ TEXT = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, 
 TEXT |= {"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
 TEXT |= {"rope_parameters": {"mrope_interleaved": True, "mrope_section": [12, 10, 10], "rope_theta": 1e6}}
 TOWER = {"hidden_size": 256, "intermediate_size": 512, "depth": 6, "num_heads": 4, "out_hidden_size": 768}
-TOWER |= {"patch_size": 16, "num_position_embeddings": 1024, "deepstack_visual_indexes": [1, 3]}
-MAX_PIXELS = 512 * 512
+PATCH = 16
+TOWER |= {"patch_size": PATCH, "num_position_embeddings": 1024, "deepstack_visual_indexes": [1, 3]}
 OPTIONS = {
     "load_format": "dummy",
     "dtype": "float32",
@@ -85,8 +88,8 @@ PRIVATE = (
 )
 
 
-def write_model(folder: Path) -> Path:
-    """A checkpoint without weights, of TEXT and TOWER."""
+def write_model(folder: Path, side: int) -> Path:
+    """A checkpoint without weights, of TEXT and TOWER. side: pixels of the largest picture's."""
     whole_checkpoint("qwen3_vl_vision", folder)
     for file in folder.glob("*.safetensors"):
         file.unlink()
@@ -96,7 +99,7 @@ def write_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "processor_config.json").read_text())
     for part in settings.values():
-        part |= {"patch_size": 16, "size": {"shortest_edge": 32 * 32, "longest_edge": MAX_PIXELS}}
+        part |= {"patch_size": PATCH, "size": {"shortest_edge": 32 * 32, "longest_edge": side * side}}
     (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -307,11 +310,30 @@ async def again(client: Client) -> tuple[dict[str, Any], bool]:
     return row, right and not any(each[COUNTERS[0]] for each in seen)
 
 
+async def gaps(client: Client, side: int, num_tokens: int, num_rounds: int) -> tuple[dict[str, Any], bool]:
+    rng, longest = random.Random(3), {name: list[float]() for name in ("alone", "half", "whole")}
+    failed = 0
+    for _ in range(num_rounds):
+        for name, pixels in (("alone", 0), ("half", side // 2), ("whole", side)):
+            shown = [picture(rng, pixels, pixels)] if pixels else []
+            streams = asyncio.create_task(
+                client.ask_all([question([], num_tokens) for _ in range(NUM_STREAMS)], NUM_STREAMS)
+            )
+            # In the middle of the streams: its prompt is of one kind whatever comes with it.
+            await asyncio.sleep(1.0)
+            samples = [await client.ask(question(shown, 1)), *await streams]
+            failed += sum(bool(sample.error) for sample in samples)
+            longest[name].append(1e3 * max(gap for sample in samples[1:] for gap in sample.gaps))
+    row = {f"longest_ms_{name}": [round(each, 1) for each in found] for name, found in longest.items()}
+    return {"patches_whole": (side // PATCH) ** 2, "failed": failed, **row}, not failed
+
+
 async def measure(client: Client, args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     runs = {
         "sizes": lambda: sizes(client),
         "hostile": lambda: hostile(client, args.tokens, args.rounds, args.pace),
         "again": lambda: again(client),
+        "gaps": lambda: gaps(client, args.side, args.tokens, args.rounds),
     }
     found, right = {}, True
     for name in args.only:
@@ -323,21 +345,22 @@ async def measure(client: Client, args: argparse.Namespace) -> tuple[dict[str, A
 
 
 def main() -> int:
-    names = ("sizes", "hostile", "again")
+    names = ("sizes", "hostile", "again", "gaps")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--only", nargs="+", choices=names, default=names[:3])
     parser.add_argument("--tokens", type=int, default=256, help="of each stream beside hostile files")
     parser.add_argument("--rounds", type=int, default=3, help="of streams alone and attacked")
     parser.add_argument("--pace", type=float, default=0.25, help="seconds between an answer and the next hostile file")
+    parser.add_argument("--side", type=int, default=512, help="pixels of the largest picture's side, a multiple of 32")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        server = start_server({"model": str(write_model(Path(folder) / "model")), **OPTIONS}, wait=600)
+        server = start_server({"model": str(write_model(Path(folder) / "model", args.side)), **OPTIONS}, wait=600)
         try:
             found, right = asyncio.run(measure(Client(server), args))
         finally:
             server.remove()
-    write_json(args.json, {"machine": machine(), "options": OPTIONS, **found})
+    write_json(args.json, {"machine": machine(), "options": OPTIONS, "side": args.side, **found})
     return 0 if right else 1
 
 

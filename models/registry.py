@@ -42,6 +42,7 @@ from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
 from models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
 from models.families.internlm3 import InternLM3ForCausalLM
 from models.families.internvl import InternVLForConditionalGeneration
+from models.families.kimi_vl import KimiVLForConditionalGeneration
 from models.families.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from models.families.llama import LlamaForCausalLM
 from models.families.llama4 import Llama4ForCausalLM, Llama4ForConditionalGeneration
@@ -140,6 +141,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "SmolVLMForConditionalGeneration": SmolVLMForConditionalGeneration,
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoeForConditionalGeneration,
     "Glm4vForConditionalGeneration": Glm4vForConditionalGeneration,
+    "KimiVLForConditionalGeneration": KimiVLForConditionalGeneration,
 }
 
 

@@ -71,4 +71,5 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "Qwen3VLForConditionalGeneration": ("Qwen/Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-8B-Instruct"),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen/Qwen3-VL-30B-A3B-Instruct",),
     "Glm4vForConditionalGeneration": ("zai-org/GLM-4.1V-9B-Thinking",),
+    "KimiVLForConditionalGeneration": ("moonshotai/Kimi-VL-A3B-Instruct", "moonshotai/Kimi-VL-A3B-Thinking-2506"),
 }

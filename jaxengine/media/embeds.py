@@ -28,7 +28,7 @@ _TYPES: Mapping[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 @dataclass(frozen=True, eq=False)
 class GivenEmbeds:
-    """As they came: base64 of a file, or an array. grid: of patches, whatever was given for it."""
+    """As they came: a file or base64 of one, or an array. grid: of patches, whatever was given for it."""
 
     data: Any
     grid: Any = None
@@ -44,7 +44,9 @@ class Embeds:
 
 def given_embeds(value: Any) -> GivenEmbeds | None:
     """What a value is in the place of a picture: an array of numbers with a point [rows, E], or a dict of it and its
-    grid; None for anything else."""
+    grid, or what read_embeds has read; None for anything else."""
+    if isinstance(value, Embeds):
+        return GivenEmbeds(value.values, value.grid)
     if isinstance(value, Mapping) and EMBEDS in value:
         return GivenEmbeds(value[EMBEDS], value.get(GRID))
     is_rows = isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind in "fV"
@@ -65,10 +67,13 @@ def read_embeds(given: GivenEmbeds, options: MediaOptions) -> Embeds:
 
 
 def _decoded(data: Any, most: int) -> bytes:
-    if not isinstance(data, str):
+    if not isinstance(data, (str, bytes)):
         raise MediaError(f"is a {type(data).__name__}; allowed is base64 of {_FORMS}, or in Python an array")
-    if len(data) * 3 // 4 > most + 2:
-        raise MediaError(f"has {len(data) * 3 // 4} bytes or more; allowed are {most} (max_media_bytes)")
+    size = len(data) if isinstance(data, bytes) else len(data) * 3 // 4 - 2
+    if size > most:
+        raise MediaError(f"has {size} bytes or more; allowed are {most} (max_media_bytes)")
+    if isinstance(data, bytes):
+        return data
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):

@@ -144,7 +144,9 @@ def check_parts(parts: Sequence[MediaPart], model: MediaModel | None, options: M
     for part in parts:
         if part.modality not in taken:
             kinds = " and ".join(f"{name}s" for name in MODALITIES if name in taken) or "text"
-            raise RequestError(f"this model takes no {part.modality}: {part.where}; it takes {kinds}", param=part.param)
+            instead = ", so give frames that matter as images" if part.modality == VIDEO and IMAGE in taken else ""
+            problem = f"this model takes no {part.modality}: {part.where}; it takes {kinds}{instead}"
+            raise RequestError(problem, param=part.param)
         if isinstance(part.source, GivenEmbeds) and not options.enable_mm_embeds:
             text = f"{part.where} is given as embeddings, which are only allowed with enable_mm_embeds"
             raise RequestError(text, param=part.param)

@@ -11,6 +11,7 @@ from jaxengine.media.processors.gemma3 import Gemma3Processor
 from jaxengine.media.processors.glm4v import Glm4vProcessor
 from jaxengine.media.processors.idefics3 import Idefics3Processor
 from jaxengine.media.processors.internvl import InternVLProcessor
+from jaxengine.media.processors.kimi_vl import KimiVLProcessor
 from jaxengine.media.processors.llama4 import Llama4Processor
 from jaxengine.media.processors.llava import LlavaProcessor
 from jaxengine.media.processors.llava_next import LlavaNextProcessor
@@ -38,6 +39,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Llama4ForConditionalGeneration": Llama4Processor,
     "SmolVLMForConditionalGeneration": Idefics3Processor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
+    "KimiVLForConditionalGeneration": KimiVLProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "Qwen2VLForConditionalGeneration": Qwen2VLProcessor,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5VLProcessor,

@@ -20,6 +20,7 @@ from models.weights.files import MAX_JSON_BYTES, read_object, read_text
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_TURN_ENDS = 1024
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+_TIKTOKEN = "tiktoken.model"  # Kimi's, whose own code reads it
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 ADDED_TOKEN_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
@@ -49,6 +50,10 @@ def _without_tokenizer(folder: Path) -> str:
     if others:
         convert = f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         return f"{others[0]} alone is not read: {convert} writes one; or {ways}"
+    if (folder / _TIKTOKEN).is_file():
+        made = f"AutoTokenizer.from_pretrained({str(folder)!r}, trust_remote_code=True).model"
+        convert = f"transformers.integrations.tiktoken.convert_tiktoken_to_fast({made}, {str(folder)!r})"
+        return f"{_TIKTOKEN} alone is not read: {convert} writes one; or {ways}"
     return ways
 
 

@@ -25,12 +25,11 @@ from models.vision.layers import (
     gelu,
     joined_qkv,
     rope_frequencies,
+    stretched,
 )
 from models.vision.qwen2_vl import LAYER, VISUAL, Qwen2VLTowerConfig, read_sizes
 from models.weights.declare import ParamDecl, Source, declare
 
-# Of the interpolation by cubic convolution (Keys 1981), as torch has it.
-_KEYS = -0.75
 _PROJECTION_EPS = 1e-5
 
 
@@ -125,7 +124,8 @@ class Glm4vTower(nnx.Module):
         with jax.named_scope("patches"):
             x = self.first_norm(self.patches(patches))
         with jax.named_scope("positions"):
-            x = x + self._stretched((row, height), (column, width)).astype(x.dtype)
+            side = config.side
+            x = x + stretched(self.positions[...], (side, side), (row, height), (column, width)).astype(x.dtype)
         attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
@@ -133,34 +133,6 @@ class Glm4vTower(nnx.Module):
         with jax.named_scope("merger"):
             x = self.last_norm(x).reshape(-1, config.merge, config.hidden_size).swapaxes(1, 2)
             return self.merger(self.joining(x.reshape(len(x), -1)))
-
-    def _stretched(self, rows: tuple[jax.Array, jax.Array], columns: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Learned positions as they lie over pictures of other sizes, f32[P, D of the tower], by cubic convolution.
-
-        rows, columns: places i32[P] and how many there are. Sixteen positions make one: four rows are blended, then
-        they are, so that no more than a row's are there at a time.
-        """
-        side = self.config.side
-        table = self.positions[...]
-        total = jnp.zeros((len(rows[0]), table.shape[1]), jnp.float32)
-        for row, row_share in _taps(*rows, side):
-            for column, share in _taps(*columns, side):
-                total += table[row * side + column].astype(jnp.float32) * (row_share * share)[:, None]
-        return total
-
-
-def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
-    """The four of `side` learned places around each of `places` i32[P] of `sizes`, i32[P], and their shares f32[P]."""
-    spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
-    low = jnp.floor(spot)
-    taps = []
-    for offset in range(-1, 3):
-        far = jnp.abs(spot - low - offset)
-        near_share = ((_KEYS + 2) * far - (_KEYS + 3)) * far * far + 1
-        far_share = ((_KEYS * far - 5 * _KEYS) * far + 8 * _KEYS) * far - 4 * _KEYS
-        tap = jnp.clip(low.astype(jnp.int32) + offset, 0, side - 1)
-        taps.append((tap, jnp.where(far <= 1, near_share, far_share)))
-    return taps
 
 
 class Glm4vMerger(nnx.Module):

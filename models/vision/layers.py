@@ -39,6 +39,8 @@ def gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=False)
 
 
+# Of the interpolation by cubic convolution (Keys 1981), as torch has it.
+_KEYS = -0.75
 # By their names in configurations.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "quick_gelu": quick_gelu,
@@ -65,6 +67,43 @@ def axial_rope(
     return jnp.cos(angles), jnp.sin(angles)
 
 
+def stretched(
+    table: jax.Array,
+    sides: tuple[int, int],
+    rows: tuple[jax.Array, jax.Array],
+    columns: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """Learned positions as they lie over pictures of other sizes, f32[P, D], by cubic convolution.
+
+    Sixteen positions make one. They are added one after the other, so that no more than a patch's own are there at a
+    time.
+
+    Args:
+      table: [height * width, D]. sides: (height, width) of the table.
+      rows, columns: of patches, places i32[P] and how many there are in the picture, i32[P].
+    """
+    height, width = sides
+    total = jnp.zeros((len(rows[0]), table.shape[1]), jnp.float32)
+    for row, row_share in _taps(*rows, height):
+        for column, share in _taps(*columns, width):
+            total += table[row * width + column].astype(jnp.float32) * (row_share * share)[:, None]
+    return total
+
+
+def _taps(places: jax.Array, sizes: jax.Array, side: int) -> list[tuple[jax.Array, jax.Array]]:
+    """The four of `side` learned places around each of `places` i32[P] of `sizes`, i32[P], and their shares f32[P]."""
+    spot = (places.astype(jnp.float32) + 0.5) * side / jnp.maximum(sizes, 1).astype(jnp.float32) - 0.5
+    low = jnp.floor(spot)
+    taps = []
+    for offset in range(-1, 3):
+        far = jnp.abs(spot - low - offset)
+        near_share = ((_KEYS + 2) * far - (_KEYS + 3)) * far * far + 1
+        far_share = ((_KEYS * far - 5 * _KEYS) * far + 8 * _KEYS) * far - 4 * _KEYS
+        tap = jnp.clip(low.astype(jnp.int32) + offset, 0, side - 1)
+        taps.append((tap, jnp.where(far <= 1, near_share, far_share)))
+    return taps
+
+
 class PatchEmbedding(nnx.Module):
     """Patches f32[P, F] to rows [P, D] in the model's dtype: a convolution whose steps are as long as it is wide, so a
     product. Its weight, [D, channels, ...] in checkpoints, is read with F joined (CheckpointNames.flattened), and never
@@ -86,6 +125,7 @@ class TowerAttention(nnx.Module):
       qkv: the checkpoint modules of q, k and v.
       out: that of the output.
       bias, out_bias: whether they have biases.
+      interleaved: whether neighbours turn together, instead of halves of a head.
     """
 
     def __init__(
@@ -98,7 +138,9 @@ class TowerAttention(nnx.Module):
         build: Build,
         bias: bool = True,
         out_bias: bool = True,
+        interleaved: bool = False,
     ):
+        self.interleaved = interleaved
         self.head_dim = size // num_heads
         heads = tower_axis("heads", build)
         parts = tuple(part._replace(group=self.head_dim) for part in qkv)
@@ -110,7 +152,7 @@ class TowerAttention(nnx.Module):
         with jax.named_scope("qkv"):
             q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], -1, self.head_dim), 3, axis=1)
         with jax.named_scope("rope"):
-            q, k = apply_rope(q, *turns), apply_rope(k, *turns)
+            q, k = (apply_rope(each, *turns, interleaved=self.interleaved) for each in (q, k))
         with jax.named_scope("attend"):
             o = attend(q, k, v)
         with jax.named_scope("out"):

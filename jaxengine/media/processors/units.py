@@ -56,7 +56,7 @@ class UnitProcessor:
     modalities: tuple[str, ...] = ("image",)
     # Whether what stands for a picture is text, of which a tokenizer makes tokens.
     needs_tokenizer = False
-    # Squares whose embeddings may come in the place of a picture.
+    # Squares whose embeddings may come in the place of a picture: any number, or one.
     most_given: float = np.inf
     # What transformers takes for settings that a file lacks.
     defaults: Mapping[str, Any] = {}
@@ -123,8 +123,10 @@ class UnitProcessor:
         return self.placeholder_id()
 
     def video_pieces(self, item: Processed) -> list[int]:
-        """As `pieces`, of a video. A family that takes videos has its own."""
-        raise NotImplementedError
+        """As `pieces`, of a video. A family that takes videos has its own. Raises RequestError."""
+        raise RequestError(
+            f"video is nothing that this model takes; it takes {', '.join(self.modalities)}", param="video"
+        )
 
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         check_options(options, self.option_names())
@@ -140,8 +142,9 @@ class UnitProcessor:
     def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
         rows, side = self.tower.unit // self.tower.merge, self.side // self.patch
         if grid is not None or num_rows % rows or num_rows // rows > self.most_given:
-            most = "" if self.most_given == np.inf else f", at most {self.most_given}"
-            problem = f"embeddings of a picture of this model must be a multiple of {rows}{most}, and have no grid"
+            tiles = f"{rows}, those of one tile: of more nothing says where each is"
+            allowed = f"a multiple of {rows}" if self.most_given == np.inf else tiles
+            problem = f"embeddings of a picture of this model must be {allowed}; they have no grid"
             raise RequestError(f"{problem}; got {num_rows}" + (f" with grid {grid}" if grid else ""), param="image")
         return 1, side, side * (num_rows // rows)
 

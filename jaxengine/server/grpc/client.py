@@ -19,8 +19,8 @@ from grpc_status import rpc_status
 from jaxengine.server.grpc import inference_pb2 as pb
 from jaxengine.server.grpc.inference_pb2_grpc import InferenceStub
 
-# A text, token ids, or the messages of a conversation, each with "role" and "content".
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+# A text, token ids, or the messages of a conversation, each with the fields of ChatMessage.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -70,7 +70,8 @@ class Client:
         Args:
           timeout: seconds until the server gives up and the call ends with DEADLINE_EXCEEDED.
           options: fields of GenerateRequest and of its groups, by their own names: temperature, top_p, num_sequences,
-            max_new_tokens, stop_strings, output_token_ids, cache_salt, ... TypeError for others.
+            max_new_tokens, stop_strings, output_token_ids, cache_salt, ...; with messages those of ChatMessages, too.
+            TypeError for others.
         """
         request = generate_request(prompt, **options)
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
@@ -82,7 +83,7 @@ class Client:
         request = generate_request(prompt, **options)
         return self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
 
-    def tokenize(self, prompt: str | Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+    def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of a text or conversation; options: other fields of TokenizeRequest."""
         request = pb.TokenizeRequest(**options)
         _set_prompt(request, prompt)
@@ -106,6 +107,8 @@ def generate_request(prompt: Prompt, **options: Any) -> pb.GenerateRequest:
     _set_prompt(request, prompt)
     for name, value in options.items():
         group = _GROUP_OF.get(name)
+        if name in _OF_MESSAGES and request.HasField("messages"):
+            group = "messages"
         if group is None:
             raise TypeError(f"there is no option {name!r}; allowed: {', '.join(sorted(_GROUP_OF))}")
         part = getattr(request, group) if group else request
@@ -149,3 +152,4 @@ def _group_of() -> dict[str, str]:
 
 
 _GROUP_OF = _group_of()
+_OF_MESSAGES = frozenset(pb.ChatMessages.DESCRIPTOR.fields_by_name) - {"messages"}

@@ -15,8 +15,10 @@ from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from jaxengine.media.embeds import EMBEDS, GRID
 from jaxengine.media.parts import MediaPart, PlacedPart
 from jaxengine.requests.inputs import InputProcessor
 from jaxengine.requests.off_loop import with_media
@@ -56,6 +58,7 @@ _OTHER_FIELDS = {
     "cache_salt": "kv.cache_salt",
     "prompt_token_ids": "token_ids",
     "chat_template_kwargs": "messages.chat_template_kwargs",
+    "mm_processor_kwargs": "messages.mm_processor_kwargs",
     "add_generation_prompt": "messages.add_generation_prompt",
     "continue_final_message": "messages.continue_final_message",
 }
@@ -127,9 +130,8 @@ class RequestReader:
     async def encode_messages(self, chat: pb.ChatMessages) -> list[int]:
         """Token ids of a conversation, those of its pictures and videos among them."""
         token_ids, parts = await self._read_chat(chat)
-        if parts:
-            token_ids = (await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts))["prompt_token_ids"]
-        return token_ids
+        prompt = await with_media(self._inputs, {"prompt_token_ids": token_ids}, parts, _processor_kwargs(chat))
+        return prompt["prompt_token_ids"]
 
     async def _read_chat(self, chat: pb.ChatMessages) -> tuple[list[int], list[MediaPart]]:
         """Token ids of a conversation, and its pictures and videos. A template is a program: it runs off the loop."""
@@ -139,15 +141,9 @@ class RequestReader:
             raise RequestError(f"there are {count} messages; allowed are {MAX_CHAT_MESSAGES}", param="messages")
         self._encoder.verify_length(max((len(each.content) for each in chat.messages), default=0), "messages")
         if chat.HasField("chat_template_kwargs"):
-            if chat.chat_template_kwargs.ByteSize() > MAX_TEMPLATE_VARIABLES_BYTES:
-                allowed = f"allowed are {MAX_TEMPLATE_VARIABLES_BYTES} bytes"
-                raise RequestError(f"template variables are too long; {allowed}", param="chat_template_kwargs")
+            variables = _read_struct(chat.chat_template_kwargs, "chat_template_kwargs", "template variables")
             if not self._config.chat_template_kwargs_allowed:
                 raise RequestError("this server takes no template variables", param="chat_template_kwargs")
-            try:
-                variables = json_format.MessageToDict(chat.chat_template_kwargs)
-            except ValueError:
-                raise RequestError("template variables must be finite numbers", param="chat_template_kwargs") from None
         given = chat.HasField("add_generation_prompt")
         messages, parts = self._inputs.media_reader.collect(
             [_chat_message(message, f"messages.messages[{at}]") for at, message in enumerate(chat.messages)]
@@ -185,8 +181,8 @@ class RequestReader:
             problem = "messages with pictures or videos are too long, and cannot be cut short"
             raise RequestError(problem, param="truncate_prompt_tokens")
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids[-count:]}
-        if parts:
-            prompt = await with_media(self._inputs, prompt, parts)
+        if kind == "messages":
+            prompt = await with_media(self._inputs, prompt, parts, _processor_kwargs(request.messages))
         if request.kv.bypass_prefix_cache:
             if request.kv.cache_salt:
                 raise RequestError(
@@ -243,12 +239,44 @@ def _chat_message(message: pb.ChatMessage, where: str) -> dict[str, Any]:
     }
 
 
+def _read_struct(struct: Struct, param: str, what: str) -> dict[str, Any]:
+    """What a Struct says. Raises RequestError."""
+    if struct.ByteSize() > MAX_TEMPLATE_VARIABLES_BYTES:
+        raise RequestError(f"{what} are too long; allowed are {MAX_TEMPLATE_VARIABLES_BYTES} bytes", param=param)
+    try:
+        return json_format.MessageToDict(struct)
+    except ValueError:
+        raise RequestError(f"{what} must be finite numbers", param=param) from None
+
+
+def _processor_kwargs(chat: pb.ChatMessages) -> dict[str, Any] | None:
+    """Raises RequestError."""
+    if not chat.HasField("mm_processor_kwargs"):
+        return None
+    found = _read_struct(chat.mm_processor_kwargs, "mm_processor_kwargs", "arguments of the processor")
+    return {name: _with_integers(value) for name, value in found.items()}
+
+
+def _with_integers(value: Any) -> Any:
+    """The same with integers for whole numbers, which a Struct has as floats."""
+    if isinstance(value, dict):
+        return {name: _with_integers(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _part(part: pb.ContentPart, where: str) -> dict[str, Any]:
     kind = part.WhichOneof("part")
     if kind is None:
-        raise RequestError(f"{where} is empty; allowed are text, image and video", param="messages")
+        raise RequestError(f"{where} is empty; allowed are text, image, video and image_embeds", param="messages")
     if kind == "text":
         return {"type": "text", "text": part.text}
+    if kind == EMBEDS:
+        given = part.image_embeds
+        if not given.data:
+            raise RequestError(f"{where}.{kind} is empty; needed is data", param="messages")
+        return PlacedPart({"type": kind, kind: {EMBEDS: given.data, GRID: list(given.image_grid_thw) or None}}, where)
     media: pb.Media = getattr(part, kind)
     source = media.WhichOneof("source")
     if source is None:

@@ -117,6 +117,9 @@ def test_a_missing_tokenizer_names_folder_and_way_out(tmp_path):
     (folder / "tokenizer.model").touch()
     with pytest.raises(ModelFileError, match="tokenizer.model alone is not read: transformers.AutoTokenizer"):
         source.load_tokenizer(EngineConfig())
+    (folder / "tokenizer.model").rename(folder / "tiktoken.model")
+    with pytest.raises(ModelFileError, match="tiktoken.model alone is not read: .*convert_tiktoken_to_fast"):
+        source.load_tokenizer(EngineConfig())
 
 
 def test_default_params_are_used(tmp_path, tiny_options):

@@ -197,9 +197,9 @@ def test_the_processor_is_told_of_one_prompt(case, tight):
     check_idle(llm)
 
 
-def test_embeddings_in_the_place_of_pictures(case, executables_dir):
-    """What the tower made of pictures, given as such: the same answers, and nothing encoded."""
-    llm = case.start(**options_of(case), compile_cache_dir=executables_dir, enable_mm_embeds=True)
+def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Prompts with what the tower made of their pictures in the place of these, as far as a family takes it, and their
+    answers. Nothing of it is kept."""
     rank, processor = llm.core.engine.scheduler.ranks[0], llm.core.inputs.media.processor
     grids = any(kind.__name__ == "GridProcessor" for kind in type(processor).__mro__)
     most, unit = np.inf if grids else processor.most_given, processor.tower.unit  # squares of one picture
@@ -208,11 +208,10 @@ def test_embeddings_in_the_place_of_pictures(case, executables_dir):
         for name, prompt in case.prompts.items()
     }
     names = [name for name, items in made.items() if all(len(item.patches) <= most * unit for item in items)]
-    prompts, wanted, given = [case.prompts[name] for name in names], [case.answers[name] for name in names], []
-    for prompt in prompts:
-        pictures = prompt["multi_modal_data"].get("image", [])
+    given = []
+    for prompt in (case.prompts[name] for name in names):
         rows = []
-        for picture in pictures:
+        for picture in prompt["multi_modal_data"].get("image", []):
             item = processor.process("image", picture, {})
             llm.reset_mm_cache()
             llm.reset_prefix_cache()
@@ -223,8 +222,15 @@ def test_embeddings_in_the_place_of_pictures(case, executables_dir):
         given.append({**prompt, "multi_modal_data": {**prompt["multi_modal_data"], "image": rows}})
     llm.reset_mm_cache()
     llm.core.engine.scheduler.reset_prefix_cache()
+    return given, [case.answers[name] for name in names]
+
+
+def test_embeddings_in_the_place_of_pictures(case, executables_dir):
+    """What the tower made of pictures, given as such: the same answers, and nothing encoded."""
+    llm = case.start(**options_of(case), compile_cache_dir=executables_dir, enable_mm_embeds=True)
+    processor, (given, wanted) = llm.core.inputs.media.processor, embedded(case, llm)
     stats = llm.core.engine.media_stats
-    before, videos = stats.num_calls, sum(len(each["multi_modal_data"].get("video", ())) for each in prompts)
+    before, videos = stats.num_calls, sum(len(each["multi_modal_data"].get("video", ())) for each in given)
     assert answers(llm, given * 2, [len(each) for each in wanted] * 2) == wanted * 2
     assert stats.num_calls - before <= 2 * videos
     size, write = processor.tower.num_parts * llm.core.inputs.model_config.hidden_size, case.write("image")

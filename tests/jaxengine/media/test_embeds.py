@@ -61,6 +61,11 @@ def test_what_is_read(data, exact):
     assert found.grid == (1, 2, 10) and found.values.dtype == np.float32
     np.testing.assert_allclose(found.values, ROWS, atol=0 if exact else 0.02)
     assert read(data, np.array([[1, 2, 10]])).grid == (1, 2, 10) and read(data).grid is None
+    # What was read may come once more, and a file as it is.
+    again = given_embeds(found)
+    assert again is not None and read_embeds(again, OPTIONS).grid == found.grid
+    if isinstance(data, bytes):
+        np.testing.assert_array_equal(read_embeds(GivenEmbeds(data), OPTIONS).values, found.values)
 
 
 class Evil:
@@ -104,6 +109,8 @@ def test_what_is_said_of_them():
     for grid in ([1, 2], [1, 2, 0], [1, 2, 3.0], "abc", {"a": 1}, [[1], 2, 3], [1, 2, 1 << 20]):
         with pytest.raises(MediaError, match="has image_grid_thw .*; allowed are three whole numbers"):
             read(ROWS, grid)
+    with pytest.raises(MediaError, match=r"has 500 bytes or more; allowed are 99 \(max_media_bytes\)"):
+        read_embeds(GivenEmbeds(bytes(500)), MediaOptions(max_media_bytes=99))
     with pytest.raises(MediaError, match=r"bytes or more; allowed are 99 \(max_media_bytes\)"):
         read(npy(ROWS), options=MediaOptions(max_media_bytes=99))
     assert given_embeds(np.zeros((4, 4), np.uint8)) is None and given_embeds(b"x") is None and given_embeds({}) is None

@@ -142,7 +142,7 @@ def test_a_model_that_takes_none():
     image, video = {"type": "image", "image": PICTURE}, {"type": "video", "video": [PICTURE]}
     for part, model, says in (
         (image, None, r"takes no image: messages\[0\].content\[0\].image; it takes text"),
-        (video, OnlyImages(), r"takes no video: messages\[0\].content\[0\].video; it takes images"),
+        (video, OnlyImages(), r"takes no video: messages\[0\].content\[0\].video; it takes images, so give frames"),
     ):
         with pytest.raises(RequestError, match=says) as refusal:
             collect(part, model=model)

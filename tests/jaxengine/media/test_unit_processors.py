@@ -185,6 +185,22 @@ def test_as_many_placeholders_as_pictures(tmp_path):
         made.expand([5, 127, 6], {"image": [item, item]})
 
 
+@pytest.mark.parametrize("name", ["smolvlm_vision", "llama4_sees_vision"])
+def test_what_a_family_of_tiles_does_not_take(name, tmp_path):
+    """Embeddings of several tiles, for nothing says where each is, and videos; whatever asks for them."""
+    made = processor(tmp_path, name)
+    rows = made.tower.unit // made.tower.merge
+    assert made.grid_of(rows, None)[0] == 1
+    for count, grid in ((2 * rows, None), (rows + 1, None), (rows, (1, 4, 4))):
+        with pytest.raises(RequestError, match=f"must be {rows}, those of one tile: .* no grid; got {count}"):
+            made.grid_of(count, grid)
+    item = made.process("image", picture(0), {})
+    for refused in (lambda: made.video_pieces(item), lambda: made.process("video", picture(0)[None], {})):
+        with pytest.raises(RequestError, match="^video is nothing that this model takes; it takes image$"):
+            refused()
+    assert processor(tmp_path, "internvl_vision").grid_of(8, None)[0] == 1
+
+
 def test_videos_of_internvl(tmp_path):
     """A frame is a tile; a checkpoint that makes something else of videos than of pictures takes none."""
     made, frames = processor(tmp_path, "internvl_vision"), np.stack([picture(0)] * 5)

@@ -11,6 +11,7 @@ from models.config.fields import ModelConfigError
 from models.config.rope import Rope, RopeScaling
 from models.registry import read_hf
 from models.vision.glm4v import Glm4vTowerConfig
+from models.vision.moonvit import MoonVitTowerConfig
 from models.vision.pixtral import PixtralTowerConfig
 from models.vision.qwen2_vl import Qwen2_5VLTowerConfig, Qwen2VLTowerConfig
 from models.vision.qwen3_vl import Qwen3VLTowerConfig
@@ -144,6 +145,54 @@ MISTRAL3: dict[str, Any] = {
     },
     "vision_feature_layer": -1,
 }
+# moonshotai/Kimi-VL-A3B-Instruct
+KIMI_VL: dict[str, Any] = {
+    "architectures": ["KimiVLForConditionalGeneration"],
+    "media_placeholder_token_id": 163605,
+    "tie_word_embeddings": False,
+    "text_config": {
+        "bos_token_id": 163584,
+        "eos_token_id": 163585,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 131072,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 800000.0,
+        "routed_scaling_factor": 2.446,
+        "scoring_func": "sigmoid",
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+    "vision_config": {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "merge_kernel_size": [2, 2],
+        "model_type": "moonvit",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+    },
+}
 # zai-org/GLM-4.1V-9B-Thinking
 GLM4V: dict[str, Any] = {
     "architectures": ["Glm4vForConditionalGeneration"],
@@ -259,6 +308,28 @@ def test_mistral_small_3():
     assert not config.sees_places and replace(config, tower=None).tower is None
 
 
+def test_kimi_vl():
+    config = read_hf(KIMI_VL)
+    assert config.experts is not None and config.experts.dense_layers == (0,)
+    assert config.experts.routed_scaling_factor == 2.446 and config.experts.correction_bias
+    latent = config.attention[0].latent
+    assert latent is not None and (latent.kv_lora_rank, latent.q_lora_rank, latent.v_head_dim) == (512, None, 128)
+    assert config.attention[0].rope == Rope(64, 8e5, interleaved=True)
+    assert config.tower == MoonVitTowerConfig(
+        num_features=588,
+        columns=("segment", "row", "column", "height", "width"),
+        merge=4,
+        unit=256,
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_layers=27,
+        num_heads=16,
+        patch_size=14,
+        spatial_merge_size=2,
+        sides=(64, 64),
+    )
+
+
 def test_glm_4_1v():
     config = read_hf(GLM4V)
     assert isinstance(config.tower, Glm4vTowerConfig)
@@ -305,6 +376,14 @@ def test_glm_4_1v():
         ),
         (GLM4V, "vision_config", {"image_size": 7}, "image_size must be 1 to 1024 times patch_size 14, got 7"),
         (GLM4V, "vision_config", {"out_hidden_size": 8}, "out_hidden_size must be the hidden_size of the text, 4096"),
+        (
+            KIMI_VL,
+            "vision_config",
+            {"merge_kernel_size": [2, 1]},
+            "merge_kernel_size must be a list of two equal numbers",
+        ),
+        (KIMI_VL, "vision_config", {"init_pos_emb_width": 5000}, "init_pos_emb_width must be 1 to 1024, got 5000"),
+        (KIMI_VL, "text_config", {"model_type": "llama"}, "model_type must be deepseek_v3 in text_config, got 'llama'"),
         (MISTRAL3, None, {"vision_feature_layer": -2}, "vision_feature_layer must be -1 or absent, got -2"),
         (MISTRAL3, None, {"projector_hidden_act": "relu"}, "projector_hidden_act must be one of"),
     ],

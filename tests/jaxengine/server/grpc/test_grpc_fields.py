@@ -101,6 +101,7 @@ WRONG: dict[str, list[Any]] = {
     "token_ids.ids": [[], [49152], [1] * 256],
     "messages.messages": [[], [{"role": "", "content": "Hi"}]],
     "messages.chat_template_kwargs": [{"messages": "mine"}, {"x": math.nan}],
+    "messages.mm_processor_kwargs": [{"max_pixels": 4096}, {"x": math.nan}],
     "priority": [1],
     "kv.cache_salt": ["x" * 1025],
     "response.prompt_candidates": [{}, {"top_n": 21}, {"all": True}, {"all": False}],
@@ -136,7 +137,8 @@ def test_every_field_is_in_a_table():
             fields.add(field.name)
         else:
             fields.update(f"{field.name}.{inner.name}" for inner in field.message_type.fields)
-    chat = {f"messages.{name}" for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")}
+    options = "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "mm_processor_kwargs"
+    chat = {f"messages.{name}" for name in options}
     assert fields == {*SAMPLING, *OTHERS, *ELSEWHERE, *chat}
     assert set(SAMPLING) == set(SAMPLING_FIELDS)
 
@@ -277,6 +279,7 @@ async def test_large_messages_are_refused_without_work(chat_engine):
     many = {
         "messages": pb.GenerateRequest(messages={"messages": [{}] * 500_000}),
         "messages.chat_template_kwargs": asked("messages.chat_template_kwargs", {str(key): 1 for key in range(50_000)}),
+        "messages.mm_processor_kwargs": asked("messages.mm_processor_kwargs", {str(key): 1 for key in range(50_000)}),
         "stopping.stop_token_ids": asked("stopping.stop_token_ids", [1] * 4_000_000),
         "decoding.choice": asked("decoding.choice", {"choices": [""] * 1_000_000}),
         "token_ids": pb.GenerateRequest(token_ids={"ids": [1] * 8_000_000}),

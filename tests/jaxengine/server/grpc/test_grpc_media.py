@@ -27,7 +27,11 @@ def reader(chat_engine, media=True) -> RequestReader:
 
 def expanded(prompt, text, token_ids):
     """What a model's processor makes of a prompt: a token more."""
-    return {"prompt_token_ids": [*token_ids, 7], "media": prompt["multi_modal_data"]}
+    return {
+        "prompt_token_ids": [*token_ids, 7],
+        "media": prompt["multi_modal_data"],
+        "options": prompt["mm_processor_kwargs"],
+    }
 
 
 def ask(*parts, content: str = "", **fields) -> pb.GenerateRequest:
@@ -53,6 +57,17 @@ async def test_the_prompt_has_its_pictures(chat_engine):
     assert texts.prompt == joined.prompt and "media" not in texts.prompt
 
 
+async def test_whole_numbers_reach_the_processor_as_integers(chat_engine):
+    request = ask({"image": {"data": PNG}})
+    request.messages.mm_processor_kwargs.update(
+        {"max_pixels": 64, "ratio": 0.5, "size": {"sides": [1, 2]}, "all": True}
+    )
+    made = await reader(chat_engine).generation(request, stream=False)
+    options = made.prompt["options"]
+    assert options == {"max_pixels": 64, "ratio": 0.5, "size": {"sides": [1, 2]}, "all": True}
+    assert type(options["max_pixels"]) is int and type(options["size"]["sides"][0]) is int
+
+
 @pytest.mark.parametrize(
     ("request_", "media", "says"),
     [
@@ -68,7 +83,9 @@ async def test_the_prompt_has_its_pictures(chat_engine):
         ),
         (ask({"image": {"url": "https://a.org"}}), True, "none may be fetched"),
         (ask({"image": {}}), True, r"parts\[0\].image is empty; allowed are data and url"),
-        (ask({}), True, r"parts\[0\] is empty; allowed are text, image and video"),
+        (ask({}), True, r"parts\[0\] is empty; allowed are text, image, video and image_embeds"),
+        (ask({"image_embeds": {}}), True, r"parts\[0\].image_embeds is empty; needed is data"),
+        (ask({"image_embeds": {"data": b"\x80\4"}}), True, r"parts\[0\].image_embeds is given as .* enable_mm_embeds"),
         (ask({"text": "a"}, content="b"), True, r"messages\[0\] has both content and parts"),
         (ask({"image": {"data": PNG}}, truncate_prompt_tokens=3), True, "cannot be cut short"),
     ],

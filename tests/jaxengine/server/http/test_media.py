@@ -17,7 +17,7 @@ from jaxengine.server.http.app import create_app
 from jaxengine.server.options import ServerConfig
 from scheduler.errors import RequestError
 from tests.jaxengine.media.pictures import PICTURE, PIXELS, PNG, animation, data_url, saved
-from tests.jaxengine.media.test_parts import Both
+from tests.jaxengine.media.test_parts import Both, OnlyImages
 from tests.jaxengine.server.asgi_client import Connection, post
 from tests.jaxengine.server.http.test_large_fields import LONGEST_TURN, longest_turn
 from tests.jaxengine.server.scripted_engine import ScriptedEngine
@@ -218,6 +218,15 @@ async def test_a_model_of_text_alone_refuses_pictures(chat_engine, path):
     answer = await post(app, path, model="tiny", **ENDPOINTS[path])
     assert answer.status == 400
     assert "this model takes no image: " in answer.json["error"]["message"]
+
+
+async def test_a_model_of_pictures_refuses_videos(app, engine):
+    engine.inputs.media.reader = MediaReader(OnlyImages(), engine.inputs.config)
+    shown = {"type": "video_url", "video_url": {"url": data_url(animation("GIF"))}}
+    answer = await post(app, "/v1/chat/completions", model="tiny", **user(IMAGE, shown))
+    assert answer.status == 400 and not engine.calls
+    wanted = "this model takes no video: messages[0].content[1].video_url; it takes images, so give frames that matter"
+    assert answer.json["error"]["message"].startswith(wanted) and answer.json["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,19 @@
-"""A served model that sees, asked with OpenAI's own client: every endpoint with the same picture, and a second turn."""
+"""A served model that sees, asked with OpenAI's own client: every endpoint with the same picture, and a second turn;
+and over gRPC."""
 
 from __future__ import annotations
 
+import base64
+
+import grpc
 import httpx
+import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
 from PIL import Image
+from safetensors.numpy import save
 
+from jaxengine.server.grpc.client import Client, bad_fields
 from tests.fixtures.picture_checkpoints import picture, whole_checkpoint
 from tests.jaxengine.media.pictures import data_url, saved
 from tests.jaxengine.server.server_process import start_server
@@ -20,6 +27,8 @@ OPTIONS = {
     "num_gpu_blocks_override": 200,
     "compilation_config": '{"prefill_sizes": [], "cudagraph_capture_sizes": []}',
     "served_model_name": ["sees"],
+    "enable_mm_embeds": True,
+    "grpc_port": 0,
 }
 
 
@@ -81,6 +90,56 @@ def test_every_way_to_ask_sees_the_same(server, client):
     assert answer["content"][0]["text"] == text
     counted = httpx.post(f"{server.base_url}/tokenize", json={"model": "sees", "messages": [message(url(1))]}).json()
     assert counted["count"] == first.usage.prompt_tokens
+
+
+@pytest.fixture
+def ask(server):
+    """A question over gRPC about what is in `part`: the text and the number of tokens of the prompt."""
+    with Client(server.grpc_address) as client:
+
+        def asked(part: dict, **options) -> tuple[str, int]:
+            parts = [{"text": "What is this?"}, part]
+            answer = client.generate([{"role": "user", "parts": parts}], temperature=0, max_new_tokens=8, **options)
+            return answer.outputs[0].text, answer.prompt_info.num_prompt_tokens
+
+        yield asked
+
+
+def test_grpc_tells_the_processor_what_http_does(client, ask):
+    shown, file = url(1), {"image": {"data": base64.b64decode(url(1).partition(",")[2])}}
+    counts = []
+    for options in ({}, {"max_pixels": 512}):
+        whole = chat(client, message(shown), extra_body={"mm_processor_kwargs": options})
+        assert ask(file, mm_processor_kwargs=options) == (whole.choices[0].message.content, whole.usage.prompt_tokens)
+        counts.append(whole.usage.prompt_tokens)
+    assert counts[1] < counts[0]
+    for options in ({"max_pixels": "many"}, {"min_tiles": 3}):
+        with pytest.raises(grpc.RpcError, match="mm_processor_kwargs") as refused:
+            ask(file, mm_processor_kwargs=options)
+        assert bad_fields(refused.value) == ["messages.mm_processor_kwargs"]
+
+
+def test_embeddings_come_over_grpc_as_over_http(client, ask):
+    rows = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    texts = {}
+    for name, values in (("one", rows), ("other", -rows)):
+        data = save({"rows": values})
+        given = {"image_embeds": base64.b64encode(data).decode(), "image_grid_thw": [1, 4, 4]}
+        part = {"type": "image_embeds", "image_embeds": given}
+        whole = chat(client, {"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]})
+        texts[name] = whole.choices[0].message.content
+        found = ask({"image_embeds": {"data": data, "image_grid_thw": [1, 4, 4]}})
+        assert found == (texts[name], whole.usage.prompt_tokens)
+    assert texts["one"] != texts["other"]
+    for wrong, told in (
+        ({"data": save({"rows": rows})}, "embeddings of a picture need image_grid_thw"),
+        ({"data": save({"rows": rows[:, :3]}), "image_grid_thw": [1, 4, 4]}, "have 3 numbers each; allowed are 64"),
+        ({"data": b"\x80\4pickled"}, r"parts\[1\]\.image_embeds .* may hold a program"),
+        ({"data": save({"rows": rows}), "image_grid_thw": [4]}, "image_grid_thw .* three whole numbers"),
+    ):
+        with pytest.raises(grpc.RpcError, match=told) as refused:
+            ask({"image_embeds": wrong})
+        assert bad_fields(refused.value) == ["messages"]
 
 
 def test_a_second_turn_knows_the_first(client):

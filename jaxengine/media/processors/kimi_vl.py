@@ -1,0 +1,130 @@
+"""Pictures for Kimi-VL: as large as they are, unless that makes too many patches; what is missing to whole rows of the
+tower is black."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.processor import Expanded, Processed
+from jaxengine.media.processors.grids import GridProcessor, check_ratio
+from jaxengine.media.processors.mrope import repeated
+from jaxengine.media.processors.settings import (
+    IMAGES,
+    Pixels,
+    check_options,
+    check_pictures,
+    read_settings,
+)
+from jaxengine.media.processors.units import integer_option
+from models.config.fields import ConfigFields, ModelConfigError
+from models.config.model_config import ModelConfig
+from models.weights.errors import ModelFileError
+from scheduler.errors import RequestError
+
+# Patches of a side are fewer: the tower has no places for more.
+_SIDE = 512
+_MOST, _LIMIT = 1 << 18, "in_token_limit"
+
+
+class KimiVLProcessor(GridProcessor):
+    """A jaxengine.media.processor.MediaProcessor, by the rules of the processor that is published with the model.
+
+    Args:
+      folder: of the checkpoint. config_json: what its config.json says. model_config: of the model, with its tower's
+        sizes. tokenizer: of the model.
+
+    Attributes:
+      limit: whole patches of a picture; one that has more shrinks until it has about as many.
+    """
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: ModelConfig, tokenizer: Any):
+        super().__init__(model_config)
+        self.tokenizer = tokenizer
+        self.token_ids = {"image": ConfigFields(config_json).integer("media_placeholder_token_id", 163605, minimum=0)}
+        self.check_token_ids(model_config)
+        path, found = read_settings(Path(folder), IMAGES)
+        fields = found.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3, pad_input=False)
+        try:
+            # Without it the model's own processor may cut pictures to sizes that its tower cannot take.
+            fields.require(patch_size=self.tower.patch_size, pad_input=True)
+            self.pixels, self.limit = Pixels.read(fields), fields.integer(_LIMIT, 4096)
+            merge = self.tower.spatial_merge_size
+            if fields.value("merge_kernel_size", [2, 2]) != [merge, merge]:
+                raise fields.fail("merge_kernel_size", f"{[merge, merge]}, that of the tower")
+            if self.limit > _MOST:
+                raise fields.fail(_LIMIT, f"1 to {_MOST}")
+        except ModelConfigError as error:
+            raise ModelFileError(path, str(error)) from None
+        self.settings = f"{type(self).__name__} {self.pixels!r} {self.limit} {self.tower!r}"
+
+    def placeholder(self, modality: str) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens([self.token_ids[modality]])[0])
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        check_options(options, (_LIMIT,))
+        check_pictures(modality, value, self.modalities, 3)
+        limit = integer_option(options, _LIMIT, self.limit, _MOST)
+        (height, width), (padded_height, padded_width) = self._sizes(value.shape[0], value.shape[1], limit)
+        self.check_room("image", 1, padded_height, padded_width, most)
+        whole = np.zeros((padded_height, padded_width, 3), np.uint8)
+        whole[:height, :width] = self.pixels.resized(value, height, width)
+        return self.cut(self.pixels.normalized(whole[None]))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        if size is not None:
+            _, (height, width) = self._sizes(*size, self.limit)
+            grid = 1, height // self.tower.patch_size, width // self.tower.patch_size
+        else:
+            grid = 1, *self._largest_grid()
+        return self.processed(np.empty((math.prod(grid), 0), np.float32), grid)
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        ids = np.asarray(token_ids, np.int64)
+        at, order = self.placeholders(ids, items)
+        counts = [items[kind][number].num_rows for kind, number in order]
+        expanded, starts = repeated(ids, at, counts)
+        spans = zip(starts.tolist(), counts, strict=True)
+        return Expanded(expanded.tolist(), [np.arange(at, at + count, dtype=np.int32) for at, count in spans], order)
+
+    def grid_of(self, num_rows: int, grid: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        # Nothing in a prompt depends on it: without one all rows stand in a line.
+        merge = self.tower.spatial_merge_size
+        return super().grid_of(num_rows, grid or (1, merge, merge * num_rows))
+
+    def _sizes(self, height: int, width: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What a picture is resized to, and with what is missing to whole rows of the tower. Raises RequestError."""
+        check_ratio(height, width)
+        patch = self.tower.patch_size
+        found = (width // patch) * (height // patch)
+        if found > limit:
+            scale = math.sqrt(limit / found)
+            height, width = max(1, int(height * scale)), max(1, int(width * scale))
+        high, wide = (-(-side // self.factor) * self.factor for side in (height, width))
+        if max(high, wide) >= _SIDE * patch:
+            problem = f"a picture must have less than {_SIDE} patches of {patch} pixels along a side"
+            raise RequestError(f"{problem}, got {wide // patch}x{high // patch}", param="image")
+        return (height, width), (high, wide)
+
+    def _largest_grid(self) -> tuple[int, int]:
+        """The grid that no picture exceeds in patches.
+
+        A picture whose grid begins a further row of the tower behind `rows` patches, and a further column behind
+        `columns`, is larger than these, and has, if it shrank, less than `limit` patches times what the parts of
+        patches at its sides add, which it had before: limit * (1 + 1 / rows) * (1 + 1 / columns).
+        """
+        step = self.tower.spatial_merge_size
+        ends = range(0, (_SIDE - 1) // step * step, step)
+        grids = []
+        for rows in ends:
+            fitting = (
+                columns
+                for columns in reversed(ends)
+                if (rows * columns) ** 2 <= self.limit * (rows + 1) * (columns + 1)
+            )
+            grids.append((rows + step, next(fitting) + step))
+        return max(grids, key=math.prod)

@@ -1,0 +1,29 @@
+"""Kimi-VL (Kimi Team 2025, arXiv:2504.07491): Moonlight, which has DeepSeek-V3's layers, with a tower that sees."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from models.config.fields import ConfigFields
+from models.config.hf import text_fields
+from models.families.deepseek_v3 import DeepseekV3ForCausalLM
+from models.vision.moonvit import POSITIONS, PROJECTOR, TOWER, read_moonvit
+from models.weights.source import CheckpointNames
+
+
+class KimiVLForConditionalGeneration(DeepseekV3ForCausalLM):
+    """DeepSeek-V3's layers with pictures between the tokens."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        prefixes=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
+        tower=(f"{TOWER}.", f"{PROJECTOR}."),
+        flattened=(".patch_embed.proj.weight", POSITIONS),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        text = text_fields(fields)
+        if text.text("model_type", "deepseek_v3") != "deepseek_v3":
+            raise text.fail("model_type", "deepseek_v3 in text_config")
+        return super().read_hf(text) | {"tower": read_moonvit(fields)}

@@ -1,0 +1,155 @@
+"""MoonViT, the tower of Kimi-VL (Kimi Team 2025, arXiv:2504.07491): learned positions, stretched to a picture's size;
+queries and keys turn by column and row; patches of a picture see each other, and four become a row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+from flax import nnx
+
+from models.build import Build
+from models.config.fields import ConfigFields
+from models.config.tower import TowerConfig
+from models.layers.mlp import gelu_tanh
+from models.layers.norm import LayerNorm
+from models.vision.attention import UNIT, segment_attention
+from models.vision.layers import (
+    PatchEmbedding,
+    PatchMerger,
+    TowerAttention,
+    TowerLayer,
+    TowerMLP,
+    axial_rope,
+    joined_qkv,
+    rope_frequencies,
+    stretched,
+)
+from models.weights.declare import ParamDecl, Source, declare
+
+TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
+POSITIONS = f"{TOWER}.patch_embed.pos_emb.weight"
+LAYER = f"{TOWER}.encoder.blocks.{{layer}}"
+# What torch takes for norms, and MoonViT for rope; no configuration says either.
+EPS, THETA = 1e-5, 10000.0
+_MOST_PLACES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoonVitTowerConfig(TowerConfig):
+    """Sizes of the tower; `columns` are those that jaxengine.media.processors.grids writes.
+
+    Attributes:
+      hidden_size, intermediate_size, num_layers, num_heads: of its layers.
+      patch_size, temporal_patch_size, spatial_merge_size: pixels, frames and patches of what becomes one.
+      sides: rows and columns of the learned positions.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    spatial_merge_size: int
+    sides: tuple[int, int]
+    temporal_patch_size: int = 1
+
+    def make(self, hidden_size: int, build: Build) -> nnx.Module:
+        return MoonVitTower(self, hidden_size, build)
+
+
+def read_moonvit(fields: ConfigFields) -> MoonVitTowerConfig:
+    """The tower of the config.json of a Kimi that sees. Raises ModelConfigError."""
+    vision = ConfigFields(fields.mapping("vision_config") or {})
+    if vision.text("model_type", "moonvit") != "moonvit":
+        raise vision.fail("model_type", "moonvit in vision_config")
+    size, heads = vision.integer("hidden_size", 1152), vision.integer("num_attention_heads", 16)
+    if size % heads or size // heads % 4:
+        raise vision.fail("hidden_size", f"a multiple of 4 * num_attention_heads = {4 * heads}")
+    merge = vision.value("merge_kernel_size", [2, 2])
+    if merge not in [[side, side] for side in range(1, 9)]:
+        raise vision.fail("merge_kernel_size", "a list of two equal numbers from 1 to 8")
+    patch = vision.integer("patch_size", 14)
+    sides = ["init_pos_emb_height", "init_pos_emb_width"]
+    for name in sides:
+        if vision.integer(name, 64) > _MOST_PLACES:
+            raise vision.fail(name, f"1 to {_MOST_PLACES}")
+    height, width = (vision.integer(name, 64) for name in sides)
+    return MoonVitTowerConfig(
+        num_features=3 * patch * patch,
+        columns=("segment", "row", "column", "height", "width"),
+        merge=merge[0] ** 2,
+        unit=math.lcm(UNIT, merge[0] ** 2),
+        hidden_size=size,
+        intermediate_size=vision.integer("intermediate_size", 4304),
+        num_layers=vision.integer("num_hidden_layers", 27),
+        num_heads=heads,
+        patch_size=patch,
+        spatial_merge_size=merge[0],
+        sides=(height, width),
+    )
+
+
+class MoonVitTower(nnx.Module):
+    """Layer norms, biases everywhere, and MLPs of two products."""
+
+    def __init__(self, config: MoonVitTowerConfig, hidden_size: int, build: Build):
+        self.config = config
+        size, source = config.hidden_size, f"{TOWER}.patch_embed.proj"
+        self.patches = PatchEmbedding(config.num_features, size, source=source, bias=True, build=build)
+        # A row of positions is a row of the matrix.
+        height, width = config.sides
+        decl = ParamDecl((None, None), (Source(POSITIONS, height),), init_std=0.02)
+        self.positions = declare((height, width * size), build.dtype, decl)
+        self.layers = nnx.List([self._make_layer(replace(build, layer=layer)) for layer in range(config.num_layers)])
+        self.last_norm = LayerNorm(size, EPS, source=f"{TOWER}.encoder.final_layernorm", build=build)
+        self.projector = PatchMerger(
+            size,
+            config.merge,
+            hidden_size,
+            norm=LayerNorm(size, EPS, source=f"{PROJECTOR}.pre_norm", build=build),
+            joined=False,
+            names=(f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2"),
+            build=build,
+        )
+
+    def _make_layer(self, build: Build) -> TowerLayer:
+        config, size = self.config, self.config.hidden_size
+        before_attention, before_mlp = (LayerNorm(size, EPS, source=f"{LAYER}.norm{n}", build=build) for n in (0, 1))
+        qkv = joined_qkv(f"{LAYER}.wqkv", size)
+        attention = TowerAttention(size, config.num_heads, qkv=qkv, out=f"{LAYER}.wo", interleaved=True, build=build)
+        mlp = TowerMLP(
+            size,
+            config.intermediate_size,
+            up=[f"{LAYER}.mlp.fc0"],
+            down=f"{LAYER}.mlp.fc1",
+            activation=gelu_tanh,
+            build=build,
+        )
+        return TowerLayer((before_attention, before_mlp), attention, mlp)
+
+    def __call__(self, patches: jax.Array, columns: jax.Array) -> jax.Array:
+        """f32[P, F] and i32[C, P] to [P / merge, D]; see models.config.tower."""
+        segment, row, column, height, width = columns
+        config = self.config
+        head_dim = config.hidden_size // config.num_heads
+        with jax.named_scope("rope_table"):
+            # Pairs take turns: one by the column, the next by the row, with the same frequency.
+            freqs = rope_frequencies(head_dim // 2, THETA)
+            turns = [
+                each.reshape(len(each), 2, -1).swapaxes(1, 2).reshape(each.shape)
+                for each in axial_rope(column, row, freqs, freqs)
+            ]
+        with jax.named_scope("patches"):
+            x = self.patches(patches)
+        with jax.named_scope("positions"):
+            table = self.positions[...].reshape(-1, config.hidden_size)
+            x = x + stretched(table, config.sides, (row, height), (column, width)).astype(x.dtype)
+        attend = partial(segment_attention, segment=segment, scale=head_dim**-0.5)
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = layer(x, (turns[0], turns[1]), attend)
+        with jax.named_scope("projector"):
+            return self.projector(self.last_norm(x))
