@@ -204,8 +204,8 @@ def test_ngrams_are_what_followed_the_same_tokens_before():
         ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens is not given"),
         ({"speculative_config": {"num_speculative_tokens": 2}}, "no method"),
         (
-            {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 2}},
-            "'eagle3', and built are",
+            {"speculative_config": {"method": "medusa", "num_speculative_tokens": 2}},
+            "'medusa', and built are",
         ),
         ({"speculative_config": DRAFTS | {"model": "x"}}, "model is 'x', and 'ngram' has no model"),
         (
