@@ -27,7 +27,12 @@ _WIDTHS = (2, 4, 8)
 # Methods with a checkpoint of their own, and the fields that some methods alone have.
 STORED = (DRAFT_MODEL, EAGLE3)
 _OF_DRAFTER = ("model", "revision", "draft_tensor_parallel_size")
-_OF_METHODS = {"prompt_lookup_max": (NGRAM,), "prompt_lookup_min": (NGRAM,), **dict.fromkeys(_OF_DRAFTER, STORED)}
+_OF_METHODS = {
+    "prompt_lookup_max": (NGRAM,),
+    "prompt_lookup_min": (NGRAM,),
+    "streams": (EAGLE3,),
+    **dict.fromkeys(_OF_DRAFTER, STORED),
+}
 # Options of a flat form, and the field of each.
 FLAT = {
     "speculative_model": "model",
@@ -51,29 +56,29 @@ class SpeculativeConfig:
         without either 3 and 2.
       model: the draft model or the head, as the engine's `model` names one; revision: its revision on the hub.
       draft_tensor_parallel_size: over how many devices it is split, which are those of the model.
-      streams: no option: the numbers of layers behind which an EAGLE-3 head reads, as its config.json has them.
+      streams: the numbers of layers behind which an EAGLE-3 head reads, as its config.json has them: no option.
     """
 
     method: str
     num_speculative_tokens: int
-    prompt_lookup_max: int = _LOOKUP[1]
-    prompt_lookup_min: int = _LOOKUP[0]
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
     model: str | None = None
     revision: str | None = None
     draft_tensor_parallel_size: int | None = None
-    streams: tuple[int, ...] = field(default=(), repr=False)
+    streams: tuple[int, ...] | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
-        """From a dict of vLLM's fields, or None. Raises ConfigError."""
+        """From a dict of vLLM's fields, or of those of a configuration that was read. Raises ConfigError."""
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(NAME, value, "a dict of its fields")
-        known = [each.name for each in fields(cls) if each.name != "streams"]
+        known = [each.name for each in fields(cls)]
         chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
         if other := next((key for key in chosen if key not in known), None):
-            raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known)}")
+            raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known[:-1])}")
         method = _method(chosen.get("model"), chosen.get("method"))
         other = next((name for name in chosen if method not in _OF_METHODS.get(name, METHODS)), None)
         if other == "model" and chosen["model"] in (NGRAM, f"[{NGRAM}]"):
@@ -85,19 +90,21 @@ class SpeculativeConfig:
         if count is None:
             problem = f"{NAME}.num_speculative_tokens is not given"
             raise ConfigError.because(NAME, problem, f"say how many drafts a step may have, 1 to {MAX_DRAFTS}")
-        most = chosen.get("prompt_lookup_max", chosen.get("prompt_lookup_min", _LOOKUP[1]))
-        least = chosen.get("prompt_lookup_min", chosen.get("prompt_lookup_max", _LOOKUP[0]))
         own: dict[str, Any] = {name: chosen.get(name) for name in _OF_DRAFTER} if method in STORED else {}
-        config = cls(method, count, most, least, **own)
-        for name, limit in (
-            ("num_speculative_tokens", MAX_DRAFTS),
-            ("prompt_lookup_max", MAX_LOOKUP),
-            ("prompt_lookup_min", MAX_LOOKUP),
-        ):
+        limits = {"num_speculative_tokens": MAX_DRAFTS}
+        if method == NGRAM:
+            most = chosen.get("prompt_lookup_max", chosen.get("prompt_lookup_min", _LOOKUP[1]))
+            least = chosen.get("prompt_lookup_min", chosen.get("prompt_lookup_max", _LOOKUP[0]))
+            own = {"prompt_lookup_max": most, "prompt_lookup_min": least}
+            limits |= dict.fromkeys(own, MAX_LOOKUP)
+        if "streams" in chosen:
+            own["streams"] = _read_streams(chosen["streams"])
+        config = cls(method, count, **own)
+        for name, limit in limits.items():
             given = getattr(config, name)
             if type(given) is not int or not 1 <= given <= limit:
                 raise ConfigError(f"{NAME}.{name}", given, f"1 to {limit}")
-        if config.prompt_lookup_min > config.prompt_lookup_max:
+        if method == NGRAM and own["prompt_lookup_min"] > own["prompt_lookup_max"]:
             allowed = f"at most prompt_lookup_max, {config.prompt_lookup_max}"
             raise ConfigError(f"{NAME}.prompt_lookup_min", config.prompt_lookup_min, allowed)
         for name in ("model", "revision"):
@@ -119,6 +126,12 @@ class SpeculativeConfig:
     def widths(self) -> tuple[int, ...]:
         """Tokens that a decode may have in one step, beside 1."""
         return tuple(sorted({min(width, self.num_speculative_tokens + 1) for width in _WIDTHS}))
+
+
+def _read_streams(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, list | tuple) or any(type(each) is not int for each in given):
+        raise ConfigError(f"{NAME}.streams", given, "whole numbers, or nothing: the head says them")
+    return tuple(given)
 
 
 def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def settle_draft(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         return config
     draft = open_draft(config, model)
     draft.close()
-    streams = draft.config.streams if isinstance(draft.config, Eagle3Config) else ()
+    streams = draft.config.streams if isinstance(draft.config, Eagle3Config) else None
+    if chosen.streams not in (None, streams):
+        raise ConfigError(f"{NAME}.streams", chosen.streams, f"{streams}, as the head has it, or nothing")
     return replace(config, speculative_config=replace(chosen, model=str(draft.path), revision=None, streams=streams))
 
 

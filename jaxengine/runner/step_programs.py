@@ -111,7 +111,7 @@ class StepPrograms:
         self._takes_drafts, self._is_read = drafts is not None and drafts.has_model, False
         self._streams: tuple[int, ...] = ()
         if drafts is not None:
-            self._is_read, self._streams = drafts.reads_hidden, drafts.streams
+            self._is_read, self._streams = drafts.reads_hidden, drafts.streams or ()
         if drafts is not None and config.widths and config.pipeline_parallel_size == 1 and not drafts.has_model:
             self._proposer = proposer_of(drafts)
         self._experts = _count_experts(model)

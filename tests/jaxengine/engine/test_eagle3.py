@@ -229,7 +229,8 @@ def test_families(family, tmp_path, executables_dir):
         ({"method": "eagle", "model": "x"}, "EAGLE 1 or 2, which are not built; give an EAGLE-3 head of the model"),
         ({"method": "eagle3"}, "eagle3' without a model; name it in speculative_config.model"),
         ({"method": "eagle3", "model": "x", "prompt_lookup_max": 3}, "'eagle3' has no prompt_lookup_max"),
-        ({"method": "eagle3", "model": "x", "streams": (1,)}, "speculative_config has no 'streams'"),
+        ({"method": "eagle3", "model": "x", "streams": "2"}, "streams is '2'; allowed: whole numbers, or nothing"),
+        ({"method": "mtp", "streams": (2,)}, "'mtp' has no streams"),
     ],
 )
 def test_bad_options_are_refused(chosen, said):
