@@ -82,7 +82,8 @@ class Eagle3(Decoder):
         self.head_norm = RMSNorm(size, eps, source="model.norm", build=build)
         head = vocab_source("lm_head", config.draft_vocab_size, build.mesh)
         self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
-        # Of each token of the vocabulary the number of its logit, from 1 on; 0 for those that are not drafted.
+        # Of each token of the vocabulary the number of its logit, from 1 on; 0 for those that are not drafted. Whatever
+        # a checkpoint holds, Eagle3Source gives numbers of logits that there are.
         padded = build.mesh.padded_vocab_size(vocab_size)
         source = Source(_COLUMNS, vocab_size, padding=padded - vocab_size)
         self.columns = declare((padded,), jnp.int32, ParamDecl(("sampled_vocab",), (source,)))
@@ -114,8 +115,9 @@ class Eagle3(Decoder):
         with jax.named_scope("logits"):
             own = self.lm_head(self.head_norm(hidden), out_dtype=jnp.float32)
             own = gather_parts(own_logits(own, self.sizes.draft_vocab_size), "sampled_vocab", dimension=1)
-            columns = self.columns[...]
-            return jnp.where(columns > 0, jnp.take(own, jnp.maximum(columns - 1, 0), axis=1), -jnp.inf)
+            # Trusted to be there: what takes care of others needs XLA:TPU a row of memory for each token.
+            own = jnp.pad(own, ((0, 0), (1, 0)), constant_values=-jnp.inf)
+            return own.at[:, self.columns[...]].get(mode="promise_in_bounds")
 
 
 class Eagle3Source(WrappedSource):
