@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jaxengine import LLM, SamplingParams
+from jaxengine.check.drafts import drafting, settled
+from jaxengine.check.programs import open_stages
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import EAGLE3, check_head
@@ -275,3 +278,22 @@ def test_what_is_no_head_says_so(tmp_path):
         drafts = {"method": "eagle3", "model": path, "num_speculative_tokens": 1}
         with pytest.raises(ConfigError, match=f"speculative_config.model.*{said}"):
             LLM(model, **options, speculative_config=drafts)
+
+
+def test_a_check_counts_a_head(tmp_path):
+    """Its weights, what it keeps of slots and pages, and what the model's forward pass leaves it, before any device."""
+    _, head = attending(tmp_path, 2)
+    chosen: Any = {"method": "eagle3", "model": head, "num_speculative_tokens": 1}
+    known = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "block_size": 4}
+    model = read_hf(TINY | {"vocab_size": SIZE // 2})
+    config = settled(EngineConfig(speculative_config=chosen, **known), model)
+    (stage,) = open_stages(model, config, PLATFORMS["cpu"], jax.devices()[:1])
+    found = drafting(stage)
+    assert found is not None
+    layer = 2 * SIZE * (64 + 32 + 32) + 64 * SIZE + 3 * SIZE * SIZE
+    others = 2 * SIZE * SIZE + 4 * SIZE + (SIZE // 2 - 2) * SIZE
+    padded = stage.steps.vocab_size
+    assert found.weight_bytes == 4 * (layer + others + padded) + 4 * 8 * SIZE
+    assert found.page_bytes == 4 * 4 * 2 * 32
+    bucket = next(iter(stage.steps.packer.buckets))
+    assert stage.steps.read_shape(bucket).shape == (bucket.num_tokens, 2 * SIZE)
