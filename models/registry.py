@@ -13,6 +13,7 @@ from flax import nnx
 
 from models.build import Build, build_abstract
 from models.causal_lm import CausalLM
+from models.config.eagle3 import Eagle3Config, head_fields, read_head
 from models.config.fields import ConfigFields, ModelConfigError
 from models.config.gguf import GGUFConfig, RopeFactors, gguf_family
 from models.config.hf import CONFIG_FILE, hf_architecture, read_config_json
@@ -70,6 +71,7 @@ from models.families.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoe
 from models.families.seed_oss import SeedOssForCausalLM
 from models.families.smollm3 import SmolLM3ForCausalLM
 from models.families.starcoder2 import Starcoder2ForCausalLM
+from models.layers.eagle3 import Eagle3
 from models.layers.next_token import next_token_class, with_next_layer
 from models.quantization.registry import PLAIN, read_quantization
 from models.weights.declare import declared_params
@@ -243,6 +245,21 @@ def build_next_token(config: ModelConfig, build: Build) -> Any:
     builds the model."""
     family: Any = model_for_hf(config.architecture)
     return build_abstract(next_token_class(family), with_next_layer(config), _as_stored(config, build))
+
+
+def read_eagle3(folder: Path, model: ModelConfig) -> Eagle3Config:
+    """The EAGLE-3 head in a Hugging Face folder, for this model. Raises ModelFileError, as `read_folder`."""
+    raw = read_config_json(folder)
+    try:
+        fields = head_fields(raw)
+        return read_head(fields, LlamaForCausalLM.read_hf(fields), model)
+    except ModelConfigError as error:
+        raise ModelFileError(folder / CONFIG_FILE, str(error)) from error
+
+
+def build_eagle3(config: Eagle3Config, build: Build) -> Any:
+    """The head (models.layers.eagle3), as `build_model` builds the model."""
+    return build_abstract(Eagle3, config, build)
 
 
 def _as_stored(config: ModelConfig, build: Build) -> Build:

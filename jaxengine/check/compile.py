@@ -23,7 +23,7 @@ import jax
 
 from jaxengine.check import counts, cycles, exchanges, hlo, inspect, judge
 from jaxengine.check.devices import target_devices
-from jaxengine.check.drafts import drafting, drafts
+from jaxengine.check.drafts import drafting, drafts, settled
 from jaxengine.check.programs import Program, StagePrograms, open_stages
 from jaxengine.check.shapes import model_config
 from jaxengine.check.targets import Target, find_target
@@ -104,7 +104,8 @@ class Compiler:
         self._config = EngineConfig(**request.options)
         self._platform = PLATFORMS[request.platform or platform_of(self._devices[0])]
         self._model = model_config(request.model, request.options.get("quantization"))
-        self.stages = open_stages(self._model, self._config, self._platform, self._devices)
+        config = settled(self._config, self._model)
+        self.stages = open_stages(self._model, config, self._platform, self._devices)
 
     @cached_property
     def whole(self) -> list[StagePrograms]:
@@ -113,7 +114,7 @@ class Compiler:
         asked = self.request.options.get("quantization")
         if (model := model_config(self.request.model, asked, whole=True)) == self._model:
             return self.stages
-        config = dataclasses.replace(self._config, pipeline_layers=None)
+        config = dataclasses.replace(settled(self._config, model), pipeline_layers=None)
         return open_stages(model, config, self._platform, self._devices)
 
     def run(self) -> None:

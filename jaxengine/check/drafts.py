@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +13,13 @@ from jaxengine.check.hlo import Precious
 from jaxengine.check.programs import Program, StagePrograms
 from jaxengine.check.roofline import Work
 from jaxengine.check.shapes import model_config
-from jaxengine.config.speculation import DRAFT_MODEL, check_draft_model
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.speculation import DRAFT_MODEL, EAGLE3, check_draft_model
 from jaxengine.runner.draft_programs import DraftPrograms, HeadPrograms
+from jaxengine.runner.open_draft import open_draft, settle_draft
 from models.build import Build
-from models.registry import build_model, build_next_token
+from models.config.model_config import ModelConfig
+from models.registry import build_eagle3, build_model, build_next_token
 from models.weights.lora_pools import abstract_leaves
 from sharding.rules import part_bytes, part_shape
 from sharding.stages import Stage
@@ -28,6 +32,15 @@ class Drafting(NamedTuple):
     weights: Any
     weight_bytes: int
     page_bytes: int
+
+
+def settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The config with what an EAGLE-3 head's config.json says of the model. Raises as `settle_draft`."""
+    chosen = config.speculative_config
+    if chosen is None or chosen.method != EAGLE3:
+        return config
+    found = settle_draft(replace(config, load_format="dummy"), model)
+    return replace(config, speculative_config=found.speculative_config)
 
 
 def drafting(stage: StagePrograms) -> Drafting | None:
@@ -43,7 +56,12 @@ def drafting(stage: StagePrograms) -> Drafting | None:
         model: Any = build_model(own, Build(config.dtype, layout, Stage(0, own.num_layers)))
         programs = DraftPrograms(model, stage.steps, config)
     else:
-        model = build_next_token(stage.model.config, Build(config.dtype, layout))
+        build = Build(config.dtype, layout)
+        if chosen.method == EAGLE3:
+            shape: Any = open_draft(replace(config, load_format="dummy"), stage.model.config).config
+            model = build_eagle3(shape, build)
+        else:
+            model = build_next_token(stage.model.config, build)
         programs = HeadPrograms(model, stage.steps, config)
     leaves = [leaf for _, leaf in abstract_leaves(model, stage.mesh)]
     size = sum(part_bytes(leaf) for leaf in leaves) + programs.slot_bytes

@@ -96,7 +96,7 @@ def open_model(config: EngineConfig) -> ModelSource:
       ConfigError: no such file, folder or hub model.
       ModelFileError: a file of it cannot be used, or describes a model that is not supported.
     """
-    path = default_model_path() if config.model is None else _find(config)
+    path = default_model_path() if config.model is None else find_model(config)
     source = _open_gguf(path, config) if path.is_file() else _open_folder(path, config)
     source = replace(source, config=as_asked(source.config, config.quantization, is_gguf=source.path.is_file()))
     source = replace(source, config=as_it_sees(source.config, config))
@@ -148,7 +148,8 @@ def _find_tokenizer(config: EngineConfig) -> Path | None:
     return from_hub(param, name, OTHER_FILES, revision, config)
 
 
-def _find(config: EngineConfig) -> Path:
+def find_model(config: EngineConfig) -> Path:
+    """The file or folder that `config.model` names, downloaded if need be. Raises as `open_model`."""
     assert config.model is not None
     try:
         path = Path(config.model).expanduser()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.values import plain, whole_number
 
 if TYPE_CHECKING:
+    from models.config.eagle3 import Eagle3Config
     from models.config.model_config import ModelConfig
 
 NAME = "speculative_config"
-NGRAM, DRAFT_MODEL, MTP = "ngram", "draft_model", "mtp"
-METHODS = (NGRAM, DRAFT_MODEL, MTP)
+NGRAM, DRAFT_MODEL, MTP, EAGLE3 = "ngram", "draft_model", "mtp", "eagle3"
+METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3)
 # vLLM's earlier names of a method, one for each family.
 _ALIASES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "glm4_moe_lite_mtp": MTP}
 MAX_DRAFTS = 7
@@ -23,9 +24,15 @@ MAX_LOOKUP = 32
 _LOOKUP = (2, 3)
 # Widths of steps: tokens of a decode, its last one and drafts. Each is a set of programs.
 _WIDTHS = (2, 4, 8)
-# Fields that one method alone has.
+# Methods with a checkpoint of their own, and the fields that some methods alone have.
+STORED = (DRAFT_MODEL, EAGLE3)
 _OF_DRAFTER = ("model", "revision", "draft_tensor_parallel_size")
-_OF_METHOD = {"prompt_lookup_max": NGRAM, "prompt_lookup_min": NGRAM} | dict.fromkeys(_OF_DRAFTER, DRAFT_MODEL)
+_OF_METHODS = {
+    "prompt_lookup_max": (NGRAM,),
+    "prompt_lookup_min": (NGRAM,),
+    "streams": (EAGLE3,),
+    **dict.fromkeys(_OF_DRAFTER, STORED),
+}
 # Options of a flat form, and the field of each.
 FLAT = {
     "speculative_model": "model",
@@ -41,58 +48,63 @@ class SpeculativeConfig:
     """Drafts that each step may verify; tokens are the same as without.
 
     Attributes:
-      method: "ngram", which looks for the last tokens among those before, "draft_model", a smaller model, or "mtp", the
-        layer of the model's own checkpoint that predicts the token after the next.
+      method: "ngram", which looks for the last tokens among those before, "draft_model", a smaller model, "mtp", the
+        layer of the model's own checkpoint that predicts the token after the next, or "eagle3", a head with a
+        checkpoint of its own that reads the model's hidden states.
       num_speculative_tokens: drafts of a request in one step at most, 1 to 7.
       prompt_lookup_max: tokens that an n-gram lookup compares at most; prompt_lookup_min: at least. One says the other;
         without either 3 and 2.
-      model: the draft model, as the engine's `model` names one; revision: its revision on the hub.
-      draft_tensor_parallel_size: over how many devices the draft model is split, which are those of the model.
+      model: the draft model or the head, as the engine's `model` names one; revision: its revision on the hub.
+      draft_tensor_parallel_size: over how many devices it is split, which are those of the model.
+      streams: the numbers of layers behind which an EAGLE-3 head reads, as its config.json has them: no option.
     """
 
     method: str
     num_speculative_tokens: int
-    prompt_lookup_max: int = _LOOKUP[1]
-    prompt_lookup_min: int = _LOOKUP[0]
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
     model: str | None = None
     revision: str | None = None
     draft_tensor_parallel_size: int | None = None
+    streams: tuple[int, ...] | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, value: Any) -> SpeculativeConfig | None:
-        """From a dict of vLLM's fields, or None. Raises ConfigError."""
+        """From a dict of vLLM's fields, or of those of a configuration that was read. Raises ConfigError."""
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(NAME, value, "a dict of its fields")
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         chosen = {str(key): whole_number(plain(each)) for key, each in value.items() if each is not None}
         if other := next((key for key in chosen if key not in known), None):
-            raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known)}")
+            raise ConfigError.because(NAME, f"{NAME} has no {other!r}", f"it has {', '.join(known[:-1])}")
         method = _method(chosen.get("model"), chosen.get("method"))
-        other = next((name for name in chosen if name in _OF_METHOD and _OF_METHOD[name] != method), None)
+        other = next((name for name in chosen if method not in _OF_METHODS.get(name, METHODS)), None)
         if other == "model" and chosen["model"] in (NGRAM, f"[{NGRAM}]"):
             other = None
         if other is not None:
             problem = f"{NAME}.{other} is {chosen[other]!r}, and {method!r} has no {other}"
-            raise ConfigError.because(NAME, problem, f"leave it out, or give method={_OF_METHOD[other]!r}")
+            raise ConfigError.because(NAME, problem, f"leave it out, or give method={_OF_METHODS[other][0]!r}")
         count = chosen.get("num_speculative_tokens")
         if count is None:
             problem = f"{NAME}.num_speculative_tokens is not given"
             raise ConfigError.because(NAME, problem, f"say how many drafts a step may have, 1 to {MAX_DRAFTS}")
-        most = chosen.get("prompt_lookup_max", chosen.get("prompt_lookup_min", _LOOKUP[1]))
-        least = chosen.get("prompt_lookup_min", chosen.get("prompt_lookup_max", _LOOKUP[0]))
-        own = {name: chosen.get(name) for name in _OF_DRAFTER} if method == DRAFT_MODEL else {}
-        config = cls(method, count, most, least, **own)
-        for name, limit in (
-            ("num_speculative_tokens", MAX_DRAFTS),
-            ("prompt_lookup_max", MAX_LOOKUP),
-            ("prompt_lookup_min", MAX_LOOKUP),
-        ):
+        own: dict[str, Any] = {name: chosen.get(name) for name in _OF_DRAFTER} if method in STORED else {}
+        limits = {"num_speculative_tokens": MAX_DRAFTS}
+        if method == NGRAM:
+            most = chosen.get("prompt_lookup_max", chosen.get("prompt_lookup_min", _LOOKUP[1]))
+            least = chosen.get("prompt_lookup_min", chosen.get("prompt_lookup_max", _LOOKUP[0]))
+            own = {"prompt_lookup_max": most, "prompt_lookup_min": least}
+            limits |= dict.fromkeys(own, MAX_LOOKUP)
+        if "streams" in chosen:
+            own["streams"] = _read_streams(chosen["streams"])
+        config = cls(method, count, **own)
+        for name, limit in limits.items():
             given = getattr(config, name)
             if type(given) is not int or not 1 <= given <= limit:
                 raise ConfigError(f"{NAME}.{name}", given, f"1 to {limit}")
-        if config.prompt_lookup_min > config.prompt_lookup_max:
+        if method == NGRAM and own["prompt_lookup_min"] > own["prompt_lookup_max"]:
             allowed = f"at most prompt_lookup_max, {config.prompt_lookup_max}"
             raise ConfigError(f"{NAME}.prompt_lookup_min", config.prompt_lookup_min, allowed)
         for name in ("model", "revision"):
@@ -108,12 +120,18 @@ class SpeculativeConfig:
     @property
     def reads_hidden(self) -> bool:
         """Whether what makes them reads the model's hidden states."""
-        return self.method == MTP
+        return self.method in (MTP, EAGLE3)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Tokens that a decode may have in one step, beside 1."""
         return tuple(sorted({min(width, self.num_speculative_tokens + 1) for width in _WIDTHS}))
+
+
+def _read_streams(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, list | tuple) or any(type(each) is not int for each in given):
+        raise ConfigError(f"{NAME}.streams", given, "whole numbers, or nothing: the head says them")
+    return tuple(given)
 
 
 def settle_speculation(options: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +186,7 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
         why = f"every layer of {model.architecture} gives keys back that {chosen.method} needs"
         raise refuse(why, "give disable_hybrid_kv_cache_manager, which keeps them, or leave it out")
     if (size := chosen.draft_tensor_parallel_size) not in (None, options["tensor_parallel_size"]):
-        allowed = f"{options['tensor_parallel_size']}, tensor_parallel_size: the draft model is split as the model is"
+        allowed = f"{options['tensor_parallel_size']}, tensor_parallel_size: what drafts is split as the model is"
         raise ConfigError(f"{NAME}.draft_tensor_parallel_size", size, allowed)
 
 
@@ -188,9 +206,26 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
     raise ConfigError.because(NAME, problem, "name a text model of the same vocabulary that keeps keys and values")
 
 
+def check_head(head: Eagle3Config, model: ModelConfig) -> None:
+    """Raises ConfigError for an EAGLE-3 head that was made for another model."""
+    last = model.num_layers
+    if head.target_size != model.hidden_size:
+        what = f"reads hidden states of {head.target_size} numbers, and {model.architecture} has {model.hidden_size}"
+    elif head.vocab_size != model.vocab_size:
+        what = f"has a vocabulary of {head.vocab_size} tokens, and {model.architecture} one of {model.vocab_size}"
+    elif list(head.streams) != sorted(set(head.streams)) or not 0 <= head.streams[0] <= head.streams[-1] <= last:
+        what = f"reads hidden states behind {list(head.streams)} layers, and {model.architecture} has {last} layers"
+    else:
+        return
+    raise ConfigError.because(NAME, f"{NAME}.model, an EAGLE-3 head, {what}", "name one that was made for this model")
+
+
 def _method(model: Any, method: Any) -> str:
     """The method, by its name or, as in earlier versions of vLLM, by that of a draft model in brackets; a model without
     a method is a draft model."""
+    if method == "eagle":
+        problem = f"{NAME}.method is 'eagle', a head of EAGLE 1 or 2, which are not built"
+        raise ConfigError.because(NAME, problem, f"give an EAGLE-3 head of the model with method={EAGLE3!r}")
     if model is not None and method is None:
         method = NGRAM if model in (NGRAM, f"[{NGRAM}]") else DRAFT_MODEL
     method = _ALIASES.get(method, method) if isinstance(method, str) else method
@@ -200,6 +235,6 @@ def _method(model: Any, method: Any) -> str:
         raise ConfigError.because(
             NAME, f"{what}, and built are {built}", f"give method={NGRAM!r}, or name a draft model"
         )
-    if method == DRAFT_MODEL and model is None:
+    if method in STORED and model is None:
         raise ConfigError.because(NAME, f"{NAME}.method is {method!r} without a model", f"name it in {NAME}.model")
     return method

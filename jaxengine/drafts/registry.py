@@ -8,9 +8,13 @@ from jaxengine.config.speculation import NGRAM, SpeculativeConfig
 from jaxengine.drafts.ngram import Ngram
 from jaxengine.drafts.proposer import Proposer
 
-PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
-    NGRAM: lambda config: Ngram(config.prompt_lookup_max, config.prompt_lookup_min),
-}
+
+def _ngram(config: SpeculativeConfig) -> Ngram:
+    assert config.prompt_lookup_max is not None and config.prompt_lookup_min is not None
+    return Ngram(config.prompt_lookup_max, config.prompt_lookup_min)
+
+
+PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {NGRAM: _ngram}
 
 
 def proposer_of(config: SpeculativeConfig) -> Proposer:

@@ -93,7 +93,7 @@ def make_follow(spec: HeadSpec) -> Callable:
             own = batch._replace(token_ids=tokens.history[owner, column], ragged=(ragged,))
         head, model = spec.both(weights)
         own = ForwardBatch(own.token_ids, own.positions, own.logits_indices, own.ragged)
-        out, kv = head(own, kept.kv, head.read(hidden), model.embed_tokens(own.token_ids))
+        out, kv = head(own, kept.kv, head.read(hidden), head.embeddings(own.token_ids, model))
         # Of a step with drafts the places behind the last right one are as if they had not been.
         num_kept = state.slots.num_computed[jnp.minimum(slot, num_slots - 1)] - start
         last = jnp.clip(ragged.cu_q_lens[:-1] + num_kept - 1, 0, layout.num_tokens - 1)
@@ -126,7 +126,7 @@ def make_head_draft(spec: HeadSpec) -> Callable:
             head, model = spec.both(weights)
             # At the place before the token's, as all keys of the head.
             batch = one_token_each(spec, rows, step, token, back=1)
-            hidden, kv = head(batch, kv, hidden, model.embed_tokens(token))
+            hidden, kv = head(batch, kv, hidden, head.embeddings(token, model))
             return kv, hidden, *choose(step, hidden, drafts)
 
         none = jnp.full((spec.layout.num_seqs, num_drafts), -1, jnp.int32)

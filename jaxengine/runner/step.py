@@ -25,6 +25,7 @@ from jaxengine.sampling.state import write_slots
 from models.cache import Cache, StateRows
 from models.forward_batch import HEADER, Adapters, ForwardBatch, MediaRows, StepLayout
 from models.layers.attention import RaggedBatch
+from models.layers.decoder import Streams
 from models.layers.moe import ExpertLoad
 from scheduler.pages.snapshots import LOAD, POSITION, SAVE
 from scheduler.token_params import ADAPTER
@@ -88,7 +89,8 @@ class StepSpec:
       width: tokens of a row at most where rows have drafts, else 1.
       proposer: of these drafts; None where the message has them.
       takes_drafts: a draft model or a head has made them.
-      is_read: a head that drafts reads what the pass gives.
+      is_read: a head that drafts reads what the pass gives: hidden states after the final norm, or those behind the
+        numbers of layers that `streams` has.
     """
 
     layout: StepLayout
@@ -99,6 +101,7 @@ class StepSpec:
     proposer: Proposer | None = None
     takes_drafts: bool = False
     is_read: bool = False
+    streams: tuple[int, ...] = ()
 
 
 def unpack(
@@ -245,7 +248,8 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
             )
             if spec.width > 1:
                 batch = batch._replace(logits_indices=_places(batch, rows, spec.width))
-        states, cache = model(batch, Cache(kv, state.states) if state.states else kv, *hidden)
+        reads = {"streams": spec.streams} if spec.streams else {}
+        states, cache = model(batch, Cache(kv, state.states) if state.states else kv, *hidden, **reads)
         kv, kept = cache if isinstance(cache, Cache) else (cache, ())
         state = state._replace(states=kept)
         if state.expert_load is not None:
@@ -254,6 +258,8 @@ def make_forward(graph: nnx.GraphDef, params_tree: Any, spec: StepSpec) -> Calla
         if not model.stage.is_last:
             return kv, state, states
         read = states if spec.is_read else None
+        if spec.streams:
+            (read,) = jax.tree.leaves(nnx.pop(model, Streams))
         if spec.width > 1:
             with jax.named_scope("logits"):
                 logits = model.logits(states[batch.logits_indices])

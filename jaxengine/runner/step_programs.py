@@ -107,11 +107,13 @@ class StepPrograms:
         self._dtype, self._max_model_len = config.dtype, config.max_model_len
         self._slack = (max(config.widths, default=1) - 1) * config.max_in_flight
         self._proposer: Proposer | None = None
-        self._takes_drafts = config.speculative_config is not None and config.speculative_config.has_model
-        self._is_read = config.speculative_config is not None and config.speculative_config.reads_hidden
-        if config.widths and config.pipeline_parallel_size == 1 and not self._takes_drafts:
-            assert config.speculative_config is not None
-            self._proposer = proposer_of(config.speculative_config)
+        drafts = config.speculative_config
+        self._takes_drafts, self._is_read = drafts is not None and drafts.has_model, False
+        self._streams: tuple[int, ...] = ()
+        if drafts is not None:
+            self._is_read, self._streams = drafts.reads_hidden, drafts.streams or ()
+        if drafts is not None and config.widths and config.pipeline_parallel_size == 1 and not drafts.has_model:
+            self._proposer = proposer_of(drafts)
         self._experts = _count_experts(model)
         self.state_shapes: DeviceState = self._state_shapes()
         self._graph, abstract_params = nnx.split(model)
@@ -152,9 +154,8 @@ class StepPrograms:
         layout = self.packer.layouts[bucket]
         proposer = self._proposer if bucket.width > 1 else None
         takes_drafts = self._takes_drafts and bucket.width > 1
-        spec = StepSpec(
-            layout, self.packer.page_size, num_logits, scores, bucket.width, proposer, takes_drafts, self._is_read
-        )
+        made = bucket.width, proposer, takes_drafts, self._is_read, self._streams
+        spec = StepSpec(layout, self.packer.page_size, num_logits, scores, *made)
         function = make_forward(self._graph, self._params_tree, spec)
         state = self.state_shapes
         last_token = known_tokens(state.tokens, bucket, self.draft_shapes(bucket) if takes_drafts else None)
@@ -173,7 +174,7 @@ class StepPrograms:
             if self._is_read:
                 output = output._replace(read=self.read_shape(bucket))
         name = str(bucket) if proposer is None else f"{bucket}, {proposer}"
-        name += ", of drafts" * takes_drafts
+        name += ", of drafts" * takes_drafts + f", read behind {self._streams}" * bool(self._streams)
         return self._program(name, function, arguments, (kv, state.slots, output), donate=(1, 2))
 
     def message_shape(self, bucket: Bucket) -> Any:
@@ -187,7 +188,7 @@ class StepPrograms:
 
     def read_shape(self, bucket: Bucket) -> Any:
         """What it leaves to a head that drafts, abstract."""
-        return self._hidden(bucket.num_tokens)
+        return self._hidden(bucket.num_tokens, max(1, len(self._streams)))
 
     def slot_shape(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array of this shape for each slot, abstract."""
@@ -268,8 +269,8 @@ class StepPrograms:
         """Rows of logits that a bucket's forward pass gives."""
         return self.packer.buckets.sample_size(bucket) if bucket.width == 1 else bucket.num_tokens
 
-    def _hidden(self, num_tokens: int) -> Any:
-        shape = self.model.mesh.num_ranks * num_tokens, self.model.config.hidden_size
+    def _hidden(self, num_tokens: int, count: int = 1) -> Any:
+        shape = self.model.mesh.num_ranks * num_tokens, count * self.model.config.hidden_size
         return self._shape(shape, self._dtype, _RANKS)
 
     def _forwarded(self, num_tokens: int, num_rows: int, width: int = 1) -> Forwarded:

@@ -7,6 +7,7 @@ does is its family's own file; a family overrides the lines in which it differs.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -50,6 +51,10 @@ class DecoderLayer(Protocol):
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
         """x[T, D] -> [T, D], and the pool with this step's keys and values of this layer written."""
         ...
+
+
+class Streams(nnx.Variable):
+    """[T, n * D]: hidden states behind n numbers of layers, side by side, before any norm."""
 
 
 class Decoder(nnx.Module):
@@ -119,13 +124,19 @@ class Decoder(nnx.Module):
         return scaled(logits, self.config.logit_scale)
 
     def __call__(
-        self, batch: ForwardBatch, kv: KVPages | Cache, hidden: jax.Array | None = None
+        self,
+        batch: ForwardBatch,
+        kv: KVPages | Cache,
+        hidden: jax.Array | None = None,
+        *,
+        streams: Sequence[int] = (),
     ) -> tuple[jax.Array, KVPages | Cache]:
         """Hidden states [T, D] after the final norm, and the pool holding the KV of this step's tokens.
 
         The pool is flat (models.cache); with it come the states of layers that keep some. A stage that is not the first
         takes the hidden states of the one before, and one that is not the last gives them without the norm. Of layers
-        with experts the module then holds the ExpertLoad, i32[layers, E].
+        with experts the module then holds the ExpertLoad, i32[layers, E]; where `streams` names numbers of this stage's
+        layers, the Streams behind these.
         """
         pool, states = kv if isinstance(kv, Cache) else (kv, ())
         steps, pages, kept = self._step_inputs(batch, pool), self._pages(batch, pool), list(states)
@@ -134,6 +145,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("embed"):
             x = self.embed_batch(batch) if hidden is None else hidden
         loads: list[jax.Array] = []
+        passed = [x]
         for index, (layer, attention) in enumerate(zip(self.layers, self._attention, strict=True)):
             graph, state = nnx.split(layer)
             place = own_state.get(self.stage.layers[index])
@@ -146,9 +158,12 @@ class Decoder(nnx.Module):
                     x, kept[place], load = _run_layer(graph, state, x, kept[place], batch.state_rows, steps[attention])
             x = _with_part(x, batch, self.stage.layers[index] + 1)
             loads += jax.tree.leaves(load)
+            passed.append(x)
         kv = Cache(pool, tuple(kept)) if isinstance(kv, Cache) else pool
         if loads:
             self.load = ExpertLoad(jnp.stack(loads))
+        if streams:
+            self.streams = Streams(jnp.concatenate([passed[count] for count in streams], axis=-1))
         if not self.stage.is_last:
             return x, kv
         with jax.named_scope("norm"):

@@ -54,6 +54,10 @@ def next_token_class(family: type[Decoder]) -> type[Decoder]:
             """What the model leaves of each token, [T, D] after its final norm, as this layer takes it."""
             return hidden
 
+        def embeddings(self, token_ids: jax.Array, model: Decoder) -> jax.Array:
+            """i32[T] -> [T, D], as the model's first layer gets them."""
+            return model.embed_tokens(token_ids)
+
         def __call__(
             self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array, embeddings: jax.Array
         ) -> tuple[jax.Array, KVPages]:

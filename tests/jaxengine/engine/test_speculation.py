@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import partial
 
@@ -204,8 +205,8 @@ def test_ngrams_are_what_followed_the_same_tokens_before():
         ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens is not given"),
         ({"speculative_config": {"num_speculative_tokens": 2}}, "no method"),
         (
-            {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 2}},
-            "'eagle3', and built are",
+            {"speculative_config": {"method": "medusa", "num_speculative_tokens": 2}},
+            "'medusa', and built are",
         ),
         ({"speculative_config": DRAFTS | {"model": "x"}}, "model is 'x', and 'ngram' has no model"),
         (
@@ -232,6 +233,20 @@ def test_flat_options_are_the_same():
     assert flat.speculative_config.widths == (2, 4, 5)
     read = SpeculativeConfig.read({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4})
     assert read == SpeculativeConfig("ngram", 2, 4, 4) and read.widths == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"method": "ngram", "prompt_lookup_max": 4},
+        {"method": "mtp"},
+        {"method": "draft_model", "model": "org/small", "draft_tensor_parallel_size": 1},
+        {"method": "eagle3", "model": "org/head", "streams": (2, 16, 29)},
+    ],
+)
+def test_options_go_from_process_to_process(chosen):
+    config = EngineConfig(speculative_config=chosen | {"num_speculative_tokens": 2})
+    assert EngineConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 def test_models_and_engines_without_drafts_say_why(engines):

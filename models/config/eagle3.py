@@ -1,0 +1,98 @@
+"""What an EAGLE-3 head is: a layer of Llama's beside another model, whose hidden states it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.config.fields import MAX_LAYERS, ConfigFields, ModelConfigError
+from models.config.hf import hf_architecture
+from models.config.model_config import ModelConfig
+
+# Of heads as their authors, SpecForge and vLLM name them; the first says what it was made for.
+ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+SPECULATORS = "speculators_model_type"
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class Eagle3Config(ModelConfig):
+    """The sizes of a head's layer, and as ModelConfig cannot say them:
+
+    Attributes:
+      draft_vocab_size: tokens that it may draft, some of the vocabulary.
+      target_size: numbers of a hidden state of the model.
+      streams: which of the model's hidden states it reads, those behind so many layers; ascending.
+      norm_before_residual: what its attention is added to is normed.
+      own_embedding: it has embeddings of its own; else the model lends it some.
+    """
+
+    draft_vocab_size: int = 0
+    target_size: int = 0
+    streams: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    own_embedding: bool = False
+
+
+def head_fields(raw: Mapping[str, Any]) -> ConfigFields:
+    """A head's config.json with the sizes of its layer on top, where speculators keep them below.
+
+    Raises ModelConfigError.
+    """
+    fields = ConfigFields(raw)
+    kind = fields.text(SPECULATORS, None)
+    if kind is not None:
+        layer = fields.mapping("transformer_layer_config")
+        if kind != "eagle3" or layer is None:
+            raise fields.fail(SPECULATORS, '"eagle3", with a transformer_layer_config')
+        given = {name: value for name, value in raw.items() if value is not None}
+        fields = ConfigFields({"norm_before_residual": True, **layer, **given})
+    elif (name := hf_architecture(fields)) not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelConfigError(f"architectures must be one of {known} for an EAGLE-3 head, got {name[:100]}")
+    fields.require(quantization_config=None, norm_before_fc=False, logit_scale=1.0, sliding_window=None)
+    if fields.integer("num_hidden_layers") != 1:
+        raise fields.fail("num_hidden_layers", "1 for an EAGLE-3 head")
+    return fields
+
+
+def read_head(fields: ConfigFields, layer: Mapping[str, Any], model: ModelConfig) -> Eagle3Config:
+    """The head of these fields, for this model.
+
+    Args:
+      fields: of `head_fields`.
+      layer: what they say of its layer, as keyword arguments of ModelConfig.
+
+    Raises ModelConfigError.
+    """
+    draft_vocab_size = fields.integer("draft_vocab_size", layer["vocab_size"])
+    if draft_vocab_size > layer["vocab_size"]:
+        raise fields.fail("draft_vocab_size", f"at most vocab_size, {layer['vocab_size']}")
+    target_size = fields.integer("target_hidden_size", layer["hidden_size"])
+    return Eagle3Config(
+        architecture=ARCHITECTURES[1],
+        draft_vocab_size=draft_vocab_size,
+        target_size=target_size,
+        streams=_streams(fields, model.num_layers),
+        norm_before_residual=fields.boolean("norm_before_residual", False),
+        own_embedding=target_size != layer["hidden_size"],
+        **{**layer, "tie_word_embeddings": False},
+    )
+
+
+def _streams(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """Eagle3Config.streams: as listed, else those that heads are trained on.
+
+    Lists are of two kinds. Some count the layers that a hidden state is behind, others name the layer that gave it,
+    from 0 on; the latter begin with 1, where the former begin with 2.
+    """
+    inner = ConfigFields(fields.mapping("eagle_config") or {})
+    inner.require(use_aux_hidden_state=True)
+    listed = fields.value(_LAYERS, None) or inner.value(_LAYERS, None)
+    if not listed:
+        return (2, num_layers // 2, num_layers - 3)
+    wrong = not isinstance(listed, list) or len(listed) > MAX_LAYERS
+    if wrong or any(type(each) is not int or each < 0 for each in listed):
+        raise ModelConfigError(f"{_LAYERS} must be a list of whole numbers >= 0, got {str(listed)[:80]}")
+    return tuple(each + (listed[0] == 1) for each in listed)

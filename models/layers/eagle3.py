@@ -1,0 +1,180 @@
+"""EAGLE-3 heads: one decoder layer that drafts from hidden states of several of a model's layers (Li et al. 2025,
+arXiv:2503.01840).
+
+At each place it takes these hidden states, projected to one, and the embedding of the token that came next. Its
+attention reads both side by side, each normed; what it gives is added to the first alone. A head of its own, over some
+of the vocabulary's tokens, gives the logits of the token after the next. What the layer made stands in the place of the
+model's hidden states for further tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.build import Build
+from models.config.eagle3 import Eagle3Config
+from models.forward_batch import ForwardBatch
+from models.layers.attention import Attention, LayerPages, StepInputs
+from models.layers.decoder import Decoder
+from models.layers.embedding import Embedding, own_logits, vocab_source
+from models.layers.linear import Linear
+from models.layers.mlp import GatedMLP
+from models.layers.norm import RMSNorm
+from models.weights.declare import ParamDecl, Source, declare
+from models.weights.errors import ModelFileError
+from models.weights.source import WHOLE, WeightSource, WrappedSource, renamed
+from pallas_kernels.kv.pages import KVPages
+from sharding.collectives import gather_parts
+from sharding.stages import Stage
+
+_LAYER, _EMBEDDING, _COLUMNS = "model.layers.0", "model.embed_tokens.weight", "columns"
+_PREFIXES = (
+    *(("midlayer.", f"{_LAYER}."), ("layers.0.", f"{_LAYER}."), ("model.midlayer.", f"{_LAYER}.")),
+    *(("model.", "model."), ("lm_head.", "lm_head."), ("d2t", "d2t"), ("t2d", "t2d"), ("", "model.")),
+)
+# Rows of two embeddings that are compared at a time.
+_ROWS = 8192
+
+
+class Eagle3Layer(nnx.Module):
+    """A layer of Llama's whose attention reads embeddings [T, D] and hidden states [T, D] side by side."""
+
+    def __init__(self, config: Eagle3Config, build: Build):
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.embed_norm = RMSNorm(size, eps, source=f"{_LAYER}.input_layernorm", build=build)
+        self.hidden_norm = RMSNorm(size, eps, source=f"{_LAYER}.hidden_norm", build=build)
+        source, out = f"{_LAYER}.self_attn", Source(f"{_LAYER}.self_attn.o_proj", size)
+        self.attention = Attention(config.attention[0], 2 * size, eps=eps, source=source, build=build, out=out)
+        self.mlp_norm = RMSNorm(size, eps, source=f"{_LAYER}.post_attention_layernorm", build=build)
+        sizes = size, config.intermediate_size
+        self.mlp = GatedMLP(*sizes, source=f"{_LAYER}.mlp", bias=config.mlp_bias, build=build)
+        self.norm_before_residual = config.norm_before_residual
+
+    def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
+        """[T, 2 * D], embeddings and then hidden states, to hidden states [T, D]."""
+        with jax.named_scope("attention"):
+            embeddings, hidden = jnp.split(x, 2, axis=-1)
+            normed = self.hidden_norm(hidden)
+            both = jnp.concatenate([self.embed_norm(embeddings), normed], axis=-1)
+            attended, kv = self.attention(both, kv, pages, step)
+            x = (normed if self.norm_before_residual else hidden) + attended
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x), step.rows), kv
+
+
+class Eagle3(Decoder):
+    """A head as jaxengine.runner.head_step runs it, beside the model that it was made for."""
+
+    def __init__(self, config: Eagle3Config, build: Build):
+        self.sizes = config
+        super().__init__(config, replace(build, stage=Stage(0, 1, is_first=False, is_last=False)))
+        size, eps, vocab_size = config.hidden_size, config.rms_norm_eps, config.vocab_size
+        if config.own_embedding:
+            self.embed = Embedding(vocab_size, size, source=_EMBEDDING.removesuffix(".weight"), build=build)
+        joined = len(config.streams) * config.target_size
+        self.joined = Linear(joined, (Source("model.fc", size),), axes=("latent", "embed"), build=build)
+        self.head_norm = RMSNorm(size, eps, source="model.norm", build=build)
+        head = vocab_source("lm_head", config.draft_vocab_size, build.mesh)
+        self.lm_head = Linear(size, (head,), axes=("embed", "vocab"), build=build)
+        # Of each token of the vocabulary the number of its logit, from 1 on; 0 for those that are not drafted. Whatever
+        # a checkpoint holds, Eagle3Source gives numbers of logits that there are.
+        padded = build.mesh.padded_vocab_size(vocab_size)
+        source = Source(_COLUMNS, vocab_size, padding=padded - vocab_size)
+        self.columns = declare((padded,), jnp.int32, ParamDecl(("sampled_vocab",), (source,)))
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        return Eagle3Layer(self.sizes, build)
+
+    def read(self, hidden: jax.Array) -> jax.Array:
+        """The model's hidden states of each token, [T, streams * target_size], to [T, D]."""
+        with jax.named_scope("join"):
+            return self.joined(hidden)
+
+    def embeddings(self, token_ids: jax.Array, model: Decoder) -> jax.Array:
+        """i32[T] -> [T, D]; model: which lends its table."""
+        return (self.embed if self.sizes.own_embedding else model.embed)(token_ids)
+
+    def __call__(
+        self, batch: ForwardBatch, kv: KVPages, hidden: jax.Array, embeddings: jax.Array
+    ) -> tuple[jax.Array, KVPages]:
+        """Hidden states [T, D] at places whose hidden states [T, D] and next tokens' embeddings [T, D] these are;
+        what is returned stands in the place of `hidden` for the tokens after."""
+        x, pool = super().__call__(batch, kv, jnp.concatenate([embeddings, hidden], axis=-1))
+        assert isinstance(pool, KVPages)
+        return x, pool
+
+    def draft_logits(self, hidden: jax.Array, model: Decoder) -> jax.Array:
+        """[R, D] -> f32[R, V / n], as the model's logits, of the tokens after the next ones; -inf of those that are
+        never drafted."""
+        with jax.named_scope("logits"):
+            own = self.lm_head(self.head_norm(hidden), out_dtype=jnp.float32)
+            own = gather_parts(own_logits(own, self.sizes.draft_vocab_size), "sampled_vocab", dimension=1)
+            # Trusted to be there: what takes care of others needs XLA:TPU a row of memory for each token.
+            own = jnp.pad(own, ((0, 0), (1, 0)), constant_values=-jnp.inf)
+            return own.at[:, self.columns[...]].get(mode="promise_in_bounds")
+
+
+class Eagle3Source(WrappedSource):
+    """A head's checkpoint by the names that Eagle3 has for its tensors.
+
+    Attributes:
+      config: of the head, with embeddings of its own where it stores others than the model's.
+
+    Raises ModelFileError where `d2t` does not say which tokens it drafts.
+    """
+
+    def __init__(self, source: WeightSource, config: Eagle3Config, model: WeightSource | None):
+        """model: of the model's weights; None where they cannot be compared."""
+        super().__init__(source)
+        self._stored = {renamed(name, _PREFIXES): name for name in source.names()}
+        self._stored.pop("t2d", None)
+        self._columns = self._read_columns(config)
+        self.config = config
+        if _EMBEDDING in self._stored and not config.own_embedding:
+            if self._is_of(model):
+                del self._stored[_EMBEDDING]
+            else:
+                self.config = replace(config, own_embedding=True)
+
+    def names(self) -> Iterable[str]:
+        return [*self._stored, _COLUMNS]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._columns.shape if name == _COLUMNS else self._source.shape(self._stored[name])
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
+        return self._columns[rows] if name == _COLUMNS else self._source.read(self._stored[name], rows, columns)
+
+    def _read_columns(self, config: Eagle3Config) -> np.ndarray:
+        """Eagle3.columns of the whole vocabulary, i32[V]. d2t has of each draft how far its token's id is from its
+        own."""
+        count, vocab_size, stored = config.draft_vocab_size, config.vocab_size, self._stored.pop("d2t", None)
+        ids = np.arange(count, dtype=np.int64)
+        if stored is not None:
+            offsets = self._source.read(stored)
+            if offsets.shape != ids.shape or not np.issubdtype(offsets.dtype, np.integer):
+                text = f"must hold {count} integers, one for each token that is drafted, got {offsets.dtype} "
+                raise ModelFileError(self.path, f"{text}{offsets.shape}", stored)
+            ids = ids + offsets.astype(np.int64)
+            if len(np.unique(ids)) < count or ids.min() < 0 or ids.max() >= vocab_size:
+                raise ModelFileError(self.path, f"must name {count} tokens of {vocab_size}, each once", stored)
+        elif count < vocab_size:
+            text = f"is missing: which {count} of {vocab_size} tokens the head drafts nobody knows"
+            raise ModelFileError(self.path, text, "d2t")
+        columns = np.zeros(vocab_size, np.int32)
+        columns[ids] = 1 + np.arange(count, dtype=np.int32)
+        return columns
+
+    def _is_of(self, model: WeightSource | None) -> bool:
+        """Whether the embeddings are those of the model: most checkpoints have a copy."""
+        if model is None or _EMBEDDING not in model.names() or model.shape(_EMBEDDING) != self.shape(_EMBEDDING):
+            return False
+        count = len(self._columns)
+        spans = [slice(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS)]
+        return all(np.array_equal(self.read(_EMBEDDING, span), model.read(_EMBEDDING, span)) for span in spans)
