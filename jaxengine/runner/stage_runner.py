@@ -226,9 +226,7 @@ class StageRunner:
         pools, spec = self.programs.adapter_pools, self.programs.model.build.lora
         assert spec is not None
         places = [self._params[pool.index].sharding for pool in pools]
-        return [
-            jax.device_put(slot_values(pool, spec, matrices), place) for pool, place in zip(pools, places, strict=True)
-        ]
+        return jax.device_put([slot_values(pool, spec, matrices) for pool in pools], places)
 
     def write_adapter(self, slot: int, values: list[jax.Array]) -> None:
         """Dispatches that a slot of the pools holds what `put_adapter` gave."""

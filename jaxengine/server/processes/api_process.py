@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
-import resource
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -28,13 +24,12 @@ from jaxengine.server.observe.spans import traced
 from jaxengine.server.options import ServerConfig
 from jaxengine.server.processes.child import Child, alive_seconds
 from jaxengine.server.processes.connections import http_protocol
+from jaxengine.server.processes.memory import limit_memory, return_large_blocks
 from jaxengine.server.processes.sockets import cut_unread
 from jaxengine.server.stored.link import RemoteStore
 
 # After the last output of every stream, for what is still on its way to the client.
 _LAST_WORDS_SECONDS = 2.0
-# Of mallopt, in glibc's malloc.h.
-_M_MMAP_THRESHOLD = -3
 
 
 # What pages, probes and collectors ask every few seconds.
@@ -77,7 +72,7 @@ async def serve(child: Child) -> None:
         if serving.done():
             raise RuntimeError(f"HTTP did not start: {serving.exception()}")
     return_large_blocks()
-    _limit_memory(config.api_memory_limit_bytes)
+    limit_memory(config.api_memory_limit_bytes)
     child.tell("ready")
     beat = asyncio.create_task(_say_alive(child, app.state.traffic, config.api_hang_timeout))
     waiting = asyncio.create_task(drain.wait())
@@ -99,29 +94,6 @@ async def _say_alive(child: Child, traffic: TrafficState, hang_timeout: float) -
     while True:
         child.tell("served" if traffic.has_served else "alive")
         await asyncio.sleep(seconds)
-
-
-def return_large_blocks() -> None:
-    """Has blocks of a MiB and more mapped one by one: they grow without being copied, and go back when they are freed.
-
-    glibc raises that bound to 32 MiB as soon as such a block is freed, and from then on keeps bodies in its heap.
-    """
-    if choose := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
-        choose(_M_MMAP_THRESHOLD, 1 << 20)
-
-
-def _limit_memory(limit: int) -> None:
-    """Has the system refuse this process more than `limit` bytes beyond those it has; 0: no limit.
-
-    A request that asks for too much is then answered with an error of its own, or ends this process, which is started
-    again, and not the machine. Nothing where the system does not tell what a process has (others than Linux).
-    """
-    status = Path("/proc/self/status")
-    if limit and sys.platform == "linux":
-        (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmData:")]
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        most = int(line.split()[1]) * 1024 + limit
-        resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def http_options(app: Callable[..., Any], config: ServerConfig) -> uvicorn.Config:

@@ -12,7 +12,7 @@ import pytest
 # Large blocks, between which small ones are made that stay, as a log line or a route of the framework does.
 BODIES = """
 import json
-from jaxengine.server.processes.api_process import return_large_blocks
+from jaxengine.server.processes.memory import return_large_blocks
 
 def held():
     with open("/proc/self/statm") as file:
