@@ -23,7 +23,7 @@ TINY_OPTIONS = {
     "max_num_batched_tokens": 32,
     "block_size": 4,
     "num_gpu_blocks_override": 200,
-    "compilation_config": {"cudagraph_capture_sizes": [1, 8], "prefill_sizes": [32]},
+    "compilation_config": {"cudagraph_capture_sizes": [], "prefill_sizes": []},
     "disable_log_stats": True,
 }
 

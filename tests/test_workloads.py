@@ -48,7 +48,9 @@ def one_by_one(workload):
         yield dataclasses.replace(workload, prompts=(prompt,), max_tokens=(count,), reference=(reference,))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough("as W1") if name == "W2" else ()) for name in NAMES]
+)
 def test_alone(llm, name, thorough):
     use_scheduler(llm)
     for single in list(one_by_one(recorded(name)))[:: 1 if thorough else 10]:

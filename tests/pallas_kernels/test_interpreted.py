@@ -59,7 +59,6 @@ UPDATE_SIZES = ((64, 1, 80, 80), (16, 2, 192, 128))
 _ALWAYS: list[list[Job]] = [
     [("update_keys", TPU_LAZY.name, "bfloat16", "runs", 1, 40, 24)],
     [("determinism", TPU_LAZY.name, 2)],
-    [("determinism", MOSAIC_GPU.name, 2)],
 ]
 
 
@@ -103,6 +102,7 @@ def thorough_groups() -> list[list[Job]]:
         ]
         groups += [[(check.__name__, one.name)] for check in INVARIANTS]
     groups += [[(check, MOSAIC_GPU.name)] for check in ("splits", "many_parts")]
+    groups.append([("determinism", MOSAIC_GPU.name, 2)])
     for name in WRITES:
         groups += [[("update", name, dtype, pattern) for pattern in SLOTS] for dtype in (*UPDATED, *MORE_DTYPES)]
         groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]

@@ -61,6 +61,7 @@ def test_a_gguf_file_is_as_it_is():
         method_of(quantization="int8")
 
 
+@pytest.mark.thorough("as a kept GGUF file's")
 def test_tokens_are_those_of_the_dequantised_weights(tmp_path, caplog):
     folder, plain = write(tmp_path, "awq"), tmp_path / "plain"
     shutil.copytree(folder, plain)

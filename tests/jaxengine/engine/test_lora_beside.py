@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, LoRARequest, SamplingParams
@@ -23,6 +24,7 @@ OPTIONS = TINY_OPTIONS | {
 }
 
 
+@pytest.mark.thorough("a server with both is asked in test_drafts_and_adapters.py")
 def test_tokens_are_those_without_drafts(tmp_path):
     adapters = [
         LoRARequest(f"a{number}", number, write_adapter(tmp_path / str(number), TINY_CHECKPOINT, seed=number))

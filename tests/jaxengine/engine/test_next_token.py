@@ -105,6 +105,7 @@ def drafts(thorough):
     return {"method": "mtp", "num_speculative_tokens": 2 if thorough else 1}
 
 
+@pytest.mark.thorough("as an EAGLE-3 head's")
 def test_hidden_states_and_tokens_come_together(tmp_path, options, drafts):
     llm = LLM(counting(tmp_path / "model"), **options, speculative_config=drafts)
     prompts = [{"prompt_token_ids": [(3 * each + at) % SIZE for at in range(1 + 4 * each)]} for each in range(10)]

@@ -299,8 +299,10 @@ def test_what_is_refused(case, tight):
     check_idle(tight)
 
 
-def test_a_model_that_is_not_to_see(case, executables_dir):
+def test_a_model_that_is_not_to_see(case, executables_dir, thorough):
     """It has no tower then, and no programs for pictures."""
+    if case.name != QUICK[0] and not thorough:
+        pytest.skip("as another family's: --thorough")
     llm = LLM(str(case.folder), **{**OPTIONS, **WHOLE}, limit_mm_per_prompt="image=0,video=0", enforce_eager=True)
     assert llm.core.inputs.media is None and llm.core.runner.encoder is None
     assert not any(bucket.media for bucket in llm.core.runner.buckets) and llm.core.runner.plan.embeddings == 0

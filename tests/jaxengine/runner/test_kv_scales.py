@@ -116,6 +116,7 @@ def test_tokens_are_the_same_alone_in_a_crowd_and_under_preemption(coded, dtype)
     assert run(llm, prompts()) == run(llm, prompts()) == expected and scheduler.num_prefix_hits > 0
 
 
+@pytest.mark.thorough("compiles an engine of its own")
 def test_what_is_measured_is_what_the_cache_holds(make, plain, coded, tmp_path):
     """By the public form of pages, after the same tokens; and calibrate writes it."""
     vocab_size = plain.core.inputs.model_config.vocab_size
@@ -161,6 +162,7 @@ def test_a_file(make, plain, tmp_path, with_words):
         make(kv_cache_dtype="fp8", kv_cache_scales=str(texts))
 
 
+@pytest.mark.thorough("a checkpoint that says more is read")
 def test_those_of_a_checkpoint(make, tmp_path):
     folder = tmp_path / "with scales"
     shutil.copytree(TINY_CHECKPOINT, folder)

@@ -93,7 +93,9 @@ def test_layers_write_to_pages_of_their_own():
     assert all(not np.array_equal(firsts[0], other) for other in firsts[1:])
 
 
-@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("Qwen2ForCausalLM", marks=pytest.mark.thorough("as Qwen3")), "Qwen3ForCausalLM"]
+)
 def test_bfloat16(name):
     is_qwen3 = name == "Qwen3ForCausalLM"
     config = with_attention(replace(CONFIG, architecture=name), qk_norm=is_qwen3, bias=not is_qwen3)

@@ -352,14 +352,13 @@ def check_routing(layout: MeshLayout) -> None:
     np.testing.assert_array_equal(of_alike[0][1::5], np.repeat(found[0][1:2], len(alike[1::5]), axis=0))
 
 
+@pytest.mark.thorough("an engine shares them in test_parallel_tokens.py")
 @pytest.mark.parametrize(
     "arguments",
     ["", "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'grouped_tiles', 128"],
     ids=["cpu", "gpu"],
 )
-def test_devices_share_the_experts(arguments, thorough):
-    if arguments and not thorough:
-        pytest.skip("the products of GPUs, on the CPU: --thorough")
+def test_devices_share_the_experts(arguments):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     haste = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     env = os.environ | haste | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
