@@ -293,13 +293,13 @@ def _read(checkpoint: SafetensorsCheckpoint, tensor: str, shape: tuple[int, int]
     array = checkpoint.read(tensor)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ModelFileError(checkpoint.path, f"must hold floating-point numbers, got {array.dtype}", tensor)
-    return array.astype(np.float32)
+    return array.astype(np.float32, copy=False)
 
 
 def _finite(path: str, name: str, matrix: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
-        rounded = (matrix * np.float32(scale)).astype(dtype)
-    if not np.isfinite(rounded.astype(np.float32)).all():
+        rounded = (matrix * np.float32(scale)).astype(dtype, copy=False)
+    if not np.isfinite(rounded.astype(np.float32, copy=False)).all():
         raise ModelFileError(path, f"its matrices must be finite in {dtype}", name)
     return rounded
 
