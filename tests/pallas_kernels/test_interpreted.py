@@ -18,7 +18,7 @@ from tests.pallas_kernels.cases import (
     QUICK_BATCHES,
     QUICK_FEATURES,
 )
-from tests.pallas_kernels.checks import INVARIANTS, SLOTS, one_program_per_bucket
+from tests.pallas_kernels.checks import INVARIANTS, SLOTS
 from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED
 from tests.pallas_kernels.implementations import (
     INTERPRETED,
@@ -59,6 +59,7 @@ UPDATE_SIZES = ((64, 1, 80, 80), (16, 2, 192, 128))
 _ALWAYS: list[list[Job]] = [
     [("update_keys", TPU_LAZY.name, "bfloat16", "runs", 1, 40, 24)],
     [("determinism", TPU_LAZY.name, 2)],
+    [("determinism", MOSAIC_GPU.name, 2)],
 ]
 
 
@@ -79,9 +80,7 @@ def quick_groups() -> list[list[Job]]:
         groups.append([("attention", name, case, "bfloat16", *families) for case in batches])
         for cases in (features[: len(features) // 2], features[len(features) // 2 :]):
             groups.append([("attention", name, case, "bfloat16", "needle") for case in cases])
-    # What is traced for a bucket is no affair of an interpreter: test_invariants.py tells of it.
-    invariants = [check for check in INVARIANTS if check is not one_program_per_bucket]
-    groups.append([(check.__name__, TPU_LAZY.name) for check in invariants])
+    groups.append([(check.__name__, TPU_LAZY.name) for check in INVARIANTS])
     groups.append([(check, MOSAIC_GPU.name) for check in GPU_INVARIANTS])
     groups += [[("update", name, dtype, pattern) for dtype in UPDATED for pattern in SLOTS] for name in WRITES]
     groups += [[("update_sizes", name, "bfloat16", *sizes) for sizes in UPDATE_SIZES] for name in WRITES]
@@ -102,7 +101,6 @@ def thorough_groups() -> list[list[Job]]:
         ]
         groups += [[(check.__name__, one.name)] for check in INVARIANTS]
     groups += [[(check, MOSAIC_GPU.name)] for check in ("splits", "many_parts")]
-    groups.append([("determinism", MOSAIC_GPU.name, 2)])
     for name in WRITES:
         groups += [[("update", name, dtype, pattern) for pattern in SLOTS] for dtype in (*UPDATED, *MORE_DTYPES)]
         groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]

@@ -102,7 +102,6 @@ def test_steps_with_drafts_and_adapters(compiler):
     assert own.flops - others.flops == 2 * pools and stage.weight_bytes - plain.weight_bytes == 4 * pools
 
 
-@pytest.mark.thorough("`make check-cpu` shows most of it")
 def test_a_check_of_this_machine(model, tmp_path, capsys, monkeypatch):
     """Everything compiles and nothing is copied."""
     base, bundle = str(tmp_path / "base.json"), tmp_path / "bundle"

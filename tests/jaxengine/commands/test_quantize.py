@@ -62,7 +62,6 @@ def test_what_devices_hold_is_the_same(tmp_path, capsys, with_experts, name):
         assert "model.layers.0.self_attn.q_proj" not in settings["ignore"]
 
 
-@pytest.mark.thorough("compiles a model twice")
 def test_perplexity_before_and_after(tmp_path, capsys):
     model, text = tmp_path / "model", tmp_path / "text"
     shutil.copytree(TINY_CHECKPOINT, model)

@@ -4,11 +4,12 @@ are then those of the model, wherever a prompt is cut, a prefix is found again, 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from jaxengine import LLM
+from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import DRAFT_MODEL, SpeculativeConfig
@@ -33,6 +34,23 @@ def drafted(llm) -> tuple[int, np.ndarray]:
     """Drafts so far, and those that were right by their place."""
     drafts = llm.core.engine.stats.drafts
     return drafts.num_tokens, drafts.accepted.copy()
+
+
+def assert_counts_on(llm: LLM, size: int, widths: Sequence[int]) -> None:
+    """Of a model of which token t + 1 follows t, modulo `size`: nothing is drafted in vain."""
+    prompts = [{"prompt_token_ids": [(3 * each + at) % size for at in range(1 + 4 * each)]} for each in range(10)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    before = llm.core.engine.stats.drafts
+    for width in widths:
+        force(llm, width)
+        tokens, right = before.num_tokens, int(before.accepted.sum())
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            last = prompt["prompt_token_ids"][-1]
+            assert list(output.outputs[0].token_ids) == [(last + 1 + at) % size for at in range(20)]
+        assert before.num_tokens - tokens == int(before.accepted.sum()) - right > 64
+    metrics = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert metrics["vllm:num_preemptions"] > 0 and metrics["jaxengine:compilations_since_ready"] == 0
 
 
 def accepted_share(llm, prompts, params, expected) -> float:

@@ -116,7 +116,6 @@ def test_tokens_are_the_same_alone_in_a_crowd_and_under_preemption(coded, dtype)
     assert run(llm, prompts()) == run(llm, prompts()) == expected and scheduler.num_prefix_hits > 0
 
 
-@pytest.mark.thorough("compiles an engine of its own")
 def test_what_is_measured_is_what_the_cache_holds(make, plain, coded, tmp_path):
     """By the public form of pages, after the same tokens; and calibrate writes it."""
     vocab_size = plain.core.inputs.model_config.vocab_size
