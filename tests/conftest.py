@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.haste import in_haste
+
 TINY_CHECKPOINT = Path(__file__).parent / "fixtures" / "models" / "llama"
 
 # Few shapes, small pool: engines of the tests compile in seconds, once, and load in milliseconds after that.
@@ -51,12 +53,18 @@ DEFAULT_MODEL_FILES = (
     "tests/examples/test_examples.py",
 )
 
-# Their engines serve a few tokens: compiled in haste they are there a fifth sooner. Some tell what the optimiser makes.
-HASTY = ("tests/docs/", "tests/jaxengine/", "tests/sharding/", "tests/test_no_recompile.py")
+# Their programs run a few times, and take longer to compile than to run. Some tell what the optimiser makes.
+HASTY = (
+    "tests/docs/",
+    "tests/jaxengine/",
+    "tests/models/",
+    "tests/pallas_kernels/",
+    "tests/sharding/",
+    "tests/test_no_recompile.py",
+)
 UNHURRIED = (
     *DEFAULT_MODEL_FILES,
     "tests/jaxengine/check/",
-    "tests/jaxengine/sampling/",
     "tests/sharding/test_collectives.py",
     "tests/sharding/test_towers.py",
 )
@@ -71,6 +79,9 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--thorough", action="store_true", help="every workload in every mode, not one of each (about ten minutes)"
+    )
+    parser.addoption(
+        "--unhurried", action="store_true", help="every program is compiled as in production, none in haste"
     )
     parser.addoption(
         "--executables", default=None, help="where compiled steps are kept between test runs (default: .cache)"
@@ -113,23 +124,12 @@ def pytest_runtest_teardown(item, nextitem):
             jax.clear_caches()
 
 
-@contextlib.contextmanager
-def in_haste():
-    """Compiles with few optimisations, here and in what is started."""
-    import jax
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def haste(request):
     """What the files in HASTY compile."""
-    name = request.node.nodeid
-    with in_haste() if name.startswith(HASTY) and not name.startswith(UNHURRIED) else contextlib.nullcontext():
+    name, unhurried = request.node.nodeid, request.config.getoption("--unhurried")
+    hasty = name.startswith(HASTY) and not name.startswith(UNHURRIED) and not unhurried
+    with in_haste() if hasty else contextlib.nullcontext():
         yield
 
 

@@ -122,7 +122,7 @@ class ExecutableCache:
     ) -> str:
         shapes = [(leaf.shape, str(leaf.dtype), str(leaf.format)) for leaf in jax.tree.leaves((arguments, results))]
         devices = [device.id for device in self._devices]
-        environment = _environment(self._devices[0], self._family)
+        environment = (*_environment(self._devices[0], self._family), *_compiler_options())
         structure = str(jax.tree.structure((arguments, results)))
         return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
 
@@ -166,9 +166,13 @@ def _environment(device: Any, family: Path | None) -> tuple[str, ...]:
         str(jax.device_count()),
         platform.machine(),
         _cpu_flags(),
-        os.environ.get("XLA_FLAGS", ""),
-        os.environ.get("LIBTPU_INIT_ARGS", ""),
     )
+
+
+def _compiler_options() -> tuple[str, ...]:
+    """What a user says to compilers, which decides how fast their code is."""
+    unoptimised = jax.config.read("jax_disable_most_optimizations")
+    return os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), f"unoptimised {unoptimised}"
 
 
 def _cpu_flags() -> str:

@@ -19,7 +19,7 @@ import pytest
 import jaxengine
 from jaxengine import AsyncLLM
 from models.registry import MODELS
-from tests.conftest import in_haste
+from tests.haste import in_haste
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "llama"

@@ -5,7 +5,6 @@ Not before: where pytest itself runs in several processes, only one of them has 
 
 from __future__ import annotations
 
-import jax
 import pytest
 
 from tests.pallas_kernels.worker import Job, run_all
@@ -22,14 +21,6 @@ def outcomes(request):
         if _is_interpreted(item) and not skipped:
             groups.setdefault(item.callspec.params["group"], []).append(item.callspec.params["job"])
     return run_all(list(groups.values()), SECONDS)
-
-
-@pytest.fixture(autouse=True)
-def compiled_in_haste(request):
-    """What is XLA for a GPU is not judged by how well it is compiled for a CPU, which takes a quarter longer."""
-    jax.config.update("jax_disable_most_optimizations", "gpu_xla" in request.node.name)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pytest_collection_modifyitems(items):

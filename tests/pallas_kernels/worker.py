@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from tests.haste import hasty
+
 Job = tuple  # (check, implementation, *arguments), every entry a string or a number
 
 ROOT = Path(__file__).parents[2]
@@ -63,9 +65,7 @@ class Worker:
     def _started(self) -> subprocess.Popen:
         # NPROC: threads of XLA's pool. Every interpreted thread that waits at a barrier may hold one of them, so that
         # with as many as there are cores the one they wait for may never run.
-        # Each program runs a few times: what optimising it takes is not earned again.
-        haste = {"NPROC": "16", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **haste}
+        environment = {**hasty(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "NPROC": "16"}
         pipe = subprocess.PIPE
         return subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=self._errors, cwd=ROOT, env=environment, bufsize=0

@@ -184,6 +184,11 @@ def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
         else:
             chosen |= {"temperature": 0.0, "logit_bias": {7: 2.0, 290: 3.0}, "min_tokens": 3}
         params.append(SamplingParams(**chosen))
+    # Alone in the end, when every width of drafts is tried, and sure to repeat itself: its drafts are right.
+    prompts.append({"prompt_token_ids": [7, 7, 7, 7]})
+    params.append(
+        SamplingParams(temperature=0.0, logit_bias={7: 100.0}, max_tokens=40, ignore_eos=True, detokenize=False)
+    )
     return prompts, params
 
 

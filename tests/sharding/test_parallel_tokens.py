@@ -19,13 +19,10 @@ SHORT = (
 )
 
 
-def run_cases(names: list[str], folder: Path, cache: str, haste: bool) -> list[dict]:
-    """The rows of `parallel_cases` for cases of one model, which share its run on one device.
-
-    haste: programs are not optimised, on any number of devices.
-    """
+def run_cases(names: list[str], folder: Path, cache: str) -> list[dict]:
+    """The rows of `parallel_cases` for cases of one model, which share its run on one device."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(haste))}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "tests.sharding.parallel_cases", str(folder), cache, *names]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -37,7 +34,7 @@ def test_tokens_equal_those_of_one_device(tmp_path, executables_dir, report, tho
     for name in CASES if thorough else SHORT:
         by_model.setdefault(CASES[name][0], []).append(name)
     with ThreadPoolExecutor(2) as pool:
-        parts = pool.map(lambda names: run_cases(names, tmp_path, executables_dir, not thorough), by_model.values())
+        parts = pool.map(lambda names: run_cases(names, tmp_path, executables_dir), by_model.values())
         rows = [row for part in parts for row in part]
     assert sorted(row["case"] for row in rows) == sorted(CASES if thorough else SHORT)
     for row in rows:

@@ -36,8 +36,7 @@ class Pair:
 
     def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-        haste = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # of one process and of several alike
-        env = os.environ | haste | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
             command = [sys.executable, "-m", *map(str, arguments)]
             self.children[name] = subprocess.Popen(command, env=env, cwd=ROOT, stdout=out, stderr=err)

@@ -54,6 +54,25 @@ def test_what_matters_is_in_the_key(tmp_path, changes):
     assert (cache.num_compiled, cache.num_loaded) == (1, 0)
 
 
+def test_what_the_user_says_to_compilers_is_in_the_key(tmp_path, monkeypatch):
+    def num_compiled() -> int:
+        cache = ExecutableCache(str(tmp_path), DEVICES)
+        get(cache)
+        return cache.num_compiled
+
+    assert (num_compiled(), num_compiled()) == (1, 0)
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+        assert num_compiled() == 1
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", not before)
+    try:
+        assert num_compiled() == 1
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    assert num_compiled() == 0
+
+
 @pytest.mark.thorough("half a minute of compiling")
 def test_engines_of_other_shapes_do_not_take_each_others_steps(tmp_path):
     """A bucket's rows of logits follow from the other buckets, and whether it scores prompts as well."""

@@ -32,7 +32,6 @@ FEW = ("phi3",)
 def test_rows_with_and_without_an_adapter(name, recorded, thorough, tmp_path):
     if name not in FEW and not thorough:
         pytest.skip("a further family: --thorough")
-    jax.config.update("jax_disable_most_optimizations", True)
     try:
         case, folder = recorded(name), checkpoint(name)
         model = build_model(case.config, Build("float32", lora=SPEC))
@@ -61,7 +60,6 @@ def test_rows_with_and_without_an_adapter(name, recorded, thorough, tmp_path):
         assert_close(found["1"], case.logits[1])
         assert np.abs(wanted["0"] - case.logits[0]).max() > 1e-2 * np.abs(case.logits[0]).max()
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
         forward.clear_cache()
 
 

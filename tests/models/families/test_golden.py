@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
@@ -42,15 +41,13 @@ def test_every_family_is_recorded():
 
 @pytest.fixture(scope="module", params=NAMES)
 def case(request, recorded, thorough):
-    """One checkpoint after the other: its programs are compiled once, in haste, and then forgotten."""
+    """One checkpoint after the other: its programs are compiled once, and then forgotten."""
     if request.param not in ALWAYS and not thorough:
         pytest.skip("a further shape of a family: --thorough")
     case = recorded(request.param)
     if request.param in RENAMED and not thorough:
         pytest.skip("loaded; computed as text models of the family: --thorough")
-    jax.config.update("jax_disable_most_optimizations", True)
     yield case
-    jax.config.update("jax_disable_most_optimizations", False)
     forward.clear_cache()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,9 +17,7 @@ PACKED = frozenset(("qwen2_5_vl_vision", "qwen3_vl_vision"))
 
 @pytest.fixture(scope="module", params=PROMPTS)
 def case(request, tmp_path_factory):
-    jax.config.update("jax_disable_most_optimizations", True)
     yield load(request.param, tmp_path_factory.mktemp(request.param))
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_prompts_are_those_of_transformers(case):

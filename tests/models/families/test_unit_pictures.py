@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,9 +19,7 @@ ALWAYS = ("llava_next_vision", "internvl_rms_vision", "gemma3_sees_vision")
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    jax.config.update("jax_disable_most_optimizations", True)
     yield open_case(request.param, tmp_path_factory.mktemp(request.param))
-    jax.config.update("jax_disable_most_optimizations", False)
     forward.clear_cache()
 
 

@@ -30,13 +30,6 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 PAGE_SIZE, NUM_PAGES, TOLERANCE = 4, 12, 1e-4
 
 
-@pytest.fixture(autouse=True)
-def haste():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def read(name: str) -> tuple[dict, dict[str, np.ndarray]]:
     """A recorded head's config.json, and its tensors."""
     about = json.loads((FOLDER / name / "eagle3.json").read_text())

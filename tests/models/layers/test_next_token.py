@@ -25,13 +25,6 @@ from tests.fixtures.drawn_weights import FOLDER, draw, draw_all
 PAGE_SIZE, NUM_PAGES, TOLERANCE = 4, 12, 1e-4
 
 
-@pytest.fixture(autouse=True)
-def haste():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize(
     "name", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.thorough("another family"))]
 )
