@@ -38,6 +38,7 @@ from models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from models.families.glm4v import Glm4vForConditionalGeneration
 from models.families.gpt_oss import GptOssForCausalLM
 from models.families.granite import GraniteForCausalLM
+from models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
 from models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
@@ -129,6 +130,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
+    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,

@@ -23,7 +23,7 @@ from models.config.attention import LayerAttention
 from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope
-from models.config.state import LayerState, StateArray
+from models.config.state import LayerState
 from models.forward_batch import ForwardBatch
 from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads, query_temperature
 from models.layers.classify import LabelScores
@@ -210,14 +210,7 @@ class Decoder(nnx.Module):
     def _state_group(self, state: LayerState) -> State:
         """The layers here that keep such a state."""
         arrays = tuple(
-            StateArray(
-                tuple(
-                    size if axis is None else size // self.mesh.num_shards(axis)
-                    for size, axis in zip(array.shape, array.axes, strict=True)
-                ),
-                array.dtype or self.build.dtype,
-                array.axes,
-            )
+            array._replace(shape=array.of_device(self.mesh.num_shards), dtype=array.dtype or self.build.dtype)
             for array in state.arrays
         )
         return State(tuple(each for each in self._state_layers if self.config.attention[each].state == state), arrays)

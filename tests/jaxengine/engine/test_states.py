@@ -52,7 +52,8 @@ def workload():
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_next", pytest.param("lfm2", marks=OTHER), pytest.param("lfm2_moe", marks=OTHER)]
+    scope="module",
+    params=["qwen3_next", *(pytest.param(name, marks=OTHER) for name in ("lfm2", "lfm2_moe", "granite_hybrid"))],
 )
 def folder(request):
     return MODELS / request.param
