@@ -70,6 +70,11 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
         "ibm-granite/granite-4.0-h-small",
         "ibm-granite/granite-4.0-micro",
     ),
+    "FalconH1ForCausalLM": (
+        "tiiuae/Falcon-H1-0.5B-Instruct",
+        "tiiuae/Falcon-H1-1.5B-Instruct",
+        "tiiuae/Falcon-H1-7B-Instruct",
+    ),
     "Qwen3NextForCausalLM": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen/Qwen3.5-35B-A3B",),
     "Qwen2VLForConditionalGeneration": ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct"),

@@ -1,11 +1,11 @@
-"""What a layer keeps of a sequence in place of keys and values: rows of a fixed size, as data.
+"""What a layer keeps of a sequence in place of keys and values, or beside them: rows of a fixed size, as data.
 
 Owns the checks that concern one layer. What is computed with them is code (models/layers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -144,6 +144,7 @@ class StateSpace:
       conv_bias, bias, output_bias: of the convolution, and of the projections before and behind.
       norm: the RMS norm over each group of what is read: "after" it is gated, "before", or None for no norm.
       dt_limits: between which a token's time step is held.
+      multipliers: of what is projected: gate, inputs, what goes into states, what reads them, and time steps.
     """
 
     num_heads: int
@@ -156,6 +157,7 @@ class StateSpace:
     output_bias: bool = False
     norm: str | None = "after"
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    multipliers: tuple[float, ...] = (1.0,) * 5
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -171,9 +173,6 @@ class StateSpace:
             raise ModelConfigError(
                 f"state space: num_heads must be a multiple of num_groups, got {self.num_heads} and {self.num_groups}"
             )
-        low, high = self.dt_limits
-        if not 0 <= low < high:
-            raise ModelConfigError(f"state space: dt_limits must be two numbers, 0 <= low < high, got {self.dt_limits}")
 
     @property
     def inner_size(self) -> int:
@@ -202,7 +201,7 @@ class StateSpace:
         return 5 * self.num_heads * self.head_dim * self.state_size
 
 
-# What a layer may have in place of attention.
+# What a layer may have in place of attention, or beside it.
 LayerState = GatedDelta | ShortConvolution | StateSpace
 
 
@@ -228,11 +227,17 @@ def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None)
 
 
 def _dt_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Of `time_step_limit`, in which transformers 5 writes infinity as a mapping."""
-    given = fields.value("time_step_limit", (0.0, float("inf")))
-    limits = [each.get("__float__") if isinstance(each, Mapping) else each for each in given]
-    try:
-        low, high = (float(each) for each in limits)
-    except (TypeError, ValueError):
-        raise fields.fail("time_step_limit", "two numbers") from None
-    return low, high
+    given = fields.value("time_step_limit", [0.0, float("inf")])
+    limits = [_dt_limit(each) for each in given] if isinstance(given, (list, tuple)) else []
+    if len(limits) != 2 or not 0 <= limits[0] < limits[1]:
+        raise fields.fail("time_step_limit", "two numbers, 0 <= low < high")
+    return limits[0], limits[1]
+
+
+def _dt_limit(value: Any) -> float:
+    """Infinity for what no time step reaches, and as transformers 5 writes it; -1 for what is no number."""
+    if value == {"__float__": "Infinity"}:
+        return float("inf")
+    if type(value) not in (int, float):
+        return -1.0
+    return float("inf") if value > 1e30 else float(max(value, -1))

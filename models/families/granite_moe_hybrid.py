@@ -89,6 +89,7 @@ def _layer_kinds(fields: ConfigFields) -> list[bool]:
     num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
     if kinds is None:
         return [True] * num_layers
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in MAMBA for kind in kinds):
+    known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in MAMBA for kind in kinds)
+    if not known or len(kinds) != num_layers:
         raise fields.fail("layer_types", f"a list of {num_layers} of {', '.join(MAMBA)}")
     return [MAMBA[kind] for kind in kinds]

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) in the place of attention.
+"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) in the place of attention, or beside it.
 
 Inputs, and what goes into states and reads them, pass a short convolution; a matrix for each head then fades by a
 token's time step and takes up its input. So a sequence leaves a state of a fixed size, however long it is. How the
@@ -17,6 +17,7 @@ from models.cache import StateRows
 from models.config.state import StateSpace
 from models.layers.attention import StepInputs
 from models.layers.linear import Linear
+from models.layers.scale import scaled
 from models.weights.declare import ParamDecl, Source, declare, parts_of
 from pallas_kernels.state.conv import causal_conv
 from pallas_kernels.state.space import state_space
@@ -79,12 +80,11 @@ class Mamba2(nnx.Module):
         biases = [of_convolution("bias", parts, ()) for parts in convolved] if state.conv_bias else []
         self.conv_biases = nnx.List(biases)
 
-        def of_heads(name: str, **init: float) -> nnx.Param:
+        def of_heads(name: str, init_std: float | None = None) -> nnx.Param:
             heads = (Source(f"{source}.{name}", state.num_heads),)
-            return declare((state.num_heads,), jnp.float32, ParamDecl(("heads",), heads, **init))
+            return declare((state.num_heads,), jnp.float32, ParamDecl(("heads",), heads, init_std=init_std))
 
-        self.log_a, self.dt_bias = of_heads("A_log", init_std=0.5), of_heads("dt_bias", init_std=0.5)
-        self.skip = of_heads("D")
+        self.log_a, self.dt_bias, self.skip = of_heads("A_log", 0.5), of_heads("dt_bias", 0.5), of_heads("D")
         norm = None if state.norm is None else GroupsRMSNorm(state, eps, source=f"{source}.norm", build=build)
         self.norm = norm
         out = (Source(f"{source}.out_proj", hidden_size),)
@@ -94,9 +94,9 @@ class Mamba2(nnx.Module):
         """x[T, D] -> [T, D], and the windows and matrices of StateArrays behind this step's tokens."""
         state, num_tokens, matrices = self.state, x.shape[0], kept[2]
         with jax.named_scope("inputs"):
-            z_end, x_end, _, c_end = self.ends
-            inputs = self.inputs(x, step.rows)
-            z, mixed, shared, dt = jnp.split(inputs, (z_end, x_end, c_end), axis=1)
+            parts = jnp.split(self.inputs(x, step.rows), self.ends, axis=1)
+            z, mixed, b, c, dt = map(scaled, parts, state.multipliers)
+            shared = jnp.concatenate([b, c], axis=1)
         with jax.named_scope("causal_conv"):
             mixed, windows = self._convolved(0, mixed, kept[0], rows)
             shared, shared_windows = self._convolved(1, shared, kept[1], rows)

@@ -7,7 +7,7 @@ follows the real lengths and a step works on few states beside those that are ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ from pallas_kernels.zeros import zeros_in_layer
 SEQS = 16  # sequences of single tokens that are worked on together
 CHUNK = 64  # tokens of one sequence that are worked on together
 
-# What a rule gets of tokens: a tuple of arrays [T, n, ...], each with some number of heads n.
-Tokens = TypeVar("Tokens", bound=tuple)
+# What a rule gets of tokens: a tuple of its own of arrays [T, n, ...], each with some number of heads n.
+Tokens = Any
 # A rule: what it gets and the states before, f32, to what comes out and the states behind.
 Rule = Callable[[Tokens, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def recurrence(
-    tokens: Tokens, shape: tuple[int, int], state: jax.Array, rows: StateRows, *, single: Rule, chunk: Rule
+    tokens: Tokens, shape: tuple[int, ...], state: jax.Array, rows: StateRows, *, single: Rule, chunk: Rule
 ) -> tuple[jax.Array, jax.Array]:
     """What a recurrence makes of tokens, f32[T, *shape], and the states.
 

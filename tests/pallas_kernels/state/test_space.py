@@ -14,7 +14,7 @@ from tests.pallas_kernels.state.problems import BATCHES, NUM_ROWS, Batch
 
 IMPLEMENTATIONS = {kernel(op, platform): platform for op, platform in KERNELS if op == "state_space"}
 # Between them they have single tokens, prompts from nothing and with a state, and several chunks of one.
-ALWAYS = ("decodes", "chunks of all sizes", "decodes and prompts")
+ALWAYS = ("chunks of all sizes", "decodes and prompts")
 CASES = [
     pytest.param(batch, id=name, marks=() if name in ALWAYS else pytest.mark.thorough("a further kind of batch"))
     for name, batch in BATCHES.items()
