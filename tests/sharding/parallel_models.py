@@ -112,13 +112,12 @@ CONVOLUTIONS = MOE | {
     "num_dense_layers": 2,
     "conv_L_cache": 3,
 }
-# Mamba-2 in half of the layers, two groups of heads, and experts beside an MLP everywhere.
+# Mamba-2 with two groups of heads in one layer, attention in the other, and experts beside an MLP in both.
 MAMBA2 = MOE | {
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
-    "num_hidden_layers": 4,
     "num_attention_heads": 8,
-    "layer_types": ["mamba", "attention", "mamba", "attention"],
+    "layer_types": ["mamba", "attention"],
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
