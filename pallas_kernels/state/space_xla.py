@@ -67,5 +67,6 @@ def _chunk(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
     before = grouped(until)[..., None] * jnp.einsum("gih,gnph->gnip", c, grouped(m))
     y = before + jnp.einsum("gnij,gnjp->gnip", seen, written)
     added = jnp.einsum("gnjp,gjh->gnph", written * grouped(share[:, -1])[..., None], b)
-    # By itself: XLA would make it where it is written, and copy all states for what is read of others meanwhile.
+    # By itself, or it is made where it is written, from states that are being changed. XLA:CPU drops the barrier and
+    # copies the layer's states once a chunk.
     return y.reshape(x.shape), lax.optimization_barrier(m * until[:, -1, None, None] + added.reshape(m.shape))

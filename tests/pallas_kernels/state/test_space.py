@@ -64,9 +64,8 @@ def test_heads_and_groups(implementation, heads, groups):
 
 
 @pytest.mark.thorough("the same loops as the delta rule's")
-@pytest.mark.parametrize(("seqs", "tokens"), [(4, 1), (4, 40)])
-def test_states_are_updated_in_place(seqs, tokens):
-    batch = Batch((tokens,) * seqs, seqs * (tokens == 1), seqs * tokens, seqs)
+def test_states_of_decodes_are_updated_in_place():
+    batch = Batch((1,) * 4, 4, 4, 4)
     *arrays, state = inputs(batch)
     state = jnp.zeros((4096, *state.shape[1:]))
     compiled = jax.jit(state_space, donate_argnums=5).lower(*arrays, state, batch.rows()).compile()
