@@ -28,6 +28,7 @@ from models.families.dots1 import Dots1ForCausalLM
 from models.families.ernie4_5 import Ernie4_5ForCausalLM
 from models.families.ernie4_5_moe import Ernie4_5_MoeForCausalLM
 from models.families.exaone4 import Exaone4ForCausalLM
+from models.families.falcon_h1 import FalconH1ForCausalLM
 from models.families.gemma import GemmaForCausalLM
 from models.families.gemma2 import Gemma2ForCausalLM
 from models.families.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
@@ -38,6 +39,7 @@ from models.families.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from models.families.glm4v import Glm4vForConditionalGeneration
 from models.families.gpt_oss import GptOssForCausalLM
 from models.families.granite import GraniteForCausalLM
+from models.families.granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from models.families.hunyuan_dense import HunYuanDenseV1ForCausalLM
 from models.families.hunyuan_moe import HunYuanMoEV1ForCausalLM
 from models.families.idefics3 import Idefics3ForConditionalGeneration, SmolVLMForConditionalGeneration
@@ -129,6 +131,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
+    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
+    "FalconH1ForCausalLM": FalconH1ForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,

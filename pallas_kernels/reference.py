@@ -173,3 +173,33 @@ def gated_delta_rule(
         if writes[seq] < len(state):
             state[writes[seq]] = matrices
     return o, state
+
+
+def state_space(
+    x: np.ndarray,  # [T, N, P]
+    b: np.ndarray,  # [T, G, H]
+    c: np.ndarray,  # [T, G, H]
+    decay: np.ndarray,  # [T, N]
+    dt: np.ndarray,  # [T, N]
+    state: np.ndarray,  # [R, N, P, H]
+    cu_q_lens: np.ndarray,  # [S + 1]
+    reads: np.ndarray,  # [S], -1: zeros
+    writes: np.ndarray,  # [S], R or more: nowhere
+    num_seqs: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(y [T, N, P], the states), both float64; see pallas_kernels.state.space."""
+    x, b, c, decay, dt, state = (array.astype(np.float64) for array in (x, b, c, decay, dt, state))
+    y, group = np.zeros(x.shape), x.shape[1] // b.shape[1]
+    for seq in range(num_seqs):
+        first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
+        if first == end:
+            continue
+        matrices = state[reads[seq]].copy() if reads[seq] >= 0 else np.zeros(state.shape[1:])
+        for token in range(first, end):
+            for head, m in enumerate(matrices):
+                m *= np.exp(decay[token, head])
+                m += np.outer(dt[token, head] * x[token, head], b[token, head // group])
+                y[token, head] = m @ c[token, head // group]
+        if writes[seq] < len(state):
+            state[writes[seq]] = matrices
+    return y, state

@@ -54,6 +54,10 @@ _MODULES: dict[tuple[str, str], str] = {
     ("gated_delta_rule", "gpu"): "state.delta_xla",
     ("gated_delta_rule", "gpu_xla"): "state.delta_xla",
     ("gated_delta_rule", "tpu"): "state.delta_xla",
+    ("state_space", "cpu"): "state.space_xla",
+    ("state_space", "gpu"): "state.space_xla",
+    ("state_space", "gpu_xla"): "state.space_xla",
+    ("state_space", "tpu"): "state.space_xla",
 }
 KERNELS = tuple(_MODULES)
 # Where a block of attention can be compiled by itself for a profile.

@@ -64,6 +64,17 @@ HUB_IDS: dict[str, tuple[str, ...]] = {
     "SmolVLMForConditionalGeneration": ("HuggingFaceTB/SmolVLM2-2.2B-Instruct",),
     "Lfm2ForCausalLM": ("LiquidAI/LFM2-350M", "LiquidAI/LFM2-1.2B"),
     "Lfm2MoeForCausalLM": ("LiquidAI/LFM2-8B-A1B",),
+    "GraniteMoeHybridForCausalLM": (
+        "ibm-granite/granite-4.0-h-tiny",
+        "ibm-granite/granite-4.0-h-micro",
+        "ibm-granite/granite-4.0-h-small",
+        "ibm-granite/granite-4.0-micro",
+    ),
+    "FalconH1ForCausalLM": (
+        "tiiuae/Falcon-H1-0.5B-Instruct",
+        "tiiuae/Falcon-H1-1.5B-Instruct",
+        "tiiuae/Falcon-H1-7B-Instruct",
+    ),
     "Qwen3NextForCausalLM": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen/Qwen3.5-35B-A3B",),
     "Qwen2VLForConditionalGeneration": ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen2-VL-7B-Instruct"),

@@ -237,7 +237,7 @@ class StagePrograms:
             precious=self._precious(self.steps.num_logits(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
             products=product_work(self.model, at_least_two, self.config.dtype, expert_rows=expert_rows),
-            num_attentions=sum(self.model.config.attention[layer].state is None for layer in self.model.stage.layers),
+            num_attentions=sum(self.model.config.attention[layer].attends for layer in self.model.stage.layers),
             dtype=self.config.dtype,
         )
 

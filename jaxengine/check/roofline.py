@@ -183,6 +183,7 @@ def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: in
         if attention.state is not None:
             kept = state_work(attention.state, bucket, dtype)
             num_bytes, flops = num_bytes + kept.num_bytes // mesh.model, flops + kept.flops // mesh.model
+        if not attention.attends:
             continue
         attended = attention_work(attention, bucket, kv_dtype, dtype, context)
         updated = update_work(attention, bucket, kv_dtype, dtype)

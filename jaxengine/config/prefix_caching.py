@@ -22,7 +22,7 @@ def settle_snapshots(options: Mapping[str, Any], model: ModelConfig, max_num_seq
     options: those of EngineConfig by name.
     """
     caching, asked, chunked = (options[name] for name in _OPTIONS)
-    if len(model.attending) == len(model.attention):
+    if not model.keeps_states:
         if asked:
             raise ConfigError("num_state_snapshots", asked, f"0 or None: {model.architecture} keeps no states")
         return {"enable_prefix_caching": caching, "num_state_snapshots": 0}

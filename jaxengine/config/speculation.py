@@ -166,7 +166,7 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
 
     if model.pooler is not None:
         raise refuse(f"{model.architecture} pools and generates nothing")
-    if len(model.attending) != len(model.attention):
+    if model.keeps_states:
         raise refuse(f"{model.architecture} keeps states of sequences, which cannot go back behind a wrong draft")
     if options["nnodes"] > 1:
         raise refuse(f"nnodes is {options['nnodes']}, and an engine of several processes verifies no drafts yet")
@@ -198,7 +198,7 @@ def check_draft_model(draft: ModelConfig, model: ModelConfig) -> None:
         what = "pools and generates nothing"
     elif draft.tower is not None:
         what = "sees, and drafts are made of tokens alone"
-    elif len(draft.attending) != len(draft.attention):
+    elif draft.keeps_states:
         what = "keeps states of sequences, which cannot go back behind a wrong draft"
     else:
         return

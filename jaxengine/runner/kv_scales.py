@@ -170,5 +170,5 @@ def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
 
 
 def _shape(config: ModelConfig) -> KVShape:
-    paged = tuple(layer for layer, attention in enumerate(config.attention) if attention.state is None)
+    paged = tuple(layer for layer, attention in enumerate(config.attention) if attention.attends)
     return KVShape(config.num_layers, paged, config.num_kv_heads, config.attention[0].values_in_keys)

@@ -77,8 +77,9 @@ class LayerAttention:
       output_bias: of the projection after attention.
       temperature: by which queries are multiplied according to their positions; None for not at all.
       latent: what keys and values are made of, None where they are projected themselves.
-      state: what the layer has in place of attention, None where it attends. Sizes are then those of the layers that
-        do, and nothing else is said.
+      state: what the layer has in place of attention, None where it attends only. Sizes are then those of the layers
+        that do, and nothing else is said.
+      beside_state: the layer attends as well.
     """
 
     num_heads: int
@@ -96,6 +97,7 @@ class LayerAttention:
     temperature: TemperatureTuning | None = None
     latent: Latent | None = None
     state: LayerState | None = None
+    beside_state: bool = False
 
     def __post_init__(self) -> None:
         check_size("num_heads", self.num_heads, MAX_HEADS)
@@ -125,6 +127,11 @@ class LayerAttention:
                 )
             if self.qk_norm or self.sinks or self.temperature is not None:
                 raise ModelConfigError("latent attention takes no qk_norm, no sinks and no temperature")
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has keys and values; otherwise it has a state alone."""
+        return self.state is None or self.beside_state
 
     @property
     def v_head_dim(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
@@ -33,6 +33,17 @@ _MAXIMA = {
 }
 
 
+class Multipliers(NamedTuple):
+    """What goes into the parts of a layer and comes out is multiplied with; `mlp_gate` is of what is activated."""
+
+    attention_in: float
+    attention_out: float
+    state_in: float
+    state_out: float
+    mlp_gate: float
+    mlp_out: float
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of one decoder-only model, and what its layers are.
@@ -40,9 +51,9 @@ class ModelConfig:
     `attention` has one entry per layer. `experts` is None for a dense model; where it is not, `intermediate_size` is
     that of dense layers. `logit_soft_cap` is for families that bound their logits. `embedding_multiplier` is what
     embeddings are multiplied with, `residual_multiplier` what a layer's parts are before they are added, `logit_scale`
-    what logits are. `rms_norm_eps` is that of all norms, of whatever kind. A checkpoint may have
-    `num_nextn_predict_layers` layers behind the last that predict further tokens. `pooler` is None
-    for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` says
+    what logits are; `multipliers` are for families that say more. `rms_norm_eps` is that of all norms, of whatever
+    kind. A checkpoint may have `num_nextn_predict_layers` layers behind the last that predict further tokens. `pooler`
+    is None for a model that generates. Token ids are None or empty where the checkpoint names none. `quantization` says
     how matrices are stored, by their checkpoint modules' names (models.quantization.rules.Quantization); None as they
     are. `tower` is what the model sees with; None for one that does not, or is not to.
     """
@@ -60,6 +71,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
+    multipliers: Multipliers | None = None
     experts: ExpertsConfig | None = None
     num_nextn_predict_layers: int = 0
     bos_token_id: int | None = None
@@ -111,7 +123,12 @@ class ModelConfig:
     @property
     def attending(self) -> tuple[LayerAttention, ...]:
         """Of the layers that attend, in order; the others keep states in place of keys and values."""
-        return tuple(layer for layer in self.attention if layer.state is None)
+        return tuple(layer for layer in self.attention if layer.attends)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether any layer keeps a state of each sequence."""
+        return any(layer.state is not None for layer in self.attention)
 
     @property
     def sees_places(self) -> bool:

@@ -1,14 +1,23 @@
-"""What a layer keeps of a sequence in place of keys and values: rows of a fixed size, as data.
+"""What a layer keeps of a sequence in place of keys and values, or beside them: rows of a fixed size, as data.
 
 Owns the checks that concern one layer. What is computed with them is code (models/layers).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from models.config.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, ModelConfigError, check_size
+from models.config.fields import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN,
+    MAX_INTERMEDIATE,
+    ConfigFields,
+    ModelConfigError,
+    check_size,
+)
 
 # Tokens that a convolution may look back on: a few times what the longest ones do.
 MAX_KERNEL = 64
@@ -21,11 +30,20 @@ class StateArray(NamedTuple):
       shape: whole, over all devices that share it.
       dtype: None for that of activations.
       axes: logical axes, sharding.rules' words.
+      parts: into which the split axis can be split at most; more devices have copies. None for as many as there are.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
+    parts: int | None = None
+
+    def of_device(self, num_shards: Callable[[str], int]) -> tuple[int, ...]:
+        """The shape of what one device has of it; num_shards: of each logical axis."""
+        return tuple(
+            size if axis is None else size // min(num_shards(axis), self.parts or size)
+            for size, axis in zip(self.shape, self.axes, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -113,5 +131,113 @@ class GatedDelta:
         return 6 * self.num_v_heads * self.k_head_dim * self.v_head_dim
 
 
-# What a layer may have in place of attention.
-LayerState = GatedDelta | ShortConvolution
+@dataclass(frozen=True)
+class StateSpace:
+    """Mamba-2 (Dao & Gu 2024, arXiv:2405.21060): one matrix a head, and the windows of a convolution.
+
+    Attributes:
+      num_heads, head_dim: of inputs.
+      num_groups: of heads, each of which shares what goes into its states and what reads them.
+      state_size: numbers of a state for each element of an input.
+      conv_kernel: tokens that the convolution over inputs, and what goes into states and reads them, sees, the token
+        itself included.
+      conv_bias, bias, output_bias: of the convolution, and of the projections before and behind.
+      norm: the RMS norm over each group of what is read: "after" it is gated, "before", or None for no norm.
+      dt_limits: between which a token's time step is held.
+      multipliers: of what is projected: gate, inputs, what goes into states, what reads them, and time steps.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_kernel: int
+    conv_bias: bool = True
+    bias: bool = False
+    output_bias: bool = False
+    norm: str | None = "after"
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    multipliers: tuple[float, ...] = (1.0,) * 5
+
+    def __post_init__(self) -> None:
+        for name, most in (
+            ("num_heads", MAX_HEADS),
+            ("head_dim", MAX_HEAD_DIM),
+            ("num_groups", MAX_HEADS),
+            ("state_size", MAX_HEAD_DIM),
+        ):
+            check_size(f"state space: {name}", getattr(self, name), most)
+        check_size("state space: conv_kernel", self.conv_kernel, MAX_KERNEL, 2)
+        check_size("state space: num_heads * head_dim", self.inner_size, MAX_INTERMEDIATE)
+        if self.num_heads % self.num_groups:
+            raise ModelConfigError(
+                f"state space: num_heads must be a multiple of num_groups, got {self.num_heads} and {self.num_groups}"
+            )
+
+    @property
+    def inner_size(self) -> int:
+        """Of all inputs of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Of what goes into the states of all groups, and of what reads them."""
+        return self.num_groups * self.state_size
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """The windows [kernel - 1, ...] of inputs, and of each group of what goes into states and reads them, and the
+        matrices [N, head_dim, state_size]."""
+        before = self.conv_kernel - 1
+        return (
+            StateArray((before, self.inner_size), None, (None, "heads")),
+            StateArray((before, 2 * self.group_size), None, (None, "heads"), self.num_groups),
+            StateArray((self.num_heads, self.head_dim, self.state_size), "float32", ("heads", None, None)),
+        )
+
+    @property
+    def flops(self) -> int:
+        """Of the recurrence of one token: change, read."""
+        return 5 * self.num_heads * self.head_dim * self.state_size
+
+
+# What a layer may have in place of attention, or beside it.
+LayerState = GatedDelta | ShortConvolution | StateSpace
+
+
+def read_state_space(fields: ConfigFields, inner_size: int, *, norm: str | None) -> StateSpace:
+    """What configurations with Mamba-2 spell alike; inner_size: of all heads."""
+    num_heads, auto = fields.integer("mamba_n_heads"), fields.value("mamba_d_head", "auto") == "auto"
+    head_dim = inner_size // num_heads if auto else fields.integer("mamba_d_head")
+    if head_dim * num_heads != inner_size:
+        raise ModelConfigError(
+            f"mamba_n_heads * mamba_d_head must be the {inner_size} inputs of Mamba-2, got {num_heads} * {head_dim}"
+        )
+    return StateSpace(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=fields.integer("mamba_n_groups", 1),
+        state_size=fields.integer("mamba_d_state"),
+        conv_kernel=fields.integer("mamba_d_conv", 4),
+        conv_bias=fields.boolean("mamba_conv_bias", True),
+        bias=fields.boolean("mamba_proj_bias", False),
+        norm=norm,
+        dt_limits=_dt_limits(fields),
+    )
+
+
+def _dt_limits(fields: ConfigFields) -> tuple[float, float]:
+    given = fields.value("time_step_limit", [0.0, float("inf")])
+    limits = [_dt_limit(each) for each in given] if isinstance(given, (list, tuple)) else []
+    if len(limits) != 2 or not 0 <= limits[0] < limits[1]:
+        raise fields.fail("time_step_limit", "two numbers, 0 <= low < high")
+    return limits[0], limits[1]
+
+
+def _dt_limit(value: Any) -> float:
+    """Infinity for what no time step reaches, and as transformers 5 writes it; -1 for what is no number."""
+    if value == {"__float__": "Infinity"}:
+        return float("inf")
+    if type(value) not in (int, float):
+        return -1.0
+    return float("inf") if value > 1e30 else float(max(value, -1))

@@ -43,12 +43,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         bias = fields.boolean("attention_bias", False)
         scale = fields.number("attention_multiplier", 1.0)
-        return hf_fields(fields, bias=bias, output_bias=bias, scale=scale) | {
-            "mlp_bias": fields.boolean("mlp_bias", False),
-            "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
-            "residual_multiplier": fields.number("residual_multiplier", 1.0),
-            "logit_scale": 1 / fields.number("logits_scaling", 1.0),
-        }
+        shared = hf_fields(fields, bias=bias, output_bias=bias, scale=scale)
+        return shared | granite_multipliers(fields) | {"mlp_bias": fields.boolean("mlp_bias", False)}
 
     @classmethod
     def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
@@ -61,3 +57,12 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         return ScaledResidualLayer(self.config, self.make_attention(layer, build), self.make_mlp(layer, build), build)
+
+
+def granite_multipliers(fields: ConfigFields) -> dict[str, Any]:
+    """Those outside of attention."""
+    return {
+        "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
+        "residual_multiplier": fields.number("residual_multiplier", 1.0),
+        "logit_scale": 1 / fields.number("logits_scaling", 1.0),
+    }

@@ -23,7 +23,7 @@ from models.config.attention import LayerAttention
 from models.config.gguf import GGUFConfig, gguf_fields
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope
-from models.config.state import LayerState, StateArray
+from models.config.state import LayerState
 from models.forward_batch import ForwardBatch
 from models.layers.attention import LayerPages, StepInputs, attention_spec, num_kv_heads, query_temperature
 from models.layers.classify import LabelScores
@@ -45,7 +45,8 @@ from sharding.stages import Stage
 class DecoderLayer(Protocol):
     """One layer of a family: an nnx.Module.
 
-    A layer that keeps states gets its arrays [R, ...] in the place of the pool, and StateRows in that of pages.
+    A layer that keeps states gets its arrays [R, ...] in the place of the pool, and StateRows in that of pages; one
+    that attends as well gets a pair of each.
     """
 
     def __call__(self, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs) -> tuple[jax.Array, KVPages]:
@@ -150,12 +151,15 @@ class Decoder(nnx.Module):
             graph, state = nnx.split(layer)
             place = own_state.get(self.stage.layers[index])
             with jax.named_scope(f"layer_{index}"):
-                if place is None:
-                    own = of_layer(pool, num_paged)
-                    x, own, load = _run_layer(graph, state, x, own, pages[index], steps[attention])
-                    pool, num_paged = replace(pool, data=own.data), num_paged + 1
-                else:
-                    x, kept[place], load = _run_layer(graph, state, x, kept[place], batch.state_rows, steps[attention])
+                given = [(of_layer(pool, num_paged), pages[index])] if attention.attends else []
+                given += [] if place is None else [(kept[place], batch.state_rows)]
+                parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True))
+                x, own, load = _run_layer(graph, state, x, *parts, steps[attention])
+                left = [own] if len(given) == 1 else list(own)
+                if attention.attends:
+                    pool, num_paged = replace(pool, data=left.pop(0).data), num_paged + 1
+                if place is not None:
+                    kept[place] = left.pop(0)
             x = _with_part(x, batch, self.stage.layers[index] + 1)
             loads += jax.tree.leaves(load)
             passed.append(x)
@@ -197,7 +201,7 @@ class Decoder(nnx.Module):
             dtype=kv_dtype,
             values_in_keys=attention.values_in_keys,
         )
-        attending = [layer for layer, each in enumerate(self.config.attention) if each.state is None]
+        attending = [layer for layer, each in enumerate(self.config.attention) if each.attends]
         groups = group_layers([self.config.attention[layer].reach for layer in attending], hybrid=hybrid)
         here = self.stage.layers
         paged = [
@@ -210,14 +214,7 @@ class Decoder(nnx.Module):
     def _state_group(self, state: LayerState) -> State:
         """The layers here that keep such a state."""
         arrays = tuple(
-            StateArray(
-                tuple(
-                    size if axis is None else size // self.mesh.num_shards(axis)
-                    for size, axis in zip(array.shape, array.axes, strict=True)
-                ),
-                array.dtype or self.build.dtype,
-                array.axes,
-            )
+            array._replace(shape=array.of_device(self.mesh.num_shards), dtype=array.dtype or self.build.dtype)
             for array in state.arrays
         )
         return State(tuple(each for each in self._state_layers if self.config.attention[each].state == state), arrays)
@@ -260,7 +257,7 @@ class Decoder(nnx.Module):
         if batch.media is not None and self.config.tower is not None and self.config.tower.attends_both_ways:
             with jax.named_scope("picture_limits"):
                 limits = picture_limits(batch.media.index, batch.positions)
-        specs = {attention: attention_spec(attention, self.mesh) for attention in attentions if attention.state is None}
+        specs = {attention: attention_spec(attention, self.mesh) for attention in attentions if attention.attends}
         for spec in dict.fromkeys(specs.values()):
             with jax.named_scope("attention_schedule"):
                 schedules[spec] = attention_schedule(

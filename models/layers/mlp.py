@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,16 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
 def relu_squared(x: jax.Array) -> jax.Array:
     """max(x, 0) ** 2 (So et al. 2021, arXiv:2109.08668), `relu2` in configurations."""
     return jnp.square(jax.nn.relu(x))
+
+
+@dataclass(frozen=True)
+class ScaledSilu:
+    """silu(multiplier * x). Equal for equal numbers, so that layers share a trace."""
+
+    multiplier: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.silu(self.multiplier * x)
 
 
 class MLP(nnx.Module):

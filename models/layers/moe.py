@@ -7,9 +7,10 @@ told, how they route is in ExpertsConfig.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,7 @@ class ExpertNames(NamedTuple):
 
 
 MLP_NAMES = ExpertNames()
+NO_MODULES: Mapping[str, Any] = MappingProxyType({})
 
 
 class ExpertLoad(nnx.Variable):
@@ -74,6 +76,7 @@ class MixtureOfExperts(nnx.Module):
 
     activation: of gate and up, both and the result f32[M, F].
     router_dtype: of the router's weights and product, by default the model's.
+    shared: the checkpoint modules of the shared MLP (GatedMLP's `gate_up` and `down`), by default those of `names`.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class MixtureOfExperts(nnx.Module):
         names: ExpertNames = MLP_NAMES,
         activation: Callable[[jax.Array, jax.Array], jax.Array] = swiglu,
         router_dtype: Any = None,
+        shared: Mapping[str, Any] = NO_MODULES,
     ):
         if config.experts is None:
             raise ModelConfigError(f"experts must be set for {config.architecture}, got None")
@@ -115,9 +119,9 @@ class MixtureOfExperts(nnx.Module):
         self.down_bias = bias(down, (over, "embed"), count) if experts.bias else None
         correction = f"{source}.{names.correction_bias}"
         self.correction_bias = self.make_correction_bias(correction, count) if experts.correction_bias else None
-        shared, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
+        beside, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
-        self.shared = GatedMLP(size, ffn, source=shared, build=replace(build, lora=None)) if ffn else None
+        self.shared = GatedMLP(size, ffn, source=beside, build=replace(build, lora=None), **shared) if ffn else None
         self.shared_gate = plain.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:

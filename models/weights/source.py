@@ -29,6 +29,7 @@ class CheckpointNames(NamedTuple):
 
     Attributes:
       prefixes: beginnings of names, and what the model says instead; the first that fits counts.
+      suffixes: ends of names, likewise.
       unused: beginnings of the names of other parts, which are not read.
       tower: beginnings, as the model says them, of the names of what sees: not read where the model is not to see.
       constants: ends of the names of tensors that hold one number, which the model has in its code, and this number.
@@ -38,6 +39,7 @@ class CheckpointNames(NamedTuple):
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
+    suffixes: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
     tower: tuple[str, ...] = ()
     constants: Mapping[str, float] = _NONE
@@ -47,7 +49,8 @@ class CheckpointNames(NamedTuple):
 
     def renamed(self, stored: str) -> str:
         """What the model calls a tensor, or a module, of the checkpoint."""
-        return renamed(stored, self.prefixes)
+        name = renamed(stored, self.prefixes)
+        return next((name.removesuffix(old) + new for old, new in self.suffixes if name.endswith(old)), name)
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:

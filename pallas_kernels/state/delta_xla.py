@@ -1,8 +1,6 @@
 """gated_delta_rule as XLA does it: single tokens by the recurrence, several of a sequence in chunks.
 
-Of single tokens a few sequences are worked on at a time, and of longer runs one chunk after the other, so that the cost
-follows the real lengths and a step works on few states beside those that are kept. Within a chunk the rule is a
-triangular system (section 3.2 of Yang et al. 2024, arXiv:2406.06484).
+Within a chunk the rule is a triangular system (section 3.2 of Yang et al. 2024, arXiv:2406.06484).
 """
 
 from __future__ import annotations
@@ -13,16 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.state.rows import StateRows, read_rows, write_rows
-from pallas_kernels.zeros import zeros_in_layer
+from pallas_kernels.state.recurrence_xla import recurrence
+from pallas_kernels.state.rows import StateRows
 
-SEQS = 16  # sequences of single tokens that are worked on together
-CHUNK = 64  # tokens of one sequence that are worked on together
-BLOCK = 16  # of them, those whose triangular system is solved token by token
+BLOCK = 16  # tokens of a chunk whose triangular system is solved token by token
 
 
 class _Tokens(NamedTuple):
-    """What the rule gets of tokens, each [n, N, ...] in float32."""
+    """What the rule gets of tokens, each [n, N, ...], or [n, K, ...] of q and k."""
 
     q: jax.Array
     k: jax.Array
@@ -41,87 +37,29 @@ def gated_delta_rule(
     rows: StateRows,
 ) -> tuple[jax.Array, jax.Array]:
     """See pallas_kernels.state.delta."""
-    num_tokens, num_seqs, tokens = v.shape[0], rows.reads.shape[0], _Tokens(q, k, v, decay, beta)
-    o = zeros_in_layer(beta, (num_tokens + CHUNK, *v.shape[1:]))
-    all_single = num_tokens == num_seqs
-    # Accelerators would multiply float32 in fewer bits.
-    with jax.default_matmul_precision("float32"):
-        o, state = _single_tokens(tokens, o, state, rows, rows.num_seqs if all_single else rows.num_decode)
-        if not all_single:
-            o, state = _chunks(tokens, o, state, rows)
-    return o[:num_tokens], state
+    return recurrence(_Tokens(q, k, v, decay, beta), v.shape[1:], state, rows, single=_single, chunk=_chunk)
 
 
-def _heads(part: jax.Array, num_heads: int) -> jax.Array:
-    """Of q and k for each head of v, in float32."""
-    return jnp.repeat(part.astype(jnp.float32), num_heads // part.shape[1], axis=1)
+def _heads(part: jax.Array, like: jax.Array, axis: int) -> jax.Array:
+    """Of q or k, for each head of v."""
+    return jnp.repeat(part, like.shape[axis] // part.shape[axis], axis=axis)
 
 
-def _single_tokens(
-    tokens: _Tokens, o: jax.Array, state: jax.Array, rows: StateRows, end: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The sequences [0, end), each of at most one new token."""
-    num_tokens, num_heads = tokens.beta.shape
-    block = max(2, min(SEQS, rows.reads.shape[0]))  # see _chunks: never a single row
-
-    def work(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        first, o, state = carry
-        seq = first + jnp.arange(block, dtype=jnp.int32)
-        live = seq < end
-        seq = jnp.minimum(seq, rows.reads.shape[0] - 1)
-        token = rows.cu_q_lens[seq]
-        live = live & (rows.cu_q_lens[seq + 1] > token)
-        q, k, v, decay, beta = (part[jnp.minimum(token, num_tokens - 1)] for part in tokens)
-        q, k, v = _heads(q, num_heads), _heads(k, num_heads), v.astype(jnp.float32)
-        m = read_rows(state, jnp.where(live, rows.reads[seq], -1)) * jnp.exp(decay)[:, :, None, None]
-        change = beta[:, :, None] * (v - jnp.sum(m * k[:, :, :, None], axis=2))
-        m = m + k[:, :, :, None] * change[:, :, None, :]
-        o = o.at[jnp.where(live, token, o.shape[0])].set(jnp.sum(m * q[:, :, :, None], axis=2), mode="drop")
-        return first + block, o, write_rows(state, rows.writes[seq], m, live)
-
-    _, o, state = lax.while_loop(lambda carry: carry[0] < end, work, (jnp.int32(0), o, state))
-    return o, state
-
-
-def _chunks(tokens: _Tokens, o: jax.Array, state: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    """The sequences from num_decode on, a chunk at a time: those of a sequence one after the other, from its first."""
-    num_tokens, num_heads = tokens.beta.shape
-    seq = jnp.arange(rows.reads.shape[0], dtype=jnp.int32)
-    mine = (seq >= rows.num_decode) & (seq < rows.num_seqs)
-    counts = jnp.where(mine, jnp.diff(rows.cu_q_lens), 0)
-    ends = jnp.cumsum(-(-counts // CHUNK))  # chunks of the sequences up to each
-
-    def work(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        index, o, state = carry
-        seq = jnp.sum(ends <= index, dtype=jnp.int32)
-        place = (index - jnp.where(seq > 0, ends[seq - 1], 0)) * CHUNK  # of its first token in the sequence
-        left = counts[seq] - place
-        first = rows.cu_q_lens[seq] + place
-        token = jnp.minimum(first + jnp.arange(CHUNK, dtype=jnp.int32), num_tokens - 1)
-        valid = jnp.arange(CHUNK) < left
-
-        def taken(part: jax.Array) -> jax.Array:
-            """[N, CHUNK, ...], zeros behind the sequence's last token: these change nothing."""
-            part = part[token]
-            part = _heads(part, num_heads) if part.ndim == 3 else part
-            return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (part.ndim - 1)), part, 0.0), 0, 1)
-
-        source = jnp.where(place == 0, rows.reads[seq], rows.writes[seq])[None]
-        out, m = _chunk(_Tokens(*map(taken, tokens)), read_rows(state, source)[0])
-        # What this writes behind the sequence are zeros, and the next sequence's chunks come later.
-        o = lax.dynamic_update_slice_in_dim(o, jnp.moveaxis(out, 0, 1), first, axis=0)
-        saves = jnp.where((left <= CHUNK) & (counts[seq] > 1), rows.saves[seq], state.shape[0])
-        # Two rows at once: XLA fuses a write of one row with what is read of others, and copies all states for it.
-        return index + 1, o, write_rows(state, jnp.stack([rows.writes[seq], saves]), jnp.stack([m, m]))
-
-    _, o, state = lax.while_loop(lambda carry: carry[0] < ends[-1], work, (jnp.int32(0), o, state))
-    return o, state
+def _single(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One token of each of some sequences."""
+    q, k, v, decay, beta = tokens
+    q, k = _heads(q, v, 1), _heads(k, v, 1)
+    m = m * jnp.exp(decay)[:, :, None, None]
+    change = beta[:, :, None] * (v - jnp.sum(m * k[:, :, :, None], axis=2))
+    m = m + k[:, :, :, None] * change[:, :, None, :]
+    return jnp.sum(m * q[:, :, :, None], axis=2), m
 
 
 def _chunk(tokens: _Tokens, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One chunk: what the rule gets [N, C, ...] and the state before, f32[N, H, Hv]; what comes out, f32[N, C, Hv], and
+    """One chunk: what the rule gets [n, C, ...] and the state before, f32[N, H, Hv]; what comes out, f32[N, C, Hv], and
     the state behind."""
     q, k, v, decay, beta = tokens
+    q, k = _heads(q, v, 0), _heads(k, v, 0)
     until = jnp.cumsum(decay, axis=1)  # [N, C]
     size = until.shape[1]
     causal = jnp.tril(jnp.ones((size, size), bool))

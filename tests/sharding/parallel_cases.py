@@ -92,6 +92,13 @@ CASES |= {
         "convolutions",
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
     ),
+    "mamba2 tp2": ("mamba2", {"tensor_parallel_size": 2}),
+    "mamba2 tp4, replicated": ("mamba2", {"tensor_parallel_size": 4, "replicate_kv_heads": True}),
+    "mamba2 pp2": ("mamba2", {"pipeline_parallel_size": 2}),
+    "mamba2 tp2 dp2 ep": (
+        "mamba2",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
     "glm4 tp4": ("glm4", {"tensor_parallel_size": 4}),
     "glm4 tp2 pp2": ("glm4", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "glm4 tp4 dp2 ep": (

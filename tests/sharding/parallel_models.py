@@ -112,6 +112,19 @@ CONVOLUTIONS = MOE | {
     "num_dense_layers": 2,
     "conv_L_cache": 3,
 }
+# Mamba-2 with two groups of heads in one layer, attention in the other, and experts beside an MLP in both.
+MAMBA2 = MOE | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "num_attention_heads": 8,
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "shared_intermediate_size": 48,
+}
 # Eight bits, also of experts; and groups of 32 inputs, of which two devices share some. (Where activations are rounded
 # too, sums in another order may fall to the other side of a tie: tests/sharding/test_rounded_inputs.py.)
 INT8 = MOE | {
@@ -142,6 +155,7 @@ MODELS = {
     "olmo2": OLMO2,
     "states": STATES,
     "convolutions": CONVOLUTIONS,
+    "mamba2": MAMBA2,
     "int8": INT8,
     "awq": AWQ,
 }

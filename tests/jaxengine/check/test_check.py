@@ -389,6 +389,7 @@ def test_states_are_read_and_written_once():
         ("mistral-7b-v0.1", 7.242),
         ("gpt-oss-120b", 116.83),
         ("qwen3-next-80b-a3b", 79.67),
+        ("granite-4.0-h-tiny", 6.939),
         ("deepseek-v3", 671.03),
         ("kimi-k2", 1026.4),
     ],

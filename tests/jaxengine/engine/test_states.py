@@ -14,6 +14,7 @@ from models.registry import read_folder
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 
 MODELS = TINY_CHECKPOINT.parent
+MORE = "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1"
 OTHER = pytest.mark.thorough("another kind of state")
 
 
@@ -51,9 +52,7 @@ def workload():
     return prompts, params
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3_next", pytest.param("lfm2", marks=OTHER), pytest.param("lfm2_moe", marks=OTHER)]
-)
+@pytest.fixture(scope="module", params=["qwen3_next", *(pytest.param(name, marks=OTHER) for name in MORE)])
 def folder(request):
     return MODELS / request.param
 

@@ -131,7 +131,7 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
         shared = {"model": str(model), "compile_cache_dir": cache}
         # Room for one request of any length, in every cache group, and little more.
         groups = len({layer.window for layer in read_folder(model).attending})
-        if len(read_folder(model).attending) < len(read_folder(model).attention):
+        if read_folder(model).keeps_states:
             shared["num_state_snapshots"] = 24
         pages = (length // PAGE_SIZE + 4) * groups
         first = LLM(**options(length, pages), **shared)

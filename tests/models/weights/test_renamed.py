@@ -28,6 +28,14 @@ def test_names_and_parts(prefix):
     np.testing.assert_array_equal(source.read("lm_head.weight", slice(0, 1), slice(0, 2)), [[0, 0]])
 
 
+def test_ends_of_names():
+    stored = {"model.moe.input.weight": np.ones((2, 3)), "moe.input.weight.scale": np.ones(2)}
+    names = CheckpointNames(prefixes=(("model.", "m."),), suffixes=(("input.weight", "experts.gate_up_proj"),))
+    source = RenamedSource(ArraySource(stored), names)
+    assert list(source.names()) == ["m.moe.experts.gate_up_proj", "moe.input.weight.scale"]
+    assert source.stored_name("m.moe.experts.gate_up_proj") == "model.moe.input.weight"
+
+
 def test_an_axis_of_one_is_left_out():
     stored = {"conv1d.weight": np.arange(12.0).reshape(4, 1, 3), "conv2d.weight": np.ones((4, 1, 3))}
     source = RenamedSource(ArraySource(stored), CheckpointNames(squeezed=("conv1d.weight",)))

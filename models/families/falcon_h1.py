@@ -1,0 +1,115 @@
+"""Falcon-H1 (Zuo et al. 2025, arXiv:2507.22448): attention and Mamba-2 side by side in every layer, and multipliers of
+what goes into the parts of a layer and comes out of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from models.build import Build
+from models.cache import StateRows
+from models.config.fields import ConfigFields
+from models.config.hf import hf_fields, read_head_dim
+from models.config.model_config import ModelConfig, Multipliers
+from models.config.state import StateSpace, read_state_space
+from models.families.llama import LAYER, LlamaForCausalLM
+from models.layers.attention import LayerPages, StepInputs
+from models.layers.mamba2 import Kept, Mamba2
+from models.layers.mlp import GatedMLP, ScaledSilu
+from models.layers.norm import RMSNorm
+from models.layers.scale import scaled
+from models.weights.source import CheckpointNames
+from pallas_kernels.kv.pages import KVPages
+
+NUM_PROJECTED = 5  # parts of what Mamba-2 projects
+
+
+class ParallelLayer(nnx.Module):
+    """x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x)), with multipliers before and behind every part."""
+
+    def __init__(self, config: ModelConfig, attention: nnx.Module, mamba: nnx.Module, mlp: nnx.Module, build: Build):
+        assert config.multipliers is not None
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(size, eps, source=f"{LAYER}.input_layernorm", build=build)
+        self.attention, self.mamba = attention, mamba
+        self.mlp_norm = RMSNorm(size, eps, source=f"{LAYER}.pre_ff_layernorm", build=build)
+        self.mlp = mlp
+        self.multipliers = config.multipliers
+
+    def __call__(
+        self, x: jax.Array, kv: tuple[KVPages, Kept], pages: tuple[LayerPages, StateRows], step: StepInputs
+    ) -> tuple[jax.Array, tuple[KVPages, Kept]]:
+        by, (pool, kept), (own_pages, rows) = self.multipliers, kv, pages
+        normed = self.input_norm(x)
+        with jax.named_scope("attention"):
+            attended, pool = self.attention(scaled(normed, by.attention_in), pool, own_pages, step)
+        with jax.named_scope("mamba"):
+            mixed, kept = self.mamba(scaled(normed, by.state_in), kept, rows, step)
+        x = x + (scaled(mixed, by.state_out) + scaled(attended, by.attention_out))
+        with jax.named_scope("mlp"):
+            return x + scaled(self.mlp(self.mlp_norm(x), step.rows), by.mlp_out), (pool, kept)
+
+
+class FalconH1ForCausalLM(LlamaForCausalLM):
+    """Llama of ParallelLayers."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(squeezed=(".conv1d.weight",))
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        bias, scale = fields.boolean("attention_bias", False), read_head_dim(fields) ** -0.5
+        # Keys are multiplied before they are rotated, which their products with queries may be as well.
+        scale *= fields.number("key_multiplier", 1.0)
+        shared = hf_fields(fields, bias=bias, output_bias=bias, scale=scale)
+        inner_size = fields.integer("mamba_d_ssm", None) or fields.integer("mamba_expand", 2) * shared["hidden_size"]
+        norm = "before" if fields.boolean("mamba_norm_before_gate", True) else "after"
+        norm = norm if fields.boolean("mamba_rms_norm", False) else None
+        state = replace(
+            read_state_space(fields, inner_size, norm=norm),
+            output_bias=fields.boolean("projectors_bias", False),
+            multipliers=_numbers(fields, "ssm_multipliers", NUM_PROJECTED),
+        )
+        mlp_gate, mlp_out = _numbers(fields, "mlp_multipliers", 2)
+        multipliers = Multipliers(
+            attention_in=fields.number("attention_in_multiplier", 1.0),
+            attention_out=fields.number("attention_out_multiplier", 1.0),
+            state_in=fields.number("ssm_in_multiplier", 1.0),
+            state_out=fields.number("ssm_out_multiplier", 1.0),
+            mlp_gate=mlp_gate,
+            mlp_out=mlp_out,
+        )
+        return shared | {
+            "attention": tuple(replace(each, state=state, beside_state=True) for each in shared["attention"]),
+            "mlp_bias": fields.boolean("mlp_bias", False),
+            "embedding_multiplier": fields.number("embedding_multiplier", 1.0),
+            "logit_scale": fields.number("lm_head_multiplier", 1.0),
+            "multipliers": multipliers,
+        }
+
+    def make_layer(self, layer: int, build: Build) -> nnx.Module:
+        config, state = self.config, self.config.attention[layer].state
+        assert isinstance(state, StateSpace)
+        mamba = Mamba2(state, config.hidden_size, eps=config.rms_norm_eps, source=f"{LAYER}.mamba", build=build)
+        return ParallelLayer(config, self.make_attention(layer, build), mamba, self.make_mlp(layer, build), build)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        config = self.config
+        assert config.multipliers is not None
+        activation, source = ScaledSilu(config.multipliers.mlp_gate), f"{LAYER}.feed_forward"
+        sizes = config.hidden_size, config.intermediate_size
+        return GatedMLP(*sizes, source=source, bias=config.mlp_bias, activation=activation, build=build)
+
+    def make_norm(self, build: Build) -> nnx.Module:
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, source="model.final_layernorm", build=build)
+
+
+def _numbers(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
+    """So many numbers above zero, ones where the file does not say."""
+    given = fields.value(name, [1.0] * count)
+    if not isinstance(given, list) or len(given) != count:
+        raise fields.fail(name, f"a list of {count} numbers")
+    return tuple(ConfigFields({name: each}).number(name) for each in given)

@@ -1,0 +1,95 @@
+"""Granite 4 (IBM 2025): Granite's multipliers, Mamba-2 in most layers and attention without rope in the others, and in
+some checkpoints experts beside the MLP of every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.config.fields import ConfigFields
+from models.config.hf import FULL, hf_fields, read_head_dim, read_rope
+from models.config.state import StateSpace, read_state_space
+from models.families.granite import GraniteForCausalLM, granite_multipliers
+from models.families.llama import LAYER
+from models.layers.mamba2 import Mamba2
+from models.layers.mlp import GatedMLP
+from models.layers.moe import ExpertNames, MixtureOfExperts
+from models.weights.declare import Source, parts_of
+from models.weights.source import CheckpointNames, StackedExperts
+
+# What transformers 4 and 5 call the kinds of layers.
+MAMBA = {"mamba": True, "linear_attention": True, "attention": False, FULL: False}
+SHARED, EXPERTS = f"{LAYER}.shared_mlp", f"{LAYER}.block_sparse_moe"
+
+
+class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
+    """Granite with Mamba-2 in the place of attention in most layers, and experts."""
+
+    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(
+        suffixes=(
+            (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+            (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+        ),
+        squeezed=(".conv1d.weight",),
+        stacked_experts=StackedExperts(out_first=True),
+    )
+
+    @classmethod
+    def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
+        bias, num_experts = fields.boolean("attention_bias", False), fields.integer("num_local_experts", 0, minimum=0)
+        scale, shared_size = fields.number("attention_multiplier", 1.0), fields.integer("shared_intermediate_size")
+        position = fields.text("position_embedding_type", "nope")
+        if position not in ("nope", "rope"):
+            raise fields.fail("position_embedding_type", "rope, nope or absent")
+        rope = read_rope(fields, read_head_dim(fields)) if position == "rope" else None
+        kinds = _layer_kinds(fields)
+        shared = hf_fields(fields, ropes=[rope] * len(kinds), bias=bias, output_bias=bias, scale=scale)
+        state = None
+        if any(kinds):
+            state = read_state_space(fields, fields.integer("mamba_expand", 2) * shared["hidden_size"], norm="after")
+            state = replace(state, output_bias=state.bias)
+        layers = zip(shared["attention"], kinds, strict=True)
+        attention = (replace(each, rope=None, state=state) if is_mamba else each for each, is_mamba in layers)
+        experts = {} if num_experts == 0 else {"experts": _experts(fields, num_experts, shared_size)}
+        sizes = {"attention": tuple(attention), "intermediate_size": shared_size}
+        return shared | sizes | granite_multipliers(fields) | experts
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, state = self.config, self.config.attention[layer].state
+        if not isinstance(state, StateSpace):
+            return super().make_attention(layer, build)
+        return Mamba2(state, config.hidden_size, eps=config.rms_norm_eps, source=f"{LAYER}.mamba", build=build)
+
+    def make_mlp(self, layer: int, build: Build) -> nnx.Module:
+        size, ffn, experts = self.config.hidden_size, self.config.intermediate_size, self.config.experts
+        gate_up, down = parts_of(f"{SHARED}.input_linear", ffn, ffn), Source(f"{SHARED}.output_linear", size)
+        if experts is None:
+            return GatedMLP(size, ffn, source=SHARED, gate_up=gate_up, down=down, build=build)
+        names = ExpertNames(router="router.layer")
+        beside = {"gate_up": gate_up, "down": down}
+        return MixtureOfExperts(self.config, source=EXPERTS, names=names, shared=beside, build=build)
+
+
+def _experts(fields: ConfigFields, num_experts: int, shared_size: int) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        shared_intermediate_size=shared_size,
+    )
+
+
+def _layer_kinds(fields: ConfigFields) -> list[bool]:
+    """Of each layer, whether it is Mamba-2."""
+    num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
+    if kinds is None:
+        return [True] * num_layers
+    known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in MAMBA for kind in kinds)
+    if not known or len(kinds) != num_layers:
+        raise fields.fail("layer_types", f"a list of {num_layers} of {', '.join(MAMBA)}")
+    return [MAMBA[kind] for kind in kinds]

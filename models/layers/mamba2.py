@@ -1,0 +1,126 @@
+"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) in the place of attention, or beside it.
+
+Inputs, and what goes into states and reads them, pass a short convolution; a matrix for each head then fades by a
+token's time step and takes up its input. So a sequence leaves a state of a fixed size, however long it is. How the
+recurrence is computed is pallas_kernels' affair.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.build import Build
+from models.cache import StateRows
+from models.config.state import StateSpace
+from models.layers.attention import StepInputs
+from models.layers.linear import Linear
+from models.layers.scale import scaled
+from models.weights.declare import ParamDecl, Source, declare, parts_of
+from pallas_kernels.state.conv import causal_conv
+from pallas_kernels.state.space import state_space
+from sharding.collectives import num_shards, shard_index, sum_parts
+
+Kept = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class GroupsRMSNorm(nnx.Module):
+    """x / rms(x) * weight over each group of heads, in float32. Devices that share a group add up its squares."""
+
+    def __init__(self, state: StateSpace, eps: float, *, source: str, build: Build):
+        rows = Source(source, state.inner_size, group=state.head_dim).tensor("weight")
+        self.weight = declare((state.inner_size,), build.dtype, ParamDecl(("heads",), (rows,)))
+        self.eps, self.num_groups, self.width = eps, state.num_groups, state.inner_size // state.num_groups
+
+    def __call__(self, y: jax.Array) -> jax.Array:
+        """f32[T, inner size of this device] -> the same"""
+        sharing = num_shards("heads") // self.num_groups
+        grouped = y.reshape(y.shape[0], max(1, self.num_groups // num_shards("heads")), -1)
+        squares = jnp.sum(grouped * grouped, axis=-1)
+        if sharing > 1:
+            own = shard_index("heads") // sharing
+            squares = sum_parts(jax.nn.one_hot(own, self.num_groups) * squares, "heads")
+            squares = jax.lax.dynamic_slice_in_dim(squares, own, 1, axis=1)
+        normed = grouped * jax.lax.rsqrt(squares[..., None] / self.width + self.eps)
+        return normed.reshape(y.shape) * self.weight[...].astype(jnp.float32)
+
+
+class Mamba2(nnx.Module):
+    """x -> out(norm(o * silu(z))) or as the state space has it, where o is what was read and D times what went in.
+
+    Heads are split over devices. Where there are fewer groups than devices, each has a copy of its heads' group.
+    """
+
+    def __init__(self, state: StateSpace, hidden_size: int, *, eps: float, source: str, build: Build):
+        devices, inner, group = build.mesh.num_shards("heads"), state.inner_size, state.group_size
+        copies = max(1, devices // state.num_groups)
+        self.state = state
+        self.num_heads, self.num_groups = state.num_heads // devices, max(1, state.num_groups // devices)
+
+        def in_groups(parts: tuple[Source, ...]) -> tuple[Source, ...]:
+            return tuple(part._replace(group=state.state_size, repeat=copies) for part in parts)
+
+        z, x, b, c, dt = parts_of(f"{source}.in_proj", inner, inner, group, group, state.num_heads)
+        z, x = z._replace(group=state.head_dim), x._replace(group=state.head_dim)
+        inputs = z, x, *in_groups((b, c)), dt
+        self.ends = tuple(np.cumsum([part.num_contributed // devices for part in inputs[:-1]]).tolist())
+        self.inputs = Linear(hidden_size, inputs, axes=("embed", "heads"), bias=state.bias, build=build)
+        convolved = parts_of(f"{source}.conv1d", inner, group, group)
+        convolved = (convolved[0]._replace(group=state.head_dim),), in_groups(convolved[1:])
+
+        def of_convolution(kind: str, parts: tuple[Source, ...], more: tuple[int, ...]) -> nnx.Param:
+            tensors = tuple(part.tensor(kind) for part in parts)
+            channels = sum(part.num_contributed for part in parts)
+            axes = "heads", *(None for _ in more)
+            return declare((channels, *more), build.dtype, ParamDecl(axes, tensors, init_std=0.3))
+
+        self.taps = nnx.List([of_convolution("weight", parts, (state.conv_kernel,)) for parts in convolved])
+        biases = [of_convolution("bias", parts, ()) for parts in convolved] if state.conv_bias else []
+        self.conv_biases = nnx.List(biases)
+
+        def of_heads(name: str, init_std: float | None = None) -> nnx.Param:
+            heads = (Source(f"{source}.{name}", state.num_heads),)
+            return declare((state.num_heads,), jnp.float32, ParamDecl(("heads",), heads, init_std=init_std))
+
+        self.log_a, self.dt_bias, self.skip = of_heads("A_log", 0.5), of_heads("dt_bias", 0.5), of_heads("D")
+        norm = None if state.norm is None else GroupsRMSNorm(state, eps, source=f"{source}.norm", build=build)
+        self.norm = norm
+        out = (Source(f"{source}.out_proj", hidden_size),)
+        self.out = Linear(inner, out, axes=("heads", "embed"), bias=state.output_bias, build=build)
+
+    def __call__(self, x: jax.Array, kept: Kept, rows: StateRows, step: StepInputs) -> tuple[jax.Array, Kept]:
+        """x[T, D] -> [T, D], and the windows and matrices of StateArrays behind this step's tokens."""
+        state, num_tokens, matrices = self.state, x.shape[0], kept[2]
+        with jax.named_scope("inputs"):
+            parts = jnp.split(self.inputs(x, step.rows), self.ends, axis=1)
+            z, mixed, b, c, dt = map(scaled, parts, state.multipliers)
+            shared = jnp.concatenate([b, c], axis=1)
+        with jax.named_scope("causal_conv"):
+            mixed, windows = self._convolved(0, mixed, kept[0], rows)
+            shared, shared_windows = self._convolved(1, shared, kept[1], rows)
+            mixed = mixed.reshape(num_tokens, self.num_heads, state.head_dim)
+            b, c = jnp.moveaxis(shared.reshape(num_tokens, 2, self.num_groups, state.state_size), 1, 0)
+        with jax.named_scope("time_steps"):
+            dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
+            dt = jnp.clip(dt, *state.dt_limits)
+            decay = -jnp.exp(self.log_a[...]) * dt
+        with jax.named_scope("state_space"):
+            o, matrices = state_space(mixed, b, c, decay, dt, matrices, rows)
+            o = (o + self.skip[...][:, None] * mixed).reshape(num_tokens, -1)
+        with jax.named_scope("gate"):
+            o = self._gated(o, jax.nn.silu(z.astype(jnp.float32)))
+        with jax.named_scope("out_proj"):
+            return self.out(o.astype(x.dtype), step.rows), (windows, shared_windows, matrices)
+
+    def _convolved(self, index: int, x: jax.Array, windows: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+        y, windows = causal_conv(x, self.taps[index][...], windows, rows)
+        if self.state.conv_bias:
+            y = y + self.conv_biases[index][...].astype(jnp.float32)
+        return jax.nn.silu(y), windows
+
+    def _gated(self, o: jax.Array, gate: jax.Array) -> jax.Array:
+        if self.norm is None:
+            return o * gate
+        return self.norm(o) * gate if self.state.norm == "before" else self.norm(o * gate)

@@ -1,0 +1,109 @@
+"""Recurrences over ragged batches as XLA does them: single tokens each by itself, several of a sequence in chunks.
+
+Of single tokens a few sequences are worked on at a time, and of longer runs one chunk after the other, so that the cost
+follows the real lengths and a step works on few states beside those that are kept. What is computed is the rule's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.state.rows import StateRows, read_rows, write_rows
+from pallas_kernels.zeros import zeros_in_layer
+
+SEQS = 16  # sequences of single tokens that are worked on together
+CHUNK = 64  # tokens of one sequence that are worked on together
+
+# What a rule gets of tokens: a tuple of its own of arrays [T, n, ...], each with some number of heads n.
+Tokens = Any
+# A rule: what it gets and the states before, f32, to what comes out and the states behind.
+Rule = Callable[[Tokens, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def recurrence(
+    tokens: Tokens, shape: tuple[int, ...], state: jax.Array, rows: StateRows, *, single: Rule, chunk: Rule
+) -> tuple[jax.Array, jax.Array]:
+    """What a recurrence makes of tokens, f32[T, *shape], and the states.
+
+    Zeros in the place of a chunk's last tokens must leave the state as it is.
+
+    Args:
+      shape: heads, and what comes out of each.
+      single: tokens [S, n, ...] of S sequences and their states [S, ...] to f32[S, *shape] and the states.
+      chunk: tokens [n, CHUNK, ...] of one sequence and its state [...] to f32[heads, CHUNK, ...] and the state.
+    """
+    num_tokens, num_seqs = tokens[0].shape[0], rows.reads.shape[0]
+    o = zeros_in_layer(tokens[-1], (num_tokens + CHUNK, *shape))
+    all_single = num_tokens == num_seqs
+    # Accelerators would multiply float32 in fewer bits.
+    with jax.default_matmul_precision("float32"):
+        o, state = _single_tokens(tokens, o, state, rows, rows.num_seqs if all_single else rows.num_decode, single)
+        if not all_single:
+            o, state = _chunks(tokens, o, state, rows, chunk)
+    return o[:num_tokens], state
+
+
+def _single_tokens(
+    tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, end: jax.Array, rule: Rule
+) -> tuple[jax.Array, jax.Array]:
+    """The sequences [0, end), each of at most one new token."""
+    num_tokens = tokens[0].shape[0]
+    block = max(2, min(SEQS, rows.reads.shape[0]))  # see _chunks: never a single row
+
+    def work(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        first, o, state = carry
+        seq = first + jnp.arange(block, dtype=jnp.int32)
+        live = seq < end
+        seq = jnp.minimum(seq, rows.reads.shape[0] - 1)
+        token = rows.cu_q_lens[seq]
+        live = live & (rows.cu_q_lens[seq + 1] > token)
+        own = _map(lambda part: part[jnp.minimum(token, num_tokens - 1)].astype(jnp.float32), tokens)
+        out, m = rule(own, read_rows(state, jnp.where(live, rows.reads[seq], -1)))
+        o = o.at[jnp.where(live, token, o.shape[0])].set(out, mode="drop")
+        return first + block, o, write_rows(state, rows.writes[seq], m, live)
+
+    _, o, state = lax.while_loop(lambda carry: carry[0] < end, work, (jnp.int32(0), o, state))
+    return o, state
+
+
+def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rule: Rule) -> tuple[jax.Array, jax.Array]:
+    """The sequences from num_decode on, a chunk at a time: those of a sequence one after the other, from its first."""
+    num_tokens = tokens[0].shape[0]
+    seq = jnp.arange(rows.reads.shape[0], dtype=jnp.int32)
+    mine = (seq >= rows.num_decode) & (seq < rows.num_seqs)
+    counts = jnp.where(mine, jnp.diff(rows.cu_q_lens), 0)
+    ends = jnp.cumsum(-(-counts // CHUNK))  # chunks of the sequences up to each
+
+    def work(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        index, o, state = carry
+        seq = jnp.sum(ends <= index, dtype=jnp.int32)
+        place = (index - jnp.where(seq > 0, ends[seq - 1], 0)) * CHUNK  # of its first token in the sequence
+        left = counts[seq] - place
+        first = rows.cu_q_lens[seq] + place
+        token = jnp.minimum(first + jnp.arange(CHUNK, dtype=jnp.int32), num_tokens - 1)
+        valid = jnp.arange(CHUNK) < left
+
+        def taken(part: jax.Array) -> jax.Array:
+            """f32[n, CHUNK, ...], zeros behind the sequence's last token."""
+            part = part[token].astype(jnp.float32)
+            return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (part.ndim - 1)), part, 0.0), 0, 1)
+
+        source = jnp.where(place == 0, rows.reads[seq], rows.writes[seq])[None]
+        out, m = rule(_map(taken, tokens), read_rows(state, source)[0])
+        # What this writes behind the sequence are zeros, and the next sequence's chunks come later.
+        o = lax.dynamic_update_slice_in_dim(o, jnp.moveaxis(out, 0, 1), first, axis=0)
+        saves = jnp.where((left <= CHUNK) & (counts[seq] > 1), rows.saves[seq], state.shape[0])
+        # Two rows at once: XLA fuses a write of one row with what is read of others, and copies all states for it.
+        return index + 1, o, write_rows(state, jnp.stack([rows.writes[seq], saves]), jnp.stack([m, m]))
+
+    _, o, state = lax.while_loop(lambda carry: carry[0] < ends[-1], work, (jnp.int32(0), o, state))
+    return o, state
+
+
+def _map(function: Callable[[jax.Array], jax.Array], tokens: Tokens) -> Tokens:
+    return jax.tree.map(function, tokens)
