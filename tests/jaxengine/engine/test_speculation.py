@@ -15,6 +15,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import SpeculativeConfig
 from jaxengine.drafts.ngram import Ngram
+from jaxengine.engine import engine as engine_module
 from tests.fixtures.drawn_weights import checkpoint
 from tests.sharding.parallel_cases import OPTIONS, write_tokenizer
 from tests.sharding.parallel_models import DENSE
@@ -177,8 +178,9 @@ def forced_workload(vocab_size: int):
     return prompts, params
 
 
-def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough):
+def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough, monkeypatch):
     """The same tokens in fewer steps: alone, in a crowd, preempted, cut within a run, beside requests with guesses."""
+    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
     plain, drafting = engines
     prompts, params = forced_workload(257)
     expected = plain.generate(prompts, params, use_tqdm=False)
