@@ -31,7 +31,7 @@ class DecodeDrafts:
         # As `look_ahead` gives them, the tokens of these by row, and all that the host has, by row.
         self._runs = np.empty(0, np.int32)
         self._forced: dict[int, Sequence[int]] = {}
-        self._known: dict[int, Sequence[int]] = {}
+        self._known: dict[int, Sequence[int] | np.ndarray] = {}
 
     @property
     def is_forced(self) -> np.ndarray:
