@@ -35,7 +35,8 @@ class ScheduledBatch:
       num_rows: n.
       num_tokens: sum of num_scheduled.
       num_decode: leading rows whose first token is the one sampled last; others of theirs are drafts.
-      decode_token_ids: i32[n], their tokens; None where the device is to take those it knows.
+      decode_token_ids: the decodes' tokens, i32, -1 where the device is to take the one it knows or a draft of its own;
+        None where all are such.
       token_ids: for each row after the decodes, its i32 token ids.
       next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
       deltas: page-table entries the device does not have yet.
@@ -44,6 +45,7 @@ class ScheduledBatch:
       embeds: i32[num_tokens], the row of the encoders' pool that stands for each token, -1 for none; None where no row
         has any, or needs places.
       places: i32[3, num_tokens], rope_positions of those that the device does not know, else -1; None as `embeds`.
+      is_forced: bool[n] of a step with drafts, rows that have none, or none but tokens that must be right; else empty.
       features: union of the features of the rows; of those that score prompts, only where this step has tokens of one
         whose successors are known.
     """
@@ -65,6 +67,7 @@ class ScheduledBatch:
     encodes: list[Encode] = field(default_factory=list)
     embeds: np.ndarray | None = None
     places: np.ndarray | None = None
+    is_forced: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
 
 
 @dataclass(slots=True)

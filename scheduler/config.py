@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler.request import Request
+
 # Who is next: the first to come, the lowest priority, or the client that was served least.
 POLICIES = ("fcfs", "priority", "fair")
 
 # (known tokens i32[n], most) -> i32[m], drafts of what comes next.
 Draft = Callable[[np.ndarray, int], np.ndarray]
+# (request, tokens of its output, most) -> the tokens, at most so many, that must stand behind these.
+Forced = Callable[[Request, int, int], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class SchedulerConfig:
       widths: tokens that a decode may have in a step without prefill, beside 1 (scheduler.buckets): drafts behind its
         last token, of which some may turn out to be right.
       draft: makes drafts where the host does; None where the device does.
+      forced: tells what must come next of requests with MASK, where that is known; None where none has any drafts.
       num_adapters: adapters (LoRA) that may run at once; 0 where requests have none.
       num_encoder_rows: embeddings of pictures that a rank keeps (scheduler.encoder_rows), 0 for a model that sees none;
         max_encoder_patches: patches of pictures that a rank encodes in one step at most; whole_pictures: no picture is
@@ -52,6 +57,7 @@ class SchedulerConfig:
     num_snapshots: int = 0
     widths: tuple[int, ...] = ()
     draft: Draft | None = None
+    forced: Forced | None = None
     num_adapters: int = 0
     num_encoder_rows: int = 0
     max_encoder_patches: int = 0

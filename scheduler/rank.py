@@ -14,6 +14,7 @@ import numpy as np
 
 from scheduler.batch import PageDeltas, ScheduledBatch, StepResult
 from scheduler.config import SchedulerConfig
+from scheduler.decode_drafts import DecodeDrafts
 from scheduler.encoder_rows import EncoderRows
 from scheduler.end import End
 from scheduler.pages.groups import PageTables
@@ -21,7 +22,7 @@ from scheduler.pages.snapshots import Hits
 from scheduler.request import Request, RequestStatus
 from scheduler.results import Results
 from scheduler.slots import Slots
-from scheduler.token_params import ADAPTER, LAST_TOKEN, MASK, PROMPT_LOGPROBS
+from scheduler.token_params import ADAPTER, PROMPT_LOGPROBS
 
 
 class Offer(NamedTuple):
@@ -69,8 +70,7 @@ class Rank:
             column.flags.writeable = False
         # The step being put together.
         self._decodes = np.empty(0, np.int64)
-        self._widths: np.ndarray | None = None  # tokens of each decode, i32[n]; None: one
-        self._drafts: list[np.ndarray] = []  # where the host makes them
+        self._drafts = DecodeDrafts(config, self.slots)
         self._prefills: list[tuple[int, int]] = []
         self._admitted: list[Request] = []
         # Free pages that the running requests still need for tokens that are known already.
@@ -99,7 +99,8 @@ class Rank:
         self.encoder_rows.begin_step()
         if self._snapshots is not None:
             self._snapshots.begin_step()
-        self._admitted, self.preempted, self._widths = [], [], None
+        self._admitted, self.preempted = [], []
+        self._drafts.begin()
         # What their last chunks have left behind; decodes give back as they grow.
         for slot, _ in self._prefills:
             self.pages.give_back(slot, int(self.slots.num_computed[slot]))
@@ -162,36 +163,27 @@ class Rank:
         """Decodes of the step being put together, None where it has other rows."""
         return None if self._prefills else len(self._decodes)
 
+    def look_ahead(self, most: int) -> np.ndarray:
+        """How many drafts each decode has that must be right, i32[n], at most so many; -1 where they are guesses."""
+        return self._drafts.look_ahead(self._decodes, most)
+
     def widen(self, width: int) -> int:
         """Gives decodes, the step's only rows, up to `width` tokens: the last one and drafts. The most that one has.
 
-        0 where pages do not suffice: nobody is preempted for a draft. A request whose next choice the host must prepare
-        has one token. `num_computed` and `num_tokens` count drafts as right until the step's tokens come.
+        0 where pages do not suffice: nobody is preempted for a draft. `look_ahead` was asked before. `num_computed` and
+        `num_tokens` count drafts as right until the step's tokens come.
         """
-        s, slots, pages = self.slots, self._decodes, self.pages
-        widths = np.minimum(s.limit[slots] - s.num_tokens[slots], width)
-        # min_tokens forbids stop tokens up to a place that must be known.
-        widths[(s.features[slots] & (MASK | LAST_TOKEN) > 0) | (s.num_tokens[slots] < s.min_stop[slots])] = 1
-        if self.config.draft is not None:
-            most = zip(slots.tolist(), (widths - 1).tolist(), strict=True)
-            self._drafts = [self.config.draft(self._known(slot), count) for slot, count in most]
-            widths = np.array([1 + len(drafts) for drafts in self._drafts], np.int32)
-        ends = s.num_computed[slots] + widths
+        slots, pages = self._decodes, self.pages
+        widths = self._drafts.widen(slots, width)
+        ends = self.slots.num_computed[slots] + widths
         if pages.num_missing_of(slots, ends) > self.pool.num_free:
             return 0
         pages.grow_to(slots, ends)
-        self._widths = widths
         return int(widths.max(initial=0))
 
     def narrow(self) -> None:
         """Takes back what `widen` gave, but for the pages."""
-        self._widths = None
-
-    def _known(self, slot: int) -> np.ndarray:
-        """Prompt and known output of a slot, i32[n]."""
-        request = self.slots.requests[slot]
-        assert request is not None
-        return np.concatenate([request.prompt_token_ids, self.slots.output(slot)])
+        self._drafts.begin()
 
     def commit(self) -> ScheduledBatch:
         """Counts the step as done and describes it."""
@@ -203,8 +195,9 @@ class Rank:
             slots, counts, start, sample = np.concatenate([decodes, tail[:, 0]]), *map(np.copy, (counts, start, sample))
             counts[num_decode:] = tail[:, 1]
         num_tokens = num_decode + sum([count for _, count in prefills])
-        if self._widths is not None:
-            counts, num_tokens = self._widths, int(self._widths.sum())
+        widths = self._drafts.widths
+        if widths is not None:
+            counts, num_tokens = widths, int(widths.sum())
         known_ids = None
         if self.config.num_micro_batches > 1:
             known_ids = s.last_token_ids(decodes)
@@ -212,12 +205,6 @@ class Rank:
             if self.config.widths:  # stages do not hear which drafts were right
                 start = start.copy()
                 start[:num_decode] = s.num_computed[decodes]
-                if self._widths is not None:
-                    flat, is_draft = np.empty(num_tokens, np.int32), np.ones(num_tokens, np.bool_)
-                    is_draft[np.cumsum(self._widths, dtype=np.int64) - self._widths] = False
-                    flat[~is_draft] = known_ids
-                    flat[is_draft] = np.concatenate([known_ids[:0], *self._drafts])
-                    known_ids = flat
         token_ids, next_tokens, scores = [], [], False
         chunks = [(s.requests[slot].media, int(s.num_computed[slot]), count) for slot, count in prefills]
         embeds, places = self.encoder_rows.inputs(chunks, num_tokens)
@@ -234,7 +221,7 @@ class Rank:
                 start[row] = computed
             self.encoder_rows.passed(slot, computed + count)
         s.num_computed[slots] += counts
-        s.num_tokens[slots] += sample if self._widths is None else counts
+        s.num_tokens[slots] += sample if widths is None else counts
         features = int(np.bitwise_or.reduce(s.features[slots], initial=0))
         return ScheduledBatch(
             slots=slots,
@@ -245,7 +232,7 @@ class Rank:
             num_rows=num_rows,
             num_tokens=num_tokens,
             num_decode=num_decode,
-            decode_token_ids=known_ids,
+            decode_token_ids=self._drafts.token_ids(known_ids),
             token_ids=token_ids,
             next_tokens=next_tokens,
             deltas=PageDeltas.concatenate(self.pages.take_deltas()),
@@ -254,6 +241,7 @@ class Rank:
             encodes=self.encoder_rows.encodes,
             embeds=embeds,
             places=places,
+            is_forced=self._drafts.is_forced,
         )
 
     def update(
@@ -276,7 +264,7 @@ class Rank:
             # A token's KV exists once its step has been dispatched; the last sampled token may never be fed.
             written = int(min(s.num_computed[slot], s.num_known[slot]))
             if not self.pages.is_registered(slot, written):
-                tokens = self._known(slot)[:written]
+                tokens = s.known_token_ids(slot)[:written]
                 request.extend_page_hashes(tokens, self.config.page_size)
                 self._register_pages(slot, written)
         s.release(slot)

@@ -230,7 +230,8 @@ class Scheduler:
         rows = [count for count in counts if count is not None]
         if len(rows) < len(counts) or not max(rows):
             return 1
-        width = self.draft_width.choose(max(rows))
+        runs = [rank.look_ahead(self.config.widths[-1] - 1) for rank in self.ranks]
+        width = self.draft_width.choose(max(rows), np.concatenate(runs))
         most = [rank.widen(width) if width > 1 else 1 for rank in self.ranks]
         if width == 1 or max(most) <= 1 or any(count and not given for count, given in zip(rows, most, strict=True)):
             for rank in self.ranks:

@@ -123,6 +123,10 @@ class Slots:
         """Known output tokens of a slot, i32[n], a view."""
         return self._output[slot, : self.num_known[slot] - self.num_prompt[slot]]
 
+    def known_token_ids(self, slot: int) -> np.ndarray:
+        """Prompt and known output of a slot, i32[n]."""
+        return np.concatenate([self.requests[slot].prompt_token_ids, self.output(slot)])
+
     def last_token_ids(self, slots: np.ndarray) -> np.ndarray:
         """The output token known last of each of `slots`, which have one, i32[n]."""
         return self._output[slots, self.num_known[slots] - self.num_prompt[slots] - 1]

@@ -68,6 +68,11 @@ class TokenParams:
     grammar: Grammar | None = None
     reads_prompt: bool = False
 
+    @property
+    def has_long_bad_words(self) -> bool:
+        """Whether some bad word has several tokens, so that the ones before decide whether the next is one's last."""
+        return any(len(word) > 1 for word in self.bad_words)
+
     @cached_property
     def features(self) -> int:
         """Which optional parts of a step a request with these parameters needs."""
@@ -81,6 +86,6 @@ class TokenParams:
             (MASK, self.grammar is not None),
             (LOGPROBS, self.logprobs is not None),
             (PROMPT_LOGPROBS, self.prompt_logprobs is not None),
-            (LAST_TOKEN, self.grammar is not None or any(len(word) > 1 for word in self.bad_words)),
+            (LAST_TOKEN, self.grammar is not None or self.has_long_bad_words),
         )
         return sum(feature for feature, needed in wanted if needed)

@@ -192,7 +192,7 @@ def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any
 def _with_drafts(scheduler: Any, width: int) -> Any:
     """The scheduler, all of whose decodes are to have this width: what pays is not what is measured."""
     if width > 1:
-        scheduler.draft_width.choose = lambda num_rows: width
+        scheduler.draft_width.choose = lambda num_rows, runs: width
     return scheduler
 
 

@@ -56,6 +56,8 @@ class Engine:
         if config.widths and config.num_micro_batches > 1:
             assert runner.config.speculative_config is not None
             config = replace(config, draft=proposer_of(runner.config.speculative_config).propose_one)
+        if config.widths and masks is not None:
+            config = replace(config, forced=masks.forced)
         self.scheduler = Scheduler(config)
         self.stats = StepStats()
         self.request_stats = RequestStats(runner.config.max_model_len)
@@ -278,7 +280,10 @@ class Engine:
                 np.concatenate([each[: batch.num_rows] for each, batch in zip(told, step.batches, strict=True)])
                 for told in verified
             )
-            accepted = counts - 1
+            # What must be right says nothing of what may be.
+            guessed = ~np.concatenate([batch.is_forced[: batch.num_rows] for batch in step.batches])
+            self.stats.drafts.num_forced += int(drafts[~guessed].sum())
+            drafts, accepted = drafts[guessed], counts[guessed] - 1
             self.stats.drafts.count(drafts, accepted)
             done.record.num_drafts, done.record.num_accepted = int(drafts.sum()), int(accepted.sum())
         self.scheduler.draft_width.observe(step.width, max(batch.num_rows for batch in step.batches), accepted, seconds)
@@ -301,7 +306,7 @@ class Engine:
     def _advance(self, masks: RequestMasks, request: Request, token_id: int) -> None:
         if request.status is not RequestStatus.FINISHED:
             masks.advance(request, token_id)
-        elif token_id < 0 and not self._rows.allows_any(request, masks.row(request)):
+        elif token_id < 0 and not self._rows.allows_any(request, masks.row(request, len(request.output_token_ids) - 1)):
             request.stop_reason = "no token is allowed by structured_outputs and the other parameters together"
 
     def _count(self, step: ScheduledStep, bucket: Bucket) -> None:

@@ -54,6 +54,7 @@ HELP = {
     "vllm:spec_decode_num_draft_tokens": "Drafts that were verified.",
     "vllm:spec_decode_num_accepted_tokens": "Drafts that were accepted.",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that were accepted, by their place.",
+    "jaxengine:forced_tokens": "Tokens that came beside others of a step because a grammar allowed nothing else.",
     "vllm:mm_cache_queries": "Pictures and videos looked up as made ready for the model.",
     "vllm:mm_cache_hits": "Pictures and videos found made ready for the model.",
     "jaxengine:mm_ipc_bytes": "Bytes of pixels that came from API processes, by way.",
@@ -225,6 +226,7 @@ class Metrics:
             drafts = counts.drafts
             yield Counter("vllm:spec_decode_num_drafts", drafts.num_drafts)
             yield Counter("vllm:spec_decode_num_draft_tokens", drafts.num_tokens)
+            yield Counter("jaxengine:forced_tokens", drafts.num_forced)
             yield Counter("vllm:spec_decode_num_accepted_tokens", int(drafts.accepted.sum()))
             for place, count in enumerate(drafts.accepted[: speculation.num_speculative_tokens].tolist()):
                 yield Counter("vllm:spec_decode_num_accepted_tokens_per_pos", count, {"position": str(place)})

@@ -55,7 +55,8 @@ class SlotRows:
                     self._begin(request)
         self._runner.set_params(params)
         if self._masks is not None:
-            masks += [(self._slot(request), self._masks.row(request)) for request in self._sampling(step, MASK)]
+            for request in self._sampling(step, MASK):
+                masks.append((self._slot(request), self._masks.row(request, self._num_output(request))))
         self._runner.set_masks(masks)
         for request in self._sampling(step, BIAS):
             before = self._biases[self._slot(request)]
@@ -64,10 +65,10 @@ class SlotRows:
                 self._set_bias(request, before.bias, forbidden)
 
     def is_behind(self, step: ScheduledStep) -> bool:
-        """Whether a choice of this step depends on a token that is still being computed."""
+        """Whether a choice of this step depends on a token that is still being computed, and may be several."""
         for request in self._sampling(step, LAST_TOKEN):
             slots = self._scheduler.ranks[request.rank].slots
-            if slots.num_known[request.slot] < slots.num_tokens[request.slot] - 1:
+            if slots.num_known[request.slot] < slots.num_tokens[request.slot] - 1 and not self._has_mask(request):
                 return True
         return False
 
@@ -75,7 +76,7 @@ class SlotRows:
         """The requests whose choice in this step depends on a mask that has not come."""
         if self._masks is None:
             return []
-        return [request for request in self._sampling(step, MASK) if not self._masks.has(request)]
+        return [request for request in self._sampling(step, MASK) if not self._has_mask(request)]
 
     def allows_any(self, request: Request, mask: np.ndarray | None) -> bool:
         """Whether mask and bias of the token that a request sampled last left anything to sample."""
@@ -84,6 +85,17 @@ class SlotRows:
                 allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._runner.vocab_size]
                 return bool(np.isfinite(bias.row(forbidden)[allowed > 0]).any())
         return True
+
+    def _has_mask(self, request: Request) -> bool:
+        """Whether a request has a mask, and the one is there of what the step being dispatched chooses last for it."""
+        if self._masks is None or request.params.grammar is None:
+            return False
+        return self._masks.has(request, self._num_output(request))
+
+    def _num_output(self, request: Request) -> int:
+        """Tokens of output before the last one that the step being dispatched samples for a request."""
+        slots = self._scheduler.ranks[request.rank].slots
+        return int(slots.num_tokens[request.slot] - slots.num_prompt[request.slot]) - 1
 
     def _slot(self, request: Request) -> int:
         return request.rank * self._scheduler.config.max_num_seqs + request.slot

@@ -105,11 +105,13 @@ class DraftStats:
     Attributes:
       num_drafts: times that a request had any, num_tokens of them together.
       accepted: i64[MAX_DRAFTS], of these how many were right, by their place.
+      num_forced: tokens that were no drafts: grammars allowed nothing else in their places.
     """
 
     num_drafts: int = 0
     num_tokens: int = 0
     accepted: np.ndarray = field(default_factory=lambda: np.zeros(MAX_DRAFTS, np.int64))
+    num_forced: int = 0
 
     def count(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
         """Of each row of a step, the drafts that it had and how many were right, i64[n]."""

@@ -30,12 +30,14 @@ MASK_SECONDS = 1.0
 class NextMask(NamedTuple):
     """i32[num_words], a bit for each token that may follow; None when the text can only end.
 
-    seconds: what it took; None for one that came with a compilation.
+    seconds: what it took; None for one that came with a compilation. forced: tokens that must follow first, each the
+    only one allowed in its place; words are of what stands behind them.
     """
 
     key: int
     words: np.ndarray | None
     seconds: float | None
+    forced: tuple[int, ...] = ()
 
 
 class GrammarFailure(NamedTuple):
@@ -225,7 +227,8 @@ class GrammarWorker:
         elif sequence.awaited:
             sequence.awaited = False
             words = np.frombuffer(message.words, "<i4") if message.words else None
-            self._taken.append(NextMask(message.key, words, None if message.opened else message.seconds))
+            seconds = None if message.opened else message.seconds
+            self._taken.append(NextMask(message.key, words, seconds, tuple(message.forced)))
 
     def _check(self) -> None:
         """Ends a process that takes too long; all it has said has been read."""

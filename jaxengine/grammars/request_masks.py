@@ -3,8 +3,9 @@
 A request waits beside the line until its grammar is compiled; from then on each mask is computed elsewhere while the
 device runs the forward pass whose token it is for. A grammar that is new is tried first; those that take long to
 compile are served by a process of their own, so that no other waits for them. A grammar that waits for the end of its
-output's reasoning is compiled like any other, and its first mask kept until then. Decides what a grammar's end or
-failure means for its request. Knows nothing of devices.
+output's reasoning is compiled like any other, and its first mask kept until then. Where a grammar allows one token
+only, that one and those that must come behind it are known before they are sampled, and so are their masks. Decides
+what a grammar's end or failure means for its request. Knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -37,6 +38,24 @@ class MaskEnd(NamedTuple):
 
 
 @dataclass
+class _Known:
+    """What is known of the tokens that a request has not got yet: first come `forced`, each the only one allowed, of
+    which it has got num_taken meanwhile.
+
+    words: what may stand behind them, i32[num_words], None for every token; is_end: nothing may.
+    """
+
+    forced: tuple[int, ...]
+    words: np.ndarray | None
+    is_end: bool = False
+    num_taken: int = 0
+
+    def tells(self, place: int) -> bool:
+        """Whether it is known what may stand `place` tokens behind those that the request has got."""
+        return self.num_taken + place < len(self.forced) + (not self.is_end)
+
+
+@dataclass
 class MaskEvents:
     """What `RequestMasks.take` learnt: requests that may run, that are over, and that could not begin."""
 
@@ -64,13 +83,14 @@ class RequestMasks:
         self.worker = GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids)
         self._slow = GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids)
         self._trials = GrammarTrials(self.worker.start)
+        self._num_words = num_words
         self.num_masks = 0
         self.seconds = 0.0
         self._keys: dict[Request, int] = {}
         self._requests: dict[int, Request] = {}
         self._workers: dict[Request, GrammarWorker] = {}
         self._num_tokens: dict[Request, int] = {}
-        self._masks: dict[Request, np.ndarray | None] = {}
+        self._known: dict[Request, _Known] = {}
         self._vocabulary = vocabulary
         self._watches: dict[Request, ReasoningWatch] = {}
         # Of the grammars that wait, and those whose time has come since `take`.
@@ -103,35 +123,56 @@ class RequestMasks:
             taken = watch.read(token_id)
             first = self._first_masks[request]
             if taken is None:
-                self._masks[request] = watch.mask(first.words)
+                self._known[request] = _Known((), watch.mask(self._first_words(first)))
                 return
             del self._watches[request], self._first_masks[request]
             if not taken:
                 self._begun.append(first)
-        del self._masks[request]
+        known = self._known[request]
+        if known.num_taken < len(known.forced):
+            known.num_taken += 1
+            if known.tells(0):
+                return
+            taken = ()
+            self._begun.append(NextMask(self._keys[request], None, None))
+        del self._known[request]
         if taken:
-            self._workers[request].advance(self._keys[request], *taken)
+            self._workers[request].advance(self._keys[request], *known.forced, *taken)
 
     def drop(self, request: Request) -> None:
         """Forgets a request, masked or not."""
         key = self._keys.pop(request, None)
         if key is not None:
             del self._requests[key], self._num_tokens[request]
-            for known in (self._masks, self._watches, self._first_masks):
-                known.pop(request, None)
+            for each in (self._known, self._watches, self._first_masks):
+                each.pop(request, None)
             worker = self._workers.pop(request, None)
             if worker is None:
                 self._trials.drop(key)
             else:
                 worker.close(key)
 
-    def row(self, request: Request) -> np.ndarray | None:
-        """i32[num_words]: what the request may take now, where that is known; None for every token."""
-        return self._masks[request]
+    def row(self, request: Request, num_output: int) -> np.ndarray | None:
+        """i32[num_words]: what the request may take behind so many tokens of output, where that is known; None for
+        every token."""
+        known = self._known[request]
+        rest = known.forced[known.num_taken + num_output - self._num_tokens[request] :]
+        return self._only(rest[0]) if rest else known.words
 
-    def has(self, request: Request) -> bool:
-        """Whether `row` can tell."""
-        return request in self._masks
+    def has(self, request: Request, num_output: int) -> bool:
+        """Whether `row` can tell. Tokens of the output may be on their way, if they must be what they will be."""
+        known, place = self._known.get(request), num_output - self._num_tokens[request]
+        # Bad words of several tokens have a say in what may be taken, and that is known token by token.
+        return known is not None and known.tells(place) and not (place and request.params.has_long_bad_words)
+
+    def forced(self, request: Request, num_output: int, most: int) -> tuple[int, ...]:
+        """The tokens, at most so many, that must stand behind num_output of output, as far as it is known what may
+        stand behind each: what a step can be given before they are sampled."""
+        if request.params.has_long_bad_words or not self.has(request, num_output):
+            return ()
+        known = self._known[request]
+        rest = known.forced[known.num_taken + num_output - self._num_tokens[request] :]
+        return rest[: min(most, len(rest) - known.is_end)]
 
     def wait_for(self, requests: Iterable[Request], seconds: float) -> None:
         """Waits until something has become known about each of these; at most `seconds`."""
@@ -165,15 +206,15 @@ class RequestMasks:
             if each.seconds is not None:
                 self.num_masks += 1
                 self.seconds += each.seconds
-            watch = self._watches.get(request)
-            if watch is not None and watch.gives_way(each.words):
+            watch, first = self._watches.get(request), self._first_words(each)
+            if watch is not None and watch.gives_way(first):
                 del self._watches[request]
             elif watch is not None:
-                self._first_masks[request], self._masks[request] = each, watch.mask(each.words)
+                self._first_masks[request], self._known[request] = each, _Known((), watch.mask(first))
                 events.ready.append(request)
                 continue
-            if each.words is not None:
-                self._masks[request] = each.words
+            if first is not None:
+                self._known[request] = _Known(each.forced, each.words, is_end=each.words is None)
                 events.ready.append(request)
             elif self._num_tokens[request] < request.params.min_tokens:
                 reason = (
@@ -184,6 +225,16 @@ class RequestMasks:
             else:
                 events.ended.append(MaskEnd(request, FinishReason.STOP, None))
         return events
+
+    def _first_words(self, mask: NextMask) -> np.ndarray | None:
+        """What may be taken next by a mask, None where the text can only end."""
+        return self._only(mask.forced[0]) if mask.forced else mask.words
+
+    def _only(self, token_id: int) -> np.ndarray:
+        """The mask that allows this token alone."""
+        words = np.zeros(self._num_words, np.int32)
+        words.view(np.uint8)[token_id // 8] = 1 << token_id % 8
+        return words
 
     def _news(self) -> Iterator[NextMask | GrammarFailure]:
         for key, reason, seconds in self._trials.take():

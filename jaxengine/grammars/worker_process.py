@@ -29,6 +29,8 @@ _MAX_MEMORY_BYTES = 8 << 30
 # Compiled grammars that are kept for the next request with the same one.
 _MAX_CACHED = 16
 _MAX_REASON = 500
+# How far a mask looks ahead where only one token may follow, in tokens and in seconds of the thread that looks.
+_MAX_FORCED, _AHEAD_SECONDS = 32, 0.02
 # Of the library's, which no caller can follow, and ours.
 _ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "anyOf, or lenient, is"
 # Priorities of a thread that compiles, and after how many seconds it gets the second one: a hostile grammar must not
@@ -73,7 +75,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class Mask(msgspec.Struct, tag=True, array_like=True):
-    """The tokens allowed after `num_tokens`; none are and words is empty when the grammar can only end there.
+    """The tokens allowed after `num_tokens`, and after `forced` behind these, of which each is the only one allowed in
+    its place; none are and words is empty when the grammar can only end there.
 
     opened: the answer to an Open. seconds: what it took.
     """
@@ -81,6 +84,7 @@ class Mask(msgspec.Struct, tag=True, array_like=True):
     key: int
     opened: bool
     num_tokens: int
+    forced: list[int]
     words: bytes
     seconds: float
 
@@ -153,13 +157,13 @@ class Matchers:
                 if message.key not in self._expected:
                     raise GrammarError("closed")
             matcher = self._compile(message).deep_copy()
-            words = self._next(matcher, message.tokens)
+            forced, words = self._look_ahead(matcher, self._next(matcher, message.tokens))
         except (ValueError, RecursionError) as error:
             return self._fail(message.key, True, error)
         with self._lock:
             if message.key in self._expected:
                 self._matchers[message.key] = matcher, len(message.tokens)
-        return Mask(message.key, True, len(message.tokens), words, time.perf_counter() - start)
+        return Mask(message.key, True, len(message.tokens), forced, words, time.perf_counter() - start)
 
     def advance(self, message: Advance) -> Mask | Failed:
         """Takes tokens and computes the next mask."""
@@ -171,10 +175,10 @@ class Matchers:
                 matcher, num_tokens = self._matchers[message.key]
                 num_tokens += len(message.tokens)
                 self._matchers[message.key] = matcher, num_tokens
-            words = self._next(matcher, message.tokens)
+            forced, words = self._look_ahead(matcher, self._next(matcher, message.tokens))
         except ValueError as error:
             return self._fail(message.key, False, error)
-        return Mask(message.key, False, num_tokens, words, time.perf_counter() - start)
+        return Mask(message.key, False, num_tokens, forced, words, time.perf_counter() - start)
 
     def _fail(self, key: int, opened: bool, error: Exception) -> Failed:
         self.close(key)
@@ -205,6 +209,28 @@ class Matchers:
         if not allowed:
             raise GrammarError("no token of the vocabulary continues the text")
         return allowed.to_bytes(self._num_bytes, "little") if allowed & ~self._ends else b""
+
+    def _look_ahead(self, matcher: llguidance.LLMatcher, words: bytes) -> tuple[list[int], bytes]:
+        """The tokens that must come behind a mask, each the only one that the mask of its place allows, and the mask
+        behind them. The matcher stays where it is: what fails ahead fails when it is there."""
+        forced: list[int] = []
+        if (token := _only(words)) is None:
+            return forced, words
+        matcher, end = matcher.deep_copy(), time.thread_time() + _AHEAD_SECONDS
+        while token is not None and len(forced) < _MAX_FORCED and time.thread_time() < end:
+            try:
+                words = self._next(matcher, [token])
+            except ValueError:
+                break
+            forced.append(token)
+            token = _only(words)
+        return forced, words
+
+
+def _only(words: bytes) -> int | None:
+    """The token that a mask allows if it is one; None for several, and for none."""
+    allowed = int.from_bytes(words, "little")
+    return allowed.bit_length() - 1 if allowed and not allowed & (allowed - 1) else None
 
 
 def _be_nice(thread: int, value: int) -> None:

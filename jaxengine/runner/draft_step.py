@@ -60,6 +60,7 @@ class Rows(NamedTuple):
       last_token: that token.
       page_table: i32[S, W].
       num_rows: i32[], those that are not padding.
+      forced: i32[S, W - 1], drafts that the message has, -1 for those that are to be made.
       flags: what some row of the step needs of the sampler.
     """
 
@@ -69,6 +70,7 @@ class Rows(NamedTuple):
     last_token: jax.Array
     page_table: jax.Array
     num_rows: jax.Array
+    forced: jax.Array
     flags: SamplerFlags
 
 
@@ -120,8 +122,8 @@ def make_draft(spec: DraftSpec) -> Callable:
 def draw_drafts(
     logits: jax.Array, rows: Rows, state: DeviceState, step: Any, drafts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws draft number `step` of each row of logits f32[S, V / n] as the sampler would: (the tokens i32[S], drafts
-    i32[S, k] with them); drafts that are not made yet are -1."""
+    """Draws draft number `step` of each row of logits f32[S, V / n] as the sampler would, but for those that the
+    message has: (the tokens i32[S], drafts i32[S, k] with them); drafts that are not made yet are -1."""
     assert state.tokens is not None and state.sampling is not None
     with jax.named_scope("sample"):
         chosen = sample(
@@ -136,6 +138,8 @@ def draw_drafts(
             assumed=drafts,
         ).token_ids
     chosen = jnp.maximum(chosen, 0)  # a row that is not finite: its request ends anyway
+    forced = lax.dynamic_index_in_dim(rows.forced, step, axis=1, keepdims=False)
+    chosen = jnp.where(forced >= 0, forced, chosen)
     return chosen, lax.dynamic_update_slice(drafts, chosen[:, None], (0, step))
 
 
@@ -150,9 +154,12 @@ def unpack_rows(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
     index = jnp.minimum(slot, num_slots - 1)
     start = jnp.where(start >= 0, start, slots.num_computed[index])
     table = slots.page_table[index + spec.group * num_slots]
+    places = (jnp.cumsum(count) - count)[:, None] + jnp.arange(1, spec.width, dtype=jnp.int32)
+    given = layout.view(buffer, "token_ids")[jnp.minimum(places, layout.num_tokens - 1)]
+    forced = jnp.where(jnp.arange(1, spec.width) < count[:, None], given, -1)
     # What a step tells of logprobs it tells of the tokens that the model itself draws.
     flags = flags_of(header["features"])._replace(any_logprobs=jnp.zeros((), jnp.bool_))
-    return Rows(slot, count, start, tokens.last_token[index], table, header["num_seqs"], flags)
+    return Rows(slot, count, start, tokens.last_token[index], table, header["num_seqs"], forced, flags)
 
 
 def one_token_each(spec: DraftSpec, rows: Rows, step: jax.Array, token: jax.Array, *, back: int = 0) -> ForwardBatch:

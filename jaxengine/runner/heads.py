@@ -24,7 +24,7 @@ from jaxengine.runner.step import SampledRows
 from jaxengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from jaxengine.sampling.sampler import SampleOutput, SamplerFlags, flags_of, sample
 from jaxengine.sampling.state import SamplingState, count_tokens, write_slots, write_tokens
-from jaxengine.sampling.verification import assumed_tokens, verify
+from jaxengine.sampling.verification import assumed_tokens, only_tokens, verify
 from models.config.model_config import ModelConfig
 from scheduler.buckets import Bucket, Buckets
 from scheduler.request import POOLED
@@ -117,12 +117,13 @@ def make_verify(spec: HeadSpec) -> Callable:
         slots: SlotState, tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array
     ):
         drafts, num_drafts = rows.drafts, rows.num_drafts
-        assert drafts is not None and num_drafts is not None
+        assert drafts is not None and num_drafts is not None and rows.is_forced is not None
         width = drafts.shape[1] + 1
         slot = jnp.repeat(rows.slot, width)
         position = (rows.position[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
         flags = flags_of(rows.features[0])
-        own = _chosen(spec, logits, sampling, tokens, slot, position, flags, assumed_tokens(drafts))
+        before = assumed_tokens(drafts), only_tokens(drafts, num_drafts, rows.is_forced)
+        own = _chosen(spec, logits, sampling, tokens, slot, position, flags, *before)
         with jax.named_scope("verify"):
             found = verify(own.token_ids.reshape(-1, width), drafts, num_drafts, rows.is_sampled)
             target = jnp.where(rows.is_sampled, rows.slot, tokens.last_token.shape[0])
@@ -202,6 +203,7 @@ def _chosen(
     position: jax.Array,
     flags: SamplerFlags,
     assumed: jax.Array | None = None,
+    only: jax.Array | None = None,
 ) -> SampleOutput:
     with jax.named_scope("sample"):
         return sample(
@@ -214,6 +216,7 @@ def _chosen(
             max_logprobs=spec.max_logprobs,
             logprobs_mode=spec.logprobs_mode,
             assumed=assumed,
+            only=only,
         )
 
 

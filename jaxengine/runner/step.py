@@ -41,6 +41,7 @@ class SampledRows(NamedTuple):
       features: i32[1], what some row needs, bits of scheduler.token_params.
       drafts: i32[S, W - 1], behind which further tokens are to be chosen, of each row so many as num_drafts, i32[S],
         says; None in steps without. Logits are then of S * W places.
+      is_forced: bool[S], rows each of whose drafts is the only token allowed in its place; None in steps without.
     """
 
     slot: jax.Array
@@ -49,6 +50,7 @@ class SampledRows(NamedTuple):
     features: jax.Array
     drafts: jax.Array | None = None
     num_drafts: jax.Array | None = None
+    is_forced: jax.Array | None = None
 
 
 class Forwarded(NamedTuple):
@@ -70,7 +72,8 @@ class Forwarded(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The message's rows, i32[S] each; padding rows have slot R, no tokens and sample nothing."""
+    """The message's rows, i32[S] each; padding rows have slot R, no tokens and sample nothing. sample: above 1 where
+    the message has a row's drafts, and nothing else may stand in their places."""
 
     slot: jax.Array
     num_scheduled: jax.Array
@@ -117,8 +120,8 @@ def unpack(
     Drafts).
 
     last_token: None where the message has every token. draft: (slots, known tokens of each) -> the tokens that stand
-    behind the last one; None, and so are the Drafts, where the message has them or rows have none. media_rows: the
-    encoder's pool, in a stage that has one.
+    behind the last one, where the message has none; None, and so are the Drafts, where the message has all of them or
+    rows have none. media_rows: the encoder's pool, in a stage that has one.
     """
     header: dict[str, jax.Array] = dict(zip(HEADER, layout.view(buffer, "header"), strict=True))
     state = write_page_deltas(state, layout.view(buffer, "deltas"))
@@ -159,7 +162,7 @@ def unpack(
         drafts = draft(index, start + 1)
         known = jnp.concatenate([last_token[index][:, None], drafts.token_ids], axis=1)
         column = jnp.clip(token - cu_q_lens[row], 0, known.shape[1] - 1)
-        token_ids = jnp.where(valid, known[row, column], 0)
+        token_ids = jnp.where(valid, jnp.where(token_ids >= 0, token_ids, known[row, column]), 0)
     elif last_token is not None:
         token_ids = jnp.where(token_ids >= 0, token_ids, last_token[index][row])
 
@@ -306,9 +309,9 @@ def _rows_with_drafts(
     batch: ForwardBatch, rows: Rows, features: jax.Array, drafts: Drafts | None, width: int
 ) -> SampledRows:
     """What `verify` must know; drafts: None where every token behind a row's first one is one."""
-    num_drafts = jnp.maximum(rows.num_scheduled - 1, 0)
+    num_drafts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample > 1
     if drafts is not None:
-        num_drafts = jnp.minimum(num_drafts, drafts.counts)
+        num_drafts = jnp.where(is_forced, num_drafts, jnp.minimum(num_drafts, drafts.counts))
     return SampledRows(
         slot=rows.slot,
         position=batch.ragged[0].kv_lens - rows.num_scheduled + 1,
@@ -316,6 +319,7 @@ def _rows_with_drafts(
         features=features,
         drafts=batch.token_ids[batch.logits_indices].reshape(-1, width)[:, 1:],
         num_drafts=num_drafts,
+        is_forced=is_forced,
     )
 
 

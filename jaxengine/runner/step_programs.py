@@ -285,6 +285,7 @@ class StepPrograms:
             features=self._shape((ranks,), np.int32, _RANKS),
             drafts=None if width == 1 else self._shape((ranks * num_rows, width - 1), np.int32, _RANKS),
             num_drafts=None if width == 1 else row,
+            is_forced=None if width == 1 else self._shape((ranks * num_rows,), np.bool_, _RANKS),
         )
         if not self._samples:
             pooled = self._shape((ranks * num_rows, self.model.config.hidden_size), np.float32, _RANKS)

@@ -73,6 +73,7 @@ def sample(
     max_logprobs: int,
     logprobs_mode: str,
     assumed: jax.Array | None = None,
+    only: jax.Array | None = None,
 ) -> SampleOutput:
     """Chooses one token per row of logits f32[S, V].
 
@@ -81,7 +82,7 @@ def sample(
     logits, its slot's parameters and its position, never on its neighbours or on S. logprobs_mode is one of vLLM's
     (config.LOGPROBS_MODES): the raw ones report the given logits, the processed ones those that were drawn from,
     temperature and truncation included. assumed i32[S, k]: output tokens of each row that `token_counts` does not have
-    yet, -1 for none.
+    yet, -1 for none. only i32[S]: where it is >= 0 the one token that a row may have, whatever its slot's mask says.
     """
     rows = RowParams(
         *(
@@ -128,6 +129,8 @@ def sample(
         # Not in each branch that wants them: XLA:TPU would bring the table of all slots into VMEM for the branches, and
         # take it out again where their other operands need the room.
         masks = _mask_rows(state, slots, flags.any_mask)
+        if only is not None:
+            masks = jnp.where(only[:, None] >= 0, _only_rows(only - first_id(logits), masks.shape[1]), masks)
         masked = partial(_masked, logits, masks)
         adjusted = lax.cond(
             flags.any_bias | flags.any_penalties,
@@ -150,6 +153,12 @@ def _mask_rows(state: SamplingState, slots: jax.Array, any_mask: jax.Array) -> j
     """u32[S, W]: `token_mask` of each row, every token where no row of the batch has one."""
     masks = state.token_mask.at[slots].get(mode="fill", fill_value=-1)
     return lax.bitcast_convert_type(jnp.where(any_mask, masks, -1), jnp.uint32)
+
+
+def _only_rows(token_ids: jax.Array, num_words: int) -> jax.Array:
+    """u32[S, W]: masks that allow one token each, i32[S]; none where it is another device's."""
+    words = jnp.arange(num_words, dtype=jnp.int32) == (token_ids >> 5)[:, None]
+    return jnp.where(words, jnp.uint32(1) << (token_ids & 31).astype(jnp.uint32)[:, None], jnp.uint32(0))
 
 
 def _masked(logits: jax.Array, masks: jax.Array) -> jax.Array:

@@ -38,6 +38,15 @@ def assumed_tokens(drafts: jax.Array) -> jax.Array:
     return jnp.where(before, drafts[:, None], -1).reshape(num_rows * (count + 1), count)
 
 
+def only_tokens(drafts: jax.Array, num_drafts: jax.Array, is_forced: jax.Array) -> jax.Array:
+    """The token that alone is allowed in each of the W places, i32[S * W], -1 where the mask of the row's slot tells.
+
+    drafts i32[S, W - 1], of which num_drafts i32[S] are real; is_forced bool[S]: nothing else may stand in their place.
+    """
+    is_only = is_forced[:, None] & (jnp.arange(drafts.shape[1]) < num_drafts[:, None])
+    return jnp.pad(jnp.where(is_only, drafts, -1), ((0, 0), (0, 1)), constant_values=-1).reshape(-1)
+
+
 def verify(chosen: jax.Array, drafts: jax.Array, num_drafts: jax.Array, is_sampled: jax.Array) -> Verified:
     """chosen i32[S, W], -1 for none; drafts i32[S, W - 1], of which num_drafts i32[S] are real."""
     width = chosen.shape[1]

@@ -78,7 +78,7 @@ class Loop:
             self.step()
         raise AssertionError("the scheduler makes no progress")
 
-    def choose_width(self, num_rows: int) -> int:
+    def choose_width(self, num_rows: int, runs: np.ndarray) -> int:
         self.num_widths += 1
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         widths = [1, *(width for width in self.config.widths if num_rows <= most_wide(width, seqs, tokens))]

@@ -7,11 +7,12 @@ import pytest
 
 from scheduler.draft_width import RETRY_STEPS, TRIALS, DraftWidth
 from scheduler.request import FinishReason, RequestStatus
-from scheduler.token_params import TokenParams
+from scheduler.token_params import MASK, Grammar, TokenParams
 from tests.scheduler.fake_device import VOCAB_SIZE, expected_output, guess, next_token
 from tests.scheduler.loop import Loop, check_output, make, random_request
 
 WIDTHS = (2, 4, 8)
+GUESSES = np.full(5, -1)
 
 
 def run_all(loop, rng, count, *, aborts=False, **fields):
@@ -75,10 +76,41 @@ def test_stages_get_drafts_from_the_host():
         check_output(request)
 
 
+@pytest.mark.parametrize("changes", [{}, {"num_ranks": 2, "num_micro_batches": 2}], ids=str)
+def test_what_must_come_costs_no_guess(changes):
+    """Beside requests with guesses: those with a grammar have the tokens that the host knows, and no others."""
+    rng, given = np.random.default_rng(8), []
+
+    def forced(request, num_output, most):
+        tokens = expected_output(request.prompt_token_ids, num_output + most)[num_output:]
+        assert 0 <= most < 8 and len(tokens) == most
+        given.append(tokens[: int(rng.integers(0, most + 1))])
+        return given[-1]
+
+    draft = (lambda known, count: np.empty(0, np.int32)) if "num_micro_batches" in changes else None
+    loop = Loop(num_pages=20, widths=WIDTHS, forced=forced, draft=draft, **changes)
+    params = TokenParams(temperature=0, grammar=Grammar(kind="regex", text=".*"))
+    requests = [random_request(rng, index, **({"params": params} if index % 3 else {})) for index in range(24)]
+    for request in requests:
+        loop.scheduler.add_request(request)
+    while loop.scheduler.num_unfinished or loop.in_flight:
+        step = loop.step()
+        for batch in step.batches:
+            counts = batch.num_scheduled
+            assert len(batch.is_forced) == (batch.num_rows if step.width > 1 else 0)
+            for row in np.flatnonzero(batch.is_forced):
+                first = int(counts[:row].sum()) + 1
+                own = batch.decode_token_ids[first : first + counts[row] - 1] if counts[row] > 1 else ()
+                assert batch.features & MASK and (np.array(own) >= 0).all()
+    for request in requests:
+        check_output(request)
+    assert max(map(len, given)) == 7 and loop.scheduler.num_preemptions > 0
+
+
 def test_a_rank_without_decodes_joins_in():
     draft = lambda known, count: np.full(count, next_token(known), np.int32)  # noqa: E731
     loop = Loop(num_ranks=2, num_micro_batches=2, widths=(4,), draft=draft)
-    loop.scheduler.draft_width.choose = lambda num_rows: 4
+    loop.scheduler.draft_width.choose = lambda num_rows, runs: 4
     request = make("a", [1, 2, 3], 12)
     loop.scheduler.add_request(request)
     loop.run()
@@ -100,7 +132,7 @@ def test_a_run_of_accepted_tokens_is_cut_where_the_request_ends():
     tokens = expected_output(prompt, 20)
     for fields, count in (({"stop_token_ids": (tokens[6],)}, tokens.index(tokens[6]) + 1), ({"max_tokens": 7}, 7)):
         loop = Loop(widths=(8,))
-        loop.scheduler.draft_width.choose = lambda num_rows: 8
+        loop.scheduler.draft_width.choose = lambda num_rows, runs: 8
         loop.device.rng = type("Right", (), {"random": lambda self: 0.0})()
         request = make("a", prompt, **{"max_tokens": 20, "per_step": True, **fields})
         loop.scheduler.add_request(request)
@@ -113,7 +145,7 @@ def test_a_run_of_accepted_tokens_is_cut_where_the_request_ends():
 def test_only_accepted_full_pages_are_found():
     """All drafts are wrong: what is found afterwards are the pages of the tokens that came."""
     loop = Loop(widths=(8,))
-    loop.scheduler.draft_width.choose = lambda num_rows: 8
+    loop.scheduler.draft_width.choose = lambda num_rows, runs: 8
     loop.device.rng = type("Wrong", (), {"random": lambda self: 1.0, "integers": lambda self, most: 0})()
     prompt = np.arange(5, dtype=np.int32)
     first = make("a", prompt, 10)
@@ -130,7 +162,7 @@ def test_only_accepted_full_pages_are_found():
 
 def test_min_tokens_and_what_the_host_prepares_go_token_by_token():
     loop = Loop(widths=(4,))
-    loop.scheduler.draft_width.choose = lambda num_rows: 4
+    loop.scheduler.draft_width.choose = lambda num_rows, runs: 4
     loop.scheduler.add_request(make("a", [1, 2], 20, params=TokenParams(temperature=0, min_tokens=6)))
     loop.scheduler.add_request(make("b", [1, 3], 20, params=TokenParams(temperature=0, bad_words=((1, 2),))))
     loop.scheduler.add_request(make("c", [1, 4], 20, params=TokenParams(temperature=0, logit_bias={1: 2.0})))
@@ -148,7 +180,7 @@ def test_width_follows_what_steps_bring_and_cost():
     choice = DraftWidth({2: 64, 4: 64, 8: 2})
     seen = []
     for _ in range(200):
-        width = choice.choose(5)
+        width = choice.choose(5, GUESSES)
         seen.append(width)
         # Four tokens for 1.5 times the time of one: right drafts pay.
         choice.observe(width, 5, np.full(5, width - 1), {1: 1.0, 2: 1.2, 4: 1.5}[width])
@@ -156,17 +188,39 @@ def test_width_follows_what_steps_bring_and_cost():
     assert seen.count(4) > 175
     seen = []
     for _ in range(400):
-        width = choice.choose(5)
+        width = choice.choose(5, GUESSES)
         seen.append(width)
         choice.observe(width, 5, np.zeros(5, np.int64), {1: 1.0, 2: 1.2, 4: 1.5}[width])
     assert seen[100:].count(1) > 270
     # It lost, and is tried again; where drafts are right again it wins again.
     assert any(width > 1 for width in seen[-3 * RETRY_STEPS :])
     for _ in range(10 * RETRY_STEPS):
-        width = choice.choose(5)
+        width = choice.choose(5, GUESSES)
         choice.observe(width, 5, np.full(5, width - 1), {1: 1.0, 2: 1.2, 4: 1.5}[width])
     assert width == 4
-    assert choice.choose(1) == 8 and DraftWidth({}).choose(3) == 1
+    assert choice.choose(1, GUESSES[:1]) == 8 and DraftWidth({}).choose(3, GUESSES[:3]) == 1
+
+
+def test_width_knows_what_must_be_right():
+    """Guesses have been wrong all the time; runs are worth what they are long, and no more."""
+    choice, cost = DraftWidth({2: 64, 4: 64, 8: 64}), {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9}
+    for width in cost:
+        choice.observe(width, 5, np.zeros(200, np.int64), cost[width])
+        choice._num_tried[width, 3] = TRIALS
+
+    def choose(*runs):
+        choice._num_steps = 0  # no trial is due
+        return choice.choose(5, np.array(runs))
+
+    assert [choose(*runs) for runs in ([0] * 5, [-1] * 5, [7] * 5, [3] * 5, [1] * 5)] == [1, 1, 8, 4, 2]
+    assert [choose(*runs) for runs in ([3, 0, 0, 0, 0], [3, 3, -1, -1, -1], [7, 0, 0, 0, 0])] == [4, 4, 8]
+    assert choose(1, 0, 0, 0, -1) == 2 and choose(0, 0, 0, 0, -1) == 1
+    kept = choice.kept.copy()
+    choice.observe(8, 5, np.empty(0, np.int64), 1.9)
+    assert (choice.kept == kept).all()
+    # Where nothing can be gained nothing is tried, also with a number of rows that is new.
+    assert {choice.choose(20, np.zeros(20, np.int32)) for _ in range(3 * RETRY_STEPS)} == {1}
+    assert choice.choose(20, np.full(20, 2)) == 4
 
 
 def test_the_device_tells_right_from_wrong():

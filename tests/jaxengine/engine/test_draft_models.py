@@ -15,7 +15,7 @@ from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import DRAFT_MODEL, SpeculativeConfig
 from models.registry import read_hf
 from tests.fixtures.drawn_weights import checkpoint
-from tests.jaxengine.engine.test_speculation import assert_same, force, make_folder, workload
+from tests.jaxengine.engine.test_speculation import assert_same, force, make_folder, names, workload
 from tests.sharding.parallel_cases import OPTIONS
 from tests.sharding.parallel_models import DENSE
 
@@ -98,6 +98,34 @@ def test_a_model_that_drafts_for_itself_is_always_right(plain, own, thorough):
     assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:prefix_cache_hits"] > 0
     assert max(len(prompt["prompt_token_ids"]) for prompt in prompts) > OPTIONS["max_num_batched_tokens"]
     assert own.core.engine.scheduler.num_free_pages == 40
+
+
+def test_a_draft_model_knows_what_a_grammar_left_no_choice(plain, own):
+    """Requests that go on from such tokens find its keys and values: nothing is drafted in vain."""
+    prompts = [{"prompt_token_ids": [7 * index + at for at in range(4)]} for index in range(3)]
+    grammar = {"json": names(1), "disable_any_whitespace": True}
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=30, structured_outputs=grammar)
+    force(own, 8)
+    own.reset_prefix_cache()
+    forced, hits = own.core.engine.stats.drafts.num_forced, own.core.engine.scheduler.num_prefix_hits
+    outputs = own.generate(prompts, params, use_tqdm=False)
+    assert own.core.engine.stats.drafts.num_forced - forced > 20
+    known = [{"prompt_token_ids": [*each.prompt_token_ids, *each.outputs[0].token_ids]} for each in outputs] * 4
+    params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(12)]
+    expected = plain.generate(known, params, use_tqdm=False)
+    assert accepted_share(own, known, params, expected) >= 0.99
+    assert own.core.engine.scheduler.num_prefix_hits - hits > 60
+
+
+def test_a_stop_string_cuts_what_a_draft_model_drafts(plain, own):
+    prompts, params = [{"prompt_token_ids": [3, 5, 8]}], SamplingParams(temperature=0.7, seed=4, max_tokens=30)
+    (whole,) = plain.generate(prompts, params, use_tqdm=False)
+    params.stop = [whole.outputs[0].text[9:13]]
+    for width in (8, 2):
+        force(own, width)
+        (found,), (expected,) = (llm.generate(prompts, params, use_tqdm=False) for llm in (own, plain))
+        assert_same([found], [expected])
+        assert found.outputs[0].stop_reason == params.stop[0] and 0 < len(found.outputs[0].text) < 10
 
 
 def test_memory_is_planned_for_both(plain, own):

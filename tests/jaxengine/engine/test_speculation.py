@@ -15,6 +15,7 @@ from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import SpeculativeConfig
 from jaxengine.drafts.ngram import Ngram
+from jaxengine.engine import engine as engine_module
 from tests.fixtures.drawn_weights import checkpoint
 from tests.sharding.parallel_cases import OPTIONS, write_tokenizer
 from tests.sharding.parallel_models import DENSE
@@ -50,7 +51,7 @@ def force(llm, width: int | None) -> None:
     choice.__dict__.pop("choose", None)
     if width is not None:
         most = {each: rows for each, rows in choice._most_rows.items() if each <= width}
-        choice.choose = lambda rows: max((each for each in most if rows <= most[each]), default=1)
+        choice.choose = lambda rows, runs: max((each for each in most if rows <= most[each]), default=1)
 
 
 def workload(temperature: float, vocab_size: int = 257, text: bool = True):
@@ -142,6 +143,72 @@ def test_a_stop_string_cuts_a_run_of_accepted_tokens(engines):
     assert output.finish_reason == "stop" and len(output.token_ids) == 12 and output.text == ""
     # 30 and 12 tokens, four and more a step, and the steps for prompts and in flight at the ends.
     assert drafting.core.engine.stats.num_steps - steps < 18
+
+
+def names(count: int) -> dict:
+    """An object whose names and signs are most of it, without white space."""
+    names = [f"property_{index}" for index in range(count)]
+    return {"type": "object", "properties": {name: {"type": "boolean"} for name in names}, "required": names}
+
+
+def forced_workload(vocab_size: int):
+    """Grammars that leave no choice for whole words, under parameters of every kind, and requests without any."""
+    text = "".join(map(chr, [66] * 3))
+    kinds = [
+        {"logprobs": 2},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logprobs": 0},
+        {"temperature": 0},
+        {"max_tokens": 9},  # within a name
+        {"stop": ["erty_1"]},  # likewise
+        {"stop": ['e,"prop'], "include_stop_str_in_output": True},
+        {"min_tokens": 7},
+        {"bad_words": [text]},
+        {"stop_token_ids": [ord("_") - 33]},  # the tokenizer's first bytes begin with "!"
+        {"bad_words": ["y"]},  # which the grammar needs: nothing can come
+        {"structured_outputs": {"choice": ["the only one"]}},  # ends where it must
+        {"structured_outputs": {"regex": "(ab|cd)(000){1,3}"}, "top_p": 0.9},
+        {"structured_outputs": None, "logprobs": 1},
+    ]
+    prompts, params = [], []
+    for index, own in enumerate([*kinds, {}, {}, {}]):
+        json_of = {"json": names(index % 3 + 1), "disable_any_whitespace": True}
+        chosen = {"temperature": (0.7, 1.0)[index % 2], "seed": index, "max_tokens": 60, "structured_outputs": json_of}
+        params.append(SamplingParams(**chosen | own))
+        prompts.append({"prompt_token_ids": [(7 * index + at % 4) % vocab_size for at in range(2 + index)]})
+    return prompts, params
+
+
+def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough, monkeypatch):
+    """The same tokens in fewer steps: alone, in a crowd, preempted, cut within a run, beside requests with guesses."""
+    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
+    plain, drafting = engines
+    prompts, params = forced_workload(257)
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    ends = [(each.outputs[0].finish_reason, each.outputs[0].stop_reason) for each in expected]
+    assert ends[3][0] == "length" and ends[4] == ("stop", "erty_1") and ends[8] == ("stop", ord("_") - 33)
+    assert ends[9][0] == "error" and "no token is allowed by structured_outputs" in ends[9][1]
+    stats = drafting.core.engine.stats
+    for width in (2, 4, 8, None) if thorough else (8, None):
+        force(drafting, width)
+        drafting.reset_prefix_cache()
+        before = stats.drafts.num_forced
+        assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
+        assert stats.drafts.num_forced - before > 100 or width is None
+    force(drafting, 8)
+    for index in range(len(prompts)) if thorough else (0, 4, 10):
+        found, steps = [], []
+        for llm in engines:
+            before = llm.core.engine.stats.num_steps
+            found.append(llm.generate(prompts[index], params[index], use_tqdm=False))
+            steps.append(llm.core.engine.stats.num_steps - before)
+        assert_same(found[1], found[0])
+        assert_same(found[1], expected[index : index + 1])
+        # Four tokens a step at most, and of each run the first one, which is sampled before it is known what it is.
+        assert steps[1] < 0.6 * steps[0] or params[index].max_tokens == 9
+    metrics = {metric.name: metric.value for metric in drafting.get_metrics()}
+    assert metrics["jaxengine:forced_tokens"] == stats.drafts.num_forced
+    assert metrics["jaxengine:compilations_since_ready"] == 0
+    assert drafting.core.engine.scheduler.num_free_pages == 40
 
 
 def test_steps_without_drafts_are_the_same_programs(engines):

@@ -34,7 +34,7 @@ def nothing_is_left(chat_llm):
     yield
     engine = chat_llm.core.engine
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages and not engine.scheduler.num_unfinished
-    assert not engine.masks._keys and not engine.masks._masks and not engine.masks._trials.awaits
+    assert not engine.masks._keys and not engine.masks._known and not engine.masks._trials.awaits
     assert not engine.masks.worker._sequences and not engine.masks._slow._sequences and not engine.masks._workers
     assert engine.runner.compiles.count == 0
 

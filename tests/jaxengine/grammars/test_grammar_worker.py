@@ -100,17 +100,27 @@ def expected_words(matcher):
     return np.pad(words, (0, NUM_WORDS - len(words)))
 
 
+def allowed_by(words):
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
 def take_mask(worker, key, matcher):
-    """Checks the mask that is due, and returns the tokens it allows; none at the end of the text."""
+    """Checks the mask that is due, and returns the tokens it allows; none at the end of the text.
+
+    Where it tells what must come first, each of these must be all that llguidance allows in its place.
+    """
     (mask,) = next_of(worker, key)
     assert isinstance(mask, NextMask), mask
+    matcher = matcher.deep_copy()
+    for token in mask.forced:
+        assert allowed_by(expected_words(matcher)) == [token]
+        matcher.consume_token(token)
     expected = expected_words(matcher)
-    allowed = np.flatnonzero(np.unpackbits(expected.view(np.uint8), bitorder="little")).tolist()
-    if matcher.is_stopped() or allowed == [EOS]:
+    if matcher.is_stopped() or allowed_by(expected) == [EOS]:
         assert mask.words is None
-        return []
+        return list(mask.forced[:1])
     np.testing.assert_array_equal(mask.words, expected)
-    return allowed
+    return list(mask.forced[:1]) or allowed_by(expected)
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -126,6 +136,28 @@ def test_masks_are_those_of_llguidance(worker, keys, name):
             assert matcher.consume_token(token)
             worker.advance(key, token)
         worker.close(key)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "forced", "then"),
+    [
+        (("json", close_objects(json.dumps(NAME)), {"whitespace_flexible": False}), b'{"name":"', b'"name":"'),
+        (("choice", '["the only one"]', {}), b"the only one", b"he only one"),  # and nothing behind it
+        (("regex", "a{100}", {}), b"a" * 32, b"a" * 32),
+        (("regex", "(ab|ac)d", {}), b"a", b""),
+        (("regex", "[xy]z", {}), b"", b"z"),
+    ],
+    ids=["json", "choice", "long", "until a choice", "choice first"],
+)
+def test_what_must_come_is_known_ahead(worker, keys, grammar, forced, then):
+    """As far as no other token may stand there, from wherever it is asked."""
+    key = next(keys)
+    worker.open(key, *grammar)
+    (mask,) = next_of(worker, key)
+    assert bytes(mask.forced) == forced and (mask.words is None) == (grammar[0] == "choice")
+    worker.advance(key, forced[0] if forced else ord("x"))
+    (mask,) = next_of(worker, key)
+    assert bytes(mask.forced) == then and (mask.words is None) == (then in (b"z", b"he only one"))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxengine.requests.sampling_params import SamplingParams
+from jaxengine.sampling import sampler
 from jaxengine.sampling import state as sampling_state
 from jaxengine.sampling.sampler import SamplerFlags
 from tests.jaxengine.sampling.test_sampler import ALL_OFF, ALL_ON, NUM_SLOTS, run, state_of
@@ -47,3 +48,11 @@ def test_a_mask_hides_no_poison(poison):
     words[0, 0] = ~(1 << 5)
     state = sampling_state.set_mask_rows(state_of(300, SamplingParams()), jnp.array([0]), jnp.asarray(words))
     assert run(logits, state, 0, 0).token_ids.tolist() == [-1]
+
+
+def test_the_mask_of_one_token():
+    """As stored masks are read, of each word's first and last bit; none for a token of another device."""
+    token_ids = np.array([0, 31, 32, 299, -1, 5 * 32, -40, 320], np.int32)
+    words = np.asarray(sampler._only_rows(jnp.asarray(token_ids), 10))
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    np.testing.assert_array_equal(allowed, token_ids[:, None] == np.arange(320))

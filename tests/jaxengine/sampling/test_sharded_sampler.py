@@ -186,14 +186,19 @@ def check_sample(layout: MeshLayout, mode: str) -> None:
     rng = np.random.default_rng(1)
     states = [make_state(parameters(rank), rng) for rank in range(layout.num_ranks)]
     counts = [make_counts(rng) for _ in states]
-    sample = partial(sampler.sample, max_logprobs=NUM_TOP, logprobs_mode=mode)
+
+    def sample(logits, state, counts, slots, positions, only, flags):
+        chosen = {"max_logprobs": NUM_TOP, "logprobs_mode": mode, "only": only}
+        return sampler.sample(logits, state, counts, slots, positions, flags, **chosen)
+
     alone = jax.jit(sample)
-    specs = (TABLE, STATE, TABLE, ROWS, ROWS, FLAGS)
+    specs = (TABLE, STATE, TABLE, ROWS, ROWS, ROWS, FLAGS)
     together = on_mesh(layout, sample, specs, sampler.SampleOutput(*[ROWS] * 5))
     state = joined(states, layout)
     wide_counts = np.concatenate([widen(own, layout, 0) for own in counts])
     slots = [rng.permutation(NUM_ROWS).astype(np.int32) for _ in states]
     slots[0][-1] = NUM_ROWS  # a padding row
+    only = [np.where(rng.random(NUM_ROWS) < 0.2, rng.choice(BORDERS, NUM_ROWS), -1).astype(np.int32) for _ in states]
     drawn = []
     for kind, random, (adjusted, masked) in itertools.product(
         KINDS, (True, False), ((True, True), (False, True), (False, False))
@@ -202,8 +207,8 @@ def check_sample(layout: MeshLayout, mode: str) -> None:
         logits = [make_logits(kind, rng) for _ in states]
         positions = [rng.integers(0, 10**6, NUM_ROWS).astype(np.int32) for _ in states]
         wide = np.concatenate([widen(own, layout, -np.inf) for own in logits])
-        got = together(wide, state, wide_counts, np.concatenate(slots), np.concatenate(positions), flags)
-        parts = [alone(*own, flags) for own in zip(logits, states, counts, slots, positions, strict=True)]
+        got = together(wide, state, wide_counts, *map(np.concatenate, (slots, positions, only)), flags)
+        parts = [alone(*own, flags) for own in zip(logits, states, counts, slots, positions, only, strict=True)]
         expected = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
         # Which tokens are the best of a row with NaN is nobody's business.
         defined = ~np.isnan(wide).any(axis=1)
