@@ -27,7 +27,10 @@ from tests.pallas_kernels.implementations import CPU, GPU_XLA, IN_PROCESS, Imple
 
 DTYPES = ["float32", "bfloat16", "float16"]
 QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "int8"]
-PER_TOKEN = ["int8_per_token_head", "fp8_per_token_head"]
+PER_TOKEN = [
+    "int8_per_token_head",
+    pytest.param("fp8_per_token_head", marks=pytest.mark.thorough("as int8_per_token_head")),
+]
 update = jax.jit(kv_cache_update, donate_argnums=0)
 
 
