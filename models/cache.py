@@ -7,7 +7,7 @@ of any group finds page p in row i * pages + p. So memory flows between groups, 
 Layers that keep a state of each sequence have arrays with a row for each slot in place of pages.
 
 A pool of codes has scales of every layer with pages: rows of k_scale and v_scale, f32[layers, K], in the layers' order.
-A layer gets the pool with its own row (`of_layer`).
+A layer gets the pool with its own row (`of_layer`). Scales of single tokens are in the pages.
 
 `layout` is the platform whose kernels read the pool: a name of pallas_kernels.registry, see `platform_of`. Sizes are of
 one device; on a mesh every rank has pages of its own, and its devices hold their heads of them.
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from models.config.state import StateArray
-from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, is_quantized, largest, page_bytes, partition_spec
+from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, has_head_scales, largest, page_bytes, partition_spec
 from pallas_kernels.registry import block_profile, kernel_modules, plain_cards, platform_of
 from pallas_kernels.state.rows import StateRows
 from sharding.layout import RULES
@@ -34,6 +34,7 @@ from sharding.rules import logical_to_spec, whole_shape
 __all__ = [
     "Cache",
     "KVPages",
+    "KVSpec",
     "Paged",
     "State",
     "StateRows",
@@ -180,7 +181,7 @@ def abstract_kv(groups: Sequence[Paged | State], num_pages: int, *, layout: str,
 
 
 def device_kv(shapes: KVPages) -> KVPages:
-    """One device's part of the pool of `abstract_kv`, zeroed; quantised dtypes start with scales of 1."""
+    """One device's part of the pool of `abstract_kv`, zeroed; scales of heads start as 1."""
     return _pool(shapes.spec, shapes.layout, 0 if shapes.k_scale is None else shapes.k_scale.shape[0])
 
 
@@ -192,7 +193,7 @@ def of_layer(kv: KVPages, index: int) -> KVPages:
 
 def _pool(spec: KVSpec, layout: str, num_layers: int) -> KVPages:
     kv = alloc(spec, layout=layout)
-    if not is_quantized(spec):
+    if not has_head_scales(spec):
         return kv
     ones = jnp.ones((num_layers, spec.num_kv_heads), jnp.float32)
     return replace(kv, k_scale=ones, v_scale=None if kv.v_scale is None else ones)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxengine.runner.heads import HEADS, SAMPLE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
+from models.cache import KVSpec
 from models.config.attention import LayerAttention
 from models.config.state import LayerState
 from models.layers.expert_rows import rows_of_block
@@ -56,7 +57,7 @@ def attention_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dty
     keys, pairs = visible_keys(bucket, context, attention.reach)
     both = attention.head_dim + attention.v_head_dim
     queries = bucket.num_tokens * attention.num_heads * both * jnp.dtype(dtype).itemsize
-    cache = keys * attention.num_kv_heads * _cached(attention) * jnp.dtype(kv_dtype).itemsize
+    cache = keys * attention.num_kv_heads * _cached_bytes(attention, kv_dtype)
     return Work(queries + cache, 2 * pairs * attention.num_heads * both)
 
 
@@ -74,13 +75,15 @@ def _state_bytes(state: LayerState, num_seqs: int, dtype: str) -> int:
 
 def update_work(attention: LayerAttention, bucket: Bucket, kv_dtype: str, dtype: str) -> Work:
     """One layer's KV write: new keys and values read and stored."""
-    width = bucket.num_tokens * attention.num_kv_heads * _cached(attention)
-    return Work(width * (jnp.dtype(dtype).itemsize + jnp.dtype(kv_dtype).itemsize), 0)
+    width = attention.head_dim + (0 if attention.values_in_keys else attention.v_head_dim)
+    token = width * jnp.dtype(dtype).itemsize + _cached_bytes(attention, kv_dtype)
+    return Work(bucket.num_tokens * attention.num_kv_heads * token, 0)
 
 
-def _cached(attention: LayerAttention) -> int:
-    """Elements that the cache holds of a token and kv head."""
-    return attention.head_dim + (0 if attention.values_in_keys else attention.v_head_dim)
+def _cached_bytes(attention: LayerAttention, kv_dtype: str) -> int:
+    """That the cache holds of a token and kv head."""
+    spec = KVSpec(1, 1, 1, attention.head_dim, attention.v_head_dim, kv_dtype, attention.values_in_keys)
+    return spec.token_width * jnp.dtype(spec.dtype).itemsize
 
 
 def head_work(model: Any, name: str, size: int) -> Work:

@@ -72,7 +72,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         "int4" rounds the matrices of layers as they are read. "gguf" keeps those of a GGUF file as they are stored;
         else they are dequantised.
       kv_cache_dtype: of the KV pages; "auto" is what the checkpoint says, or else dtype. "fp8" is "fp8_e4m3"; codes of
-        fp8 and int8 have a scale for each layer and kv head.
+        fp8 and int8 have a scale for each layer and kv head. "int8_per_token_head" and "fp8_per_token_head", on CPU and
+        cards without kernels of their own, have one for each token and kv head, which is nothing to measure.
       kv_cache_scales: those of codes: a file of `jaxengine calibrate`, "calibrate" to measure them at start on random
         tokens, "unit" for 1; "auto" takes the checkpoint's, or else measures.
       seed: of everything random that has no seed of its own.
@@ -280,7 +281,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         chosen.update(
             dtype=dtype,
-            kv_cache_dtype=kv_dtype(self.kv_cache_dtype, getattr(model.quantization, "kv_dtype", None) or dtype),
+            kv_cache_dtype=kv_dtype(self.kv_cache_dtype, model.quantization, dtype, platform.name),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=tokens,

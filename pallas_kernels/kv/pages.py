@@ -16,6 +16,10 @@ A layout is named after the platform whose kernels read it.
 Where `KVSpec.values_in_keys`, the first Hv elements of a key are its value, as in the latent of DeepSeek-AI 2024
 (arXiv:2405.04434), and nothing else is stored: a head's tile or part of a row is that of its keys alone.
 
+Where `KVSpec.token_scales`, the codes of a token's key and of its value are each followed by the four bytes of their
+float32 scale: a row of a tile is H + 4 bytes wide. Codes and scales are then written and gathered together, and moved,
+counted and split as codes alone are. Layouts whose kernels read tiles of codes have none (`check_layout`).
+
 On "cpu" element types narrower than 32 bits are stored as unsigned integers of equal width, because XLA:CPU widens the
 operand of a bf16 or fp8 scatter or gather to float32: the whole pool, every call.
 """
@@ -32,9 +36,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 LAYOUTS = ("cpu", "gpu", "gpu_xla", "tpu")
+PER_TOKEN_LAYOUTS = ("cpu", "gpu_xla")  # that hold scales of tokens
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 LANES = 128  # columns of a TPU register
 _UNSIGNED = {1: "uint8", 2: "uint16"}
+_SCALE_BYTES = 4  # of the float32 behind the codes of a token
+
+# vLLM's names for codes of which every token has a scale of its own in each kv head, and the dtype of the codes.
+PER_TOKEN = {"int8_per_token_head": "int8", "fp8_per_token_head": "float8_e4m3fn"}
 
 Axes = str | tuple[str, ...] | None  # of a mesh, over which one dimension is split
 
@@ -44,6 +53,7 @@ class KVSpec:
     """Logical shape of a pool. `num_pages` counts rows of the flat pool: num_layers * pages per layer.
 
     values_in_keys: a key begins with its value, which is not stored a second time.
+    token_scales: codes have a scale for each token and kv head, stored behind them; a dtype of PER_TOKEN says so too.
     """
 
     num_pages: int
@@ -53,8 +63,12 @@ class KVSpec:
     v_head_dim: int
     dtype: str
     values_in_keys: bool = False
+    token_scales: bool = False
 
     def __post_init__(self) -> None:
+        if self.dtype in PER_TOKEN:
+            object.__setattr__(self, "dtype", PER_TOKEN[self.dtype])
+            object.__setattr__(self, "token_scales", True)
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         for name in ("num_pages", "page_size", "num_kv_heads", "head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
@@ -64,15 +78,27 @@ class KVSpec:
                 f"KVSpec.v_head_dim must be at most head_dim ({self.head_dim}) where values lie in keys, "
                 f"got {self.v_head_dim}"
             )
+        if self.token_scales and jnp.dtype(self.dtype).itemsize != 1:
+            raise ValueError(f"KVSpec.token_scales are those of codes of one byte, got {self.dtype}")
         if self.num_pages * self.page_size > np.iinfo(np.int32).max:
             raise ValueError(
                 f"KVSpec: num_pages * page_size = {self.num_pages * self.page_size} slots do not fit int32 slot ids"
             )
 
     @property
+    def key_width(self) -> int:
+        """Elements that one token's key takes of each kv head, those of its scale included."""
+        return self.head_dim + _SCALE_BYTES * self.token_scales
+
+    @property
+    def value_width(self) -> int:
+        """As key_width, of a value that is stored by itself."""
+        return self.v_head_dim + _SCALE_BYTES * self.token_scales
+
+    @property
     def token_width(self) -> int:
         """Elements that one token takes of each kv head."""
-        return self.head_dim if self.values_in_keys else self.head_dim + self.v_head_dim
+        return self.key_width if self.values_in_keys else self.key_width + self.value_width
 
 
 @jax.tree_util.register_dataclass
@@ -80,8 +106,9 @@ class KVSpec:
 class KVPages:
     """A pool of pages; every writer takes `data` as donated and returns the successor.
 
-    A stored code c of kv head k stands for c * k_scale[k] (key) or c * value_scale[k] (value). Inside shard_map `data`
-    holds fewer heads than `spec` says: implementations read the head count from `data`.
+    A stored code c of kv head k stands for c * k_scale[k] (key) or c * value_scale[k] (value), or for c times the scale
+    that lies behind it where `spec.token_scales`; there are no others then. Inside shard_map `data` holds fewer heads
+    than `spec` says: implementations read the head count from `data`.
     """
 
     data: jax.Array
@@ -109,10 +136,13 @@ class KVPages:
         return self.k_scale if self.spec.values_in_keys else self.v_scale
 
 
-def check_layout(layout: str) -> None:
-    """Raises ValueError for a layout nobody implements."""
+def check_layout(layout: str, spec: KVSpec | None = None) -> None:
+    """Raises ValueError for a layout nobody implements, or whose kernels do not read the scales of a pool."""
     if layout not in LAYOUTS:
         raise ValueError(f"KV page layout {layout!r} is not implemented, allowed: {', '.join(LAYOUTS)}")
+    if spec is not None and spec.token_scales and layout not in PER_TOKEN_LAYOUTS:
+        allowed = ", ".join(PER_TOKEN_LAYOUTS)
+        raise ValueError(f"KV page layout {layout!r} has no scales of tokens, allowed: {allowed}")
 
 
 def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
@@ -126,7 +156,7 @@ def storage_dtype(spec: KVSpec, layout: str = "cpu") -> np.dtype:
 
 def pool_shape(spec: KVSpec, layout: str = "cpu") -> tuple[int, ...]:
     """Shape of `KVPages.data`."""
-    check_layout(layout)
+    check_layout(layout, spec)
     if layout == "tpu":
         return (spec.num_pages, spec.page_size, -(-spec.num_kv_heads * spec.token_width // LANES) * LANES)
     return (spec.num_pages, spec.num_kv_heads, spec.page_size * spec.token_width)
@@ -143,12 +173,17 @@ def page_bytes(spec: KVSpec, layout: str = "cpu") -> int:
 
 
 def is_quantized(spec: KVSpec) -> bool:
-    """True for the one-byte dtypes, whose codes are multiplied by a scale per kv head."""
+    """True for the one-byte dtypes, whose codes are multiplied by a scale."""
     return jnp.dtype(spec.dtype).itemsize == 1
 
 
+def has_head_scales(spec: KVSpec) -> bool:
+    """Whether codes are multiplied by a scale per kv head, which the pool does not hold itself."""
+    return is_quantized(spec) and not spec.token_scales
+
+
 def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding | None = None) -> KVPages:
-    """A zeroed pool, each device holding only its shard; quantised dtypes start with scales of 1.
+    """A zeroed pool, each device holding only its shard; scales of heads start as 1.
 
     sharding: of `data` (see `partition_spec`), None for the default device. Raises ValueError for a layout or dtype
     that is not supported.
@@ -157,7 +192,7 @@ def alloc(spec: KVSpec, *, layout: str = "cpu", sharding: jax.sharding.Sharding 
     data = make(pool_shape(spec, layout), storage_dtype(spec, layout))
 
     def scale(stored: bool) -> jax.Array | None:
-        return jnp.ones((spec.num_kv_heads,), jnp.float32) if stored and is_quantized(spec) else None
+        return jnp.ones((spec.num_kv_heads,), jnp.float32) if stored and has_head_scales(spec) else None
 
     return KVPages(data, scale(True), scale(not spec.values_in_keys), spec, layout)
 
@@ -170,15 +205,29 @@ def partition_spec(layout: str, *, head_axis: Axes = None, data_axis: Axes = Non
 
 def to_storage(values: jax.Array, spec: KVSpec, layout: str, scale: jax.Array | None = None) -> jax.Array:
     """[..., K, C] rounded to the pool's dtype, as `layout` stores it; quantised values are divided by `scale` [K] and
-    saturate."""
-    if is_quantized(spec):
-        if scale is None:
-            raise ValueError(f"a pool of {spec.dtype} needs k_scale and v_scale")
-        dtype = jnp.dtype(spec.dtype)
-        limit = float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 127.0
-        codes = jnp.clip(values.astype(jnp.float32) / scale[:, None], -limit, limit)
-        values = jnp.round(codes) if dtype == jnp.int8 else codes
-    return bits(values.astype(spec.dtype), storage_dtype(spec, layout))
+    saturate.
+
+    With scales of tokens [..., K, C + 4]: the largest of a token's C values in a head becomes the largest code.
+    """
+    stored = storage_dtype(spec, layout)
+    if not is_quantized(spec):
+        return bits(values.astype(spec.dtype), stored)
+    dtype = jnp.dtype(spec.dtype)
+    limit = float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 127.0
+    values = values.astype(jnp.float32)
+    if spec.token_scales:
+        # Multiplied, as XLA divides by a constant; never 0, which a row of zeros is divided by too.
+        scales = jnp.max(jnp.abs(values), axis=-1, keepdims=True) * np.float32(1 / limit)
+        scales = jnp.maximum(scales, jnp.finfo(jnp.float32).tiny)
+    elif scale is None:
+        raise ValueError(f"a pool of {spec.dtype} needs k_scale and v_scale")
+    else:
+        scales = scale[:, None]
+    codes = jnp.clip(values / scales, -limit, limit)
+    rows = bits((jnp.round(codes) if dtype == jnp.int8 else codes).astype(dtype), stored)
+    if not spec.token_scales:
+        return rows
+    return jnp.concatenate([rows, bits(lax.bitcast_convert_type(scales[..., 0], jnp.uint8), stored)], axis=-1)
 
 
 def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
@@ -187,6 +236,11 @@ def from_storage(stored: jax.Array, spec: KVSpec) -> jax.Array:
         # A shift instead of a bitcast to bfloat16: XLA:CPU then has no bf16 array whose widening it could hoist.
         return lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
     return bits(stored, jnp.dtype(spec.dtype)).astype(jnp.float32)
+
+
+def token_scales(rows: jax.Array) -> jax.Array:
+    """f32 [...], the scales behind the codes of stored rows [..., C + 4]."""
+    return lax.bitcast_convert_type(bits(rows[..., -_SCALE_BYTES:], jnp.dtype(jnp.uint8)), jnp.float32)
 
 
 def bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -227,11 +281,11 @@ def _parts(spec: KVSpec) -> int:
 def export_pages(kv: KVPages, page_ids: jax.Array) -> jax.Array:
     """Canonical copy [n, page_size, 2, K, H] of pages i32[n], bit for bit in the logical dtype (codes, not scaled).
 
-    Of a pool with values in keys [n, page_size, 1, K, H].
+    Of a pool with values in keys [n, page_size, 1, K, H]; with scales of tokens H + 4 elements, the last four a scale.
     Raises ValueError if keys and values differ in head dim. Page ids must be in range. Not for use in shard_map.
     """
     parts = _parts(kv.spec)
-    pages, num_heads, head_dim = kv.data[page_ids], kv.spec.num_kv_heads, kv.spec.head_dim
+    pages, num_heads, head_dim = kv.data[page_ids], kv.spec.num_kv_heads, kv.spec.key_width
     if kv.layout == "tpu":
         pages = pages[..., : num_heads * parts * head_dim]
         pages = pages.reshape(-1, kv.page_size, num_heads, parts, head_dim).transpose(0, 1, 3, 2, 4)
@@ -245,7 +299,7 @@ def import_pages(kv: KVPages, page_ids: jax.Array, values: jax.Array) -> KVPages
 
     Donate `kv` when jitting. Raises ValueError for another dtype or shape. Not for use in shard_map.
     """
-    wanted = (page_ids.shape[0], kv.page_size, _parts(kv.spec), kv.spec.num_kv_heads, kv.spec.head_dim)
+    wanted = (page_ids.shape[0], kv.page_size, _parts(kv.spec), kv.spec.num_kv_heads, kv.spec.key_width)
     if values.shape != wanted or values.dtype != kv.dtype:
         raise ValueError(f"import_pages needs {kv.dtype}{list(wanted)}, got {values.dtype}{list(values.shape)}")
     if kv.layout == "tpu":

@@ -39,7 +39,8 @@ def kv_cache_update(
     keys.
 
     A slot is page * page_size + offset. Slots outside the pool are dropped, -1 (padding) among them; real slots must
-    be distinct. Quantised pools store round(x / scale), saturating. Donate `kv` when jitting: the update is in place.
+    be distinct. Quantised pools store round(x / scale), saturating; scales of tokens are worked out here, each from its
+    own token and head alone. Donate `kv` when jitting: the update is in place.
     schedule: of `kv_update_schedule` for the same step, None to build it here, as `tuning` says.
     Raises ValueError when shapes or dtypes do not fit the pool.
     """

@@ -24,9 +24,9 @@ def kv_cache_update(
     spec = kv.spec
     page = jnp.where(slot_mapping < 0, kv.data.shape[0], slot_mapping // spec.page_size)  # out of range: dropped
     offset = slot_mapping % spec.page_size
-    data = _scatter_rows(kv.data, to_storage(k, spec, kv.layout, kv.k_scale), page, offset * spec.head_dim)
+    data = _scatter_rows(kv.data, to_storage(k, spec, kv.layout, kv.k_scale), page, offset * spec.key_width)
     if v is not None:
-        column = spec.page_size * spec.head_dim + offset * spec.v_head_dim
+        column = spec.page_size * spec.key_width + offset * spec.value_width
         data = _scatter_rows(data, to_storage(v, spec, kv.layout, kv.v_scale), page, column)
     return replace(kv, data=data)
 

@@ -167,6 +167,21 @@ QUANTIZED = [
     Case("codes of decodes", (1,) * 8, (1, 15, 16, 17, 128, 129, 300, 31), num_tokens=8, kv_dtype="float8_e4m3fn"),
     Case("codes with window and sinks", SMALL_Q, SMALL_KV, window=16, sinks="mixed", **_CODES),
 ]
+# A scale for each token and kv head; tokens that nobody sees have one that is not a number.
+_OF_TOKENS = {"kv_dtype": "int8_per_token_head", **SMALL}
+PER_TOKEN = [
+    Case("int8 of each token", SMALL_Q, SMALL_KV, **_OF_TOKENS),
+    Case("fp8 of each token", SMALL_Q, SMALL_KV, **_OF_TOKENS | {"kv_dtype": "fp8_per_token_head"}),
+    Case("tokens' tiny keys, large values", SMALL_Q, SMALL_KV, scales=(1e-4, 1e3), **_OF_TOKENS),
+    Case("tokens' scales, window and sinks", SMALL_Q, SMALL_KV, window=16, sinks="mixed", soft_cap=30.0, **_OF_TOKENS),
+    Case(
+        "decodes of tokens' scales",
+        (1,) * 8,
+        (1, 15, 16, 17, 128, 129, 300, 31),
+        num_tokens=8,
+        kv_dtype="int8_per_token_head",
+    ),
+]
 # Keys that begin with their values. What follows in a key is what tells it from others, in the needle family.
 _LATENT = {"heads": (16, 1), "values_in_keys": True}
 LATENT = [
@@ -185,6 +200,7 @@ LATENT = [
         dtypes=BF16,
     ),
     Case("latent codes", SMALL_Q, SMALL_KV, **_CODES | _LATENT | {"heads": (8, 1)}, dtypes=BF16),
+    Case("latent codes of each token", SMALL_Q, SMALL_KV, **_OF_TOKENS | _LATENT | {"heads": (8, 1)}),
     Case("latent window, sinks", (1, 40, 3, 1, 12), (200, 150, 131, 16, 300), window=16, sinks="mixed", **_LATENT),
     Case("latent of two kv heads", SMALL_Q, SMALL_KV, **SMALL | _LATENT | {"heads": (6, 2)}, dtypes=BF16),
 ]
@@ -265,6 +281,10 @@ PRODUCTION = [
         (16, 1), 576, 64, q=(1, 3, 1), kv=(300, 140, 65), dims=(576, 512), values_in_keys=True, num_tokens=6, max_seqs=3
     ),
 ]
+PER_TOKEN += [
+    _production((8, 1), 128, 16, kv_dtype="int8_per_token_head"),  # Llama 3 70B on 8 devices, blocks of a CPU
+    _production((14, 2), 64, 64, kv_dtype="fp8_per_token_head"),  # Qwen2 0.5B, pages of a GPU
+]
 # Blocks of production on TPU: 8 kv heads at a time over 1,024 keys, 3 blocks in VMEM.
 PRODUCTION_BLOCKS = [
     Case(
@@ -294,7 +314,7 @@ CROSSED += [_production((8, 1), 256, 64, kv_dtype="float8_e4m3fn")]  # more than
 CROSSED = [case for case in CROSSED if case not in PRODUCTION]
 
 ATTENTION = PRODUCTION + PRODUCTION_BLOCKS + BATCHES + ROWS_ONLY + HEADS + DIMS + PAGES
-ATTENTION += WINDOWS + WIDE_WINDOWS + CHUNKS + PICTURES + LOGITS + MASKS + QUANTIZED + LATENT + LONG
+ATTENTION += WINDOWS + WIDE_WINDOWS + CHUNKS + PICTURES + LOGITS + MASKS + QUANTIZED + PER_TOKEN + LATENT + LONG
 BY_NAME = {case.name: case for case in ATTENTION + CROSSED}
 
 # What the mutation gate runs and an interpreter has time for in CI: every border and feature once.

@@ -21,7 +21,16 @@ from pallas_kernels import reference
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.kv.pages import KVPages
 from tests.pallas_kernels.implementations import Implementation
-from tests.pallas_kernels.pools import QUANTIZED, codes, make_pool, read_pool, unsigned
+from tests.pallas_kernels.pools import (
+    PER_TOKEN,
+    QUANTIZED,
+    codes,
+    make_pool,
+    read_pool,
+    token_scale,
+    unsigned,
+    with_scale,
+)
 from tests.pallas_kernels.problems import Case, Problem, build, expected, rounded
 
 ROW_RMS = {"float32": 2e-5, "bfloat16": 8e-3}
@@ -158,18 +167,22 @@ def update_problem(
     seed: int = 0,
     values_in_keys: bool = False,
 ):
-    """A random pool and new tokens for `slots`: codes k, v of the pool, new k, v in float32, and the scales."""
+    """A random pool and new tokens for `slots`: codes k, v of the pool, new k, v in float32, and the scales of what is
+    in the pool, [K] or of its tokens."""
     rng = np.random.default_rng(seed)
     num_pages = 7
     quantized = dtype in QUANTIZED
     scales = [np.float32(2.0) ** rng.integers(-8, 8, heads).astype(np.float32) if quantized else None for _ in dims]
     old, new = [], []
-    for dim, scale in zip(dims, scales, strict=True):
+    for part, (dim, scale) in enumerate(zip(dims, scales, strict=True)):
         values = rng.standard_normal((num_pages, page_size, heads, dim))
         tokens = rng.standard_normal((len(slots), heads, dim)) * 3
         if scale is not None:
             values, tokens = values * scale[:, None], tokens * scale[:, None] * 10
             tokens[1:2] *= 1e9  # beyond every code: saturates
+        if dtype in PER_TOKEN:
+            tokens[2:3] = 0.0  # nothing to divide by
+            scale = scales[part] = token_scale(values, dtype)
         old.append(codes(values, dtype, scale))
         new.append(rounded(tokens, "float32" if quantized else dtype))
     if values_in_keys:
@@ -183,7 +196,12 @@ def check_update(dtype: str, slots: np.ndarray, implementation: Implementation, 
     values_in_keys = sizes.get("values_in_keys", False)
     label = f"update {dtype} T={len(slots)} {sizes or ''}"
     in_pool = np.where(slots < old[0].shape[0] * old[0].shape[1], slots, -1)
-    want = reference.kv_cache_update(*old, *(codes(x, dtype, s) for x, s in zip(new, scales, strict=True)), in_pool)
+    of_new = [token_scale(x, dtype) for x in new] if dtype in PER_TOKEN else scales
+    written = [with_scale(codes(x, dtype, s), s) for x, s in zip(new, of_new, strict=True)]
+    held = [with_scale(*each) for each in zip(old, scales, strict=True)]
+    if values_in_keys:
+        held[1], written[1] = (keys[..., : old[1].shape[-1]] for keys in (held[0], written[0]))
+    want = reference.kv_cache_update(*held, *written, in_pool)
     new_dtype = "float32" if dtype in QUANTIZED else dtype
     arguments = [jnp.asarray(x, new_dtype) for x in new]
     if values_in_keys:

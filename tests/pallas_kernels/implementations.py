@@ -17,7 +17,7 @@ from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 from pallas_kernels.registry import kernel, platform_of
 from pallas_kernels.tuning import HopperAttention, TpuAttention, TpuUpdate, Tuning, tuning_of
-from tests.pallas_kernels.pools import QUANTIZED
+from tests.pallas_kernels.pools import PER_TOKEN, QUANTIZED
 from tests.pallas_kernels.problems import Case
 
 
@@ -122,7 +122,13 @@ def _tpu_refuses(case: Case, dtype: str) -> str | None:
         return "float16"
     if case.pictures:
         return "tokens that see some that follow"
+    if case.kv_dtype in PER_TOKEN:
+        return "scales of tokens"
     return f"page size {case.page_size}" if case.page_size % 8 else None
+
+
+def _mosaic_gpu_refuses(case: Case, dtype: str) -> str | None:
+    return "scales of tokens" if case.kv_dtype in PER_TOKEN else None
 
 
 def _always_itself(case: Case, dtype: str) -> str | None:
@@ -186,6 +192,7 @@ MOSAIC_GPU = Implementation(
     "gpu",
     _mosaic_gpu_interpreter,
     lambda: _mosaic_gpu_interpreter().interpret_params(),
+    _mosaic_gpu_refuses,
     elsewhere=_not_mosaic_gpu,
     default_dims=(64, 64),
     latent_dims=(192, 128),
@@ -199,7 +206,7 @@ DEVICE = (
         Implementation(
             "device",
             ACCELERATOR,
-            refuses=_tpu_refuses if ACCELERATOR == "tpu" else lambda case, dtype: None,
+            refuses={"gpu": _mosaic_gpu_refuses, "tpu": _tpu_refuses}.get(ACCELERATOR, lambda case, dtype: None),
             elsewhere={"gpu": _not_mosaic_gpu, "tpu": _always_itself}.get(ACCELERATOR),
             default_dims=(64, 64),
             latent_dims=(192, 128) if ACCELERATOR == "gpu" else (40, 24),

@@ -82,7 +82,7 @@ class Problem(NamedTuple):
     tree_mask: np.ndarray | None
     k_codes: np.ndarray  # the pool's elements, in its dtype
     v_codes: np.ndarray
-    k_scale: np.ndarray | None  # f32 [K] of a quantised pool
+    k_scale: np.ndarray | None  # f32 [K] of a quantised pool, or [P, page_size, K]
     v_scale: np.ndarray | None  # None also where values lie in keys
     kv_limits: np.ndarray | None
 
@@ -133,10 +133,12 @@ def build(case: Case, dtype: str, family: str) -> Problem:
     kv_dtype = case.pool_dtype(dtype)
     k_scale = v_scale = None
     if kv_dtype in pools.QUANTIZED:
-        # A different scale per head, and another for its values than for its keys.
+        # A different scale per head, or per token and head, and another for its values than for its keys.
         by_head = np.arange(1, num_kv_heads + 1, dtype=np.float32) / (24 if kv_dtype == "int8" else 2)
         k_scale, v_scale = by_head * np.float32(case.scales[0]), by_head[::-1] * np.float32(case.scales[1])
         q, k_pages, v_pages = q / case.scales[0], k_pages * case.scales[0], v_pages * case.scales[1]
+        if kv_dtype in pools.PER_TOKEN:
+            k_scale, v_scale = (pools.token_scale(pages, kv_dtype) for pages in (k_pages, v_pages))
     k_codes = pools.codes(k_pages, kv_dtype, k_scale)
     if case.values_in_keys:
         v_codes, v_scale = k_codes[..., : case.dims[1]], k_scale

@@ -41,10 +41,11 @@ def interpreted(platform: str) -> list[Row]:
 
 
 def on_device(platform: Implementation) -> list[Row]:
-    """The same of the suite on a device whose kernels are `platform`'s."""
+    """The same of the suite on a device whose kernels are `platform`'s, without what they refuse."""
     device = replace(platform, name="device", interpreter=None, interpret=None, tuning=None)
     cases = [device.adapted(case) for case in cases_for(device, thorough=False)]
-    return [(device, case, dtype) for case in cases for dtype in device.dtypes(case)]
+    rows = [(device, case, dtype) for case in cases for dtype in device.dtypes(case)]
+    return [row for row in rows if device.refuses(*row[1:]) is None]
 
 
 def rows_of(name: str, rows: list[Row]) -> list[Row]:

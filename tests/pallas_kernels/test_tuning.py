@@ -8,9 +8,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.attention.hopper import latent
 from pallas_kernels.attention.hopper.attend import why_not
 from pallas_kernels.attention.hopper.decode import DecodeShape
 from pallas_kernels.attention.hopper.latent import LatentShape
+from pallas_kernels.attention.hopper.prefill import registers as prefill_registers
 from pallas_kernels.attention.hopper.prefill_load import Shape
 from pallas_kernels.attention.hopper.schedule import head_tiles, prefill_block_q, tiled_heads
 from pallas_kernels.attention.ragged_batch import AttentionSpec
@@ -18,6 +20,7 @@ from pallas_kernels.attention.tpu.schedule import block_q_of
 from pallas_kernels.attention.tpu.tiles import SUBLANES, buffer_lanes, choose_blocks, choose_parts, fits_smem
 from pallas_kernels.attention.xla.schedule import block_kv_of
 from pallas_kernels.kv.pages import LANES
+from pallas_kernels.matmul.hopper import quantized
 from pallas_kernels.tuning import HopperAttention, TpuAttention, Tuning, XlaAttention, tuning_of
 
 # (query, kv) heads, head dim, page size, bytes of an element, tokens, columns of the page table; then tokens of a run
@@ -136,6 +139,19 @@ def test_hopper_tiles(heads, head_dim, kv_dtype, page_size, decode, block_q, key
     assert prefill_block_q(spec) == block_q
     prefill = Shape(spec, 4096, page_size, block_q, *dtypes, sizes.num_ctas, False, sizes.prefill_stages)
     assert (prefill.block_kv, prefill.stages) == (keys, stages)
+    check_registers(*prefill_registers(prefill), num_computing=2)
+
+
+def check_registers(producer: int, compute: int, *, num_computing: int) -> None:
+    """Warpgroups ask for no more than a kernel begins with, in steps of 8: one that did would wait for ever."""
+    begun = 65536 // ((num_computing + 1) * 128) // 8 * 8
+    assert producer <= begun <= compute <= 256 and producer >= 24 and producer % 8 == compute % 8 == 0
+    assert producer + num_computing * compute <= (num_computing + 1) * begun
+
+
+def test_other_hopper_kernels_ask_for_registers_that_are_there():
+    check_registers(latent.LOADER_REGISTERS, latent.COMPUTE_REGISTERS, num_computing=latent.COMPUTING)
+    check_registers(quantized.PRODUCER_REGISTERS, quantized.COMPUTE_REGISTERS, num_computing=quantized.PRODUCER)
 
 
 @pytest.mark.parametrize(

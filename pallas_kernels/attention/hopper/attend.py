@@ -26,7 +26,7 @@ from pallas_kernels.attention.hopper.schedule import DECODE_KEYS, tiled_heads
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.attention.xla import attend as xla_attend
 from pallas_kernels.attention.xla import schedule as xla_schedule
-from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.kv.pages import KVPages, check_layout
 from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
 from pallas_kernels.tuning import HopperAttention, Tuning
 
@@ -108,6 +108,7 @@ def ragged_paged_attention(
 
     interpret: False, or True or the Mosaic GPU interpreter's parameters to run the kernels on the CPU.
     """
+    check_layout(kv.layout, kv.spec)
     num_tokens, page_size = q.shape[0], kv.page_size
     if kv.data.shape[1] != spec.num_kv_heads:
         raise ValueError(

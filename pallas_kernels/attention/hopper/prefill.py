@@ -39,9 +39,9 @@ from pallas_kernels.mosaic_gpu import BOX_ROWS, LOG2E, WARPGROUP_ROWS, launch
 from pallas_kernels.tuning import HopperAttention
 
 PRODUCER = 2  # the warpgroup after the two that compute
-# An SM has 512 registers per lane of a warpgroup; widening needs more of them than starting copies.
-PRODUCER_REGISTERS = {False: 64, True: 80}
-COMPUTE_REGISTERS = {False: 224, True: 216}
+# A kernel of three warpgroups begins with 168 registers in each lane: 65,536 of 384 lanes, in steps of 8. What a
+# warpgroup gives up others may take; one that asks for more than is there waits for ever.
+REGISTERS = 3 * 168
 NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that its weights are 0 and not NaN
 
 
@@ -100,17 +100,27 @@ def prefill_attention(
     return o[:num_tokens, :, :head_dim], lse
 
 
+def registers(shape: Shape) -> tuple[int, int]:
+    """Of a lane that brings data and of one that computes, such that none spills where that can be had.
+
+    Windows and sinks need more to bring data, and widening most; sums of a large head dim leave least to give.
+    """
+    producer = 88 if shape.widens else 72 if shape.spec.head_dim <= 192 else 56
+    return producer, (REGISTERS - producer) // 2
+
+
 def _body(shape: Shape, refs: Refs) -> None:
-    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("wg")
+    (producer, compute), cta = registers(shape), lax.axis_index("cta")
+    warpgroup = lax.axis_index("wg")
 
     @pl.when(warpgroup == PRODUCER)
     def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS[shape.widens], action="decrease")
+        plgpu.set_max_registers(producer, action="decrease")
         produce(shape, refs, cta)
 
     @pl.when(warpgroup < PRODUCER)
     def _():
-        plgpu.set_max_registers(COMPUTE_REGISTERS[shape.widens], action="increase")
+        plgpu.set_max_registers(compute, action="increase")
         # The second warpgroup stays half a block behind the first: each has the tensor cores to itself.
         pl.when(warpgroup == 1)(lambda: _take_turn(refs))
         count = tile_count(shape, refs, cta)

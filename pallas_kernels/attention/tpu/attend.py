@@ -34,7 +34,7 @@ from pallas_kernels.attention.tpu.tiles import (
     key_windows,
     value_windows,
 )
-from pallas_kernels.kv.pages import KVPages
+from pallas_kernels.kv.pages import KVPages, check_layout
 from pallas_kernels.tuning import TpuAttention
 
 attention_schedule = schedules.attention_schedule
@@ -57,6 +57,7 @@ def ragged_paged_attention(
     interpret: pltpu.InterpretParams to run on a CPU. body: what a grid step does, see profile.py. Raises ValueError for
     dtypes and page sizes that a TPU cannot work on.
     """
+    check_layout(kv.layout, kv.spec)
     check_dtypes(q.dtype, kv.data.dtype)
     check_page_size(kv.page_size)
     num_tokens, num_seqs = q.shape[0], batch.kv_lens.shape[0]

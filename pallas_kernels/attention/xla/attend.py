@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
 from pallas_kernels.attention.xla.schedule import Schedule, Tiles, block_kv_of
-from pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage
+from pallas_kernels.kv.pages import KVPages, KVSpec, bits, from_storage, token_scales
 from pallas_kernels.tuning import XlaAttention
 from pallas_kernels.zeros import zeros_in_layer
 
@@ -143,9 +143,9 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
         rows, tree = read(tile)
         is_first = block == tiles.first_block[tile]
         softmax = jax.tree.map(lambda fresh, running: jnp.where(is_first, fresh, running), start, softmax)
-        k, v = (_operand(stored, rows.dtype, step.kv.spec) for stored in _gather_block(tiles, tile, block, step))
-        visible = _visible(tiles, tile, block, k.shape[2], tree, step.batch)
-        softmax = _fold_block(softmax, rows, k, v, visible, step)
+        keys = _keys_of(*_gather_block(tiles, tile, block, step), rows.dtype, step)
+        visible = _visible(tiles, tile, block, keys.k.shape[2], tree, step.batch)
+        softmax = _fold_block(softmax, rows, keys, visible, step)
         results = write(results, tile, _normalised(*softmax))
         done = block >= tiles.last_block[tile]  # not ==: a batch that contradicts itself must still end
         next_tile = tile + done
@@ -157,13 +157,32 @@ def _walk(tiles: Tiles, step: _Step, read: Callable, write: Callable, results: t
     return lax.while_loop(lambda carry: carry[0] < tiles.num_tiles, attend_block, carry)[3]
 
 
-def _fold_block(softmax, q, k, v, visible, step: _Step):
-    """Online softmax: (largest, total [B, K, M], acc [B, K, M, Hv]) after keys k [B, K, kv, H] and values v.
+class _Keys(NamedTuple):
+    """What rows meet of a block. Scales are those of tokens, None in a pool that has none."""
+
+    k: jax.Array  # [B, K, kv, H]
+    v: jax.Array  # [B, K, kv, Hv]
+    k_scale: jax.Array | None  # f32 [B, K, kv]
+    v_scale: jax.Array | None
+
+
+def _keys_of(keys: jax.Array, values: jax.Array, dtype: jnp.dtype, step: _Step) -> _Keys:
+    """Gathered rows as operands of products with `dtype`."""
+    spec = step.kv.spec
+    k, v = (_operand(*row, dtype, spec) for row in ((keys, spec.head_dim), (values, spec.v_head_dim)))
+    k_scale, v_scale = (token_scales(rows) if spec.token_scales else None for rows in (keys, values))
+    return _Keys(k, v, k_scale, v_scale)
+
+
+def _fold_block(softmax, q, keys: _Keys, visible, step: _Step):
+    """Online softmax: (largest, total [B, K, M], acc [B, K, M, Hv]) after the keys and values of a block.
 
     q: [B, K, M, H]. visible: bool [B, Q, kv]; the G rows of a token see the same keys.
     """
     largest, total, acc = softmax
-    logits = _batch_dot(q, k, 3) * step.scale[:, None, None]  # [B, K, M, kv]
+    logits = _batch_dot(q, keys.k, 3) * step.scale[:, None, None]  # [B, K, M, kv]
+    if keys.k_scale is not None:
+        logits = logits * keys.k_scale[:, :, None]
     if (cap := step.spec.soft_cap) is not None:
         logits = cap * jnp.tanh(logits / cap)
     num_seqs, block_q, block_kv = visible.shape
@@ -174,7 +193,9 @@ def _fold_block(softmax, q, k, v, visible, step: _Step):
     weights = jnp.exp(logits - shift[..., None])
     decay = jnp.exp(largest - shift)
     total = total * decay + jnp.sum(weights, axis=-1)
-    return new_largest, total, acc * decay[..., None] + _batch_dot(weights.astype(v.dtype), v, 2)
+    if keys.v_scale is not None:
+        weights = weights * keys.v_scale[:, :, None]
+    return new_largest, total, acc * decay[..., None] + _batch_dot(weights.astype(keys.v.dtype), keys.v, 2)
 
 
 def _normalised(largest, total, acc) -> tuple[jax.Array, jax.Array]:
@@ -198,13 +219,14 @@ def _visible(tiles: Tiles, tile, block, block_kv: int, tree, batch: RaggedBatch)
 
 
 def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored.
+    """Keys [B, K, block_kv, H] and values [B, K, block_kv, Hv] of one block of a tile, as they are stored: with scales
+    of tokens behind them; where values lie in keys, whole keys for both.
 
-    Slots outside [low, high) may hold NaN: their values are 0 (their keys are masked as logits), and a page id there
-    may be anything, the gather clips it. Keys that hold their values are gathered once. The two branches of the cond
-    differ in the mask only: most blocks need none and are copied at memory bandwidth. The cond also keeps XLA from
-    fusing the reshapes below into the gathers, which would then compute an index per element and take three times as
-    long.
+    Slots outside [low, high) may hold NaN: their values are 0, scales included (their keys are masked as logits), and a
+    page id there may be anything, the gather clips it. Keys that hold their values are gathered once. The two branches
+    of the cond differ in the mask only: most blocks need none and are copied at memory bandwidth. The cond also keeps
+    XLA from fusing the reshapes below into the gathers, which would then compute an index per element and take three
+    times as long.
     """
     kv, spec = step.kv, step.kv.spec
     num_pages, num_kv_heads, _ = kv.data.shape
@@ -216,7 +238,7 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     page_ids = page_table[tiles.seqs[tile][:, None, None], column]  # [B, 1, block_pages]
     rows = (page_ids * num_kv_heads + heads[:, None]).reshape(-1)
     flat = kv.data.reshape(num_pages * num_kv_heads, -1)
-    key_width, value_width = spec.page_size * spec.head_dim, spec.page_size * spec.v_head_dim
+    key_width, value_width = spec.page_size * spec.key_width, spec.page_size * spec.value_width
 
     def whole():
         keys = _gather_columns(flat, rows, 0, key_width)
@@ -233,11 +255,13 @@ def _gather_block(tiles: Tiles, tile, block, step: _Step) -> tuple[jax.Array, ja
     is_whole = (block >= tiles.whole_from[tile]) & (block < tiles.whole_to[tile])
     gathered = lax.cond(is_whole, whole, masked)
     keys, values = (each.reshape(num_seqs, num_kv_heads, block_kv, -1) for each in (gathered[0], gathered[-1]))
-    return keys, values[..., : spec.v_head_dim]
+    return keys, values
 
 
-def _operand(stored: jax.Array, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:
-    """Stored bits as the operand of a product with `dtype`, bfloat16 (the pool's own dtype then) or float32."""
+def _operand(stored: jax.Array, width: int, dtype: jnp.dtype, spec: KVSpec) -> jax.Array:
+    """The first `width` stored elements of each row as the operand of a product with `dtype`, bfloat16 (the pool's own
+    dtype then) or float32."""
+    stored = stored[..., :width]
     return bits(stored, dtype) if dtype == jnp.bfloat16 else from_storage(stored, spec)
 
 

@@ -81,7 +81,7 @@ def test_logprobs_are_those_of_rounded_keys_and_values(make, plain, monkeypatch,
     file, shape = tmp_path / "scales", (2, 2)
     write_largest(file, KVScales(np.full(shape, 3.0, np.float32), np.full(shape, 0.75, np.float32)))
     llm = make(kv_cache_dtype=dtype, kv_cache_scales=str(file))
-    name = kv_dtype(dtype, "float32")
+    name = kv_dtype(dtype, None, "float32", "cpu")
     k_scale, v_scale = (np.float32(np.unique(each)) for each in scales(llm))
     most = 127 if dtype == "int8" else float(jnp.finfo(name).max)
     update = attention.kv_cache_update
@@ -104,7 +104,46 @@ def test_logprobs_are_those_of_rounded_keys_and_values(make, plain, monkeypatch,
     assert llm.core.runner.compiles.count == 0
 
 
-@pytest.mark.parametrize("dtype", ["fp8", pytest.param("int8", marks=pytest.mark.thorough("as fp8"))])
+PER_TOKEN = [
+    "int8_per_token_head",
+    pytest.param("fp8_per_token_head", marks=pytest.mark.thorough("as int8_per_token_head")),
+]
+
+
+@pytest.mark.parametrize("dtype", PER_TOKEN)
+def test_logprobs_are_those_of_keys_and_values_rounded_token_by_token(make, plain, coded, monkeypatch, dtype):
+    """Beside a cache of float32 that gets what plain float32 arithmetic says codes and scales stand for."""
+    llm, update = coded(dtype), attention.kv_cache_update
+
+    def rounded(x):
+        most = 127.0 if dtype.startswith("int8") else 448.0
+        scale = jnp.abs(x).max(-1, keepdims=True) / most
+        codes = jnp.clip(x / scale, -most, most)
+        return (jnp.round(codes) if most == 127.0 else codes.astype("float8_e4m3fn").astype(jnp.float32)) * scale
+
+    def rounding_update(kv, k, v, slots, *, schedule):
+        return update(kv, rounded(k), rounded(v), slots, schedule=schedule)
+
+    monkeypatch.setattr(attention, "kv_cache_update", rounding_update)
+    jax.clear_caches()  # layers are traced once
+    expected = prompt_logprobs(make(compile_cache_dir="", enforce_eager=True))
+    monkeypatch.undo()
+    jax.clear_caches()
+    use_scheduler(llm)
+    exact, got = prompt_logprobs(plain), prompt_logprobs(llm)
+    np.testing.assert_allclose(got, expected, atol=1e-3)
+    assert np.abs(expected - exact).max() > 2e-3, "rounding shows"
+    stage, plan = llm.core.runner._stages[0], llm.core.runner.plan
+    assert stage._kv.k_scale is None and stage._kv.spec.token_scales
+    # What was planned is what is there, scales included.
+    held = [llm.core.runner._stages[0]._kv.data.nbytes for llm in (plain, llm)]
+    assert held == [one.core.runner.plan.page_bytes * one.core.runner.plan.num_pages for one in (plain, llm)]
+    head_dim = stage._kv.spec.head_dim
+    assert plan.page_bytes * 4 * head_dim == (head_dim + 4) * plain.core.runner.plan.page_bytes
+    assert llm.core.runner.compiles.count == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp8", *PER_TOKEN, pytest.param("int8", marks=pytest.mark.thorough("as fp8"))])
 def test_tokens_are_the_same_alone_in_a_crowd_and_under_preemption(coded, dtype):
     llm = coded(dtype)
     use_scheduler(llm, enable_prefix_caching=False)
@@ -213,6 +252,10 @@ def test_a_checkpoint_that_says_what_its_cache_is(make, tmp_path):
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype is 'fp4'; allowed: auto, float32, bfloat16, fp8"),
         ({"kv_cache_scales": "unit"}, "kv_cache_scales is 'unit'; allowed: 'auto' where kv_cache_dtype is 'auto'"),
         (
+            {"kv_cache_dtype": "int8_per_token_head", "kv_cache_scales": "calibrate"},
+            "'auto' where kv_cache_dtype is 'int8_per_token_head', which takes them from each token",
+        ),
+        (
             {"kv_cache_dtype": "fp8", "kv_cache_scales": "/no/file"},
             "kv_cache_scales '/no/file' cannot be read .there is no such file",
         ),
@@ -221,6 +264,13 @@ def test_a_checkpoint_that_says_what_its_cache_is(make, tmp_path):
 def test_refused(make, options, said):
     with pytest.raises(ConfigError, match=said):
         make(**options)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_scales_of_tokens_are_refused_where_kernels_read_none(platform):
+    assert kv_dtype("int8_per_token_head", None, "bfloat16", "gpu_xla") == "int8_per_token_head"
+    with pytest.raises(ConfigError, match=f"fp8_e5m2, int8, .* on {platform}, whose attention kernels read no scales"):
+        kv_dtype("int8_per_token_head", None, "bfloat16", platform)
 
 
 @pytest.mark.parametrize(

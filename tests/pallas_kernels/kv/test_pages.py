@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.kv.pages import (
     LAYOUTS,
+    PER_TOKEN_LAYOUTS,
     KVSpec,
     alloc,
     export_pages,
@@ -22,10 +23,14 @@ from pallas_kernels.kv.pages import (
 )
 from pallas_kernels.kv.update import kv_cache_update
 from tests.pallas_kernels.checks import CHECKS, SLOTS
-from tests.pallas_kernels.implementations import IN_PROCESS, Implementation
+from tests.pallas_kernels.implementations import CPU, GPU_XLA, IN_PROCESS, Implementation
 
 DTYPES = ["float32", "bfloat16", "float16"]
 QUANTIZED = ["float8_e4m3fn", "float8_e5m2", "int8"]
+PER_TOKEN = [
+    "int8_per_token_head",
+    pytest.param("fp8_per_token_head", marks=pytest.mark.thorough("as int8_per_token_head")),
+]
 update = jax.jit(kv_cache_update, donate_argnums=0)
 
 
@@ -52,6 +57,44 @@ def test_update_of_other_shapes(sizes, implementation):
 @pytest.mark.parametrize("pattern", ["one token", "runs"])
 def test_update_of_keys_that_hold_their_values(pattern, dtype, implementation):
     CHECKS["update_keys"](dtype, pattern, 2, 24, 16, implementation)
+
+
+@pytest.mark.parametrize("implementation", [CPU, GPU_XLA], ids=lambda implementation: implementation.name)
+@pytest.mark.parametrize("pattern", ["one token", "runs"])
+@pytest.mark.parametrize("dtype", PER_TOKEN)
+def test_update_writes_a_scale_for_each_token(dtype, pattern, implementation):
+    CHECKS["update"](dtype, pattern, implementation)
+
+
+@pytest.mark.parametrize("dtype", PER_TOKEN)
+def test_update_of_a_scale_for_each_latent(dtype):
+    CHECKS["update_keys"](dtype, "runs", 2, 24, 16, CPU)
+
+
+@pytest.mark.parametrize("dtype", PER_TOKEN)
+@pytest.mark.parametrize("layout", PER_TOKEN_LAYOUTS)
+def test_tokens_of_any_range_are_as_exact_as_codes_are(layout, dtype):
+    """By what rounding to a code can be off at most; with one scale of 1 the same tokens saturate, or are all 0."""
+    rng = np.random.default_rng(0)
+    ranges = np.float32([1e-6, 1e6, 1.0, 1e-3]).reshape(4, 1, 1)  # of a token
+    k, v = (rng.uniform(0.01, 1, (4, 2, 8)).astype(np.float32) * rng.choice([-1, 1], (4, 2, 8)) for _ in "kv")
+    k, v, slots = k * ranges, v / ranges, jnp.asarray([3, 17, 18, 95], jnp.int32)
+    kv = update(alloc(spec(dtype), layout=layout), k, v, slots)
+    other = import_pages(alloc(spec(dtype), layout=layout), jnp.arange(6), export_pages(kv, jnp.arange(6)))
+    np.testing.assert_array_equal(*(np.asarray(pool.data).view(np.uint8) for pool in (kv, other)))
+    rows = np.asarray(export_pages(kv, jnp.arange(6))).reshape(96, 2, 2, 12)[np.asarray(slots)].view(np.uint8)
+    scales = np.ascontiguousarray(rows[..., 8:]).view(np.float32)
+    values = np.ascontiguousarray(rows[..., :8]).view(kv.dtype).astype(np.float32) * scales
+    unit = alloc(spec(dtype=kv.dtype.name), layout=layout)
+    unit = np.asarray(export_pages(update(unit, k, v, slots), jnp.arange(6)), np.float32)
+    unit = unit.reshape(96, 2, 2, 8)[np.asarray(slots)]
+    for part, x in enumerate((k, v)):
+        largest = np.abs(x).max(-1, keepdims=True)
+        # Half a step of int8 codes; of fp8's, whose least is 2**-9, half of 2**-3 of a number.
+        most = largest / 254 if dtype.startswith("int8") else np.maximum(np.abs(x) / 16, largest / 448 * 2**-10)
+        assert (np.abs(values[:, part] - x) <= most * 1.0001).all()
+        beyond = (largest < 2**-10) | (largest > 4480)
+        assert beyond.any() and (np.abs(unit[:, part] - x).max(-1, keepdims=True) > largest * 0.9)[beyond].all()
 
 
 @pytest.mark.parametrize(("dtype", "in_keys"), [("bfloat16", False), ("int8", False), ("bfloat16", True)])
@@ -121,7 +164,7 @@ def test_quantized_codes_are_scaled_and_saturate(dtype):
     np.testing.assert_array_equal(codes[1], [[2] * 8, [5] * 8])
 
 
-@pytest.mark.parametrize("dtype", DTYPES + QUANTIZED)
+@pytest.mark.parametrize("dtype", DTYPES + QUANTIZED + PER_TOKEN[:1])
 @pytest.mark.parametrize("num_tokens", [1, 32])
 def test_update_is_in_place(dtype, num_tokens):
     kv = jax.eval_shape(lambda: alloc(spec(dtype, num_pages=4096)))
@@ -131,7 +174,7 @@ def test_update_is_in_place(dtype, num_tokens):
     assert memory.alias_size_in_bytes >= kv.data.size * kv.data.dtype.itemsize
 
 
-@pytest.mark.parametrize("dtype", DTYPES + QUANTIZED)
+@pytest.mark.parametrize("dtype", DTYPES + QUANTIZED + PER_TOKEN)
 def test_page_bytes_is_what_alloc_takes(dtype):
     shape = spec(dtype, v_head_dim=12)
     assert alloc(shape).data.nbytes == page_bytes(shape) * shape.num_pages
@@ -163,6 +206,11 @@ def test_partition_spec_splits_pages_and_heads(layout):
         (lambda: KVSpec(4, 0, 1, 8, 8, "float32"), "KVSpec.page_size must be at least 1, got 0"),
         (lambda: KVSpec(2**28, 16, 1, 8, 8, "float32"), "do not fit int32"),
         (lambda: alloc(spec("float64")), "KVSpec.dtype 'float64' is not supported, allowed: float32"),
+        (
+            lambda: alloc(spec("int8_per_token_head"), layout="tpu"),
+            "'tpu' has no scales of tokens, allowed: cpu, gpu_xla",
+        ),
+        (lambda: spec("bfloat16", token_scales=True), "token_scales are those of codes of one byte, got bfloat16"),
         (lambda: alloc(spec("float32"), layout="abacus"), "layout 'abacus' is not implemented, allowed: cpu"),
         (
             lambda: KVSpec(4, 16, 1, 8, 12, "float32", values_in_keys=True),

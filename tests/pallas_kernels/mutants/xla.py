@@ -7,6 +7,7 @@ from tests.pallas_kernels.mutants.mutant import Mutant, attention
 SECONDS = 60
 
 _SCHEDULE, _ATTENTION, _UPDATE = "attention/xla/schedule", "attention/xla/attend", "kv/update_xla"
+_PAGES = "kv/pages"
 
 
 def _on(*cases: str):
@@ -17,6 +18,8 @@ _ANY = _on("mixed", "q tile straddles a kv block")
 _WINDOW = _on("window 16")
 _WRITE = (("update", "cpu", "float32", "scattered 40"),)
 _CODES = _on("fp8 e4m3 keys and values")
+_OF_TOKENS = _on("int8 of each token")
+_WRITE_SCALES = (("update", "cpu", "int8_per_token_head", "runs"),)
 _PAIRS, _LOOP, _SUMS = "matmul/nibbles", "matmul/quantized_cpu", "matmul/quantized_xla"
 # Of tests.pallas_kernels.matmul.test_quantized.CASES.
 _ONE, _FOUR, _ZEROS, _MANY = ((("quantized", "cpu", number),) for number in (2, 3, 4, 5))
@@ -79,6 +82,27 @@ MUTANTS = [
     Mutant("scale 5 % too large", _ATTENTION, "spec.sm_scale, jnp", "1.05 * spec.sm_scale, jnp", _ANY),
     Mutant("scale of keys dropped", _ATTENTION, "scale = scale * kv.k_scale", "scale = scale * 1", _CODES),
     Mutant("scale of values dropped", _ATTENTION, "o = o * value_scale[:, None, None]", "o = o * 1", _CODES),
+    Mutant("scales of tokens' keys dropped", _ATTENTION, "logits * keys.k_scale[:, :, None]", "logits", _OF_TOKENS),
+    Mutant("scales of tokens' values dropped", _ATTENTION, "weights * keys.v_scale[:, :, None]", "weights", _OF_TOKENS),
+    Mutant(
+        "values with their keys' scales", _ATTENTION, "weights * keys.v_scale", "weights * keys.k_scale", _OF_TOKENS
+    ),
+    Mutant(
+        "scales of tokens in the sum of weights",
+        _ATTENTION,
+        "weights = jnp.exp(logits - shift[..., None])\n",
+        "weights = jnp.exp(logits - shift[..., None]) * (1.0 if keys.v_scale is None else keys.v_scale[:, :, None])\n",
+        _OF_TOKENS,
+    ),
+    Mutant(
+        "the next token's scale",
+        _PAGES,
+        "jnp.dtype(jnp.uint8)), jnp.float32)",
+        "jnp.dtype(jnp.uint8)), jnp.float32)[..., ::-1]",
+        _OF_TOKENS,
+    ),
+    Mutant("one scale for all heads", _PAGES, "axis=-1, keepdims=True)", "axis=(1, 2), keepdims=True)", _WRITE_SCALES),
+    Mutant("a token of zeros divided by 0", _PAGES, "finfo(jnp.float32).tiny", "float32(0)", _WRITE_SCALES),
     Mutant("accumulator not decayed", _ATTENTION, "acc * decay[..., None] +", "acc +", _on("block edges")),
     Mutant("state not reset between tiles", _ATTENTION, "jnp.where(is_first, fresh, running)", "running", _ANY),
     Mutant(
@@ -91,8 +115,8 @@ MUTANTS = [
     Mutant(
         "values taken from the end of a latent",
         _ATTENTION,
-        "values[..., : spec.v_head_dim]",
-        "values[..., -spec.v_head_dim :]",
+        "stored = stored[..., :width]",
+        "stored = stored[..., -width:]",
         _on("latent mixed"),
     ),
     Mutant("latent scaled as values are", _ATTENTION, "kv.value_scale", "kv.v_scale", _on("latent codes")),
@@ -123,8 +147,8 @@ MUTANTS = [
     Mutant(
         "values in the next slot",
         _UPDATE,
-        "+ offset * spec.v_head_dim",
-        "+ (offset + 1) % spec.page_size * spec.v_head_dim",
+        "+ offset * spec.value_width",
+        "+ (offset + 1) % spec.page_size * spec.value_width",
         _WRITE,
     ),
     Mutant(
