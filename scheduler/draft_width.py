@@ -36,6 +36,10 @@ class DraftWidth:
         self._num_tried: dict[tuple[int, int], int] = {}
         self._num_steps = 0
 
+    def has_any(self, num_rows: int) -> bool:
+        """Whether a step of at most so many decodes in a rank may have more than one token of each."""
+        return 0 < num_rows <= max(self._most_rows.values(), default=0)
+
     def choose(self, num_rows: int, runs: np.ndarray) -> int:
         """The width for a step of at most so many decodes in a rank. runs: i32[n], of all decodes, how many drafts each
         has that must be right, -1 where any would be guesses."""

@@ -68,7 +68,7 @@ class TokenParams:
     grammar: Grammar | None = None
     reads_prompt: bool = False
 
-    @property
+    @cached_property
     def has_long_bad_words(self) -> bool:
         """Whether some bad word has several tokens, so that the ones before decide whether the next is one's last."""
         return any(len(word) > 1 for word in self.bad_words)

@@ -8,39 +8,57 @@ project decides is changed by it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 
 import pytest
 
 _OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _OPTIONS.items())
+
+
+@functools.cache
+def _known_options() -> dict[str, bool | int]:
+    """Those that this release of XLA knows, without a change of what it has read of XLA_FLAGS."""
+    import jax
+
+    lowered, known = jax.jit(lambda x: x + 1).lower(1.0), {}
+    for name, value in _OPTIONS.items():
+        with contextlib.suppress(Exception):
+            lowered.compile(compiler_options={name: value})
+            known[name] = value
+    return known
 
 
 def hasty(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a process that compiles in haste."""
+    own = " ".join(f"--{name}={str(value).lower()}" for name, value in _known_options().items())
     flags = environment.get("XLA_FLAGS", "")
-    flags = flags if _FLAGS in flags else f"{flags} {_FLAGS}".strip()
+    flags = flags if own in flags else f"{flags} {own}".strip()
     return {**environment, "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @contextlib.contextmanager
 def in_haste() -> Iterator[None]:
-    """Compiles in haste, here and in what is started."""
+    """Compiles in haste, here and in what is started; where there is an accelerator, nothing is changed."""
     import jax
     from jax._src import compiler
 
-    jax.devices()  # reads XLA_FLAGS, which is for what is started: this process is not always in haste
-    options_of = compiler.get_compile_options
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    options, options_of = _known_options(), compiler.get_compile_options
 
     def in_one_part(*args, env_options_overrides=None, **kwargs):
-        overrides = {**_OPTIONS, **(env_options_overrides or {})}
-        return options_of(*args, env_options_overrides=overrides, **kwargs)
+        return options_of(*args, env_options_overrides={**options, **(env_options_overrides or {})}, **kwargs)
 
+    before = jax.config.read("jax_disable_most_optimizations")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in hasty().items():
             patch.setenv(name, value)
         patch.setattr(compiler, "get_compile_options", in_one_part)
         jax.config.update("jax_disable_most_optimizations", True)
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_disable_most_optimizations", before)

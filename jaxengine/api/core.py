@@ -235,4 +235,6 @@ def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks 
     if inputs.tokenizer is None or runner.pools:
         return None
     text, vocab_size = inputs.tokenizer.backend.to_str(), inputs.model_config.vocab_size
-    return RequestMasks(text, vocab_size, runner.num_mask_words, inputs.eos_token_ids(), inputs.tokenizer)
+    # Tokens that must come are worth knowing where a step may have several of a request.
+    drafts, ends = runner.config.speculative_config is not None, inputs.eos_token_ids()
+    return RequestMasks(text, vocab_size, runner.num_mask_words, ends, inputs.tokenizer, looks_ahead=drafts)

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxengine.check.hlo import Instruction, Module, arrays_of, bytes_of
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.config.experts import ExpertsConfig
+from models.layers.mamba2 import GroupsRMSNorm
 from models.layers.norm import HeadsRMSNorm
 from models.quantization.quantized import QuantizedWeight
 from scheduler.buckets import Bucket
@@ -189,7 +190,9 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
     dense = () if config.experts is None else config.experts.dense_layers
     layers = tuple(
         layer_exchanges(
-            mesh, experts=None if number in dense else config.experts, summed=head_norms(layer) + scales(layer)
+            mesh,
+            experts=None if number in dense else config.experts,
+            summed=norms(layer, mesh) + scales(layer) + config.attention[number].beside_state,
         )
         for number, layer in zip(model.stage.layers, model.layers, strict=True)
     )
@@ -202,9 +205,11 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
     return Expected(layers, max(most, logits), most * itemsize)
 
 
-def head_norms(layer: nnx.Module) -> int:
-    """Norms of a layer that are over all heads at once."""
-    return sum(isinstance(node, HeadsRMSNorm) for _, node in nnx.iter_graph(layer))
+def norms(layer: nnx.Module, mesh: MeshLayout) -> int:
+    """Norms of a layer that are over heads of several devices at once."""
+    nodes = [node for _, node in nnx.iter_graph(layer)]
+    grouped = sum(isinstance(node, GroupsRMSNorm) and node.num_groups < mesh.num_shards("heads") for node in nodes)
+    return grouped + sum(isinstance(node, HeadsRMSNorm) for node in nodes)
 
 
 def scales(layer: nnx.Module) -> int:
@@ -219,8 +224,8 @@ def layer_exchanges(mesh: MeshLayout, *, experts: ExpertsConfig | None, summed: 
     experts the routing, weights and ids, is gathered too. Where devices send rows to experts they gather how many rows,
     and the devices of a rank gather what became of each one's share of the tokens; a shared MLP beside them exchanges
     what a dense one does. Beside experts to which all tokens are gathered it at most leaves each rank its tokens, where
-    these experts are on devices of more ranks than it. summed: norms over all heads, which add up squares, and scales
-    of rows, of which devices take the largest.
+    these experts are on devices of more ranks than it. summed: norms over heads of several devices, which add up
+    squares, scales of rows, of which devices take the largest, and a state beside attention.
     """
     found: Counter[str] = Counter()
     found["all-reduce"] = (1 + summed) * (mesh.model > 1)

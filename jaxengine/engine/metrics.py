@@ -54,7 +54,7 @@ HELP = {
     "vllm:spec_decode_num_draft_tokens": "Drafts that were verified.",
     "vllm:spec_decode_num_accepted_tokens": "Drafts that were accepted.",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "Drafts that were accepted, by their place.",
-    "jaxengine:forced_tokens": "Tokens that came beside others of a step because a grammar allowed nothing else.",
+    "jaxengine:forced_tokens": "Tokens given to steps before they were sampled: grammars allowed nothing else.",
     "vllm:mm_cache_queries": "Pictures and videos looked up as made ready for the model.",
     "vllm:mm_cache_hits": "Pictures and videos found made ready for the model.",
     "jaxengine:mm_ipc_bytes": "Bytes of pixels that came from API processes, by way.",

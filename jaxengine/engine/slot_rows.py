@@ -80,8 +80,10 @@ class SlotRows:
 
     def allows_any(self, request: Request, mask: np.ndarray | None) -> bool:
         """Whether mask and bias of the token that a request sampled last left anything to sample."""
-        for owner, bias, forbidden in self._biases.values():
+        output = np.asarray(request.output_token_ids[:-1], np.int32)
+        for owner, bias, _ in self._biases.values():
             if owner is request and mask is not None:
+                forbidden = bias.forbidden(len(output), output)  # the row may be that of a later token by now
                 allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._runner.vocab_size]
                 return bool(np.isfinite(bias.row(forbidden)[allowed > 0]).any())
         return True

@@ -72,10 +72,19 @@ class GrammarWorker:
     The process starts with the first sequence. It works on one compilation and one mask at a time, each in order.
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, num_words: int, eos_token_ids: Sequence[int]):
-        """tokenizer: a tokenizer.json's text; num_words: of a mask, 32 tokens each; the ids: what ends a text."""
+    def __init__(
+        self,
+        tokenizer: str,
+        vocab_size: int,
+        num_words: int,
+        eos_token_ids: Sequence[int],
+        *,
+        looks_ahead: bool = False,
+    ):
+        """tokenizer: a tokenizer.json's text; num_words: of a mask, 32 tokens each; the ids: what ends a text;
+        looks_ahead: masks tell which tokens must come."""
         inside = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        self.start = Start(tokenizer, vocab_size, num_words, inside)
+        self.start = Start(tokenizer, vocab_size, num_words, inside, looks_ahead)
         self._has_end = bool(inside)
         self._sequences: dict[int, _Sequence] = {}
         self._taken: list[NextMask | GrammarFailure] = []

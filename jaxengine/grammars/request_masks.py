@@ -78,10 +78,13 @@ class RequestMasks:
         num_words: int,
         eos_token_ids: Sequence[int],
         vocabulary: Vocabulary | None = None,
+        *,
+        looks_ahead: bool = False,
     ):
         """As GrammarWorker; vocabulary: by which reasoning is followed."""
-        self.worker = GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids)
-        self._slow = GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids)
+        self.worker, self._slow = (
+            GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead=looks_ahead) for _ in range(2)
+        )
         self._trials = GrammarTrials(self.worker.start)
         self._num_words = num_words
         self.num_masks = 0

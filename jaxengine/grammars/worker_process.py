@@ -29,8 +29,9 @@ _MAX_MEMORY_BYTES = 8 << 30
 # Compiled grammars that are kept for the next request with the same one.
 _MAX_CACHED = 16
 _MAX_REASON = 500
-# How far a mask looks ahead where only one token may follow, in tokens and in seconds of the thread that looks.
-_MAX_FORCED, _AHEAD_SECONDS = 32, 0.02
+# How far a mask looks ahead where only one token may follow, and for how long, of the thread's own time, until nobody
+# waits for a mask any more: well below what a step waits. Slow masks are not for looking ahead.
+_MAX_FORCED, _AHEAD_SECONDS, _QUICK_SECONDS = 32, 0.01, 0.001
 # Of the library's, which no caller can follow, and ours.
 _ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "anyOf, or lenient, is"
 # Priorities of a thread that compiles, and after how many seconds it gets the second one: a hostile grammar must not
@@ -39,12 +40,14 @@ _NICE, _NICE_IF_LONG, _LONG_SECONDS = 10, 19, 0.1
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The first message. tokenizer: a tokenizer.json; num_words: of a mask, a bit for each token, i32 little-endian."""
+    """The first message. tokenizer: a tokenizer.json; num_words: of a mask, a bit for each token, i32 little-endian;
+    looks_ahead: masks tell which tokens must come."""
 
     tokenizer: str
     vocab_size: int
     num_words: int
     eos_token_ids: list[int]
+    looks_ahead: bool = False
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
@@ -133,6 +136,7 @@ class Matchers:
         self._num_bytes = 4 * start.num_words
         self._inside = (1 << start.vocab_size) - 1
         self._ends = sum(1 << token_id for token_id in start.eos_token_ids)
+        self._looks_ahead, self._ahead_seconds = start.looks_ahead, 0.0
         self._cached: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._expected: set[int] = set()
         self._matchers: dict[int, tuple[llguidance.LLMatcher, int]] = {}
@@ -157,17 +161,19 @@ class Matchers:
                 if message.key not in self._expected:
                     raise GrammarError("closed")
             matcher = self._compile(message).deep_copy()
-            forced, words = self._look_ahead(matcher, self._next(matcher, message.tokens))
+            words = self._next(matcher, message.tokens)
         except (ValueError, RecursionError) as error:
             return self._fail(message.key, True, error)
         with self._lock:
             if message.key in self._expected:
                 self._matchers[message.key] = matcher, len(message.tokens)
-        return Mask(message.key, True, len(message.tokens), forced, words, time.perf_counter() - start)
+        return Mask(message.key, True, len(message.tokens), [], words, time.perf_counter() - start)
 
-    def advance(self, message: Advance) -> Mask | Failed:
-        """Takes tokens and computes the next mask."""
-        start = time.perf_counter()
+    def advance(self, message: Advance, others_wait: bool = False) -> Mask | Failed:
+        """Takes tokens and computes the next mask. others_wait: there were others when the last one was answered."""
+        start, begin = time.perf_counter(), time.thread_time()
+        if not others_wait:
+            self._ahead_seconds = _AHEAD_SECONDS
         try:
             with self._lock:
                 if message.key not in self._matchers:
@@ -175,7 +181,9 @@ class Matchers:
                 matcher, num_tokens = self._matchers[message.key]
                 num_tokens += len(message.tokens)
                 self._matchers[message.key] = matcher, num_tokens
-            forced, words = self._look_ahead(matcher, self._next(matcher, message.tokens))
+            forced, words = list[int](), self._next(matcher, message.tokens)
+            if self._looks_ahead and time.thread_time() - begin < _QUICK_SECONDS:
+                forced, words = self._look_ahead(matcher, words)
         except ValueError as error:
             return self._fail(message.key, False, error)
         return Mask(message.key, False, num_tokens, forced, words, time.perf_counter() - start)
@@ -214,16 +222,17 @@ class Matchers:
         """The tokens that must come behind a mask, each the only one that the mask of its place allows, and the mask
         behind them. The matcher stays where it is: what fails ahead fails when it is there."""
         forced: list[int] = []
-        if (token := _only(words)) is None:
+        if (token := _only(words)) is None or self._ahead_seconds <= 0:
             return forced, words
-        matcher, end = matcher.deep_copy(), time.thread_time() + _AHEAD_SECONDS
-        while token is not None and len(forced) < _MAX_FORCED and time.thread_time() < end:
+        matcher, begin, taken = matcher.deep_copy(), time.thread_time(), 0.0
+        while token is not None and len(forced) < _MAX_FORCED and taken < self._ahead_seconds:
             try:
                 words = self._next(matcher, [token])
             except ValueError:
                 break
             forced.append(token)
-            token = _only(words)
+            token, taken = _only(words), time.thread_time() - begin
+        self._ahead_seconds -= taken
         return forced, words
 
 
@@ -287,5 +296,7 @@ def main() -> None:
 
     for target in (read, compile_all):
         threading.Thread(target=target, daemon=True).start()
+    others_wait = False
     while True:
-        connection.send(matchers.advance(masks.get()))
+        connection.send(matchers.advance(masks.get(), others_wait))
+        others_wait = not masks.empty()

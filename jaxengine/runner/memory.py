@@ -205,11 +205,14 @@ def plan_memory(
         by_need = config.default_seq_tokens is not None and needed < fitting
     if num_pages < pages_per_seq:
         fits = _longest_fit(config, max(0, num_pages), windows)
+        of_states = (
+            f"; states take {needs.states / (1 << 30):.1f} GiB, less with a lower max_num_seqs" if needs.states else ""
+        )
         raise ConfigError(
             "max_model_len",
             config.max_model_len,
             f"at most {fits} with the {max(0, num_pages)} KV pages that fit; lower max_model_len, or raise "
-            f"gpu_memory_utilization ({config.gpu_memory_utilization}) or kv_cache_memory_bytes",
+            f"gpu_memory_utilization ({config.gpu_memory_utilization}) or kv_cache_memory_bytes{of_states}",
         )
     return MemoryPlan(
         total=total,

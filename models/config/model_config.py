@@ -38,6 +38,7 @@ class Multipliers(NamedTuple):
 
     attention_in: float
     attention_out: float
+    keys: float
     state_in: float
     state_out: float
     mlp_gate: float

@@ -12,11 +12,11 @@ from flax import nnx
 from models.build import Build
 from models.cache import StateRows
 from models.config.fields import ConfigFields
-from models.config.hf import hf_fields, read_head_dim
+from models.config.hf import hf_fields
 from models.config.model_config import ModelConfig, Multipliers
 from models.config.state import StateSpace, read_state_space
 from models.families.llama import LAYER, LlamaForCausalLM
-from models.layers.attention import LayerPages, StepInputs
+from models.layers.attention import Attention, LayerPages, StepInputs
 from models.layers.mamba2 import Kept, Mamba2
 from models.layers.mlp import GatedMLP, ScaledSilu
 from models.layers.norm import RMSNorm
@@ -53,6 +53,17 @@ class ParallelLayer(nnx.Module):
             return x + scaled(self.mlp(self.mlp_norm(x), step.rows), by.mlp_out), (pool, kept)
 
 
+class ScaledKeysAttention(Attention):
+    """Attention whose keys are multiplied before they are rotated, so that those in a cache are."""
+
+    def __init__(self, multiplier: float, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.multiplier = multiplier
+
+    def rotate(self, q: jax.Array, k: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
+        return super().rotate(q, scaled(k, self.multiplier), step)
+
+
 class FalconH1ForCausalLM(LlamaForCausalLM):
     """Llama of ParallelLayers."""
 
@@ -61,10 +72,8 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
-        bias, scale = fields.boolean("attention_bias", False), read_head_dim(fields) ** -0.5
-        # Keys are multiplied before they are rotated, which their products with queries may be as well.
-        scale *= fields.number("key_multiplier", 1.0)
-        shared = hf_fields(fields, bias=bias, output_bias=bias, scale=scale)
+        bias, fields = fields.boolean("attention_bias", False), fields.with_defaults(rms_norm_eps=1e-5)
+        shared = hf_fields(fields, bias=bias, output_bias=bias)
         inner_size = fields.integer("mamba_d_ssm", None) or fields.integer("mamba_expand", 2) * shared["hidden_size"]
         norm = "before" if fields.boolean("mamba_norm_before_gate", True) else "after"
         norm = norm if fields.boolean("mamba_rms_norm", False) else None
@@ -77,6 +86,7 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
         multipliers = Multipliers(
             attention_in=fields.number("attention_in_multiplier", 1.0),
             attention_out=fields.number("attention_out_multiplier", 1.0),
+            keys=fields.number("key_multiplier", 1.0),
             state_in=fields.number("ssm_in_multiplier", 1.0),
             state_out=fields.number("ssm_out_multiplier", 1.0),
             mlp_gate=mlp_gate,
@@ -89,6 +99,14 @@ class FalconH1ForCausalLM(LlamaForCausalLM):
             "logit_scale": fields.number("lm_head_multiplier", 1.0),
             "multipliers": multipliers,
         }
+
+    def make_attention(self, layer: int, build: Build) -> nnx.Module:
+        config, source = self.config, f"{LAYER}.self_attn"
+        assert config.multipliers is not None
+        own, eps = config.attention[layer], config.rms_norm_eps
+        return ScaledKeysAttention(
+            config.multipliers.keys, own, config.hidden_size, eps=eps, source=source, build=build
+        )
 
     def make_layer(self, layer: int, build: Build) -> nnx.Module:
         config, state = self.config, self.config.attention[layer].state

@@ -86,10 +86,12 @@ def _experts(fields: ConfigFields, num_experts: int, shared_size: int) -> Expert
 
 def _layer_kinds(fields: ConfigFields) -> list[bool]:
     """Of each layer, whether it is Mamba-2."""
-    num_layers, kinds = fields.integer("num_hidden_layers"), fields.value("layer_types", None)
+    num_layers, name = fields.integer("num_hidden_layers"), "layer_types"
+    name = name if fields.has(name) else "layers_block_type"
+    kinds = fields.value(name, None)
     if kinds is None:
         return [True] * num_layers
     known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in MAMBA for kind in kinds)
     if not known or len(kinds) != num_layers:
-        raise fields.fail("layer_types", f"a list of {num_layers} of {', '.join(MAMBA)}")
+        raise fields.fail(name, f"a list of {num_layers} of {', '.join(MAMBA)}")
     return [MAMBA[kind] for kind in kinds]

@@ -11,6 +11,7 @@ from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED
 from tests.pallas_kernels.matmul.test_quantized import IMPLEMENTATIONS as QUANTIZED
 from tests.pallas_kernels.state.test_conv import IMPLEMENTATIONS as CONV
 from tests.pallas_kernels.state.test_delta import IMPLEMENTATIONS as DELTA
+from tests.pallas_kernels.state.test_space import IMPLEMENTATIONS as SPACE
 from tests.pallas_kernels.test_interpreted import quick_groups
 
 # Check -> the operations it compares with the oracle.
@@ -30,7 +31,8 @@ def run_by_tests() -> set:
     jobs = {(job[0], job[1]) for group in quick_groups() for job in group}
     jobs |= {(check, implementation.name) for implementation in IN_PROCESS for check in CHECKED}
     ops = ((op, IMPLEMENTATIONS[name].platform) for check, name in jobs for op in CHECKED.get(check, ()))
-    return {kernel(*row) for row in ops} | set(GROUPED) | set(DENSE) | set(QUANTIZED) | set(CONV) | set(DELTA)
+    states = {*CONV, *DELTA, *SPACE}
+    return {kernel(*row) for row in ops} | set(GROUPED) | set(DENSE) | set(QUANTIZED) | states
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=str)

@@ -93,18 +93,24 @@ def test_what_must_come_costs_no_guess(changes):
     requests = [random_request(rng, index, **({"params": params} if index % 3 else {})) for index in range(24)]
     for request in requests:
         loop.scheduler.add_request(request)
+    num_both, results, execute = 0, [], loop.device.execute
+    loop.device.execute = lambda packed: results.append(execute(packed)) or results[-1]
     while loop.scheduler.num_unfinished or loop.in_flight:
         step = loop.step()
-        for batch in step.batches:
+        for rank, batch in enumerate(step.batches):
             counts = batch.num_scheduled
             assert len(batch.is_forced) == (batch.num_rows if step.width > 1 else 0)
             for row in np.flatnonzero(batch.is_forced):
                 first = int(counts[:row].sum()) + 1
                 own = batch.decode_token_ids[first : first + counts[row] - 1] if counts[row] > 1 else ()
                 assert batch.features & MASK and (np.array(own) >= 0).all()
+                assert results[-1][1][rank][row] == counts[row]  # what must come is what comes there
+            if len(batch.is_forced):
+                num_both += (counts[batch.is_forced] > 1).any() and (counts[~batch.is_forced] > 1).any()
     for request in requests:
         check_output(request)
     assert max(map(len, given)) == 7 and loop.scheduler.num_preemptions > 0
+    assert num_both > 0 or "num_micro_batches" in changes  # whose draft gives none
 
 
 def test_a_rank_without_decodes_joins_in():

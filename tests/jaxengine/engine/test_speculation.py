@@ -168,6 +168,8 @@ def forced_workload(vocab_size: int):
         {"structured_outputs": {"choice": ["the only one"]}},  # ends where it must
         {"structured_outputs": {"regex": "(ab|cd)(000){1,3}"}, "top_p": 0.9},
         {"structured_outputs": None, "logprobs": 1},
+        # What must come ends the text and may not yet, while it is known what would come behind it.
+        {"structured_outputs": {"choice": ["abc"]}, "stop_token_ids": [ord("b") - 33], "min_tokens": 2},
     ]
     prompts, params = [], []
     for index, own in enumerate([*kinds, {}, {}, {}]):
@@ -186,7 +188,8 @@ def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough, monkey
     expected = plain.generate(prompts, params, use_tqdm=False)
     ends = [(each.outputs[0].finish_reason, each.outputs[0].stop_reason) for each in expected]
     assert ends[3][0] == "length" and ends[4] == ("stop", "erty_1") and ends[8] == ("stop", ord("_") - 33)
-    assert ends[9][0] == "error" and "no token is allowed by structured_outputs" in ends[9][1]
+    for index in (9, 13):
+        assert ends[index][0] == "error" and "no token is allowed by structured_outputs" in ends[index][1]
     stats = drafting.core.engine.stats
     for width in (2, 4, 8, None) if thorough else (8, None):
         force(drafting, width)

@@ -6,6 +6,7 @@ The vocabulary is the bytes, so that a test's tokens are its text.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -17,9 +18,9 @@ import llguidance
 import numpy as np
 import pytest
 
-from jaxengine.grammars import grammar_worker
+from jaxengine.grammars import grammar_worker, worker_process
 from jaxengine.grammars.grammar_worker import GrammarFailure, GrammarWorker, NextMask
-from jaxengine.grammars.worker_process import compile_grammar
+from jaxengine.grammars.worker_process import Advance, Matchers, Open, Start, compile_grammar
 from jaxengine.requests.closed_objects import close_objects
 
 BYTES = llguidance.LLTokenizer("byte")
@@ -55,7 +56,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def shared_worker():
-    made = GrammarWorker("byte", BYTES.vocab_size, NUM_WORDS, [EOS])
+    made = GrammarWorker("byte", BYTES.vocab_size, NUM_WORDS, [EOS], looks_ahead=True)
     yield made
     made.shutdown()
 
@@ -139,25 +140,55 @@ def test_masks_are_those_of_llguidance(worker, keys, name):
 
 
 @pytest.mark.parametrize(
-    ("grammar", "forced", "then"),
+    ("grammar", "taken", "forced", "ends"),
     [
-        (("json", close_objects(json.dumps(NAME)), {"whitespace_flexible": False}), b'{"name":"', b'"name":"'),
-        (("choice", '["the only one"]', {}), b"the only one", b"he only one"),  # and nothing behind it
-        (("regex", "a{100}", {}), b"a" * 32, b"a" * 32),
-        (("regex", "(ab|ac)d", {}), b"a", b""),
-        (("regex", "[xy]z", {}), b"", b"z"),
+        (("json", close_objects(json.dumps(NAME)), {"whitespace_flexible": False}), b"{", b'"name":"', False),
+        (("json", close_objects(json.dumps(NAME)), {"whitespace_flexible": False}), b'{"', b'name":"', False),
+        (("choice", '["the only one"]', {}), b"t", b"he only one", True),
+        (("regex", "a{100}", {}), b"a", b"a" * 32, False),
+        (("regex", "a(bc|bd)e", {}), b"a", b"b", False),
+        (("regex", "a(b|c)d", {}), b"a", b"", False),
+        (("regex", "[xy]z", {}), b"x", b"z", True),
     ],
-    ids=["json", "choice", "long", "until a choice", "choice first"],
+    ids=["json", "within a name", "choice", "long", "until a choice", "a choice first", "one token"],
 )
-def test_what_must_come_is_known_ahead(worker, keys, grammar, forced, then):
-    """As far as no other token may stand there, from wherever it is asked."""
-    key = next(keys)
+def test_what_must_come_is_known_ahead(worker, keys, grammar, taken, forced, ends):
+    """As far as no other token may stand there, from wherever it is asked; and it is gone on from at once."""
+    key, matcher = next(keys), matcher_of(grammar)
     worker.open(key, *grammar)
     (mask,) = next_of(worker, key)
-    assert bytes(mask.forced) == forced and (mask.words is None) == (grammar[0] == "choice")
-    worker.advance(key, forced[0] if forced else ord("x"))
+    assert mask.forced == ()
+    worker.advance(key, *taken)
     (mask,) = next_of(worker, key)
-    assert bytes(mask.forced) == then and (mask.words is None) == (then in (b"z", b"he only one"))
+    assert bytes(mask.forced) == forced and (mask.words is None) == ends
+    if not ends:
+        choice = allowed_by(mask.words)[0]
+        assert matcher.consume_tokens([*taken, *forced, choice])
+        worker.advance(key, *forced, choice)
+        take_mask(worker, key, matcher)
+
+
+def test_nobody_looks_ahead_who_was_not_asked_to():
+    start = "byte", BYTES.vocab_size, NUM_WORDS, [EOS]
+    for looks_ahead in (False, True):
+        matchers = Matchers(Start(*start, looks_ahead=looks_ahead))
+        matchers.expect(1)
+        matchers.open(Open(1, "regex", "ab{50}c", {}, []))
+        mask = matchers.advance(Advance(1, [ord("a")]))
+        assert mask.forced == [ord("b")] * 32 * looks_ahead
+
+
+def test_those_who_wait_share_the_time_to_look_ahead(monkeypatch):
+    clock = itertools.count()  # a second each time that it is asked
+    monkeypatch.setattr(worker_process.time, "thread_time", lambda: float(next(clock)))
+    monkeypatch.setattr(worker_process, "_QUICK_SECONDS", 1.5)
+    monkeypatch.setattr(worker_process, "_AHEAD_SECONDS", 5.0)
+    matchers = Matchers(Start("byte", BYTES.vocab_size, NUM_WORDS, [EOS], looks_ahead=True))
+    for key in range(4):
+        matchers.expect(key)
+        matchers.open(Open(key, "regex", "ab{50}c", {}, []))
+    found = [len(matchers.advance(Advance(key, [ord("a")]), others_wait=key in (1, 2)).forced) for key in range(4)]
+    assert found == [5, 0, 0, 5]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -26,6 +26,8 @@ def test_granite():
     assert states[0] == StateSpace(8, 16, 2, 12, 4, bias=True, output_bias=True, norm="after")
     assert config.keeps_states and [layer.rope for layer in config.attention] == [None] * 4
     assert config.experts is not None and config.experts.shared_intermediate_size == config.intermediate_size == 40
+    kinds = ["mamba", "mamba", "attention", "mamba"]
+    assert read("granite_hybrid", layer_types=None, layers_block_type=kinds) == config
 
 
 def test_granite_without_states():
@@ -39,7 +41,8 @@ def test_falcon():
     config = read("falcon_h1")
     assert all(layer.attends and isinstance(layer.state, StateSpace) for layer in config.attention)
     assert config.keeps_states and config.attending == config.attention
-    assert config.attention[0].scale == 0.6 * 16**-0.5
+    assert config.multipliers is not None and config.multipliers.keys == 0.6
+    assert config.attention[0].sm_scale == 16**-0.5
     for gate_first, norm in ((True, "before"), (False, "after")):
         changed = read("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=gate_first).attention[0].state
         assert isinstance(changed, StateSpace) and changed.norm == norm
