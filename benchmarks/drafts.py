@@ -1,11 +1,12 @@
 """What drafts bring on the default model: tokens a step and tokens a second, beside the same engine without.
 
     python -m benchmarks.drafts [--max-tokens 96] [--temperature 0] [--drafts 7] [--num-seqs 1] [--draft MODEL]
-                                [--json FILE]
+                                [--only NAME ...] [--json FILE]
 
 Without --draft they are looked up (n-grams); `python -m benchmarks.first_layers` makes a model for it.
 
-Prompts run one at a time, and all at once where --num-seqs has room, by both engines in turn; tokens must be equal.
+Prompts run one at a time, and all at once where --num-seqs has room, by both engines in turn; tokens must be equal. The
+answer to `json` is under a grammar, which decides the names of properties.
 """
 
 from __future__ import annotations
@@ -33,7 +34,20 @@ PROMPTS = {
     "summarise": f"Summarise in three bullet points, quoting the figures:\n\n{TEXT}",
     "code": f"Rename the variable result to value in this code and print the whole code:\n\n{CODE}",
     "chat": "Tell me a short story about a lighthouse keeper.",
+    "json": "Write the order of a customer as JSON.",
 }
+PROPERTIES = {
+    name: {"type": kind}
+    for name, kind in (
+        ("customer_number", "integer"),
+        ("is_paid_already", "boolean"),
+        ("number_of_articles", "integer"),
+        ("is_to_be_delivered", "boolean"),
+        ("price_in_euros", "integer"),
+        ("has_been_returned", "boolean"),
+    )
+}
+ORDER = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
@@ -44,7 +58,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def run(llm: LLM, names: list[str], params: SamplingParams) -> tuple[list[list[int]], float, int]:
+def run(llm: LLM, names: list[str], params: list[SamplingParams]) -> tuple[list[list[int]], float, int]:
     """Tokens of each prompt, seconds, and steps."""
     steps, start = llm.core.engine.stats.num_steps, time.perf_counter()
     outputs = llm.chat([[{"role": "user", "content": PROMPTS[name]}] for name in names], params, use_tqdm=False)
@@ -61,16 +75,19 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=1)
     parser.add_argument("--draft", help="the draft model")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=PROMPTS, default=list(PROMPTS), metavar="NAME")
     parser.add_argument("--json")
     args = parser.parse_args()
     options = OPTIONS | {"max_num_seqs": args.num_seqs}
     plain = LLM(**options)
     method = {"method": "ngram"} if args.draft is None else {"method": "draft_model", "model": args.draft}
     drafting = LLM(**options, speculative_config=method | {"num_speculative_tokens": args.drafts})
-    params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.max_tokens, ignore_eos=True)
+    grammars = {"json": {"json": ORDER, "disable_any_whitespace": True}}
+    common = {"temperature": args.temperature, "seed": 1, "max_tokens": args.max_tokens, "ignore_eos": True}
     rows = []
-    cases = [(name, [name]) for name in PROMPTS]
-    for name, names in [*cases, ("all at once", list(PROMPTS))] if args.num_seqs > 1 else cases:
+    cases = [(name, [name]) for name in args.only]
+    for name, names in [*cases, ("all at once", args.only)] if args.num_seqs > 1 else cases:
+        params = [SamplingParams(**common, structured_outputs=grammars.get(each)) for each in names]
         run(plain, names, params), run(drafting, names, params)  # prefixes cached, widths measured
         best, steps, equal = [float("inf")] * 2, [0, 0], True
         for _ in range(args.repeat):
@@ -78,6 +95,7 @@ def main() -> None:
             best = [min(before, seconds) for before, (_, seconds, _) in zip(best, found, strict=True)]
             steps = [each[2] for each in found]
             equal &= found[0][0] == found[1][0]
+        num_tokens = sum(map(len, found[0][0]))
         rows.append(
             {
                 "prompt": name,
@@ -85,8 +103,8 @@ def main() -> None:
                 "steps without": steps[0],
                 "steps with": steps[1],
                 "fewer steps": round(steps[0] / steps[1], 2),
-                "tokens/s without": round(len(names) * args.max_tokens / best[0], 1),
-                "tokens/s with": round(len(names) * args.max_tokens / best[1], 1),
+                "tokens/s without": round(num_tokens / best[0], 1),
+                "tokens/s with": round(num_tokens / best[1], 1),
                 "ratio": round(best[0] / best[1], 2),
             }
         )

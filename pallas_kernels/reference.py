@@ -6,6 +6,8 @@ Imports numpy only and shares no code with the implementations it judges. Works 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 
@@ -159,19 +161,14 @@ def gated_delta_rule(
     """(o [T, N, Hv], the states), both float64; see pallas_kernels.state.delta."""
     q, k, v, decay, beta, state = (array.astype(np.float64) for array in (q, k, v, decay, beta, state))
     o, group = np.zeros(v.shape), v.shape[1] // q.shape[1]
-    for seq in range(num_seqs):
-        first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
-        if first == end:
-            continue
-        matrices = state[reads[seq]].copy() if reads[seq] >= 0 else np.zeros(state.shape[1:])
-        for token in range(first, end):
-            for head, m in enumerate(matrices):
-                key = k[token, head // group]
-                m *= np.exp(decay[token, head])
-                m += np.outer(key, beta[token, head] * (v[token, head] - key @ m))
-                o[token, head] = q[token, head // group] @ m
-        if writes[seq] < len(state):
-            state[writes[seq]] = matrices
+
+    def take(token: int, head: int, m: np.ndarray) -> None:
+        key = k[token, head // group]
+        m *= np.exp(decay[token, head])
+        m += np.outer(key, beta[token, head] * (v[token, head] - key @ m))
+        o[token, head] = q[token, head // group] @ m
+
+    _recur(take, state, cu_q_lens, reads, writes, num_seqs)
     return o, state
 
 
@@ -190,6 +187,25 @@ def state_space(
     """(y [T, N, P], the states), both float64; see pallas_kernels.state.space."""
     x, b, c, decay, dt, state = (array.astype(np.float64) for array in (x, b, c, decay, dt, state))
     y, group = np.zeros(x.shape), x.shape[1] // b.shape[1]
+
+    def take(token: int, head: int, m: np.ndarray) -> None:
+        m *= np.exp(decay[token, head])
+        m += np.outer(dt[token, head] * x[token, head], b[token, head // group])
+        y[token, head] = m @ c[token, head // group]
+
+    _recur(take, state, cu_q_lens, reads, writes, num_seqs)
+    return y, state
+
+
+def _recur(
+    take: Callable[[int, int, np.ndarray], None],
+    state: np.ndarray,
+    cu_q_lens: np.ndarray,
+    reads: np.ndarray,
+    writes: np.ndarray,
+    num_seqs: int,
+) -> None:
+    """Has take(token, head, matrix of the head) change the matrices of each sequence, token by token, in `state`."""
     for seq in range(num_seqs):
         first, end = int(cu_q_lens[seq]), int(cu_q_lens[seq + 1])
         if first == end:
@@ -197,9 +213,6 @@ def state_space(
         matrices = state[reads[seq]].copy() if reads[seq] >= 0 else np.zeros(state.shape[1:])
         for token in range(first, end):
             for head, m in enumerate(matrices):
-                m *= np.exp(decay[token, head])
-                m += np.outer(dt[token, head] * x[token, head], b[token, head // group])
-                y[token, head] = m @ c[token, head // group]
+                take(token, head, m)
         if writes[seq] < len(state):
             state[writes[seq]] = matrices
-    return y, state

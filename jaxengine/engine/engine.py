@@ -281,7 +281,7 @@ class Engine:
                 for told in verified
             )
             # What must be right says nothing of what may be.
-            guessed = ~np.concatenate([batch.is_forced[: batch.num_rows] for batch in step.batches])
+            guessed = ~np.concatenate([batch.is_forced for batch in step.batches])
             self.stats.drafts.num_forced += int(drafts[~guessed].sum())
             drafts, accepted = drafts[guessed], counts[guessed] - 1
             self.stats.drafts.count(drafts, accepted)

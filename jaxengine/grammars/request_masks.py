@@ -126,7 +126,7 @@ class RequestMasks:
             taken = watch.read(token_id)
             first = self._first_masks[request]
             if taken is None:
-                self._known[request] = _Known((), watch.mask(self._first_words(first)))
+                self._known[request] = _Known((), watch.mask(first.words))
                 return
             del self._watches[request], self._first_masks[request]
             if not taken:
@@ -209,14 +209,14 @@ class RequestMasks:
             if each.seconds is not None:
                 self.num_masks += 1
                 self.seconds += each.seconds
-            watch, first = self._watches.get(request), self._first_words(each)
-            if watch is not None and watch.gives_way(first):
+            watch = self._watches.get(request)
+            if watch is not None and watch.gives_way(each.words):
                 del self._watches[request]
             elif watch is not None:
-                self._first_masks[request], self._known[request] = each, _Known((), watch.mask(first))
+                self._first_masks[request], self._known[request] = each, _Known((), watch.mask(each.words))
                 events.ready.append(request)
                 continue
-            if first is not None:
+            if each.forced or each.words is not None:
                 self._known[request] = _Known(each.forced, each.words, is_end=each.words is None)
                 events.ready.append(request)
             elif self._num_tokens[request] < request.params.min_tokens:
@@ -228,10 +228,6 @@ class RequestMasks:
             else:
                 events.ended.append(MaskEnd(request, FinishReason.STOP, None))
         return events
-
-    def _first_words(self, mask: NextMask) -> np.ndarray | None:
-        """What may be taken next by a mask, None where the text can only end."""
-        return self._only(mask.forced[0]) if mask.forced else mask.words
 
     def _only(self, token_id: int) -> np.ndarray:
         """The mask that allows this token alone."""

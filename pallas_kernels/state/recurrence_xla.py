@@ -62,7 +62,7 @@ def _single_tokens(
         seq = jnp.minimum(seq, rows.reads.shape[0] - 1)
         token = rows.cu_q_lens[seq]
         live = live & (rows.cu_q_lens[seq + 1] > token)
-        own = _map(lambda part: part[jnp.minimum(token, num_tokens - 1)].astype(jnp.float32), tokens)
+        own = jax.tree.map(lambda part: part[jnp.minimum(token, num_tokens - 1)].astype(jnp.float32), tokens)
         out, m = rule(own, read_rows(state, jnp.where(live, rows.reads[seq], -1)))
         o = o.at[jnp.where(live, token, o.shape[0])].set(out, mode="drop")
         return first + block, o, write_rows(state, rows.writes[seq], m, live)
@@ -94,7 +94,7 @@ def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rul
             return jnp.moveaxis(jnp.where(valid.reshape(-1, *(1,) * (part.ndim - 1)), part, 0.0), 0, 1)
 
         source = jnp.where(place == 0, rows.reads[seq], rows.writes[seq])[None]
-        out, m = rule(_map(taken, tokens), read_rows(state, source)[0])
+        out, m = rule(jax.tree.map(taken, tokens), read_rows(state, source)[0])
         # What this writes behind the sequence are zeros, and the next sequence's chunks come later.
         o = lax.dynamic_update_slice_in_dim(o, jnp.moveaxis(out, 0, 1), first, axis=0)
         saves = jnp.where((left <= CHUNK) & (counts[seq] > 1), rows.saves[seq], state.shape[0])
@@ -103,7 +103,3 @@ def _chunks(tokens: Tokens, o: jax.Array, state: jax.Array, rows: StateRows, rul
 
     _, o, state = lax.while_loop(lambda carry: carry[0] < ends[-1], work, (jnp.int32(0), o, state))
     return o, state
-
-
-def _map(function: Callable[[jax.Array], jax.Array], tokens: Tokens) -> Tokens:
-    return jax.tree.map(function, tokens)

@@ -40,7 +40,8 @@ from pallas_kernels.tuning import HopperAttention
 
 PRODUCER = 2  # the warpgroup after the two that compute
 # A kernel of three warpgroups begins with 168 registers in each lane: 65,536 of 384 lanes, in steps of 8. What a
-# warpgroup gives up others may take; one that asks for more than is there waits for ever.
+# warpgroup gives up others may take; one that asks for more than is there waits for ever (PTX ISA,
+# setmaxnreg).
 REGISTERS = 3 * 168
 NOTHING = -1e30  # running maximum of a row that has seen no key: finite, so that its weights are 0 and not NaN
 

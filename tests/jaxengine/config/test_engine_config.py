@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 
 from jaxengine.config.engine_config import CompilationConfig, ConfigError, EngineConfig
+from jaxengine.config.kv_cache import kv_dtype
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.memory import StageNeeds, plan_memory
+from pallas_kernels.kv.pages import LAYOUTS, PER_TOKEN, PER_TOKEN_LAYOUTS
 from tests.models.tiny import TINY
 
 MODEL = dataclasses.replace(TINY, vocab_size=128, max_position_embeddings=1000, attention=TINY.attention[:2])
@@ -153,3 +155,14 @@ def test_a_plan_that_does_not_fit_says_what_would():
     with pytest.raises(ConfigError, match="at most 512 .* raise gpu_memory_utilization") as error:
         plan(kv_cache_memory_bytes=32 << 14)
     assert error.value.param == "max_model_len"
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+@pytest.mark.parametrize("platform", LAYOUTS)
+def test_scales_of_tokens_are_for_pools_that_hold_them(name, platform):
+    """The option's names and platforms are those of the pools, which options know nothing of."""
+    if platform in PER_TOKEN_LAYOUTS:
+        assert kv_dtype(name, None, "bfloat16", platform) == name
+    else:
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype.*{platform}"):
+            kv_dtype(name, None, "bfloat16", platform)
