@@ -34,7 +34,8 @@ class SchedulerConfig:
         may be scheduled while its last token is still being computed.
       widths: tokens that a decode may have in a step without prefill, beside 1 (scheduler.buckets): drafts behind its
         last token, of which some may turn out to be right.
-      draft: makes drafts where the host does; None where the device does.
+      guesses: whether there are drafts beside those that must be right.
+      draft: makes guesses where the host does; None where the device does.
       forced: tells what must come next of requests with MASK, where that is known; None where none has any drafts.
       num_adapters: adapters (LoRA) that may run at once; 0 where requests have none.
       num_encoder_rows: embeddings of pictures that a rank keeps (scheduler.encoder_rows), 0 for a model that sees none;
@@ -56,6 +57,7 @@ class SchedulerConfig:
     windows: tuple[int | None, ...] = (None,)
     num_snapshots: int = 0
     widths: tuple[int, ...] = ()
+    guesses: bool = True
     draft: Draft | None = None
     forced: Forced | None = None
     num_adapters: int = 0

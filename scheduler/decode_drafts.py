@@ -46,13 +46,15 @@ class DecodeDrafts:
         """How many drafts each of the slots i64[n] has that must be right, i32[n], at most so many; -1 where any would
         be guesses.
 
-        A request whose next choice the host must prepare has none but those that its grammar leaves no choice.
+        A request whose next choice the host must prepare has none but those that its grammar leaves no choice, and
+        without guesses no request has others.
         """
         s = self._slots
         # min_tokens forbids stop tokens up to a place that must be known.
         is_early = s.num_tokens[decodes] < s.min_stop[decodes]
         is_prepared = (s.features[decodes] & (MASK | LAST_TOKEN) > 0) | is_early
-        self._runs, self._forced = np.where(is_prepared, 0, -1).astype(np.int32), {}
+        has_none = is_prepared | (not self._config.guesses)
+        self._runs, self._forced = np.where(has_none, 0, -1).astype(np.int32), {}
         if self._config.forced is not None:
             for row in np.flatnonzero((s.features[decodes] & MASK > 0) & ~is_early).tolist():
                 slot = decodes[row]

@@ -130,8 +130,8 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
       pooler_config: how it pools, over what the checkpoint says: a dict of task, pooling_type, use_activation and
         dimensions.
       hf_overrides: fields to put over those of config.json: architectures, and what says how a model pools.
-      speculative_config: drafts that steps verify, a dict of method ("ngram", "draft_model", "mtp", "eagle3"),
-        num_speculative_tokens (1 to 7), and as the method has it prompt_lookup_max and prompt_lookup_min, or model.
+      speculative_config: drafts that steps verify, a dict of method ("ngram", "draft_model", "mtp", "eagle3",
+        "grammar"), num_speculative_tokens (1 to 7), and as the method has it prompt_lookup_max and _min, or model.
         Tokens are those without.
       disable_log_stats: no periodic log line, no progress bars at start-up.
     """

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from models.config.model_config import ModelConfig
 
 NAME = "speculative_config"
-NGRAM, DRAFT_MODEL, MTP, EAGLE3 = "ngram", "draft_model", "mtp", "eagle3"
-METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3)
+NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR = "ngram", "draft_model", "mtp", "eagle3", "grammar"
+METHODS = (NGRAM, DRAFT_MODEL, MTP, EAGLE3, GRAMMAR)
 # vLLM's earlier names of a method, one for each family.
 _ALIASES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP, "glm4_moe_lite_mtp": MTP}
 MAX_DRAFTS = 7
@@ -49,8 +49,9 @@ class SpeculativeConfig:
 
     Attributes:
       method: "ngram", which looks for the last tokens among those before, "draft_model", a smaller model, "mtp", the
-        layer of the model's own checkpoint that predicts the token after the next, or "eagle3", a head with a
-        checkpoint of its own that reads the model's hidden states.
+        layer of the model's own checkpoint that predicts the token after the next, "eagle3", a head with a
+        checkpoint of its own that reads the model's hidden states, or "grammar", which guesses nothing: of what a
+        grammar leaves no choice, as with any of them, drafts are made.
       num_speculative_tokens: drafts of a request in one step at most, 1 to 7.
       prompt_lookup_max: tokens that an n-gram lookup compares at most; prompt_lookup_min: at least. One says the other;
         without either 3 and 2.
@@ -115,7 +116,12 @@ class SpeculativeConfig:
     @property
     def has_model(self) -> bool:
         """Whether a model or a head makes the drafts, on the devices."""
-        return self.method != NGRAM
+        return self.method not in (NGRAM, GRAMMAR)
+
+    @property
+    def guesses(self) -> bool:
+        """Whether there are drafts beside those that must be right."""
+        return self.method != GRAMMAR
 
     @property
     def reads_hidden(self) -> bool:
@@ -173,6 +179,8 @@ def check_speculation(options: Mapping[str, Any], model: ModelConfig) -> None:
     if options["max_num_batched_tokens"] < 2:
         raise refuse(f"max_num_batched_tokens is {options['max_num_batched_tokens']}, which leaves a step no draft")
     chosen = options[NAME]
+    if not chosen.guesses and options["skip_tokenizer_init"]:
+        raise refuse(f"skip_tokenizer_init is set, and without a tokenizer no request has a {GRAMMAR}")
     if not chosen.has_model:
         return
     if (stages := options["pipeline_parallel_size"]) > 1:

@@ -53,11 +53,12 @@ class Engine:
         self.runner = runner
         self.masks = masks
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
-        if config.widths and config.num_micro_batches > 1:
-            assert runner.config.speculative_config is not None
-            config = replace(config, draft=proposer_of(runner.config.speculative_config).propose_one)
-        if config.widths and masks is not None:
-            config = replace(config, forced=masks.forced)
+        if (drafts := runner.config.speculative_config) is not None:
+            # Where stages follow each other the host knows all tokens of a row that it schedules.
+            proposer = proposer_of(drafts) if config.num_micro_batches > 1 else None
+            draft = None if proposer is None else proposer.propose_one
+            forced = None if masks is None else masks.forced
+            config = replace(config, guesses=drafts.guesses, draft=draft, forced=forced)
         self.scheduler = Scheduler(config)
         self.stats = StepStats()
         self.request_stats = RequestStats(runner.config.max_model_len)

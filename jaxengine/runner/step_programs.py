@@ -112,7 +112,7 @@ class StepPrograms:
         self._streams: tuple[int, ...] = ()
         if drafts is not None:
             self._is_read, self._streams = drafts.reads_hidden, drafts.streams or ()
-        if drafts is not None and config.widths and config.pipeline_parallel_size == 1 and not drafts.has_model:
+        if drafts is not None and config.pipeline_parallel_size == 1:
             self._proposer = proposer_of(drafts)
         self._experts = _count_experts(model)
         self.state_shapes: DeviceState = self._state_shapes()

@@ -24,6 +24,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3
 # Families of every kind of attention and experts that keep pages alone; of these --thorough takes all.
 FAMILIES = ("llama", "gemma2", "gemma3", "gpt_oss", "mistral", "qwen3_moe", "deepseek_v3", "phi3")
 
+GRAMMAR = {"method": "grammar", "num_speculative_tokens": 3}
 WITHOUT = (({"nnodes": 2}, "nnodes is 2"), ({"max_num_batched_tokens": 1, "max_num_seqs": 1}, "no draft"))
 
 
@@ -214,6 +215,27 @@ def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough, monkey
     assert drafting.core.engine.scheduler.num_free_pages == 40
 
 
+def test_a_grammar_needs_no_guesses(engines, executables_dir, monkeypatch):
+    """A method that guesses nothing: what must come comes at once, other requests take steps of one token."""
+    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)
+    plain = engines[0]
+    options = OPTIONS | {"model": plain.core.config.model, "compile_cache_dir": executables_dir}
+    forcing = LLM(**options, speculative_config=GRAMMAR)
+    assert not forcing.core.runner._stages[0].programs.state_shapes.keeps_history
+    prompts, params = forced_workload(257)
+    force(forcing, 8)
+    for index in (0, 10, 12):
+        steps = forcing.core.engine.stats.num_steps
+        found = forcing.generate(prompts[index], params[index], use_tqdm=False)
+        assert_same(found, plain.generate(prompts[index], params[index], use_tqdm=False))
+        steps, count = forcing.core.engine.stats.num_steps - steps, len(found[0].outputs[0].token_ids)
+        assert steps < 0.75 * count if params[index].structured_outputs else steps >= count
+    assert_same(forcing.generate(prompts, params, use_tqdm=False), plain.generate(prompts, params, use_tqdm=False))
+    metrics = {metric.name: metric.value for metric in forcing.get_metrics()}
+    assert metrics["jaxengine:forced_tokens"] > 100 and metrics["jaxengine:compilations_since_ready"] == 0
+    assert metrics["vllm:spec_decode_num_draft_tokens"] == 0
+
+
 def test_steps_without_drafts_are_the_same_programs(engines):
     plain, drafting = (llm.core.runner._stages[0] for llm in engines)
 
@@ -324,5 +346,7 @@ def test_models_and_engines_without_drafts_say_why(engines):
     for options, said in WITHOUT:
         with pytest.raises(ConfigError, match=said):
             EngineConfig(speculative_config=DRAFTS, **options).resolved(model, PLATFORMS["cpu"])
+    with pytest.raises(ConfigError, match="without a tokenizer no request has a grammar"):
+        EngineConfig(speculative_config=GRAMMAR, skip_tokenizer_init=True).resolved(model, PLATFORMS["cpu"])
     with pytest.raises(ConfigError, match="keeps states of sequences, which cannot go back"):
         LLM(str(checkpoint("qwen3_next")), speculative_config=DRAFTS, skip_tokenizer_init=True)
