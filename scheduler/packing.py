@@ -89,6 +89,13 @@ class Packer:
                     overflow.append((rows + np.int32(rank * self.num_table_rows), columns, pages))
         return StepInput(bucket, buffer, PageDeltas.concatenate(overflow))
 
+    def nothing(self, bucket: Bucket, features: int) -> np.ndarray:
+        """The message of a step without rows in which these features are on."""
+        message = self._empty[bucket].copy()
+        for own in message:
+            self.layouts[bucket].view(own, "header")[2] = features
+        return message
+
     def _write(self, layout: StepLayout, message: np.ndarray, batch: ScheduledBatch) -> None:
         """Writes one rank's rows, tokens and the deltas that fit."""
         num_rows, first = batch.num_rows, batch.num_decode

@@ -45,6 +45,7 @@ from scheduler.buckets import Bucket
 from scheduler.encoder_rows import Encode
 from scheduler.media import EMBEDS
 from scheduler.packing import StepInput, delta_chunks
+from scheduler.token_params import ADAPTER
 
 Progress = Callable[[int, int, str], None]
 
@@ -107,6 +108,10 @@ class ModelRunner:
             self.plan = self._plan_as_compiled(before)
         for stage in stages:
             stage.allocate()
+        if config.enable_lora and not config.enforce_eager:
+            # What adapters add to a program takes longer when it runs for the first time, on a CPU as long as a step.
+            for bucket in self.buckets:
+                jax.block_until_ready(self._forward(bucket, self.packer.nothing(bucket, ADAPTER)))
         peers.await_ready()
 
     @property

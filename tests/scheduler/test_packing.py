@@ -34,6 +34,18 @@ def test_an_empty_rank_is_padding_with_the_flags_of_the_others():
     assert (layout.view(message.buffer[2], "deltas")[0] == 8).all()
 
 
+def test_a_step_without_rows_is_padding_and_can_be_changed():
+    loop = Loop(num_ranks=2)
+    for bucket in loop.packer.buckets:
+        for features in (RANDOM, 0):
+            message, layout = loop.packer.nothing(bucket, features), loop.packer.layouts[bucket]
+            assert [layout.view(row, "header").tolist() for row in message] == [[0, 0, features]] * 2
+            for row in message:
+                slot, num_scheduled, _, sample, _ = layout.view(row, "rows")
+                assert (slot == 8).all() and not num_scheduled.any() and not sample.any()
+            message[:] = 7
+
+
 def test_decodes_of_one_rank_beside_a_prefill_of_another():
     """As many tokens as rows at most, and yet no decode-only step."""
     loop = Loop(num_ranks=2, max_num_batched_tokens=8, sync=True)
