@@ -238,6 +238,7 @@ class FreeRunner:
             max_model_len=config.max_model_len,
             max_in_flight=2,
             enable_lora=False,
+            speculative_config=None,
         )
         self._tokens, self._counts, self._taken = tokens, counts, 0
 
