@@ -1,9 +1,10 @@
 """What drafts bring on the default model: tokens a step and tokens a second, beside the same engine without.
 
     python -m benchmarks.drafts [--max-tokens 96] [--temperature 0] [--drafts 7] [--num-seqs 1] [--draft MODEL]
-                                [--only NAME ...] [--json FILE]
+                                [--method draft_model] [--only NAME ...] [--json FILE]
 
-Without --draft they are looked up (n-grams); `python -m benchmarks.first_layers` makes a model for it.
+Without --draft they are looked up (n-grams); `python -m benchmarks.first_layers` makes a model for it, and
+`benchmarks.train_head` an EAGLE-3 head, which --method eagle3 says it is.
 
 Prompts run one at a time, and all at once where --num-seqs has room, by both engines in turn; tokens must be equal. The
 answer to `json` is under a grammar, which decides the names of properties.
@@ -73,14 +74,15 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--num-seqs", type=int, default=1)
-    parser.add_argument("--draft", help="the draft model")
+    parser.add_argument("--draft", help="the draft model, or the head")
+    parser.add_argument("--method", default="draft_model", choices=["draft_model", "eagle3"], help="what --draft is")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PROMPTS, default=list(PROMPTS), metavar="NAME")
     parser.add_argument("--json")
     args = parser.parse_args()
     options = OPTIONS | {"max_num_seqs": args.num_seqs}
     plain = LLM(**options)
-    method = {"method": "ngram"} if args.draft is None else {"method": "draft_model", "model": args.draft}
+    method = {"method": "ngram"} if args.draft is None else {"method": args.method, "model": args.draft}
     drafting = LLM(**options, speculative_config=method | {"num_speculative_tokens": args.drafts})
     grammars = {"json": {"json": ORDER, "disable_any_whitespace": True}}
     common = {"temperature": args.temperature, "seed": 1, "max_tokens": args.max_tokens, "ignore_eos": True}

@@ -118,7 +118,7 @@ def run(name: str, counts: list[int], cache: str) -> dict[str, Any]:
         text = "skip_tokenizer_init" not in base
         plain, loads = LLM(**base), {}
         for temperature in TEMPERATURES:
-            prompts, params = workload(temperature, *(() if text else (100, False)))
+            prompts, params = workload(temperature) if text else workload(temperature, 100, text=False)
             if text:
                 more, of_grammars = forced_workload(257)
                 prompts += more
@@ -166,7 +166,7 @@ def run(name: str, counts: list[int], cache: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SETS)}")
     parser.add_argument("--drafts", default="1,2,3,4,5,6,7", help="numbers of drafts")
     parser.add_argument("--json", type=Path, help="add results to this file")
