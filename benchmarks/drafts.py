@@ -1,13 +1,14 @@
 """What drafts bring on the default model: tokens a step and tokens a second, beside the same engine without.
 
     python -m benchmarks.drafts [--max-tokens 96] [--temperature 0] [--drafts 7] [--num-seqs 1] [--draft MODEL]
-                                [--method draft_model] [--only NAME ...] [--json FILE]
+                                [--method draft_model] [--always] [--only NAME ...] [--json FILE]
 
 Without --draft they are looked up (n-grams); `python -m benchmarks.first_layers` makes a model for it, and
 `benchmarks.train_head` an EAGLE-3 head, which --method eagle3 says it is.
 
 Prompts run one at a time, and all at once where --num-seqs has room, by both engines in turn; tokens must be equal. The
-answer to `json` is under a grammar, which decides the names of properties.
+answer to `json` is under a grammar, which decides the names of properties. --always drafts in every step, whether it pays
+or not, to see how many drafts are right.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=1)
     parser.add_argument("--draft", help="the draft model, or the head")
     parser.add_argument("--method", default="draft_model", choices=["draft_model", "eagle3"], help="what --draft is")
+    parser.add_argument("--always", action="store_true")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PROMPTS, default=list(PROMPTS), metavar="NAME")
     parser.add_argument("--json")
@@ -84,6 +86,9 @@ def main() -> None:
     plain = LLM(**options)
     method = {"method": "ngram"} if args.draft is None else {"method": args.method, "model": args.draft}
     drafting = LLM(**options, speculative_config=method | {"num_speculative_tokens": args.drafts})
+    if args.always:
+        widest = max(drafting.core.config.widths)
+        drafting.core.engine.scheduler.draft_width.choose = lambda num_rows, runs: widest
     grammars = {"json": {"json": ORDER, "disable_any_whitespace": True}}
     common = {"temperature": args.temperature, "seed": 1, "max_tokens": args.max_tokens, "ignore_eos": True}
     rows = []
