@@ -78,7 +78,7 @@ class SmolVLMProcessor(Idefics3Processor):
         check_pictures(modality, frames, self.modalities, 4)
         check_ratio(*frames.shape[1:3])
         check_room(modality, len(frames) * self.tower.vit.num_patches, most)
-        size = with_longest_edge(*frames.shape[1:3], self.edge(options, self.video_edge))
+        size = with_longest_edge(frames.shape[1], frames.shape[2], self.edge(options, self.video_edge))
         resize = self.pixels.resized
         units = [resize(resize(frame, *size), self.side, self.side) for frame in frames]
         return self._processed(self._cut(units), 1, len(units))._replace(seconds=_times(value, len(units)))
