@@ -9,7 +9,8 @@ served as a user starts it.
 sizes: 200 prompts of pictures and videos of odd sizes, alone and several at once, beside prompts of text.
 hostile: files that are damaged, too large, bombs or no pictures, and addresses that must not be asked or never answer,
     one after the other while four streams of text run; times between tokens beside those of the same streams alone,
-    turn by turn, for a shared processor is not equally quick all the time.
+    turn by turn, for a shared processor is not equally quick all the time. And beside as many requests without a
+    picture that are refused for one number: what any request costs where client and server share the processor.
 again: pictures asked about twice; what the second request has computed, and tokens a second with pictures and without.
 gaps: the longest time between two tokens of four streams of text, alone and while one new picture comes, of half of
     the largest side (--side, pixels) and of the whole: what a call of the tower takes, for decodes wait for it.
@@ -181,29 +182,35 @@ async def sizes(client: Client) -> tuple[dict[str, Any], bool]:
     return {**row, "failures": failed[:5]}, not failed and not compiled
 
 
+def hostile_bodies(web: WebServer) -> dict[str, bytes]:
+    """Requests with one hostile picture each, by name."""
+    named = {name: data_url(data) for name, (data, _) in HOSTILE.items()}
+    named |= {f"server: {name}": f"{web.url}/{name}" for name in BAD_ANSWERS}
+    named |= {f"address: {url}": url for url in PRIVATE}
+    return {
+        name: json.dumps(question([{"type": "image_url", "image_url": {"url": url}}], 4, stream=False)).encode()
+        for name, url in named.items()
+    }
+
+
 class Attack:
-    """Hostile requests, one after the other with `pace` seconds between, each known by a name; until it is over.
+    """Requests, one after the other with `pace` seconds between, each known by a name; until it is over.
 
     Attributes:
       answers: what each was told the first time: a status and a message, and seconds.
+      interval: seconds from one to the next, on average, once it is over.
     """
 
-    def __init__(self, url: str, web: WebServer, pace: float):
-        self._netloc, self._pace = urlsplit(url).netloc, pace
-        named = {name: data_url(data) for name, (data, _) in HOSTILE.items()}
-        named |= {f"server: {name}": f"{web.url}/{name}" for name in BAD_ANSWERS}
-        named |= {f"address: {url}": url for url in PRIVATE}
-        self._bodies = {
-            name: json.dumps(question([{"type": "image_url", "image_url": {"url": url}}], 4, stream=False)).encode()
-            for name, url in named.items()
-        }
+    def __init__(self, url: str, bodies: dict[str, bytes], pace: float):
+        self._netloc, self._pace, self._bodies = urlsplit(url).netloc, pace, bodies
         self.answers: dict[str, tuple[int, str, float]] = {}
-        self.num_sent = 0
+        self.num_sent, self.interval, self._begin = 0, 0.0, 0.0
         self._over = threading.Event()
         self._all_sent = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Attack:
+        self._begin = time.monotonic()
         self._thread.start()
         return self
 
@@ -212,6 +219,7 @@ class Attack:
         self._all_sent.wait()
         self._over.set()
         self._thread.join()
+        self.interval = (time.monotonic() - self._begin) / self.num_sent
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -249,26 +257,28 @@ async def hostile(client: Client, num_tokens: int, num_rounds: int, pace: float)
         return [question([], num_tokens) for _ in range(NUM_STREAMS)]
 
     await client.ask_all(streams(), NUM_STREAMS)
-    gaps: dict[str, list[list[float]]] = {"alone": [], "attacked": []}
+    gaps: dict[str, list[list[float]]] = {"alone": [], "attacked": [], "refused": []}
     answers: dict[str, tuple[int, str, float]] = {}
-    failed, num_sent = 0, 0
+    failed, num_sent, interval = 0, dict.fromkeys(gaps, 0), pace
     with web_server() as web:
+        bodies = {"attacked": hostile_bodies(web)}
+        bodies["refused"] = {"a number": json.dumps(question([], 4, stream=False, top_p=2.0)).encode()}
         for _ in range(num_rounds):
             for mode, own in gaps.items():
-                attack = Attack(client.url, web, pace)
-                if mode == "alone":
-                    samples = await client.ask_all(streams(), NUM_STREAMS)
-                else:
+                attack = Attack(client.url, bodies.get(mode, {}), interval if mode == "refused" else pace)
+                if mode != "alone":
                     attack.__enter__()
-                    samples = await client.ask_all(streams(), NUM_STREAMS)
+                samples = await client.ask_all(streams(), NUM_STREAMS)
+                if mode != "alone":
                     await asyncio.to_thread(attack.__exit__)
                     answers |= attack.answers
-                    num_sent += attack.num_sent
+                    num_sent[mode] += attack.num_sent
+                    interval = attack.interval
                 failed += sum(bool(sample.error) for sample in samples)
                 own.append([1e3 * gap for sample in samples for gap in sample.gaps])
     unclear = {name: answer[:2] for name, answer in answers.items() if not is_clear(*answer[:2])}
     row: dict[str, Any] = {
-        "files": len(answers),
+        "files": len(bodies["attacked"]),
         "pace_s": pace,
         "sent": num_sent,
         "unclear": len(unclear),
@@ -278,7 +288,8 @@ async def hostile(client: Client, num_tokens: int, num_rounds: int, pace: float)
         each = {mode: [percentile(one, share) for one in own] for mode, own in gaps.items()}
         pooled = {mode: percentile([gap for one in own for gap in one], share) for mode, own in gaps.items()}
         row |= {f"{name}_{mode}": round(value, 2) for mode, value in pooled.items()}
-        row[f"{name}_more"] = f"{100 * (pooled['attacked'] / pooled['alone'] - 1):+.0f} %"
+        for mode in ("attacked", "refused"):
+            row[f"{name}_more_{mode}"] = f"{100 * (pooled[mode] / pooled['alone'] - 1):+.0f} %"
         row[f"{name}_rounds"] = {mode: [round(value, 2) for value in values] for mode, values in each.items()}
     slowest = max(answers, key=lambda name: answers[name][2])
     row |= {"slowest_answer": slowest, "slowest_answer_s": round(answers[slowest][2], 2)}

@@ -39,6 +39,7 @@ def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
         "time_to_first_token": dict(zip(("p50", "p99"), first_token.percentiles(50, 99), strict=True)),
         "inter_token_latency": dict(zip(("p50", "p99"), intervals.percentiles(50, 99), strict=True)),
         "prefix_cache": {"queries": scheduler.num_prefix_queries, "hits": scheduler.num_prefix_hits},
+        "pictures": _pictures(engine),
         "finished": {reason.value: count for reason, count in requests.finished.items()},
         "compilations_since_ready": engine.runner.compiles.count,
         "steps": {
@@ -61,6 +62,24 @@ def engine_status(engine: Engine, metrics: Metrics) -> dict[str, Any]:
             for bucket, use in sorted(engine.bucket_use.items())
         ],
         "requests": [_running(scheduler, request) for request in _longest_running(scheduler)],
+    }
+
+
+def _pictures(engine: Engine) -> dict[str, Any] | None:
+    """What the tower has done since the start, and embeddings: those there is room for, kept, and in need. None for a
+    model that sees nothing."""
+    if engine.runner.encoder is None:
+        return None
+    counts, rows = engine.media_stats, [rank.encoder_rows for rank in engine.scheduler.ranks]
+    return {
+        "calls": counts.num_calls,
+        "items": counts.num_items,
+        "patches": counts.num_patches,
+        "queries": sum(each.num_queries for each in rows),
+        "hits": sum(each.num_hits for each in rows),
+        "embeddings": sum(each.num_rows for each in rows),
+        "embeddings_kept": sum(each.num_kept for each in rows),
+        "embeddings_used": sum(each.num_used for each in rows),
     }
 
 

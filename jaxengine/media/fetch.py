@@ -81,12 +81,23 @@ def _read_data(url: str, limit: int) -> bytes:
     try:
         raw = urllib.parse.unquote_to_bytes(body) if "%" in body or not is_base64 else body.encode("ascii")
         if is_base64:
-            raw = raw.translate(None, b" \t\r\n\f")
-            raw = base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True)
+            raw = _from_base64(raw)
     except (binascii.Error, UnicodeError):
         raise MediaError("holds no base64: data:image/png;base64, must be followed by A-Z, a-z, 0-9, + and /") from None
     check_bytes(len(raw), limit)
     return raw
+
+
+def _from_base64(text: bytes) -> bytes:
+    """In pieces: no other thread runs before a step over bytes has ended. Raises binascii.Error."""
+    starts = range(0, len(text), _PIECE_BYTES)
+    text = b"".join([text[at : at + _PIECE_BYTES].translate(None, b" \t\r\n\f") for at in starts])
+    text += b"=" * (-len(text) % 4)
+    *starts, last = range(0, len(text) or 1, _PIECE_BYTES)  # a piece is of whole groups of four
+    if text.find(b"=", 0, last) >= 0:
+        raise binascii.Error("padding before the end")
+    decoded = [base64.b64decode(text[at : at + _PIECE_BYTES], validate=True) for at in (*starts, last)]
+    return b"".join(decoded)
 
 
 def _read_local(url: str, options: MediaOptions) -> bytes:

@@ -18,6 +18,7 @@ from jaxengine.media.processors.llava_next import LlavaNextProcessor
 from jaxengine.media.processors.pixtral import PixtralProcessor
 from jaxengine.media.processors.qwen2_vl import Qwen2_5VLProcessor, Qwen2VLProcessor
 from jaxengine.media.processors.qwen3_vl import Qwen3VLProcessor
+from jaxengine.media.processors.smolvlm import SmolVLMProcessor
 from models.config.model_config import ModelConfig
 
 
@@ -37,7 +38,7 @@ PROCESSORS: dict[str, Callable[[Path, Mapping[str, Any], ModelConfig, Any], Medi
     "Gemma3ForConditionalGeneration": Gemma3Processor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "Llama4ForConditionalGeneration": Llama4Processor,
-    "SmolVLMForConditionalGeneration": Idefics3Processor,
+    "SmolVLMForConditionalGeneration": SmolVLMProcessor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
     "KimiVLForConditionalGeneration": KimiVLProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,

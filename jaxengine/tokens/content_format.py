@@ -20,6 +20,7 @@ from jaxengine.tokens.chat_messages import MEDIA_TYPES, Message
 from scheduler.errors import RequestError
 
 _CONTENT = "content"
+_IMAGE, _VIDEO = MEDIA_TYPES
 _ASKS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?string\b")
 _MAX_TEMPLATE_CHARS = 1 << 20
 
@@ -42,7 +43,10 @@ def with_contents(
     if takes_parts(template):
         # Some take nothing else, and would leave a text out.
         takes_texts = _ASKS_FOR_TEXT.search(template) is not None
-        return [message if takes_texts else _as_parts(message) for message in messages]
+        messages = [message if takes_texts else _as_parts(message) for message in messages]
+        if placeholder is None or _IMAGE not in template or _VIDEO in template:
+            return messages
+        return [_with_texts(message, placeholder) for message in messages]
     return [_as_text(message, placeholder) for message in messages]
 
 
@@ -90,6 +94,15 @@ def _is_content(node: nodes.Node, names: set[str]) -> bool:
 def _as_parts(message: Message) -> Message:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _with_texts(message: Message, placeholder: Callable[[str], str]) -> Message:
+    """With a text in the place of each video: the template, as SmolVLM's, has words for pictures alone."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{"type": "text", "text": placeholder(_VIDEO)} if part["type"] == _VIDEO else part for part in content]
+    return {**message, "content": parts}
 
 
 def _as_text(message: Message, placeholder: Callable[[str], str] | None) -> Message:

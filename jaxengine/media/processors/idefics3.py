@@ -1,4 +1,4 @@
-"""Idefics3's and SmolVLM's pictures: enlarged or reduced to a longest edge, cut into tiles, and once more as a whole.
+"""Idefics3's pictures, and SmolVLM's: enlarged or reduced to a longest edge, cut into tiles, and once more as a whole.
 
 What stands for a picture in a prompt says of each tile in which row and column it is.
 """
@@ -20,7 +20,7 @@ _MAX_EDGE = 4096  # what pictures are never enlarged beyond, whatever is asked f
 
 
 class Idefics3Processor(UnitProcessor):
-    """Idefics3ForConditionalGeneration's and SmolVLMForConditionalGeneration's.
+    """Idefics3ForConditionalGeneration's.
 
     Attributes:
       longest_edge: pixels that a picture's longer side is brought to before it is cut.
@@ -56,9 +56,9 @@ class Idefics3Processor(UnitProcessor):
         return (edge, edge) if self.splits else (self.side, self.side)
 
     def units(self, picture: np.ndarray, options: Mapping[str, Any]) -> tuple[list[np.ndarray], tuple[int, int]]:
-        edge, side, resize = self._edge(options), self.side, self.pixels.resized
+        edge, side, resize = self.edge(options, self.longest_edge), self.side, self.pixels.resized
         height, width = picture.shape[:2]
-        picture = resize(picture, *_bounded(*_with_longest_edge(height, width, edge)))
+        picture = resize(picture, *_bounded(*with_longest_edge(height, width, edge)))
         if not boolean_option(options, "do_image_splitting", self.splits):
             return [resize(picture, side, side)], (1, 1)
         height, width = picture.shape[:2]
@@ -90,8 +90,9 @@ class Idefics3Processor(UnitProcessor):
             pieces += self._ids("\n" if row < rows else "\n\n")
         return [*pieces, *fake, *whole, *embeddings, *fake]
 
-    def _edge(self, options: Mapping[str, Any]) -> int:
-        asked = options.get("size", {"longest_edge": self.longest_edge})
+    def edge(self, options: Mapping[str, Any], default: int) -> int:
+        """The longest edge that `options` ask for."""
+        asked = options.get("size", {"longest_edge": default})
         edge = asked.get("longest_edge") if isinstance(asked, Mapping) and len(asked) == 1 else None
         if type(edge) is not int or not 1 <= edge <= _MAX_EDGE:
             raise bad_option("size", asked, f"{{'longest_edge': n}} with n from 1 to {_MAX_EDGE}")
@@ -102,7 +103,7 @@ class Idefics3Processor(UnitProcessor):
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
+def with_longest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
     """The sides with the longer one as asked for, the other even."""
     ratio = width / height
     if width >= height:

@@ -43,6 +43,13 @@ def read_size(fields: ConfigFields, name: str, *allowed: tuple[str, ...]) -> dic
     return found
 
 
+def check_placeholders(modality: str, shown: str | int, found: int, given: int) -> None:
+    """RequestError where a prompt has not one placeholder for each item. shown: the placeholder."""
+    if found != given:
+        problem = f"the prompt has {found} of the placeholder {shown!r}, and {given} {modality}s are given"
+        raise RequestError(f"{problem}: there must be one for each", param="prompt")
+
+
 class UnitProcessor:
     """A jaxengine.media.processor.MediaProcessor of a family whose pictures become units.
 
@@ -102,6 +109,11 @@ class UnitProcessor:
         return ()
 
     @property
+    def in_tokens(self) -> tuple[str, ...]:
+        """Those of `modalities` whose items stand in a prompt as one token."""
+        return self.modalities
+
+    @property
     def image_id(self) -> int:
         """The token in whose places embeddings stand."""
         return self.placeholder_id()
@@ -149,16 +161,10 @@ class UnitProcessor:
         return 1, side, side * (num_rows // rows)
 
     def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
-        wanted = {self.placeholder_id_of(modality): modality for modality in self.modalities}
+        wanted = {self.placeholder_id_of(modality): modality for modality in self.in_tokens}
         for token, modality in wanted.items():
-            given, found = len(items.get(modality, ())), sum(each == token for each in token_ids)
-            if found != given:
-                shown = token if self.tokenizer is None else repr(self.placeholder(modality))
-                raise RequestError(
-                    f"the prompt has {found} of the placeholder {shown}, and {given} {modality}s are given: there must "
-                    "be one for each",
-                    param="prompt",
-                )
+            shown = token if self.tokenizer is None else self.placeholder(modality)
+            check_placeholders(modality, shown, sum(each == token for each in token_ids), len(items.get(modality, ())))
         out: list[int] = []
         owners: list[int] = []  # the item whose each token is, by its place in `order`, -1 for those of the prompt
         order: list[tuple[str, int]] = []

@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -299,11 +300,25 @@ def test_what_is_refused(case, tight):
     check_idle(tight)
 
 
-def test_a_model_that_is_not_to_see(case, executables_dir, thorough):
-    """It has no tower then, and no programs for pictures."""
-    if case.name != QUICK[0] and not thorough:
+def step_of_text(llm: LLM) -> tuple[dict[str, int], str]:
+    """Of steps without pictures: how many numbers each is told, and the smallest one as it is given to XLA."""
+    runner, (stage,) = llm.core.runner, llm.core.runner._stages
+    buckets = [bucket for bucket in runner.buckets if not bucket.media]
+    program = stage.programs.forward(min(buckets), stage._params, stage.programs.kv_shapes(8))
+    lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
+    return {str(bucket): runner.packer.layouts[bucket].size for bucket in buckets}, lowered.as_text()
+
+
+def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
+    """It has no tower then, and no programs for pictures; steps of text are the same in a model that does."""
+    if case.name not in QUICK and not thorough:
         pytest.skip("as another family's: --thorough")
-    llm = LLM(str(case.folder), **{**OPTIONS, **WHOLE}, limit_mm_per_prompt="image=0,video=0", enforce_eager=True)
+    blind = {**OPTIONS, **options_of(case), "limit_mm_per_prompt": "image=0,video=0", "enforce_eager": True}
+    llm = LLM(str(case.folder), **blind)
+    (sizes, program), (own_sizes, own_program) = step_of_text(llm), step_of_text(tight)
+    assert sizes == own_sizes
+    # With places in three dimensions a slot has the distance of its text behind its pictures.
+    assert (program == own_program) != tight.core.runner.has_places
     assert llm.core.inputs.media is None and llm.core.runner.encoder is None
     assert not any(bucket.media for bucket in llm.core.runner.buckets) and llm.core.runner.plan.embeddings == 0
     with pytest.raises(RequestError, match="limit_mm_per_prompt"):

@@ -93,6 +93,19 @@ def test_addresses_that_are_refused_where_nothing_is_open(url, message):
         fetch(url, CLOSED)
 
 
+def test_base64_is_decoded_in_pieces(monkeypatch):
+    """Between which other threads run. A piece that ends as only the last one may is not taken."""
+    data, real, sizes = PNG * 4000, base64.b64decode, []
+    monkeypatch.setattr(base64, "b64decode", lambda text, **how: sizes.append(len(text)) or real(text, **how))
+    text = base64.b64encode(data).decode()
+    options = MediaOptions(max_media_bytes=1 << 24)
+    assert fetch(f"data:;base64,{text[:70001]}\n{text[70001:]}", options) == data
+    assert len(sizes) > 4 and max(sizes) == 1 << 16
+    for wrong in ("A" * 65534 + "==AAAA", "A" * 65536 + "A===", "A" * 65533 + "=AAA" + "AA=="):
+        with pytest.raises(MediaError, match="holds no base64"):
+            fetch(f"data:;base64,{wrong}", options)
+
+
 @pytest.mark.parametrize("form", ["data:;base64," + "A" * 4000, "data:,AAAA" + "A" * 4000, "data:," + "%41" * 4000])
 def test_a_data_url_is_measured_before_it_is_decoded(form, monkeypatch):
     monkeypatch.setattr(base64, "b64decode", None)

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxengine.media.frames import Video
+from jaxengine.media.processors.smolvlm import in_words
 from jaxengine.media.registry import PROCESSORS
 from jaxengine.tokens.tokenizer import Tokenizer
 from models.config.hf import read_config_json
@@ -194,10 +197,11 @@ def test_what_a_family_of_tiles_does_not_take(name, tmp_path):
     for count, grid in ((2 * rows, None), (rows + 1, None), (rows, (1, 4, 4))):
         with pytest.raises(RequestError, match=f"must be {rows}, those of one tile: .* no grid; got {count}"):
             made.grid_of(count, grid)
-    item = made.process("image", picture(0), {})
-    for refused in (lambda: made.video_pieces(item), lambda: made.process("video", picture(0)[None], {})):
-        with pytest.raises(RequestError, match="^video is nothing that this model takes; it takes image$"):
-            refused()
+    if "video" not in made.modalities:
+        item = made.process("image", picture(0), {})
+        for refused in (lambda: made.video_pieces(item), lambda: made.process("video", picture(0)[None], {})):
+            with pytest.raises(RequestError, match="^video is nothing that this model takes; it takes image$"):
+                refused()
     assert processor(tmp_path, "internvl_vision").grid_of(8, None)[0] == 1
 
 
@@ -213,3 +217,100 @@ def test_videos_of_internvl(tmp_path):
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings | {"image_std": [0.5] * 3}))
     assert processor(tmp_path, "internvl_vision").modalities == ("image",)
+
+
+class Letters:
+    """A tokenizer of letters, and of SmolVLM's special tokens, which have none for videos."""
+
+    def __init__(self):
+        self.pieces = ["<image>", "<fake_token_around_image>", "<global-img>"]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        found = re.findall(r"<image>|<fake_token_around_image>|<global-img>|.", text, re.DOTALL)
+        self.pieces += [piece for piece in dict.fromkeys(found) if piece not in self.pieces]
+        return [127 - self.pieces.index(piece) for piece in found]
+
+    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
+        assert not skip_special_tokens
+        return "".join(self.pieces[127 - token] for token in token_ids)
+
+    def convert_ids_to_tokens(self, token_ids) -> list[str]:
+        return [self.pieces[127 - token] for token in token_ids]
+
+
+# What transformers' SmolVLMProcessor.replace_video_token writes.
+FRAME = "<fake_token_around_image><global-img><image><image><image><image><fake_token_around_image>"
+SHOWN = (
+    "You are provided the following series of three frames from a 1:06:40 [H:MM:SS] video.\n"
+    f"\nFrame from 00:00:{FRAME}\nFrame from 00:40:{FRAME}\nFrame from 66:38:{FRAME}\n\n"
+)
+UNTIMED = (
+    "You are provided the following series of twenty-four frames from a 0:00:00 [H:MM:SS] video.\n"
+    + f"\nFrame from 00:00:{FRAME}" * 24
+    + "\n\n"
+)
+
+
+def test_videos_of_smolvlm(tmp_path):
+    """Frames are squares; prompts describe them where `<video>` stands, whatever tokens that is made of."""
+    made = processor(tmp_path, "smolvlm_vision")
+    made.tokenizer = tokenizer = Letters()
+    frames = np.stack([picture(0)] * 3)
+    timed = Video(frames, np.asarray([0, 20, 1999]), None, 0.5, 2000)
+    item, shown = made.process("video", timed, {}), made.process("image", picture(1), {})
+    (square,) = made.units(picture(0), {"size": {"longest_edge": 72}, "do_image_splitting": False})[0]
+    np.testing.assert_array_equal(
+        as_units(made, item)[2], as_units(made, made._processed(made._cut([square]), 1, 1))[0]
+    )
+    with pytest.raises(RequestError, match="an item of video makes 108 patches of pixels; at most 107 are possible"):
+        made.process("video", timed, {}, 107)
+    assert made.largest("video").num_rows == 32 * 4
+    items = {"image": [shown, shown], "video": [item, made.process("video", np.stack([picture(0)] * 24), {})]}
+    found = made.expand(tokenizer.encode("<image>See <video><video>, (<image>)?"), items)
+    assert tokenizer.decode(found.token_ids, False) == f"{FRAME}See {SHOWN}{UNTIMED}, ({FRAME})?"
+    assert found.order == [("image", 0), ("video", 0), ("video", 1), ("image", 1)]
+    assert [len(each) for each in found.positions] == [4, 12, 96, 4]
+    joined = np.concatenate(found.positions)
+    assert (np.diff(joined) > 0).all() and {found.token_ids[place] for place in joined} == {127}
+    for text, wrong in (
+        ("<image><image>", "0 of the placeholder '<video>', and 2 "),
+        ("<video><video>", "0 of .*<image>"),
+    ):
+        with pytest.raises(RequestError, match=wrong):
+            made.expand(tokenizer.encode(text), items)
+    # Without a video it is a word as any.
+    told = made.expand(tokenizer.encode("<image><video>"), {"image": [shown]})
+    assert tokenizer.decode(told.token_ids, False) == f"{FRAME}<video>"
+
+
+def test_settings_of_smolvlm_for_videos(tmp_path):
+    """Of both transformers; a checkpoint that makes something else of frames than of pictures takes no videos."""
+    sampling = {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 48}}
+    made = processor(tmp_path, "smolvlm_vision", video_sampling=sampling)
+    assert made.modalities == ("image", "video") and made.video_edge == 48
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    for changes, takes in (({"size": {"longest_edge": 60}}, True), ({"image_std": [0.4] * 3}, False)):
+        (tmp_path / "video_preprocessor_config.json").write_text(
+            json.dumps(settings | {"video_sampling": None} | changes)
+        )
+        made = processor(tmp_path, "smolvlm_vision")
+        assert ("video" in made.modalities) == takes and made.video_edge == (60 if takes else made.side)
+
+
+# As num2words writes them.
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (1, "one"),
+        (12, "twelve"),
+        (20, "twenty"),
+        (64, "sixty-four"),
+        (100, "one hundred"),
+        (342, "three hundred and forty-two"),
+        (1001, "one thousand and one"),
+        (1234, "one thousand, two hundred and thirty-four"),
+        (4096, "four thousand and ninety-six"),
+    ],
+)
+def test_numbers_in_words(number, words):
+    assert in_words(number) == words

@@ -92,6 +92,23 @@ def test_every_way_to_ask_sees_the_same(server, client):
     assert counted["count"] == first.usage.prompt_tokens
 
 
+def test_the_status_page_is_told_of_the_encoder(server, client):
+    """One call for two pictures, and none when they come again."""
+
+    def status():
+        return httpx.get(f"{server.base_url}/status.json").json()
+
+    before = status()["pictures"]
+    for known in (0, 2):
+        chat(client, message(url(8), url(9)))
+        after = status()["pictures"]
+        counted = {name: after[name] - before[name] for name in ("calls", "items")}
+        assert counted["items"] == 2 and 1 <= counted["calls"] <= 2, known
+    assert 0 <= after["embeddings_used"] <= after["embeddings_kept"] <= after["embeddings"]
+    assert after["queries"] >= after["hits"] and after["patches"] > before["patches"]
+    assert status()["memory"]["embeddings"] > 0
+
+
 @pytest.fixture
 def ask(server):
     """A question over gRPC about what is in `part`: the text and the number of tokens of the prompt."""

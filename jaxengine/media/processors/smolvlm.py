@@ -1,0 +1,150 @@
+"""SmolVLM's videos, beside Idefics3's pictures: each frame is one square.
+
+A prompt says in words how many frames there are, how long the video is, and when each is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxengine.media.frames import LARGEST_FRAMES
+from jaxengine.media.processor import Expanded, Processed, check_room
+from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processors.idefics3 import Idefics3Processor, with_longest_edge
+from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
+from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, check_options, check_pictures, read_settings
+from jaxengine.media.processors.units import check_placeholders, read_size
+from models.config.fields import ConfigFields, ModelConfigError
+
+_VIDEO = "<video>"
+_INTRO = "You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n"
+_FRAME, _END = "\nFrame from {minutes:02d}:{seconds:02d}:", "\n\n"
+_NOTHING = np.zeros(0, np.int32)  # frames are counted here, not seen
+_TEENS = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
+_ONES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", *_TEENS)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+class SmolVLMProcessor(Idefics3Processor):
+    """SmolVLMForConditionalGeneration's.
+
+    Attributes:
+      video_edge: pixels that the longer side of frames is brought to before they become squares.
+    """
+
+    video_edge: int
+
+    def __init__(self, folder: Path | str, config_json: Mapping[str, Any], model_config: Any, tokenizer: Any):
+        super().__init__(folder, config_json, model_config, tokenizer)
+        edge = self._read_videos(Path(folder))
+        self.video_edge = edge or self.side
+        self.modalities = ("image", "video") if edge else ("image",)
+        self.settings = f"{self.settings} {edge}"
+
+    def _read_videos(self, folder: Path) -> int | None:
+        """video_edge, as the checkpoint says; None where it makes something else of frames than of pictures."""
+        _, found = read_settings(folder, VIDEOS, IMAGES)
+        fields = found.with_defaults(**self.defaults)
+        # Of transformers 4, which has one file for both, it is here.
+        sampling = found.raw.get("video_sampling")
+        size = sampling.get("video_size") if isinstance(sampling, Mapping) else None
+        try:
+            if size is not None:
+                fields = ConfigFields({**fields.raw, "size": size})
+            same = Pixels.read(fields) == self.pixels
+            square = read_size(fields, "max_image_size", ("longest_edge",))["longest_edge"] == self.side
+            return read_size(fields, "size", ("longest_edge",))["longest_edge"] if same and square else None
+        except ModelConfigError:
+            return None
+
+    @property
+    def in_tokens(self) -> tuple[str, ...]:
+        return ("image",)
+
+    def placeholder(self, modality: str) -> str:
+        return _VIDEO if modality == "video" else super().placeholder(modality)
+
+    def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
+        if modality == "image":
+            return super().process(modality, value, options, most)
+        check_options(options, self.option_names())
+        frames = getattr(value, "frames", value)
+        check_pictures(modality, frames, self.modalities, 4)
+        check_ratio(*frames.shape[1:3])
+        check_room(modality, len(frames) * self.tower.vit.num_patches, most)
+        size = with_longest_edge(frames.shape[1], frames.shape[2], self.edge(options, self.video_edge))
+        resize = self.pixels.resized
+        units = [resize(resize(frame, *size), self.side, self.side) for frame in frames]
+        return self._processed(self._cut(units), 1, len(units))._replace(seconds=_times(value, len(units)))
+
+    def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
+        if modality == "image":
+            return super().largest(modality, size)
+        return self.process(modality, np.zeros((LARGEST_FRAMES, self.side, self.side, 3), np.uint8), {})
+
+    def expand(self, token_ids: Sequence[int], items: Mapping[str, Sequence[Processed]]) -> Expanded:
+        """Of a prompt with videos the text is read again: what stands for one is text, of which the tokenizer makes
+        other tokens beside other text. Without videos `<video>` is a word as any."""
+        pictures, videos = items.get("image", ()), items.get("video", ())
+        if not videos:
+            return super().expand(token_ids, {"image": pictures})
+        text, image = self.tokenizer.decode(token_ids, skip_special_tokens=False), self.placeholder("image")
+        texts = text.split(_VIDEO)
+        check_placeholders("image", image, text.count(image), len(pictures))
+        check_placeholders("video", _VIDEO, len(texts) - 1, len(videos))
+        each, side = self.tower.unit // self.tower.merge, self.side // self.patch
+        frame = Processed(_NOTHING, _NOTHING, _NOTHING, each, (1, side, side))
+        whole, left = "", iter(enumerate(pictures))
+        shown: list[Processed] = []  # what stands for each placeholder of a picture, and
+        owners: list[tuple[str, int]] = []  # whose it is
+        for number, before in enumerate(texts):
+            for index, item in islice(left, before.count(image)):
+                shown.append(item)
+                owners.append(("image", index))
+            whole += before
+            if number < len(videos):
+                count = videos[number].num_rows // each
+                shown += [frame] * count
+                owners += [("video", number)] * count
+                whole += _described(videos[number], image)
+        found = super().expand(self.tokenizer.encode(whole, add_special_tokens=False), {"image": shown})
+        positions: dict[tuple[str, int], list[np.ndarray]] = {}
+        for owner, own in zip(owners, found.positions, strict=True):
+            positions.setdefault(owner, []).append(own)
+        return Expanded(found.token_ids, [np.concatenate(own) for own in positions.values()], list(positions))
+
+
+def _times(video: Any, count: int) -> tuple[float, ...]:
+    """When each frame is shown, and behind them how long the video is."""
+    indices = np.asarray(getattr(video, "frames_indices", range(count)))
+    fps = getattr(video, "fps", None)
+    times = (indices / (fps or UNKNOWN_FPS)).tolist()
+    return (*times, times[-1] if fps is None else video.total_num_frames / fps)
+
+
+def _described(video: Processed, image: str) -> str:
+    """What stands for a video, with a picture's placeholder for each frame."""
+    *times, seconds = video.seconds
+    parts = [_INTRO.format(count=in_words(len(times)), duration=timedelta(seconds=int(seconds)))]
+    parts += [_FRAME.format(minutes=int(time // 60), seconds=int(time % 60)) + image for time in times]
+    return "".join(parts) + _END
+
+
+def in_words(number: int) -> str:
+    """A number from 0 to 999,999 in English, as num2words writes it."""
+    if number >= 1000:
+        thousands, rest = divmod(number, 1000)
+        said = f"{in_words(thousands)} thousand"
+        return said + (f"{', ' if rest >= 100 else ' and '}{in_words(rest)}" if rest else "")
+    if number >= 100:
+        hundreds, rest = divmod(number, 100)
+        return f"{_ONES[hundreds]} hundred" + (f" and {in_words(rest)}" if rest else "")
+    if number < 20:
+        return _ONES[number]
+    return _TENS[number // 10 - 2] + (f"-{_ONES[number % 10]}" if number % 10 else "")
