@@ -67,9 +67,15 @@ class Linear(nnx.Module):
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(out_dtype)
 
-    def partial(self, x: jax.Array, *, out_dtype: Any = jnp.float32) -> jax.Array:
-        """This device's part of the product without the bias: nothing is gathered or added up."""
-        return self.weight.matmul(x, out_dtype=out_dtype)
+    def partial(self, x: jax.Array, adapters: Adapters | None, *, out_dtype: Any = jnp.float32) -> jax.Array:
+        """This device's part of the product without the bias: nothing is gathered or added up.
+
+        adapters: those of x's rows.
+        """
+        if self.lora is None or adapters is None:
+            return self.weight.matmul(x, out_dtype=out_dtype)
+        y = self.weight.matmul(x, out_dtype=jnp.float32)
+        return self.lora.add(y, x, adapters.in_use, adapters.slots).astype(out_dtype)
 
 
 def _adapters_of(rows: Rows | None) -> Adapters | None:
