@@ -74,7 +74,7 @@ def write_slot(
     rank, written = spec.max_lora_rank, []
     for pool, array, part in zip(pools, arrays, new, strict=True):
         if pool.decl.num_experts is not None:
-            array = lax.dynamic_update_slice_in_dim(array, part[:, None], slot, axis=1)
+            array = lax.dynamic_update_slice_in_dim(array, part, slot, axis=1)
         elif pool.decl.part is None:
             for index in range(len(pool.decl.modules)):
                 columns = lax.slice_in_dim(part, index * rank, (index + 1) * rank, axis=1)

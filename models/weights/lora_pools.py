@@ -149,10 +149,10 @@ def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStr
 
 
 def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
-    """Shape of what one adapter has of a pool: [in, modules * rank] of a, [rank, out] of b; of experts all but the
-    slots."""
+    """Shape of what one adapter has of a pool: [in, modules * rank] of a, [rank, out] of b; of experts one
+    of their slots."""
     if pool.decl.num_experts is not None:
-        return pool.shape[0], *pool.shape[2:]
+        return pool.shape[0], 1, *pool.shape[2:]
     if pool.decl.part is None:
         return pool.shape[0], len(pool.decl.modules) * spec.max_lora_rank
     return spec.max_lora_rank, pool.shape[1]
@@ -180,7 +180,7 @@ def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.nd
 def _values_of_experts(pool: DeclaredPool, rank: int, matrices: Matrices, values: np.ndarray) -> np.ndarray:
     """The values of `slot_values`, filled in for those experts that the adapter changes."""
     sources = pool.decl.sources if pool.decl.part is None else (pool.decl.sources[pool.decl.part],)
-    for expert, own in enumerate(values):
+    for expert, own in enumerate(values[:, 0]):
         for source in sources:
             if (pair := matrices.get(tensor_name(source, expert))) is None:
                 continue

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,12 +14,16 @@ from safetensors.numpy import load_file, save_file
 from models.build import Build
 from models.config.hf import read_config_json
 from models.config.lora import LoraSpec
+from models.layers.lora import write_slot
 from models.lora import declared_pools
 from models.registry import build_model, read_hf
 from models.weights.errors import ModelFileError
-from models.weights.lora_pools import slot_values, targets_of
+from models.weights.lora_pools import slot_shape, slot_values, targets_of
+from models.weights.merged import MergedSource
 from models.weights.peft import read_adapter
-from tests.fixtures.adapters import joined_changes, write_adapter
+from models.weights.safetensors import SafetensorsCheckpoint
+from tests.fixtures.adapters import joined_changes, merged, write_adapter
+from tests.fixtures.drawn_weights import checkpoint
 
 SPEC = LoraSpec(2, 8)
 LAYERS = ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]  # of qwen3_moe, whose layer 1 is dense
@@ -82,7 +88,7 @@ def test_experts_one_by_one_and_those_that_are_not_there(model, targets, tmp_pat
     tensors, matrices = load_file(tmp_path / "adapter_model.safetensors"), read(tmp_path, targets).matrices
     assert set(matrices) == set(shapes)
     pools = [pool for pool in declared_pools(model) if pool.decl.modules[-1] == f"{LAYERS[0]}.{{expert}}.up_proj"]
-    values = [slot_values(pool, SPEC, matrices) for pool in pools]
+    values = [slot_values(pool, SPEC, matrices)[:, 0] for pool in pools]
     # Rows of gate, then of up, each filled up to the rank of the pool.
     assert values[0].shape == (8, 16, 64) and values[1].shape == values[2].shape == (8, 8, 16)
     assert not values[0][:, :8].any() and not values[1].any()
@@ -234,3 +240,70 @@ def test_layers_of_experts_are_those_of_the_model(targets, tmp_path):
     shapes = {name: shape for name, shape in single(targets, "up_proj").items() if ".layers.2." in name}
     write_adapter(tmp_path, shapes, seed=1, r=4, target_modules=["up_proj"], layers_to_transform=[2])
     assert len(read(tmp_path, targets).matrices) == 8
+
+
+def test_a_slot_is_written_whole(model):
+    """What one adapter has of a pool is split over devices as the pool is, and fits into it."""
+    pools = list(declared_pools(model))
+    assert any(pool.decl.num_experts for pool in pools)
+    arrays, new = (
+        [jax.ShapeDtypeStruct(shape, pool.dtype) for pool, shape in zip(pools, shapes, strict=True)]
+        for shapes in ([pool.shape for pool in pools], [slot_shape(pool, SPEC) for pool in pools])
+    )
+    assert all(len(each.shape) == len(pool.decl.axes) for each, pool in zip(new, pools, strict=True))
+    slot = jax.ShapeDtypeStruct((), jnp.int32)
+    written = jax.eval_shape(partial(write_slot, pools, SPEC), arrays, slot, new)
+    assert [each.shape for each in written] == [each.shape for each in arrays]
+
+
+STACKS = {
+    "gpt_oss": ("mlp", "mlp.experts.gate_up_proj", (6, 64, 64), "mlp.experts.down_proj", (6, 32, 64)),
+    "granite_hybrid": (
+        "block_sparse_moe",
+        "block_sparse_moe.input_linear.weight",
+        (6, 64, 48),
+        "block_sparse_moe.output_linear.weight",
+        (6, 24, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_of_experts_with_an_adapter_in_it(model_of, tmp_path, name):
+    """In parts too, as devices read them."""
+    model, layer = model_of(name), "model.layers.1"
+    block, gate_up, of_gate_up, down, of_down = STACKS[name]
+    parts, prefix = {"gate_up_proj": of_gate_up, "down_proj": of_down}, f"{layer}.{block}.experts"
+    others = [f"model.layers.{number}.{block}.experts" for number in range(model.config.num_layers)]
+    together(tmp_path, parts, others)
+    targets, source = targets_of([model]), SafetensorsCheckpoint(checkpoint(name))
+    try:
+        found = MergedSource(source, read(tmp_path, targets), targets, 64)
+        assert list(found.names()) == list(source.names())
+        changes = joined_changes(tmp_path, prefix, parts)
+        for tensor, part in ((f"{layer}.{gate_up}", "gate_up_proj"), (f"{layer}.{down}", "down_proj")):
+            change = changes[part] if name == "granite_hybrid" else changes[part].swapaxes(1, 2)
+            before = source.read(tensor).astype(np.float64)
+            assert found.shape(tensor) == before.shape == change.shape
+            np.testing.assert_allclose(found.read(tensor), before + change, rtol=1e-5, atol=1e-5)
+            some = np.asarray(found.read(tensor, slice(2, 5), slice(7, 20)))
+            np.testing.assert_allclose(some, (before + change)[2:5, 7:20], rtol=1e-5, atol=1e-5)
+        norm = f"{layer}.input_layernorm.weight"
+        np.testing.assert_array_equal(found.read(norm), source.read(norm))
+    finally:
+        source.close()
+
+
+def test_experts_of_a_checkpoint_with_an_adapter_in_them(model_of, tmp_path):
+    source, names = SafetensorsCheckpoint(checkpoint("qwen2_moe")), ["gate_proj", "down_proj", "gate"]
+    write_adapter(tmp_path, checkpoint("qwen2_moe"), seed=1, r=4, target_modules=names)
+    targets = targets_of([model_of("qwen2_moe")])
+    try:
+        found = MergedSource(source, read(tmp_path, targets), targets, 64)
+        wanted = load_file(merged(tmp_path / "merged", checkpoint("qwen2_moe"), tmp_path) / "model.safetensors")
+        for name in found.names():
+            np.testing.assert_allclose(found.read(name), wanted[name], rtol=1e-5, atol=1e-6)
+        changed = [name for name in wanted if not np.array_equal(wanted[name], source.read(name))]
+        assert "model.layers.2.mlp.experts.5.gate_proj.weight" in changed and len(changed) == 2 * 15 + 2
+    finally:
+        source.close()
