@@ -23,6 +23,7 @@ from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
 from models.forward_batch import Adapters
 from models.layers.expert_rows import add_rows, in_blocks, mix, rows_of_block, tokens_per_expert
+from models.layers.linear import with_adapters
 from models.layers.lora import LoraPools
 from models.layers.lora_experts import ExpertPools
 from models.layers.mlp import GatedMLP
@@ -271,10 +272,7 @@ class MixtureOfExperts(nnx.Module):
     def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Of the shared MLP: f32[T, 1]."""
         assert self.shared_gate is not None
-        y = self.shared_gate.matmul(x)
-        if self.shared_gate_lora is not None and adapters is not None:
-            y = self.shared_gate_lora.add(y, x, adapters.in_use, adapters.slots)
-        return jax.nn.sigmoid(y)
+        return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
     def _multiply(self, rows: jax.Array, sizes: jax.Array, out_dtype: Any, adapters: Adapters | None) -> jax.Array:
         """The MLPs of the experts here for rows [M, D] sorted by expert, `sizes` of each; adapters: those of the rows.
@@ -332,9 +330,7 @@ class MixtureOfExperts(nnx.Module):
         x = x.astype(self.router_dtype)
         # Accelerators would multiply float32 in fewer bits, and then it need not be stored.
         with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
-            logits = self.router.matmul(x)
-            if self.router_lora is not None and adapters is not None:
-                logits = self.router_lora.add(logits, x, adapters.in_use, adapters.slots)
+            logits = with_adapters(self.router.matmul(x), x, self.router_lora, adapters)
         return logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
 
     def _choices(self, scores: jax.Array) -> jax.Array:
