@@ -95,9 +95,7 @@ def find_joined(
     """
     by_layer: dict[str, list[str]] = {}
     for name in tensors.modules:
-        prefix = name
-        while prefix.endswith(_BELOW):
-            prefix = prefix.removesuffix(_BELOW)
+        prefix = name.removesuffix(_BELOW)
         if targets.module(prefix) in targets.experts:
             by_layer.setdefault(prefix, []).append(name)
     found: list[JoinedExperts] = []

@@ -187,7 +187,7 @@ def configured(**changes):
         (damaged(lambda tensors: tensors.update({A: tensors[A].astype(np.int32)})), "must hold floating-point"),
         (
             damaged(lambda tensors: tensors.update({f"{PREFIX}.base_layer.base_layer.lora_A.weight": tensors[A]})),
-            "target_parameters does not name as many",
+            "experts must be 0 to 7 .* .at .*experts.base_layer.base_layer",
         ),
         (configured(target_parameters=["experts.down_proj"]), "does not name as many .* .at .*base_layer"),
         (configured(target_parameters=[]), "target_modules must name what is changed"),
