@@ -6,6 +6,12 @@ flat, so that no program copies or gathers them:
     a  [in, modules * slots * rank]    columns of a module, then of a slot, then of a rank
     b  [slots * rank, out]             one for each source of the product, rows of a slot, then of a rank
 
+Of the matrices of experts, of which a row meets few, each expert has a pair of its own for each slot, and a row meets
+its own one alone:
+
+    a  [experts, slots, modules * rank, in]    A turned
+    b  [experts, slots, rank, out]
+
 Ranks below the pool's are filled up with zeros. Knows neither files nor which adapter has which slot.
 """
 
@@ -28,11 +34,13 @@ class PoolDecl:
       axes: logical axes of the array.
       sources: those of the whole product, with "{layer}" in their names.
       part: of b, the index of its source; None for a.
+      num_experts: of a stack of matrices, one for each expert, and then "{expert}" is in the sources' names; else None.
     """
 
     axes: tuple[str | None, ...]
     sources: tuple[Source, ...]
     part: int | None
+    num_experts: int | None = None
 
     @property
     def modules(self) -> tuple[str, ...]:

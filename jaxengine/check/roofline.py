@@ -152,6 +152,14 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
         part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
         weight_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
+        if pool.decl.num_experts is not None:  # a row meets one pair
+            own, slots, *pair = part
+            sharing = math.prod(mesh.ranks_sharing(axis) for axis in pool.decl.axes if axis is not None)
+            rows = bucket.num_tokens * sharing * config.experts.num_per_token * own // pool.decl.num_experts
+            reached_bytes += math.prod(pair) * min(own * slots, rows) * jnp.dtype(pool.dtype).itemsize
+            flops += 2 * math.prod(pair) * rows
+            row_bytes += rows * sum(pair) * itemsize
+            continue
         reached_bytes += math.prod(part) * jnp.dtype(pool.dtype).itemsize
         flops += 2 * math.prod(part) * bucket.num_tokens
         row_bytes += bucket.num_tokens * sum(part) * itemsize

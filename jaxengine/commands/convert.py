@@ -53,7 +53,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         assert source.weights is not None and not isinstance(source.weights, Path)
         targets = targets_of([build_split(source.config, replace(resolved, enable_lora=True), layout, stage)])
         adapter = read_adapter(merge_lora, targets, _ANY_RANK, "float32")
-        source = replace(source, weights=MergedSource(source.weights, adapter, model.checkpoint_names))
+        source = replace(source, weights=MergedSource(source.weights, adapter, targets, source.config.hidden_size))
     with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:
         params = load_weights(source, model, mesh, resolved, bar.update)
     source.close()

@@ -37,6 +37,7 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         ),
         squeezed=(".conv1d.weight",),
         stacked_experts=StackedExperts(out_first=True),
+        of_adapters=((".block_sparse_moe.router", ".block_sparse_moe.router.layer"),),
     )
 
     @classmethod

@@ -15,12 +15,14 @@ from models.config.hf import hf_fields, read_head_dim
 from models.families.llama import LAYER
 from models.families.olmoe import OlmoeForCausalLM
 from models.layers.moe import ExpertNames, MixtureOfExperts
+from models.weights.source import CheckpointNames
 
 
 class MiniMaxM2ForCausalLM(OlmoeForCausalLM):
     """OLMoE's layers with sigmoid scores and a correction bias."""
 
     gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(of_adapters=((".mlp.", ".block_sparse_moe."),))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from models.config.gguf import MIXTRAL, GGUFConfig, gguf_experts, gguf_fields
 from models.config.hf import hf_fields
 from models.families.llama import LAYER, LlamaForCausalLM
 from models.layers.moe import ExpertNames, MixtureOfExperts
+from models.weights.source import CheckpointNames
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
     """Llama without biases, with experts and, in some checkpoints, one sliding window for all layers."""
 
     gguf_architecture: ClassVar[str | None] = MIXTRAL
+    checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(of_adapters=((".mlp.", ".block_sparse_moe."),))
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:

@@ -67,9 +67,19 @@ class Linear(nnx.Module):
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(out_dtype)
 
-    def partial(self, x: jax.Array, *, out_dtype: Any = jnp.float32) -> jax.Array:
-        """This device's part of the product without the bias: nothing is gathered or added up."""
-        return self.weight.matmul(x, out_dtype=out_dtype)
+    def partial(self, x: jax.Array, adapters: Adapters | None, *, out_dtype: Any = jnp.float32) -> jax.Array:
+        """This device's part of the product without the bias: nothing is gathered or added up.
+
+        adapters: those of x's rows.
+        """
+        if self.lora is None or adapters is None:
+            return self.weight.matmul(x, out_dtype=out_dtype)
+        return with_adapters(self.weight.matmul(x, out_dtype=jnp.float32), x, self.lora, adapters).astype(out_dtype)
+
+
+def with_adapters(y: jax.Array, x: jax.Array, lora: LoraPools | None, adapters: Adapters | None) -> jax.Array:
+    """The product y f32[R, out] of x with what the adapters of its rows add; as it is without room for any."""
+    return y if lora is None or adapters is None else lora.add(y, x, adapters.in_use, adapters.slots)
 
 
 def _adapters_of(rows: Rows | None) -> Adapters | None:

@@ -23,7 +23,13 @@ class LoraPools(nnx.Module):
     """The adapters' part of one product of `sources`, [in, out], with logical axes (in, out)."""
 
     def __init__(
-        self, spec: LoraSpec, in_size: int, sources: tuple[Source, ...], *, axes: tuple[str, str], dtype: jnp.dtype
+        self,
+        spec: LoraSpec,
+        in_size: int,
+        sources: tuple[Source, ...],
+        *,
+        axes: tuple[str, str | None],
+        dtype: jnp.dtype,
     ):
         modules = modules_of(sources)
         self.spec, self.num_modules = spec, len(modules)
@@ -67,7 +73,9 @@ def write_slot(
     """The arrays of pools with one adapter in a slot i32[]; new: what it has of each (models.weights.lora_pools)."""
     rank, written = spec.max_lora_rank, []
     for pool, array, part in zip(pools, arrays, new, strict=True):
-        if pool.decl.part is None:
+        if pool.decl.num_experts is not None:
+            array = lax.dynamic_update_slice_in_dim(array, part, slot, axis=1)
+        elif pool.decl.part is None:
             for index in range(len(pool.decl.modules)):
                 columns = lax.slice_in_dim(part, index * rank, (index + 1) * rank, axis=1)
                 start = index * spec.columns + slot * rank

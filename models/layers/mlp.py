@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.build import Build
+from models.forward_batch import Adapters
 from models.layers.linear import Linear
 from models.layers.rows import Rows
 from models.weights.declare import Source
@@ -98,12 +99,13 @@ class GatedMLP(nnx.Module):
         with jax.named_scope("down"):
             return self.down(inner, rows)
 
-    def partial(self, x: jax.Array) -> jax.Array:
-        """x[T, D], gathered already, to what this device adds to the result, f32[T, D]; of an MLP without biases."""
+    def partial(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
+        """x[T, D], gathered already with its adapters, to what this device adds to the result, f32[T, D]; of an MLP
+        without biases."""
         with jax.named_scope("gate_up"):
-            inner = self._activated(self.gate_up.partial(x, out_dtype=x.dtype))
+            inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=x.dtype))
         with jax.named_scope("down"):
-            return self.down.partial(inner)
+            return self.down.partial(inner, adapters)
 
     def _activated(self, gate_up: jax.Array) -> jax.Array:
         gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)

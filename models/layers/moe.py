@@ -21,7 +21,11 @@ from jax import lax
 from models.build import Build
 from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
+from models.forward_batch import Adapters
 from models.layers.expert_rows import add_rows, in_blocks, mix, rows_of_block, tokens_per_expert
+from models.layers.linear import with_adapters
+from models.layers.lora import LoraPools
+from models.layers.lora_experts import ExpertPools
 from models.layers.mlp import GatedMLP
 from models.layers.rows import Rows
 from models.quantization.registry import PLAIN
@@ -108,6 +112,17 @@ class MixtureOfExperts(nnx.Module):
         down = (Source(f"{prefix}.{names.down}", size),)
         self.gate_up = build.weight((count, size, 2 * ffn), gate_up, (over, "embed", within), num_experts=count)
         self.down = build.weight((count, ffn, size), down, (over, within, "embed"), num_experts=count)
+        spec, dtype = build.lora if build.layer is not None else None, build.dtype
+
+        def pools(in_size: int, sources: tuple[Source, ...], axes: tuple[str | None, ...]) -> ExpertPools | None:
+            return None if spec is None else ExpertPools(spec, count, in_size, sources, axes=axes, dtype=dtype)
+
+        def plain_pools(source: Source, dtype: Any) -> LoraPools | None:
+            return None if spec is None else LoraPools(spec, size, (source,), axes=("embed", None), dtype=dtype)
+
+        self.gate_up_lora = pools(size, gate_up, (over, "embed", within))
+        self.down_lora = pools(ffn, down, (over, within, "embed"))
+        self.router_lora = plain_pools(router, self.router_dtype)
 
         def bias(sources: Sequence[Source], axes: tuple[str | None, ...], num_experts: int | None = None) -> nnx.Param:
             tensors = tuple(part.tensor("bias") for part in sources)
@@ -121,8 +136,9 @@ class MixtureOfExperts(nnx.Module):
         self.correction_bias = self.make_correction_bias(correction, count) if experts.correction_bias else None
         beside, gate = f"{source}.{names.shared}", (Source(f"{source}.{names.shared_gate}", 1),)
         ffn = experts.shared_intermediate_size
-        self.shared = GatedMLP(size, ffn, source=beside, build=replace(build, lora=None), **shared) if ffn else None
+        self.shared = GatedMLP(size, ffn, source=beside, build=build, **shared) if ffn else None
         self.shared_gate = plain.weight((size, 1), gate, ("embed", None)) if experts.shared_gate else None
+        self.shared_gate_lora = plain_pools(gate[0], dtype) if experts.shared_gate else None
 
     def make_correction_bias(self, source: str, num_experts: int) -> nnx.Param:
         """f32[E], or [1, E]; float32 whatever the model's dtype: it decides between scores that differ by little."""
@@ -137,32 +153,35 @@ class MixtureOfExperts(nnx.Module):
         """
         num_experts = self.experts.num_experts
         with jax.named_scope("route"):
-            weights, ids = self.route(x)
+            weights, ids = self.route(x, rows.adapters)
             ids = jnp.where(rows.is_token[:, None], ids, num_experts)
             self.load = ExpertLoad(tokens_per_expert(ids, num_experts))
         if not self.sends_rows:
-            return self._gather_tokens(x, weights, ids)
-        y = self._send_rows(x, weights, ids)
+            return self._gather_tokens(x, weights, ids, rows.adapters)
+        y = self._send_rows(x, weights, ids, rows.adapters)
         if self.shared is None:
             return y
         with jax.named_scope("shared"):
             shared = self.shared(x, rows)
-            return y + (shared if self.shared_gate is None else (self._gate(x) * shared).astype(x.dtype))
+            gated = shared if self.shared_gate is None else self._gate(x, rows.adapters) * shared
+            return y + gated.astype(x.dtype)
 
-    def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+    def _gather_tokens(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Every token to every device that shares the weights; the sum of what each made of it."""
         dtype = x.dtype
         with jax.named_scope("group"):
             x, weights, ids = (gather_tokens(part, self.axis) for part in (x, weights, ids))
+            adapters = _of_rows(adapters, lambda slots: gather_tokens(slots, self.axis))
         apart = self.axis == "experts" and num_shards(self.axis) > 1
-        mixed = self._own_experts(x, weights, ids) if apart else self._every_expert(x, weights, ids)
+        mixed = (self._own_experts if apart else self._every_expert)(x, weights, ids, adapters)
         if self.shared is None:
             with jax.named_scope("combine"):
                 return reduce_tokens(mixed.astype(dtype), self.axis)
         with jax.named_scope("shared"):
             x = keep_tokens(x, self.axis, "ffn")
-            shared = self.shared.partial(x)
-            shared = shared if self.shared_gate is None else self._gate(x) * shared
+            adapters = _of_rows(adapters, lambda slots: keep_tokens(slots, self.axis, "ffn"))
+            shared = self.shared.partial(x, adapters)
+            shared = shared if self.shared_gate is None else self._gate(x, adapters) * shared
         # Experts may be split over further devices with other tokens. What they share is added up at once.
         with jax.named_scope("combine"):
             if num_shards(self.axis) == num_shards("ffn"):
@@ -170,17 +189,18 @@ class MixtureOfExperts(nnx.Module):
             mixed, shared = scatter_tokens(mixed.astype(dtype), self.axis), scatter_tokens(shared.astype(dtype), "ffn")
             return sum_same_tokens(mixed + shared, self.axis)
 
-    def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+    def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """f32[T, D] of tokens x [T, D], where this device has all experts or a slice of each."""
         with jax.named_scope("group"):
             order = jnp.argsort(ids.ravel(), stable=True)
             rows = self._inputs(x, weights, order)
             sizes = tokens_per_expert(ids, self.experts.num_experts)
-        y = self._multiply(rows, sizes, jnp.float32)
+            adapters = _of_rows(adapters, lambda slots: slots[order // self.experts.num_per_token])
+        y = self._multiply(rows, sizes, jnp.float32, adapters)
         with jax.named_scope("combine"):
             return self._mix(y, weights, order)
 
-    def _own_experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+    def _own_experts(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """f32[T, D] of tokens x [T, D]: what the experts of this device add to them, in the order of the experts.
 
         Memory beside the result is for a block of rows; how many blocks are gone through follows the routing.
@@ -200,7 +220,8 @@ class MixtureOfExperts(nnx.Module):
             with jax.named_scope("group"):
                 picked = lax.dynamic_slice_in_dim(order, first, block)
                 rows = self._inputs(x, weights, picked)
-            y = self._multiply(rows, sizes, jnp.float32)
+                of_rows = _of_rows(adapters, lambda slots: slots[picked // k])
+            y = self._multiply(rows, sizes, jnp.float32, of_rows)
             with jax.named_scope("combine"):
                 if not self.experts.apply_router_weight_on_input:
                     y = y * weights.ravel()[picked, None]
@@ -210,7 +231,7 @@ class MixtureOfExperts(nnx.Module):
 
         return in_blocks(sizes, most, block, add_block, mixed)
 
-    def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+    def _send_rows(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Each token's rows, one for each of its experts, to the devices that hold these, and their results back.
 
         Of n devices with the same tokens each takes T / n of them and gathers the others' results, which is less to
@@ -227,7 +248,13 @@ class MixtureOfExperts(nnx.Module):
             room = lax.empty((sizes.shape[0] * x.shape[0] * min(k, own), x.shape[1]), x.dtype)
             rows = exchange_rows(self._inputs(x, weights, order), room, sizes, self.axis)
             own_sizes = lax.dynamic_slice_in_dim(jnp.sum(sizes, axis=0), shard_index(self.axis) * own, own)
-        y = self._multiply(rows, own_sizes, x.dtype)
+
+            def sent(slots: jax.Array) -> jax.Array:
+                slots = share_tokens(slots, self.axis, fill=-1)[order // k]
+                return exchange_rows(slots, jnp.full(rows.shape[0], -1, slots.dtype), sizes, self.axis)
+
+            adapters = _of_rows(adapters, sent)
+        y = self._multiply(rows, own_sizes, x.dtype, adapters)
         with jax.named_scope("combine"):
             y = exchange_rows(y, jnp.zeros((order.size, y.shape[1]), y.dtype), sizes, self.axis, back=True)
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
@@ -242,15 +269,20 @@ class MixtureOfExperts(nnx.Module):
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
 
-    def _gate(self, x: jax.Array) -> jax.Array:
+    def _gate(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
         """Of the shared MLP: f32[T, 1]."""
         assert self.shared_gate is not None
-        return jax.nn.sigmoid(self.shared_gate.matmul(x))
+        return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
-    def _multiply(self, rows: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
-        """The MLPs of the experts here for rows [M, D] sorted by expert, `sizes` of each."""
+    def _multiply(self, rows: jax.Array, sizes: jax.Array, out_dtype: Any, adapters: Adapters | None) -> jax.Array:
+        """The MLPs of the experts here for rows [M, D] sorted by expert, `sizes` of each; adapters: those of the rows.
+
+        What adapters add is rounded with the product, to its dtype.
+        """
         with jax.named_scope("gate_up"):
             inner = self.gate_up.grouped_matmul(rows, sizes, rows.dtype)
+            if self.gate_up_lora is not None and adapters is not None:
+                inner = self.gate_up_lora.add(inner, rows, sizes, adapters)
             if self.gate_up_bias is not None and self.down_bias is not None:
                 # Of each row; behind the last there is none.
                 expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
@@ -259,6 +291,8 @@ class MixtureOfExperts(nnx.Module):
             inner = self.activation(gate, up).astype(rows.dtype)
         with jax.named_scope("down"):
             y = self.down.grouped_matmul(inner, sizes, out_dtype)
+            if self.down_lora is not None and adapters is not None:
+                y = self.down_lora.add(y, inner, sizes, adapters)
             if self.gate_up_bias is not None and self.down_bias is not None:
                 # Devices with slices of all experts are added up: one of them has the bias.
                 adds = True if self.axis == "experts" else shard_index("ffn") == 0
@@ -270,14 +304,14 @@ class MixtureOfExperts(nnx.Module):
         """Whole experts of this device, where experts are whole."""
         return self.experts.num_experts // num_shards("experts")
 
-    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def route(self, x: jax.Array, adapters: Adapters | None = None) -> tuple[jax.Array, jax.Array]:
         """x[T, D] -> weights f32[T, k] and experts i32[T, k] of each token, the best first.
 
         Experts of equal score come in the order of their indices. With `norm_weights` the weights of softmax scores are
         the softmax over the k largest logits.
         """
         experts = self.experts
-        logits = self._router_logits(x)
+        logits = self._router_logits(x, adapters)
         sigmoid = experts.scoring_func == "sigmoid"
         scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits, axis=-1)
         if self.correction_bias is None and experts.topk_group == experts.num_expert_group:
@@ -291,12 +325,12 @@ class MixtureOfExperts(nnx.Module):
             weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), experts.min_weight_sum)
         return weights * experts.routed_scaling_factor, ids
 
-    def _router_logits(self, x: jax.Array) -> jax.Array:
+    def _router_logits(self, x: jax.Array, adapters: Adapters | None) -> jax.Array:
         """f32[T, E]"""
         x = x.astype(self.router_dtype)
         # Accelerators would multiply float32 in fewer bits, and then it need not be stored.
         with jax.default_matmul_precision("float32") if x.dtype == jnp.float32 else nullcontext():
-            logits = self.router.matmul(x)
+            logits = with_adapters(self.router.matmul(x), x, self.router_lora, adapters)
         return logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
 
     def _choices(self, scores: jax.Array) -> jax.Array:
@@ -313,6 +347,11 @@ class MixtureOfExperts(nnx.Module):
         groups = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1), experts.topk_group)[1]
         is_best = jnp.any(groups[:, :, None] == jnp.arange(experts.num_expert_group), axis=1)
         return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(choices.shape)
+
+
+def _of_rows(adapters: Adapters | None, slots_of: Callable[[jax.Array], jax.Array]) -> Adapters | None:
+    """The adapters of other rows, or of rows elsewhere; slots_of: theirs of these."""
+    return None if adapters is None else adapters._replace(slots=slots_of(adapters.slots))
 
 
 def _rows_of(table: jax.Array, index: jax.Array) -> jax.Array:

@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 from models.config.lora import LoraSpec
 from models.lora import DeclaredPool, PoolArray, declared_pools
 from models.weights.declare import declared_params
-from models.weights.parts import format_of, source_row
+from models.weights.parts import format_of, source_row, tensor_name
+from models.weights.source import CheckpointNames, StackedExperts
+from models.weights.stacked import DOWN, GATE_UP
 from sharding.rules import named_sharding
 
 # Of one module: A [r, in] and B [out, r], scaled, as a checkpoint has them.
@@ -24,34 +26,96 @@ POOLS = "adapters of"  # what names of pools begin with
 
 
 @dataclass(frozen=True)
+class ExpertTargets:
+    """The matrices of a layer's experts, which an adapter may have one by one or for all experts together.
+
+    Attributes:
+      joined: by GATE_UP and DOWN, what transformers calls the stacks, the modules that each is made of, with "{expert}"
+        in their names.
+      interleaved: rows of gate and up take turns in the stack.
+    """
+
+    num_experts: int
+    joined: Mapping[str, tuple[str, ...]]
+    interleaved: bool
+
+    def rows_of_parts(self, parts: int, rows: int) -> list[slice]:
+        """Which of the rows [out] of a stack's matrix are those of each of its modules."""
+        own = rows // parts
+        if self.interleaved:
+            return [slice(part, None, parts) for part in range(parts)]
+        return [slice(part * own, (part + 1) * own) for part in range(parts)]
+
+
+@dataclass(frozen=True)
 class AdapterTargets:
     """What an adapter may change of a model.
 
     Attributes:
-      shapes: (inputs, outputs) of each checkpoint module that takes adapters.
+      shapes: (inputs, outputs) of each checkpoint module that takes adapters, each expert's by itself.
+      experts: of each layer that has any, by what is before an expert's number in their names: "...mlp.experts".
       others: modules that the model has and that take none.
-      prefixes: beginnings of the checkpoint's names, and what the model says instead.
+      names: how the checkpoint's names become the model's.
     """
 
     shapes: Mapping[str, tuple[int, int]]
+    experts: Mapping[str, ExpertTargets]
     others: frozenset[str]
-    prefixes: tuple[tuple[str, str], ...]
+    names: CheckpointNames
+
+    def module(self, stored: str) -> str:
+        """What the model calls a module, or the experts of a layer, that an adapter's file calls so."""
+        name = self.names.renamed(stored)
+        if name in self.shapes or name in self.experts:
+            return name
+        for part, own in self.names.of_adapters:
+            if (other := name.replace(part, own)) in self.shapes or other in self.experts:
+                return other
+        return name
+
+    def is_expert(self, module: str) -> bool:
+        """Whether a module is one of a single expert."""
+        return module.rsplit(".", 2)[0] in self.experts
+
+    def stored_names(self, module: str) -> list[str]:
+        """Names that an adapter's file may have for a module."""
+        names = [module, *(module.replace(own, part) for part, own in self.names.of_adapters)]
+        return [*names, *(old + n[len(new) :] for n in names for old, new in self.names.prefixes if n.startswith(new))]
 
 
 def targets_of(models: Iterable[Any]) -> AdapterTargets:
     """Those of the stages of one model, abstract or real."""
     shapes: dict[str, tuple[int, int]] = {}
+    experts: dict[str, ExpertTargets] = {}
     tensors: set[str] = set()
-    prefixes: tuple[tuple[str, str], ...] = ()
+    names = CheckpointNames()
     for model in models:
-        prefixes = model.checkpoint_names.prefixes
+        names = model.checkpoint_names
         for pool in declared_pools(model):
-            if pool.decl.part is None:
+            if pool.decl.num_experts is not None:
+                shapes |= _of_experts(pool, names.stacked_experts or StackedExperts(), experts)
+            elif pool.decl.part is None:
                 for source in pool.decl.sources:
                     shapes[source.name] = pool.shape[0], source.tensor_rows or source.rows
         for param in declared_params(model):
             tensors |= {source.name.rpartition(".")[0] for source in param.decl.sources}
-    return AdapterTargets(shapes, frozenset(tensors - shapes.keys()), prefixes)
+    others = {name for name in tensors if "{expert}" not in name}
+    return AdapterTargets(shapes, experts, frozenset(others - shapes.keys()), names)
+
+
+def _of_experts(
+    pool: DeclaredPool, stacked: StackedExperts, found: dict[str, ExpertTargets]
+) -> dict[str, tuple[int, int]]:
+    """Shapes of the modules of a pool of experts; its layer's ExpertTargets are added to those found."""
+    count, sources = pool.decl.num_experts, pool.decl.sources
+    if pool.decl.part is not None or count is None:
+        return {}
+    prefix = sources[0].name.partition(".{expert}.")[0]
+    before = found[prefix].joined if prefix in found else {}
+    joined = {**before, DOWN if len(sources) == 1 else GATE_UP: pool.decl.modules}
+    found[prefix] = ExpertTargets(count, joined, stacked.interleaved)
+    sizes = {source: (pool.shape[-1], source.tensor_rows or source.rows) for source in sources}
+    return {tensor_name(source, expert): size for source, size in sizes.items() for expert in range(count)}
 
 
 def with_pools(model: Any, params: nnx.State, mesh: Mesh | None) -> nnx.State:
@@ -85,7 +149,10 @@ def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStr
 
 
 def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
-    """Shape of what one adapter has of a pool: [in, modules * rank] of a, [rank, out] of b."""
+    """Shape of what one adapter has of a pool: [in, modules * rank] of a, [rank, out] of b; of experts one
+    of their slots."""
+    if pool.decl.num_experts is not None:
+        return pool.shape[0], 1, *pool.shape[2:]
     if pool.decl.part is None:
         return pool.shape[0], len(pool.decl.modules) * spec.max_lora_rank
     return spec.max_lora_rank, pool.shape[1]
@@ -94,6 +161,8 @@ def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
 def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.ndarray:
     """What one adapter has of a pool, in its dtype; zeros for modules that the adapter leaves alone."""
     values, rank = np.zeros(slot_shape(pool, spec), pool.dtype), spec.max_lora_rank
+    if pool.decl.num_experts is not None:
+        return _values_of_experts(pool, rank, matrices, values)
     if pool.decl.part is None:
         for index, module in enumerate(pool.decl.modules):
             if module in matrices:
@@ -105,4 +174,20 @@ def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.nd
         b = matrices[source.name][1]
         rows = source_row(source, np.arange(source.rows * source.repeat))
         values[: b.shape[1], : len(rows)] = b[rows].T
+    return values
+
+
+def _values_of_experts(pool: DeclaredPool, rank: int, matrices: Matrices, values: np.ndarray) -> np.ndarray:
+    """The values of `slot_values`, filled in for those experts that the adapter changes."""
+    sources = pool.decl.sources if pool.decl.part is None else (pool.decl.sources[pool.decl.part],)
+    for expert, own in enumerate(values[:, 0]):
+        for source in sources:
+            if (pair := matrices.get(tensor_name(source, expert))) is None:
+                continue
+            a, b = pair
+            if pool.decl.part is None:
+                first = pool.decl.modules.index(source.name) * rank
+                own[first : first + len(a)] = a
+            else:
+                own[: b.shape[1]] = b[source_row(source, np.arange(source.rows * source.repeat))].T
     return values

@@ -6,21 +6,34 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from models.weights.lora_pools import AdapterTargets
 from models.weights.peft import AdapterWeights
-from models.weights.source import WHOLE, CheckpointNames, WeightSource, WrappedSource
+from models.weights.renamed import RenamedSource
+from models.weights.source import WHOLE, StackedExperts, WeightSource, WrappedSource
+from models.weights.stacked import of_shapes
 
 
 class MergedSource(WrappedSource):
     """The WeightSource of W + B A for each matrix that an adapter changes, in float32, a part at a time as it is read.
 
-    names: how the checkpoint's names become the model's.
+    hidden_size: of the model, by which stacks of experts tell how they lie.
     """
 
-    def __init__(self, source: WeightSource, adapter: AdapterWeights, names: CheckpointNames):
+    def __init__(self, source: WeightSource, adapter: AdapterWeights, targets: AdapterTargets, hidden_size: int):
         super().__init__(source)
-        matrices = {f"{module}.weight": matrices for module, matrices in adapter.matrices.items()}
-        modules = {stored: names.renamed(stored) for stored in source.names()}
-        self._changed = {stored: matrices[name] for stored, name in modules.items() if name in matrices}
+        self._matrices = adapter.matrices
+        names = {stored: targets.names.renamed(stored) for stored in source.names()}
+        modules = {stored: name.removesuffix(".weight") for stored, name in names.items()}
+        self._changed = {stored: module for stored, module in modules.items() if module in self._matrices}
+        layers = {stored: name.rpartition(".") for stored, name in names.items()}
+        self._stacks = {
+            stored: (experts, experts.joined[part])
+            for stored, (layer, _, part) in layers.items()
+            if (experts := targets.experts.get(layer)) is not None and part in experts.joined
+        }
+        stacked = targets.names.stacked_experts
+        renamed = RenamedSource(source, targets.names)
+        self._stacked = StackedExperts() if stacked is None else of_shapes(stacked, renamed, hidden_size)
 
     def names(self) -> Iterable[str]:
         return self._source.names()
@@ -30,7 +43,23 @@ class MergedSource(WrappedSource):
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> np.ndarray:
         array = self._source.read(name, rows, columns)
+        if name in self._stacks:
+            return array.astype(np.float32) + self._of_stack(name, rows, columns)
         if name not in self._changed:
             return array
-        a, b = self._changed[name]
+        a, b = self._matrices[self._changed[name]]
         return array.astype(np.float32) + b[rows].astype(np.float32) @ a[:, columns].astype(np.float32)
+
+    def _of_stack(self, name: str, rows: slice, columns: slice) -> np.ndarray:
+        """What is added to a stack of matrices, each [out, in] or [in, out]: to those of some experts, to some rows."""
+        experts, modules = self._stacks[name]
+        count, first, second = self._source.shape(name)
+        added = []
+        for expert in range(count)[rows]:
+            change = np.zeros((first, second) if self._stacked.out_first else (second, first), np.float32)
+            parts = experts.rows_of_parts(len(modules), len(change))
+            for module, own in zip(modules, parts, strict=True):
+                if (pair := self._matrices.get(module.replace("{expert}", str(expert)))) is not None:
+                    change[own] = pair[1].astype(np.float32) @ pair[0].astype(np.float32)
+            added.append((change if self._stacked.out_first else change.T)[columns])
+        return np.stack(added)

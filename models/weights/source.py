@@ -36,6 +36,8 @@ class CheckpointNames(NamedTuple):
       squeezed: ends of the names of tensors whose second axis, of one entry, the model leaves out.
       flattened: ends of the names of tensors of more than two axes whose axes behind the first are one in the model.
       stacked_experts: how experts are stored where they may be in one tensor; None for each in tensors of its own.
+      of_adapters: parts of names of modules as adapters may have them, made with other versions of transformers than
+        those that checkpoints are named by, and what the model says instead.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -46,6 +48,7 @@ class CheckpointNames(NamedTuple):
     squeezed: tuple[str, ...] = ()
     flattened: tuple[str, ...] = ()
     stacked_experts: StackedExperts | None = None
+    of_adapters: tuple[tuple[str, str], ...] = ()
 
     def renamed(self, stored: str) -> str:
         """What the model calls a tensor, or a module, of the checkpoint."""

@@ -131,7 +131,7 @@ def filled(name, value):
         (moved(A, f"base_model.model.{Q}.lora_magnitude_vector"), "a tensor must be called"),
         (moved(A, "base_model.model.lm_head.lora_A.weight"), "for another base model"),
         (moved(A, "base_model.model.model.embed_tokens.lora_A.weight"), "adapters of it are not supported"),
-        (moved(A, "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"), "adapters of experts"),
+        (moved(A, "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"), "for another base"),
         (moved(A, "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"), "for another base model"),
         (
             damaged(lambda tensors: tensors.update({A: tensors[A][:, :-1].copy()})),

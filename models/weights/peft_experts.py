@@ -1,0 +1,141 @@
+"""Matrices of all experts of a layer together, as PEFT writes them where transformers has one parameter for them all.
+
+PEFT's `target_parameters` names such a parameter, [E, p, q], "...mlp.experts.gate_up_proj" or
+"...mlp.experts.down_proj". Its `ParamWrapper` has one pair of matrices for it:
+
+    lora_A  [E * r, in]     rows of an expert, then of a rank
+    lora_B  [out, r * E]    columns of a rank, then of an expert
+
+It stands where the module `experts` stood, so the file calls the pair `experts`. A second parameter of the module is
+wrapped around the first, and the first one's pair, gate_up_proj's, is then called `experts.base_layer`.
+
+Which of p and q is `in` has changed: 0.17 and 0.18 say p, and since 0.19 it is q unless the module says
+`is_transposed`. So the pair is of the matrix as a linear layer has it, or of that matrix turned; shapes tell, and where
+a matrix is square, the others of the same file do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.weights.errors import ModelFileError
+from models.weights.lora_pools import AdapterTargets, ExpertTargets
+from models.weights.peft_config import AdapterConfig
+from models.weights.peft_tensors import ENDS, PREFIX, AdapterTensors
+from models.weights.stacked import DOWN, GATE_UP
+
+_BELOW = ".base_layer"
+
+
+@dataclass(frozen=True)
+class JoinedExperts:
+    """One pair of a file for all experts of a layer.
+
+    Attributes:
+      name: what the file calls the pair.
+      key: the parameter that it is of, as the configuration names it.
+      experts: the layer's.
+      part: GATE_UP or DOWN.
+      size, out: inputs and outputs of the parameter's matrix of one expert.
+    """
+
+    name: str
+    key: str
+    experts: ExpertTargets
+    part: str
+    size: int
+    out: int
+
+    def shapes(self, rank: int, turned: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of A and B."""
+        size, out = (self.out, self.size) if turned else (self.size, self.out)
+        return (self.experts.num_experts * rank, size), (out, rank * self.experts.num_experts)
+
+    def read(
+        self, tensors: AdapterTensors, rank: int, scale: float, turned: bool | None
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """A [r, in] and B [out, r] of each expert's modules. Raises ModelFileError.
+
+        turned: how the file's matrices are; None where none of them tells.
+        """
+        shapes, wanted = tensors.shapes(self.name), [self.shapes(rank, each) for each in (False, True)]
+        if shapes not in wanted:
+            fits = [each for each in wanted if each[0] == shapes[0]]
+            allowed = " or ".join(str(each[bool(fits)]) for each in dict.fromkeys(fits or wanted))
+            name = f"{PREFIX}{self.name}{ENDS[bool(fits)]}"
+            raise ModelFileError(tensors.path, f"shape must be {allowed}, got {shapes[bool(fits)]}", name)
+        if wanted[0] != wanted[1]:
+            turned = shapes == wanted[1]
+        elif turned is None:
+            text = f"the matrices of {self.key} are square, and no others tell which of their sides are inputs"
+            raise ModelFileError(tensors.path, f"{text}: save the adapter with those of single experts", self.name)
+        count = self.experts.num_experts
+        a, b = tensors.read(self.name, *shapes, scale)
+        a, b = a.reshape(count, rank, -1), np.moveaxis(b.reshape(-1, rank, count), 2, 0)
+        if turned:
+            a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+        a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+        modules = self.experts.joined[self.part]
+        return {
+            module.replace("{expert}", str(expert)): (a[expert], b[expert, own])
+            for module, own in zip(modules, self.experts.rows_of_parts(len(modules), self.out), strict=True)
+            for expert in range(count)
+        }
+
+
+def find_joined(
+    tensors: AdapterTensors, config: AdapterConfig, targets: AdapterTargets
+) -> tuple[list[JoinedExperts], frozenset[str]]:
+    """The pairs of a file for all experts of a layer, and what it calls them.
+
+    Raises ModelFileError unless the file has those that the configuration names, and no others.
+    """
+    by_layer: dict[str, list[str]] = {}
+    for name in tensors.modules:
+        prefix = name.removesuffix(_BELOW)
+        if targets.module(prefix) in targets.experts:
+            by_layer.setdefault(prefix, []).append(name)
+    found: list[JoinedExperts] = []
+    for prefix, names in by_layer.items():
+        experts = targets.experts[targets.module(prefix)]
+        # The first is innermost.
+        parts = [part for part in (GATE_UP, DOWN) if config.wants_parameter(f"{prefix}.{part}")]
+        calls = {prefix + _BELOW * depth: part for depth, part in enumerate(reversed(parts))}
+        for name in names:
+            if name not in calls:
+                text = "the file has matrices of it, but target_parameters does not name as many of its parameters"
+                raise ModelFileError(config.path, text, name)
+        for name, part in calls.items():
+            if name not in names:
+                text = "target_parameters names it, but the file has no matrices of it"
+                raise ModelFileError(config.path, text, f"{prefix}.{part}")
+            if len(ends := tensors.modules[name]) != len(ENDS):
+                raise ModelFileError(tensors.path, f"has {min(ends)[1:]} of it and not the other matrix", name)
+            modules = experts.joined[part]
+            size, out = targets.shapes[modules[0].replace("{expert}", "0")]
+            found.append(JoinedExperts(name, f"{prefix}.{part}", experts, part, size, out * len(modules)))
+    layers = {targets.module(prefix) for prefix in by_layer}
+    for layer in targets.experts:
+        for part in (GATE_UP, DOWN):
+            keys = [f"{name}.{part}" for name in targets.stored_names(layer)]
+            if layer not in layers and any(map(config.wants_parameter, keys)):
+                text = "target_parameters names it, but the file has no matrices of it"
+                raise ModelFileError(config.path, text, f"{layer}.{part}")
+    return found, frozenset(name for names in by_layer.values() for name in names)
+
+
+def turned_of(tensors: AdapterTensors, joined: Iterable[JoinedExperts], ranks: Mapping[str, int]) -> bool | None:
+    """Whether pairs of a file are of turned matrices, by those that are not square; None where none tells.
+
+    ranks: by the names of parameters.
+    """
+    tells = {
+        tensors.shapes(each.name) == each.shapes(ranks[each.key], True)
+        for each in joined
+        if each.size != each.out
+        and tensors.shapes(each.name) in [each.shapes(ranks[each.key], turned) for turned in (False, True)]
+    }
+    return tells.pop() if len(tells) == 1 else None

@@ -1,0 +1,95 @@
+"""What groups of rows get added by matrices of low rank, each group by a pair of its own, in plain XLA everywhere.
+
+Of G pairs few have rows, and of M rows perhaps none has a pair. Rows are sorted by pair and cut into tiles of one
+pair's; a trip of a loop gathers the rows and the pairs of some tiles, multiplies them, and adds what comes out in its
+place. So work follows the rows that have a pair, each in a tile that may be filled up: at most M + G * (tile - 1) rows
+in all, and no more tiles than rows. What a trip takes in memory is bounded, whatever M and G are. Knows nothing of
+adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_LEAST_TILE, _MOST_TILE = 4, 64  # rows
+# Of a trip: tiles, rows, and bytes of the pairs that it gathers.
+_TRIP_TILES, _TRIP_ROWS, _TRIP_BYTES = 128, 2048, 32 << 20
+
+
+def add_low_rank(
+    y: jax.Array, x: jax.Array, group: jax.Array, a: jax.Array, b: Sequence[jax.Array], part: Sequence[int]
+) -> jax.Array:
+    """y [M, out] with x_i A_g B_g added to each row i of a group g, in float32; all other rows are as they are.
+
+    The products with B are of the width that a source of y has, one beside the other: that of b[j] is with the
+    part[j]-th of the equal parts into which the rows of A are cut.
+
+    Args:
+      y: [M, out].
+      x: [M, in].
+      group: i32[M], 0 to G - 1; G and above for rows of none.
+      a: [G, parts * r, in], A turned, in x's dtype.
+      b: each [G, r, its width], in x's dtype; their widths add up to `out`.
+      part: of each b.
+
+    Raises ValueError when shapes or dtypes do not fit together.
+    """
+    num_groups, rank = a.shape[0], b[0].shape[1]
+    widths = sum(each.shape[2] for each in b)
+    if (
+        x.ndim != 2
+        or y.shape != (x.shape[0], widths)
+        or a.shape[2] != x.shape[1]
+        or a.shape[1] % rank
+        or len(part) != len(b)
+        or any(each.shape[:2] != (num_groups, rank) for each in b)
+        or any(each.dtype != x.dtype for each in (a, *b))
+        or group.shape != x.shape[:1]
+    ):
+        shapes = [each.shape for each in (y, x, group, a, *b)]
+        raise ValueError(f"add_low_rank: y, x, group, a and b must agree, got {shapes}")
+    num_rows = x.shape[0]
+    tile = tile_rows_of(num_rows, num_groups)
+    pair_bytes = (a[0].size + sum(each[0].size for each in b)) * a.dtype.itemsize
+    most_tiles = min(num_rows, num_rows // tile + num_groups)
+    trip = max(1, min(most_tiles, _TRIP_TILES, _TRIP_ROWS // tile, _TRIP_BYTES // pair_bytes))
+    order = jnp.argsort(group, stable=True).astype(jnp.int32)
+    numbers = jnp.arange(num_groups, dtype=jnp.int32)
+    ends = jnp.searchsorted(group[order], numbers, side="right").astype(jnp.int32)
+    sizes = jnp.diff(ends, prepend=0)
+    tiles = -(-sizes // tile)
+    last_tiles = jnp.cumsum(tiles)
+
+    def add_trip(index: jax.Array, y: jax.Array) -> jax.Array:
+        numbers = index * trip + jnp.arange(trip, dtype=jnp.int32)
+        # Tiles past the last one are of no group.
+        groups = jnp.sum(numbers[:, None] >= last_tiles, axis=1, dtype=jnp.int32)
+        own = jnp.minimum(groups, num_groups - 1)
+        first = (ends - sizes)[own] + (numbers - (last_tiles - tiles)[own]) * tile
+        at = first[:, None] + jnp.arange(tile, dtype=jnp.int32)
+        is_own = (at < ends[own][:, None]) & (groups < num_groups)[:, None]
+        row = order.at[at].get(mode="clip")
+        inner = _products(x[row], a[own], 2).astype(x.dtype).reshape(trip, tile, -1, rank)
+        added = [_products(inner[:, :, which], each[own], 1) for which, each in zip(part, b, strict=True)]
+        total = y[row].astype(jnp.float32) + jnp.concatenate(added, axis=2)
+        # What fills up a tile has places of its own behind the result, where it is dropped.
+        place = jnp.where(is_own, row, num_rows + jnp.arange(trip * tile, dtype=jnp.int32).reshape(trip, tile))
+        return y.at[place].set(total.astype(y.dtype), mode="drop", unique_indices=True)
+
+    return lax.fori_loop(0, -(-last_tiles[-1] // trip), add_trip, y)
+
+
+def tile_rows_of(num_rows: int, num_groups: int) -> int:
+    """Rows of a tile: a power of two, about those of an average group, were an eighth of them to have any."""
+    average = max(8 * num_rows // num_groups, 1)
+    return min(max(1 << average.bit_length() - 1, _LEAST_TILE), _MOST_TILE)
+
+
+def _products(rows: jax.Array, matrices: jax.Array, contract: int) -> jax.Array:
+    """Rows [n, tile, k] of each of n tiles times its matrix, over the matrix's axis `contract`: f32[n, tile, other]."""
+    dims = ((2,), (contract,)), ((0,), (0,))
+    return lax.dot_general(rows, matrices, dims, preferred_element_type=jnp.float32)
