@@ -29,8 +29,8 @@ class LoraPools(nnx.Module):
         self.spec, self.num_modules = spec, len(modules)
         # Of each source, which module it is of.
         self.module = tuple(modules.index(source.name) for source in sources)
-        shape = in_size, len(modules) * spec.columns
-        self.a = PoolArray(jnp.zeros(shape, dtype), decl=PoolDecl((axes[0], None), sources, None))
+        shape = len(modules) * spec.columns, in_size
+        self.a = PoolArray(jnp.zeros(shape, dtype), decl=PoolDecl((None, axes[0]), sources, None))
         self.b = nnx.List(
             [
                 PoolArray(
@@ -55,7 +55,7 @@ class LoraPools(nnx.Module):
         """
         with jax.named_scope("lora"):
             own = slots[:, None] == jnp.arange(self.spec.columns, dtype=jnp.int32) // self.spec.max_lora_rank
-            inner = matmul(x, self.a[...]).reshape(x.shape[0], self.num_modules, -1)
+            inner = matmul(x, self.a[...], contract=1).reshape(x.shape[0], self.num_modules, -1)
             inner = jnp.where(own[:, None], inner, 0).astype(x.dtype)
             parts = [matmul(inner[:, module], b[...]) for module, b in zip(self.module, self.b, strict=True)]
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -69,9 +69,8 @@ def write_slot(
     for pool, array, part in zip(pools, arrays, new, strict=True):
         if pool.decl.part is None:
             for index in range(len(pool.decl.modules)):
-                columns = lax.slice_in_dim(part, index * rank, (index + 1) * rank, axis=1)
-                start = index * spec.columns + slot * rank
-                array = lax.dynamic_update_slice_in_dim(array, columns, start, axis=1)
+                rows = lax.slice_in_dim(part, index * rank, (index + 1) * rank)
+                array = lax.dynamic_update_slice_in_dim(array, rows, index * spec.columns + slot * rank, axis=0)
         else:
             array = lax.dynamic_update_slice_in_dim(array, part, slot * rank, axis=0)
         written.append(array)

@@ -50,7 +50,7 @@ def test_rows_of_different_adapters_at_once():
         if slot < 0:
             np.testing.assert_array_equal(found[row], alone[row])
             continue
-        inner = [x[row] @ a[:, module * 12 + slot * 4 :][:, :4] for module in range(3)]
+        inner = [a[module * 12 + slot * 4 :][:4] @ x[row] for module in range(3)]
         added = [inner[module] @ b[slot * 4 :][:4] for module, b in zip(pools.module, bs, strict=True)]
         np.testing.assert_allclose(found[row], alone[row] + np.concatenate(added), rtol=1e-4, atol=1e-4)
     plain_graph, _ = linear(None)
