@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import jax
 
     from pallas_kernels.attention.op import RaggedBatch
+    from pallas_kernels.matmul.lora import LoraVisits
     from pallas_kernels.state.rows import StateRows
 
 
@@ -24,11 +25,14 @@ class Adapters(NamedTuple):
 
     Attributes:
       slots: i32[T], where in the pools a row's adapter is; -1 for none.
-      in_use: bool[], whether any row of any rank has one.
+      form: i32[], how products take them: 0 not at all, for no row of any rank has one; 1 flat, 2 grouped
+        (models.layers.lora).
+      visits: what the grouped form reads; None where there is none.
     """
 
     slots: jax.Array
-    in_use: jax.Array
+    form: jax.Array
+    visits: LoraVisits | None = None
 
 
 class MediaRows(NamedTuple):

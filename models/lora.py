@@ -1,9 +1,9 @@
 """Pools of adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): what is declared for each matrix that takes adapters.
 
 An adapter adds (x A) B to a product x W. All adapters that a device holds lie in two kinds of arrays, a slot for each,
-flat, so that no program copies or gathers them:
+flat, so that no program copies or gathers them, and with the rows of a slot in one piece, so that one is read alone:
 
-    a  [in, modules * slots * rank]    columns of a module, then of a slot, then of a rank
+    a  [modules * slots * rank, in]    A turned: rows of a module, then of a slot, then of a rank
     b  [slots * rank, out]             one for each source of the product, rows of a slot, then of a rank
 
 Of the matrices of experts, of which a row meets few, each expert has a pair of its own for each slot, and a row meets
@@ -44,7 +44,7 @@ class PoolDecl:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the checkpoint modules that the product is made of, each once, in the order of a's columns."""
+        """Names of the checkpoint modules that the product is made of, each once, in the order of a's rows."""
         return modules_of(self.sources)
 
 

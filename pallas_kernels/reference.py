@@ -122,6 +122,22 @@ def quantized_matmul(
     return y
 
 
+def lora_product(
+    x: np.ndarray,  # [T, in]
+    a: np.ndarray,  # [modules, slots, rank, in]
+    bs: list[np.ndarray],  # [slots, rank, out] of each source
+    slots: np.ndarray,  # [T]
+    modules: tuple[int, ...],  # of each source
+) -> np.ndarray:
+    """[T, out of all sources], float64: what the adapter in each row's slot adds, zeros where it is -1."""
+    out = np.zeros((len(x), sum(b.shape[2] for b in bs)))
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            inner = [a[module, slot].astype(np.float64) @ x[row].astype(np.float64) for module in modules]
+            out[row] = np.concatenate([b[slot].astype(np.float64).T @ one for one, b in zip(inner, bs, strict=True)])
+    return out
+
+
 def causal_conv(
     x: np.ndarray,  # [T, C]
     weight: np.ndarray,  # [C, k]

@@ -120,6 +120,16 @@ class HopperProducts(_Sizes):
 
 
 @dataclass(frozen=True)
+class LoraTiles(_Sizes):
+    """Of matmul.lora, on all platforms: visits are made by them."""
+
+    rows: int = 256  # of a tile
+    columns: int = 128  # of slots that are brought together, about
+    width: int = 2048  # most outputs at a time
+    vmem_limit_bytes: int = 56 << 20
+
+
+@dataclass(frozen=True)
 class Tuning:
     """The sizes of all implementations; each reads its own part."""
 
@@ -129,6 +139,7 @@ class Tuning:
     tpu_update: TpuUpdate = TpuUpdate()
     tpu_products: TpuProducts = TpuProducts()
     hopper_products: HopperProducts = HopperProducts()
+    lora_tiles: LoraTiles = LoraTiles()
 
 
 class Card(NamedTuple):

@@ -180,6 +180,11 @@ def _order(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival_index
 
 
+def are_few(num_used: int, num_slots: int) -> bool:
+    """Whether a step whose requests have the adapters of so many slots does better to read those alone."""
+    return 8 * num_used <= 7 * num_slots
+
+
 def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarray:
     """bool[num_slots], the pools' slots that running requests have; columns: those of each rank's, -1 for none."""
     running = np.zeros(num_slots + 1, np.bool_)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from scheduler.adapters import AdapterSlots, running_adapters
+from scheduler.adapters import AdapterSlots, are_few, running_adapters
 from scheduler.batch import ScheduledStep, StepResult
 from scheduler.buckets import most_wide
 from scheduler.config import SchedulerConfig
@@ -22,6 +22,7 @@ from scheduler.policy.fair import FairQueue
 from scheduler.policy.waiting import WaitingQueue
 from scheduler.rank import Offer, Rank
 from scheduler.request import FinishReason, Request, RequestStatus, Wait
+from scheduler.token_params import ADAPTER, FEW_ADAPTERS
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +219,10 @@ class Scheduler:
                 self._assign_adapters()
         width = self._widen() if self.config.widths else 1
         step = ScheduledStep([rank.commit() for rank in self.ranks], expired, width)
+        if step.features & ADAPTER:
+            columns = [rank.slots.adapter[batch.slots] for rank, batch in zip(self.ranks, step.batches, strict=True)]
+            if are_few(int(running_adapters(len(self.adapters), columns).sum()), len(self.adapters)):
+                step.features |= FEW_ADAPTERS
         if self._fair is not None:
             for index, batch in enumerate(step.batches):
                 self._fair.charge_outputs(index, batch.slots[batch.sample])

@@ -12,9 +12,10 @@ from functools import cached_property
 
 # What a request needs beyond the best token, one bit each; the programs of a step skip what no row of it needs.
 # LAST_TOKEN: what it may take next depends on the token sampled last, so the host must see that before the next choice.
-# ADAPTER: it runs with one (the scheduler's to set).
+# ADAPTER: it runs with one. FEW_ADAPTERS: of a step, those of its requests have few of the slots. Both are the
+# scheduler's to set.
 RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(8))
-ADAPTER = 1 << 8
+ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
 # Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
 MAX_LOGPROBS = 1024
 

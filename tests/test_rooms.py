@@ -60,8 +60,8 @@ ROOMS = {
         "sharding pallas_kernels:base pallas_kernels.matmul models.config models.weights:declarations"
     ),
     "models": (
-        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.state pallas_kernels.attention models.config "
-        "models.weights:declarations models.quantization"
+        "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.matmul pallas_kernels.state "
+        "pallas_kernels.attention models.config models.weights:declarations models.quantization"
     ),
     "models.layers": (
         "sharding pallas_kernels:base pallas_kernels.kv pallas_kernels.matmul pallas_kernels.state "

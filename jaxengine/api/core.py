@@ -72,6 +72,8 @@ class EngineCore:
         if not config.disable_log_stats:
             if self.inputs.model_config.quantization is not None:
                 logger.info("weights:\n%s", weight_table(self.runner.weight_rows))
+            for row in self.runner.adapter_forms:
+                logger.info("adapters of %s: %s", row["modules"], row["forms"])
             logger.info("memory of a device:\n%s", self.runner.plan.table())
         self.engine = Engine(self.runner, _request_masks(self.inputs, self.runner))
         self._refused: list[tuple[str, RequestError]] = []
@@ -96,6 +98,7 @@ class EngineCore:
             "status": lambda: engine_status(self.engine, self.metrics),
             "trace": self._trace,
             "weights": lambda: self.runner.weight_rows,
+            "adapter_forms": lambda: self.runner.adapter_forms,
             "count_rejections": self._count_rejections,
             "load_adapter": lambda *load: self.engine.require_adapters().begin_load(*load),
             "adapter_is_loaded": lambda ticket: self.engine.require_adapters().is_loaded(ticket),

@@ -39,6 +39,7 @@ from jaxengine.runner.state_changes import (
 from jaxengine.runner.step import Forwarded
 from jaxengine.sampling.state import NEUTRAL
 from models.cache import platform_of
+from models.layers.lora import product_forms
 from models.quantization.table import weight_rows
 from models.weights.lora_pools import AdapterTargets, Matrices, targets_of
 from scheduler.buckets import Bucket
@@ -80,6 +81,7 @@ class ModelRunner:
         self.pools = stages[0].programs.model.config.pooler is not None
         models = [stage.programs.model for stage in stages]
         self.weight_rows = weight_rows(models, platform_of(stages[0].programs.mesh.devices.flat[0]))
+        self.adapter_forms = product_forms(models, platform_of(stages[0].programs.mesh.devices.flat[0]))
         self._stages = stages
         self._last = stages[-1]
         self.keeps_history = self._last.programs.state_shapes.keeps_history

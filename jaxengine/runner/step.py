@@ -26,9 +26,10 @@ from models.cache import Cache, StateRows
 from models.forward_batch import HEADER, Adapters, ForwardBatch, MediaRows, StepLayout
 from models.layers.attention import RaggedBatch
 from models.layers.decoder import Streams
+from models.layers.lora import FLAT, GROUPED
 from models.layers.moe import ExpertLoad
 from scheduler.pages.snapshots import LOAD, POSITION, SAVE
-from scheduler.token_params import ADAPTER
+from scheduler.token_params import ADAPTER, FEW_ADAPTERS
 
 
 class SampledRows(NamedTuple):
@@ -192,7 +193,8 @@ def _adapters(state: SlotState, slot: jax.Array, features: jax.Array) -> Adapter
     if state.adapter is None:
         return None
     slots = state.adapter.at[slot].get(mode="fill", fill_value=-1)
-    return Adapters(slots, (features & ADAPTER) > 0)
+    form = jnp.where(features & FEW_ADAPTERS > 0, GROUPED, FLAT)
+    return Adapters(slots, jnp.where(features & ADAPTER > 0, form, 0))
 
 
 def _keeps_snapshots(state: SlotState) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Up to so many slots all of them are read where any is: they are a few hundredths of a model.
+_FEW = 16
+
 
 @dataclass(frozen=True)
 class LoraSpec:
@@ -16,6 +19,11 @@ class LoraSpec:
 
     max_loras: int
     max_lora_rank: int
+
+    @property
+    def may_group(self) -> bool:
+        """Whether reading only the slots that a step's rows have is worth a form of its own."""
+        return self.max_loras > _FEW
 
     @property
     def columns(self) -> int:

@@ -29,6 +29,7 @@ from models.layers.attention import LayerPages, StepInputs, attention_spec, num_
 from models.layers.classify import LabelScores
 from models.layers.embedding import Embedding, own_logits, vocab_source
 from models.layers.linear import Linear
+from models.layers.lora import with_visits
 from models.layers.moe import ExpertLoad
 from models.layers.norm import NormClass, RMSNorm
 from models.layers.rope import rope_table
@@ -268,7 +269,8 @@ class Decoder(nnx.Module):
                     platform=kv.layout,
                     kv_limits=limits,
                 )
-        rows = Rows(batch.ragged[0].slot_mapping >= 0, batch.adapters)
+        adapters = with_visits(batch.adapters, self.build.lora, kv.layout)
+        rows = Rows(batch.ragged[0].slot_mapping >= 0, adapters)
         return {
             attention: StepInputs(
                 rows, tables[attention.rope], schedules.get(specs.get(attention)), temperatures[attention.temperature]

@@ -60,7 +60,7 @@ class Linear(nnx.Module):
         if self.lora is not None and adapters is not None:
             # x has the tokens that the product before gathered, if its outputs are split as these inputs are.
             slots = gather_tokens(gather_tokens(adapters.slots, self.axes[0]), self.axes[1])
-            y = self.lora.add(y, x, adapters.in_use, slots).astype(own_dtype)
+            y = self.lora.add(y, x, slots, adapters).astype(own_dtype)
         if split:
             y = reduce_tokens(y, self.axes[0])
         if self.bias is not None:
@@ -79,7 +79,7 @@ class Linear(nnx.Module):
 
 def with_adapters(y: jax.Array, x: jax.Array, lora: LoraPools | None, adapters: Adapters | None) -> jax.Array:
     """The product y f32[R, out] of x with what the adapters of its rows add; as it is without room for any."""
-    return y if lora is None or adapters is None else lora.add(y, x, adapters.in_use, adapters.slots)
+    return y if lora is None or adapters is None else lora.add(y, x, adapters.slots, adapters)
 
 
 def _adapters_of(rows: Rows | None) -> Adapters | None:

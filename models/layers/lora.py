@@ -1,12 +1,16 @@
 """What adapters add to a product, for rows of different adapters at once: see models.lora for how they are stored.
 
-The flat form: x meets the matrices A of all slots in one product, of which a row keeps the columns of its own slot, and
-zeros meet the other slots' B. Reads all slots, whatever rows there are; copies and gathers nothing.
+Two forms, of which the host chooses one for each step; a program has both where there is room for many adapters. Flat:
+x meets the matrices A of all slots in one product, of which a row keeps the columns of its own slot, and zeros meet the
+other slots' B. Reads all slots, whatever rows there are; copies and gathers nothing. Grouped: a kernel that reads the
+slots that rows have (pallas_kernels.matmul.lora).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +18,15 @@ from flax import nnx
 from jax import lax
 
 from models.config.lora import LoraSpec
-from models.lora import DeclaredPool, PoolArray, PoolDecl, modules_of
+from models.forward_batch import Adapters
+from models.lora import DeclaredPool, PoolArray, PoolDecl, declared_pools, modules_of
 from models.weights.declare import Source
 from pallas_kernels.matmul.dense import matmul
+from pallas_kernels.matmul.lora import LoraVisits, grouped_form, has_lora_product, lora_product, lora_visits
+from sharding.layout import MeshLayout
+
+# Forms of Adapters.
+FLAT, GROUPED = 1, 2
 
 
 class LoraPools(nnx.Module):
@@ -35,8 +45,8 @@ class LoraPools(nnx.Module):
         self.spec, self.num_modules = spec, len(modules)
         # Of each source, which module it is of.
         self.module = tuple(modules.index(source.name) for source in sources)
-        shape = in_size, len(modules) * spec.columns
-        self.a = PoolArray(jnp.zeros(shape, dtype), decl=PoolDecl((axes[0], None), sources, None))
+        shape = len(modules) * spec.columns, in_size
+        self.a = PoolArray(jnp.zeros(shape, dtype), decl=PoolDecl((None, axes[0]), sources, None))
         self.b = nnx.List(
             [
                 PoolArray(
@@ -47,24 +57,81 @@ class LoraPools(nnx.Module):
             ]
         )
 
-    def add(self, y: jax.Array, x: jax.Array, in_use: jax.Array, slots: jax.Array) -> jax.Array:
-        """The product y f32[R, out] of x with what adapters add; as it is where none are in use, bool[].
+    def add(self, y: jax.Array, x: jax.Array, slots: jax.Array, adapters: Adapters) -> jax.Array:
+        """The product y f32[R, out] of x with what adapters in slots i32[R], -1 for none, add; as it is without any.
 
         A conditional around a whole layer would be one in the place of some four, but XLA then copies the KV pool.
         """
-        return lax.cond(in_use, lambda: y + self(x, slots), lambda: y)
+        forms = [lambda: y, lambda: y + self.flat(x, slots)]
+        if adapters.visits is not None:
+            forms.append(lambda: self._add_grouped(y, x, slots, adapters.visits))
+        return lax.switch(adapters.form, forms)
 
-    def __call__(self, x: jax.Array, slots: jax.Array) -> jax.Array:
+    def _add_grouped(self, y: jax.Array, x: jax.Array, slots: jax.Array, visits: LoraVisits) -> jax.Array:
+        with jax.named_scope("lora"):
+            if len(visits.place) != len(x):  # rows of all ranks, where the step's are one's
+                visits = lora_visits(slots, num_slots=self.spec.max_loras, rank=self.spec.max_lora_rank)
+            bs = [b[...] for b in self.b]
+            options = {"modules": self.module, "rank": self.spec.max_lora_rank}
+            return lora_product(y, x, self.a[...], bs, visits, **options)
+
+    def flat(self, x: jax.Array, slots: jax.Array) -> jax.Array:
         """Rows x [R, in] of the adapters in slots i32[R], -1 for none -> f32[R, out]; zeros for those without one.
 
         Where the inputs are split over devices it is, like the product that it is added to, a part of a sum.
         """
         with jax.named_scope("lora"):
             own = slots[:, None] == jnp.arange(self.spec.columns, dtype=jnp.int32) // self.spec.max_lora_rank
-            inner = matmul(x, self.a[...]).reshape(x.shape[0], self.num_modules, -1)
+            inner = matmul(x, self.a[...], contract=1).reshape(x.shape[0], self.num_modules, -1)
             inner = jnp.where(own[:, None], inner, 0).astype(x.dtype)
             parts = [matmul(inner[:, module], b[...]) for module, b in zip(self.module, self.b, strict=True)]
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def with_visits(adapters: Adapters | None, spec: LoraSpec | None, platform: str) -> Adapters | None:
+    """A step's adapters with what the grouped form needs, where there is one; platform: a row of the registry."""
+    if adapters is None or spec is None or not groups_on(spec, platform):
+        return adapters
+
+    def made(slots: jax.Array) -> LoraVisits:
+        return lora_visits(slots, num_slots=spec.max_loras, rank=spec.max_lora_rank)
+
+    def none(slots: jax.Array) -> LoraVisits:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(made, slots))
+
+    with jax.named_scope("lora_visits"):
+        return adapters._replace(visits=lax.cond(adapters.form == GROUPED, made, none, adapters.slots))
+
+
+def groups_on(spec: LoraSpec, platform: str) -> bool:
+    """Whether programs for this row of the kernel registry have the grouped form beside the flat one."""
+    return spec.may_group and has_lora_product(platform)
+
+
+def product_forms(models: Sequence[Any], platform: str) -> list[dict[str, str]]:
+    """For people: the forms of products of abstract models, the stages of one, in order; layers' same product is one
+    row of modules and forms. platform: a row of the kernel registry.
+    """
+    rows: dict[str, str] = {}
+    for model in models:
+        spec, pools = model.build.lora, list(declared_pools(model))
+        for a in (pool for pool in pools if pool.decl.part is None):
+            names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in a.decl.modules))
+            if names in rows:
+                continue
+            rows[names] = "flat" if a.decl.num_experts is None else "grouped by expert, xla"
+            if a.decl.num_experts is None and groups_on(spec, platform):
+                of_b = [pool for pool in pools if pool.decl.part is not None and pool.decl.sources == a.decl.sources]
+                widths = [_own_columns(b, model.mesh) for b in of_b]
+                own = grouped_form(platform, _own_columns(a, model.mesh), widths, spec.max_lora_rank, a.dtype)
+                rows[names] = f"flat, {own}"
+    return [{"modules": names, "forms": forms} for names, forms in rows.items()]
+
+
+def _own_columns(pool: DeclaredPool, mesh: MeshLayout) -> int:
+    """Of a device's part."""
+    axis = pool.decl.axes[1]
+    return pool.shape[1] // (1 if axis is None else mesh.num_shards(axis))
 
 
 def write_slot(
@@ -77,9 +144,8 @@ def write_slot(
             array = lax.dynamic_update_slice_in_dim(array, part, slot, axis=1)
         elif pool.decl.part is None:
             for index in range(len(pool.decl.modules)):
-                columns = lax.slice_in_dim(part, index * rank, (index + 1) * rank, axis=1)
-                start = index * spec.columns + slot * rank
-                array = lax.dynamic_update_slice_in_dim(array, columns, start, axis=1)
+                rows = lax.slice_in_dim(part, index * rank, (index + 1) * rank)
+                array = lax.dynamic_update_slice_in_dim(array, rows, index * spec.columns + slot * rank, axis=0)
         else:
             array = lax.dynamic_update_slice_in_dim(array, part, slot * rank, axis=0)
         written.append(array)

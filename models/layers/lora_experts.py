@@ -68,4 +68,4 @@ class ExpertPools(nnx.Module):
                 a, *b = (pool[...].reshape(-1, *pool.shape[2:]) for pool in (self.a, *self.b))
                 return add_low_rank(y, x, group, a, b, self.module)
 
-        return lax.cond(adapters.in_use, added, lambda: y)
+        return lax.cond(adapters.form > 0, added, lambda: y)

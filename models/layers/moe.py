@@ -350,8 +350,8 @@ class MixtureOfExperts(nnx.Module):
 
 
 def _of_rows(adapters: Adapters | None, slots_of: Callable[[jax.Array], jax.Array]) -> Adapters | None:
-    """The adapters of other rows, or of rows elsewhere; slots_of: theirs of these."""
-    return None if adapters is None else adapters._replace(slots=slots_of(adapters.slots))
+    """The adapters of other rows, or of rows elsewhere; slots_of: theirs of these. Visits were of the step's rows."""
+    return None if adapters is None else adapters._replace(slots=slots_of(adapters.slots), visits=None)
 
 
 def _rows_of(table: jax.Array, index: jax.Array) -> jax.Array:

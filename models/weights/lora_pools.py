@@ -96,7 +96,7 @@ def targets_of(models: Iterable[Any]) -> AdapterTargets:
                 shapes |= _of_experts(pool, names.stacked_experts or StackedExperts(), experts)
             elif pool.decl.part is None:
                 for source in pool.decl.sources:
-                    shapes[source.name] = pool.shape[0], source.tensor_rows or source.rows
+                    shapes[source.name] = pool.shape[1], source.tensor_rows or source.rows
         for param in declared_params(model):
             tensors |= {source.name.rpartition(".")[0] for source in param.decl.sources}
     others = {name for name in tensors if "{expert}" not in name}
@@ -149,12 +149,12 @@ def abstract_leaves(model: Any, mesh: Mesh) -> list[tuple[str, jax.ShapeDtypeStr
 
 
 def slot_shape(pool: DeclaredPool, spec: LoraSpec) -> tuple[int, ...]:
-    """Shape of what one adapter has of a pool: [in, modules * rank] of a, [rank, out] of b; of experts one
-    of their slots."""
+    """Shape of what one adapter has of a pool: [modules * rank, in] of a, [rank, out] of b; of experts one of their
+    slots."""
     if pool.decl.num_experts is not None:
         return pool.shape[0], 1, *pool.shape[2:]
     if pool.decl.part is None:
-        return pool.shape[0], len(pool.decl.modules) * spec.max_lora_rank
+        return len(pool.decl.modules) * spec.max_lora_rank, pool.shape[1]
     return spec.max_lora_rank, pool.shape[1]
 
 
@@ -167,7 +167,7 @@ def slot_values(pool: DeclaredPool, spec: LoraSpec, matrices: Matrices) -> np.nd
         for index, module in enumerate(pool.decl.modules):
             if module in matrices:
                 a = matrices[module][0]
-                values[:, index * rank : index * rank + len(a)] = a.T
+                values[index * rank : index * rank + len(a)] = a
         return values
     source = pool.decl.sources[pool.decl.part]
     if source.name in matrices:

@@ -96,7 +96,7 @@ class PagedRun:
         ragged = RaggedBatch(cu, lens, table, slots, np.int32(len(work)), np.int32(decodes))
         nowhere = np.full(num_seqs, NUM_SLOTS, np.int32)
         rows = StateRows(cu, reads, writes, nowhere, np.int32(len(work)), np.int32(decodes))
-        of_tokens = None if adapters is None else Adapters(own, np.bool_(adapters))
+        of_tokens = None if adapters is None else Adapters(own, np.int32(bool(adapters)))
         batch = jax.tree.map(
             jnp.asarray, ForwardBatch(tokens, positions, cu[1:] - 1, (ragged,), rows, of_tokens, media)
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pallas_kernels import hopper_products, products
+from tests.pallas_kernels import hopper_products, lora_products, products
 from tests.pallas_kernels.cases import (
     ATTENTION,
     CROSSED,
@@ -86,6 +86,7 @@ def quick_groups() -> list[list[Job]]:
     groups += [[("update_sizes", name, "bfloat16", *sizes) for sizes in UPDATE_SIZES] for name in WRITES]
     groups.append([("product", TPU_LAZY.name, name) for name in products.QUICK])
     groups.append([("grouped_product", TPU_LAZY.name, name) for name in products.QUICK_GROUPED])
+    groups.append([("lora_product", TPU_LAZY.name, name) for name in lora_products.QUICK])
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GROUPS])
     return [group for group in groups + _ALWAYS if group]
@@ -106,6 +107,7 @@ def thorough_groups() -> list[list[Job]]:
         groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]
     groups += [[("product", name, case) for case in products.PRODUCTS] for name in WRITES]
     groups += [[("grouped_product", name, case) for case in products.GROUPED] for name in WRITES]
+    groups += [[("lora_product", name, case) for case in lora_products.PRODUCTS] for name in WRITES]
     groups += [[("hopper_product", MOSAIC_GPU.name, case)] for case in hopper_products.PRODUCTS]
     groups += [[("hopper_grouped", MOSAIC_GPU.name, case)] for case in hopper_products.GROUPS]
     return groups + _ALWAYS

@@ -25,6 +25,7 @@ SAMPLE = [
     "tpu:wait dropped",
     "tpu-write:meeting runs overtake",
     "tpu-products:scales of sums shifted by a group",
+    "tpu-lora:rows of others' slots kept",
     "gpu-decode:blocks not waited for",
     "gpu-products:scales shifted by a group",
 ]

@@ -8,6 +8,7 @@ from pallas_kernels.registry import KERNELS, kernel
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS, IN_PROCESS
 from tests.pallas_kernels.matmul.test_dense import IMPLEMENTATIONS as DENSE
 from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED
+from tests.pallas_kernels.matmul.test_lora import IMPLEMENTATIONS as LORA
 from tests.pallas_kernels.matmul.test_quantized import IMPLEMENTATIONS as QUANTIZED
 from tests.pallas_kernels.state.test_conv import IMPLEMENTATIONS as CONV
 from tests.pallas_kernels.state.test_delta import IMPLEMENTATIONS as DELTA
@@ -22,6 +23,7 @@ CHECKED = {
     "hopper_product": ("quantized_matmul",),
     "hopper_grouped": ("grouped_matmul", "quantized_grouped_matmul"),
     "grouped_product": ("quantized_grouped_matmul",),
+    "lora_product": ("lora_product",),
 }
 
 
@@ -32,7 +34,14 @@ def run_by_tests() -> set:
     jobs |= {(check, implementation.name) for implementation in IN_PROCESS for check in CHECKED}
     ops = ((op, IMPLEMENTATIONS[name].platform) for check, name in jobs for op in CHECKED.get(check, ()))
     states = {*CONV, *DELTA, *SPACE}
-    return {kernel(*row) for row in ops} | set(GROUPED) | set(DENSE) | set(QUANTIZED) | states
+    return (
+        {kernel(*row) for row in ops if row in KERNELS}
+        | set(GROUPED)
+        | set(DENSE)
+        | set(QUANTIZED)
+        | set(LORA)
+        | states
+    )
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=str)

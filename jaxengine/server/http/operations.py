@@ -80,12 +80,13 @@ def admin_router(engine: EngineClient, config: ServerConfig) -> APIRouter:
 
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """The settings in force, and as what matrices are stored and multiplied; no keys. mm_cache: where
-        pictures that were made ready are kept."""
+        """The settings in force, and as what matrices are stored and multiplied; no keys. adapter_forms: how products
+        take adapters. mm_cache: where pictures that were made ready are kept."""
         hidden = {"api_key"}
         server = {name: value for name, value in dataclasses.asdict(config).items() if name not in hidden}
         weights = await engine.utility("weights")
         settings = {"engine": dataclasses.asdict(engine.inputs.config), "server": server}
-        return {**settings, "weights": weights, "mm_cache": await engine.utility("mm_cache")}
+        more = {name: await engine.utility(name) for name in ("adapter_forms", "mm_cache")}
+        return {**settings, "weights": weights, **more}
 
     return routes

@@ -12,6 +12,7 @@ from models.build import Build
 from models.config.lora import LoraSpec
 from models.forward_batch import Adapters
 from models.layers.linear import Linear
+from models.layers.lora import FLAT, GROUPED, groups_on, with_visits
 from models.layers.rows import Rows
 from models.lora import PoolArray
 from models.weights.declare import Source, parts_of
@@ -30,9 +31,9 @@ def linear(lora):
     return nnx.split(layer)
 
 
-def rows(slots, in_use):
+def rows(slots, form, spec=SPEC):
     slots = jnp.asarray(slots, jnp.int32)
-    return Rows(slots >= -1, Adapters(slots, jnp.asarray(in_use)))
+    return Rows(slots >= -1, with_visits(Adapters(slots, jnp.int32(form)), spec, "cpu"))
 
 
 def test_rows_of_different_adapters_at_once():
@@ -41,8 +42,8 @@ def test_rows_of_different_adapters_at_once():
     x = np.random.default_rng(1).normal(size=(6, 12)).astype(np.float32)
     slots = [2, -1, 0, 2, -1, 1]
     call = jax.jit(lambda state, x, rows: nnx.merge(graph, state)(x, rows))
-    found = np.asarray(call(state, x, rows(slots, True)))
-    alone = np.asarray(call(state, x, rows(slots, False)))
+    found = np.asarray(call(state, x, rows(slots, FLAT)))
+    alone = np.asarray(call(state, x, rows(slots, 0)))
     pools = layer.lora
     assert pools is not None and pools.module == (0, 1, 2, 2)
     a, bs = np.asarray(pools.a[...], np.float64), [np.asarray(b[...], np.float64) for b in pools.b]
@@ -50,12 +51,30 @@ def test_rows_of_different_adapters_at_once():
         if slot < 0:
             np.testing.assert_array_equal(found[row], alone[row])
             continue
-        inner = [x[row] @ a[:, module * 12 + slot * 4 :][:, :4] for module in range(3)]
+        inner = [a[module * 12 + slot * 4 :][:4] @ x[row] for module in range(3)]
         added = [inner[module] @ b[slot * 4 :][:4] for module, b in zip(pools.module, bs, strict=True)]
         np.testing.assert_allclose(found[row], alone[row] + np.concatenate(added), rtol=1e-4, atol=1e-4)
     plain_graph, _ = linear(None)
     weight = nnx.filter_state(state, lambda path, value: not isinstance(value, PoolArray))
     np.testing.assert_array_equal(alone, jax.jit(lambda s, x: nnx.merge(plain_graph, s)(x))(weight, x))
+
+
+def test_the_grouped_form_gives_what_the_flat_one_does():
+    """With room for more adapters than a few; with less there is one form, whatever is asked for."""
+    many, x = LoraSpec(17, 4), np.random.default_rng(1).normal(size=(6, 12)).astype(np.float32)
+    slots = [16, -1, 0, 16, -1, 9]
+    assert groups_on(many, "cpu") and groups_on(many, "tpu") and not groups_on(many, "gpu")
+    assert not groups_on(LoraSpec(16, 4), "cpu")
+    for spec in (many, SPEC):
+        graph, state = linear(spec)
+        call = jax.jit(lambda state, x, rows, graph=graph: nnx.merge(graph, state)(x, rows))
+        own = [min(slot, spec.max_loras - 1) for slot in slots]
+        given = [rows(own, form, spec) for form in (0, FLAT, GROUPED)]
+        assert (given[2].adapters.visits is not None) == (spec is many)
+        alone, flat, grouped = (np.asarray(call(state, x, each)) for each in given)
+        np.testing.assert_allclose(grouped, flat, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(grouped[[1, 4]], alone[[1, 4]])
+        assert np.abs(grouped - alone)[[0, 2, 3, 5]].max(axis=1).min() > 0.1
 
 
 def test_without_room_for_adapters_the_program_is_the_product():
@@ -74,7 +93,7 @@ def test_without_room_for_adapters_the_program_is_the_product():
     with_room, own = linear(SPEC)
     text = (
         jax.jit(lambda state, x, rows: nnx.merge(with_room, state)(x, rows))
-        .lower(own, x, rows([0] * 6, True))
+        .lower(own, x, rows([0] * 6, FLAT))
         .as_text()
     )
     assert text.count("stablehlo.case") + text.count("stablehlo.if") > texts[0].count("stablehlo.case")

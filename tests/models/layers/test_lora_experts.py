@@ -45,7 +45,7 @@ def called(graph):
 
 
 def rows_of(slots, in_use=True):
-    return Rows(jnp.arange(len(slots)) != 7, Adapters(jnp.asarray(slots, jnp.int32), jnp.asarray(in_use)))
+    return Rows(jnp.arange(len(slots)) != 7, Adapters(jnp.asarray(slots, jnp.int32), jnp.int32(in_use)))
 
 
 def merged_with(layer, plain, slot):
@@ -64,8 +64,8 @@ def merged_with(layer, plain, slot):
         linears |= {("shared", name, "weight"): getattr(layer.shared, name).lora for name in ("gate_up", "down")}
     for path, pools in linears.items():
         inputs = dict(nnx.to_flat_state(nnx.state(plain)))[(*path, "values")].get_value().shape[0]
-        a = np.asarray(pools.a[...], np.float64)
-        a = (a if a.shape[0] == inputs else a.T).reshape(inputs, pools.num_modules, SPEC.max_loras, rank)[:, :, slot]
+        a = np.asarray(pools.a[...], np.float64).T
+        a = a.reshape(inputs, pools.num_modules, SPEC.max_loras, rank)[:, :, slot]
         bs = [np.asarray(b[...], np.float64).reshape(SPEC.max_loras, rank, -1)[slot] for b in pools.b]
         change[(*path, "values")] = np.concatenate(
             [a[:, module] @ b for module, b in zip(pools.module, bs, strict=True)], axis=1

@@ -1,0 +1,198 @@
+"""What adapters add to a product: two Mosaic kernels, rows times A and that times B, over visits of `lora_visits`.
+
+A visit brings the matrices of some slots together, as many as fill a matrix unit's columns, and multiplies a tile of
+rows with all of them; a row keeps the columns of its own slot, and zeros meet the others' B. The grids are as long as
+the list of visits, so that time follows the rows and the slots that they have; the second kernel adds to y in place,
+and tiles of rows that have no adapters are not touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.matmul import lora_xla
+from pallas_kernels.matmul.lora import LoraVisits, slots_of_tile, tile_rows_of
+from pallas_kernels.matmul.tpu.widened import LANES, SUBLANES
+from pallas_kernels.tuning import LoraTiles, Tuning
+
+
+def lora_product(
+    y: jax.Array,
+    x: jax.Array,
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    visits: LoraVisits,
+    *,
+    modules: tuple[int, ...],
+    rank: int,
+    sizes: LoraTiles | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """f32[T, out]; arguments as the public operation has checked them.
+
+    sizes: those that the visits were made with. interpret: what `pl.pallas_call` takes.
+    """
+    sizes = Tuning().lora_tiles if sizes is None else sizes
+    widths = [b.shape[1] for b in bs]
+    if len(x) % tile_rows_of(len(x), sizes) or why_xla(x.shape[1], widths, rank, x.dtype):
+        return lora_xla.lora_product(y, x, a, bs, visits, modules=modules, rank=rank, sizes=sizes)
+    inner = _times_a(x, a, visits, max(modules) + 1, rank, sizes, interpret)
+    first = 0
+    for module, b in zip(modules, bs, strict=True):
+        y = _add_times_b(y, first, inner, module, b, visits, rank, sizes, interpret)
+        first += b.shape[1]
+    return y
+
+
+def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
+    """Why adapters of a matrix of `size` inputs and sources of these outputs are XLA's, "" if the kernels take them."""
+    if dtype != jnp.bfloat16:
+        return "kernels multiply bfloat16"
+    if rank % SUBLANES:
+        return f"rank {rank} does not fill whole registers"
+    if size % LANES or any(width % LANES for width in widths):
+        return f"{size} inputs and {', '.join(map(str, widths))} outputs do not fill whole registers"
+    return ""
+
+
+def _of_slots(rank: int, columns: int, each: int, row_and_column: Callable) -> list[pl.BlockSpec]:
+    """The blocks of the slots of a visit's tile, of an array with the rows of a slot in one piece.
+
+    row_and_column: block's, from the slot and the grid's indices.
+    """
+
+    def block(at: int) -> pl.BlockSpec:
+        def index(v, n, row_tile, slot_tile, slots):
+            return row_and_column(slots[slot_tile[v] * each + at], n)
+
+        return pl.BlockSpec((rank, columns), index)
+
+    return [block(at) for at in range(each)]
+
+
+def _times_a(
+    x: jax.Array, a: jax.Array, visits: LoraVisits, num_modules: int, rank: int, sizes: LoraTiles, interpret
+) -> jax.Array:
+    """bfloat16 [T, modules * columns of all tiles of slots]; what no visit makes is never read."""
+    (num_rows, size), each = x.shape, slots_of_tile(rank, sizes)
+    num_slots, num_tiles, columns = len(a) // (num_modules * rank), len(visits.slots) // each, each * rank
+    tile_rows = tile_rows_of(num_rows, sizes)
+    return pl.pallas_call(
+        partial(_times_a_body, rank=rank),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(visits.count[0], num_modules),
+            in_specs=[
+                pl.BlockSpec((tile_rows, 1), lambda v, m, row_tile, *_: (row_tile[v], 0)),
+                pl.BlockSpec((tile_rows, size), lambda v, m, row_tile, *_: (row_tile[v], 0)),
+                *_of_slots(rank, size, each, lambda slot, m: (m * num_slots + slot, 0)),
+            ],
+            out_specs=pl.BlockSpec(
+                (tile_rows, columns), lambda v, m, row_tile, slot_tile, _: (row_tile[v], m * num_tiles + slot_tile[v])
+            ),
+        ),
+        out_shape=jax.ShapeDtypeStruct((num_rows, num_modules * num_tiles * columns), x.dtype),
+        compiler_params=_params(sizes, "arbitrary", "arbitrary"),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * num_rows * size * num_modules * columns,
+            bytes_accessed=min(len(a), num_modules * rank * num_rows) * size * 2 + x.nbytes,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="lora_times_a",
+    )(visits.row_tile, visits.slot_tile, visits.slots, visits.place[:, None], x, *[a] * each)
+
+
+def _times_a_body(
+    row_tile,  # SMEM: of visits
+    slot_tile,
+    slots,
+    place,  # VMEM: i32 [rows, 1]
+    x,  # [rows, in]
+    *a_and_out,  # [rank, in] of each slot; [rows, columns]
+    rank: int,
+):
+    *parts, out = a_and_out
+    inner = _dot(x[...], _together(parts), 1)
+    column = lax.broadcasted_iota(jnp.int32, inner.shape, 1)
+    own = place[...] == slot_tile[pl.program_id(0)] * len(parts) + (column >> int(math.log2(rank)))
+    out[...] = jnp.where(own, inner, 0.0).astype(out.dtype)
+
+
+def _add_times_b(
+    y: jax.Array,
+    first: int,
+    inner: jax.Array,
+    module: int,
+    b: jax.Array,
+    visits: LoraVisits,
+    rank: int,
+    sizes: LoraTiles,
+    interpret,
+) -> jax.Array:
+    """y with what a source's adapters add to its columns, from `first` on."""
+    each = slots_of_tile(rank, sizes)
+    columns, num_tiles, tile_rows = each * rank, len(visits.slots) // each, tile_rows_of(len(y), sizes)
+    # Blocks of all columns of y, of which the source's are whole ones.
+    width = math.gcd(first, b.shape[1])
+    width = max(w for w in range(LANES, min(width, sizes.width) + 1, LANES) if width % w == 0)
+    of_y = pl.BlockSpec((tile_rows, width), lambda n, v, row_tile, *_: (row_tile[v], first // width + n))
+    of_b = [
+        pl.BlockSpec(spec.block_shape, lambda n, v, *lists, index=spec.index_map: index(v, n, *lists))
+        for spec in _of_slots(rank, width, each, lambda slot, n: (slot, n))
+    ]
+    return pl.pallas_call(
+        _add_times_b_body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(b.shape[1] // width, visits.count[0]),
+            in_specs=[
+                of_y,
+                pl.BlockSpec(
+                    (tile_rows, columns),
+                    lambda n, v, row_tile, slot_tile, _: (row_tile[v], module * num_tiles + slot_tile[v]),
+                ),
+                *of_b,
+            ],
+            out_specs=of_y,
+        ),
+        out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
+        input_output_aliases={3: 0},
+        compiler_params=_params(sizes, "parallel", "arbitrary"),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * len(y) * columns * b.shape[1],
+            bytes_accessed=min(len(b), rank * len(y)) * b.shape[1] * 2 + 8 * len(y) * b.shape[1],
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="lora_times_b",
+    )(visits.row_tile, visits.slot_tile, visits.slots, y, inner, *[b] * each)
+
+
+def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
+    *parts, out = b_and_out
+    visit = pl.program_id(1)
+    is_first = (visit == 0) | (row_tile[jnp.maximum(visit - 1, 0)] != row_tile[visit])
+    added = _dot(inner[...], _together(parts), 0)
+    out[...] = jnp.where(is_first, y[...], out[...]) + added
+
+
+def _together(parts: Sequence) -> jax.Array:
+    """The rows of slots below each other."""
+    return parts[0][...] if len(parts) == 1 else jnp.concatenate([part[...] for part in parts], axis=0)
+
+
+def _dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
+    return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _params(sizes: LoraTiles, *semantics: str) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=sizes.vmem_limit_bytes)
