@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ class LoraPools(nnx.Module):
         """
         forms = [lambda: y, lambda: y + self.flat(x, slots)]
         if adapters.visits is not None:
-            forms.append(lambda: self._add_grouped(y, x, slots, adapters.visits))
+            forms.append(partial(self._add_grouped, y, x, slots, adapters.visits))
         return lax.switch(adapters.form, forms)
 
     def _add_grouped(self, y: jax.Array, x: jax.Array, slots: jax.Array, visits: LoraVisits) -> jax.Array:

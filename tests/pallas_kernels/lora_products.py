@@ -81,7 +81,8 @@ def check(name: str, dtype: str, implementation: Implementation) -> None:
     a = jnp.asarray(rng.standard_normal((num_modules, case.num_slots, case.rank, case.size)) * case.size**-0.5, dtype)
     bs = [jnp.asarray(rng.standard_normal((case.num_slots, case.rank, width)), dtype) for width in case.widths]
     y = jnp.asarray(rng.standard_normal((num_rows, sum(case.widths))), jnp.float32)
-    wanted = reference.lora_product(*(np.asarray(each, np.float64) for each in (x, a)), bs64(bs), slots, case.modules)
+    x64, a64, bs64 = np.asarray(x, np.float64), np.asarray(a, np.float64), [np.asarray(b, np.float64) for b in bs]
+    wanted = reference.lora_product(x64, a64, bs64, slots, case.modules)
     # Rows without an adapter may hold anything.
     x = jnp.where(slots[:, None] < 0, jnp.nan, x)
     options = {"modules": case.modules, "rank": case.rank, "sizes": case.sizes, **implementation._options()}
@@ -98,7 +99,3 @@ def check(name: str, dtype: str, implementation: Implementation) -> None:
 
 def visits_of(slots: jax.Array, case: Product) -> LoraVisits:
     return lora_visits(slots, num_slots=case.num_slots, rank=case.rank, sizes=case.sizes)
-
-
-def bs64(bs: list[jax.Array]) -> list[np.ndarray]:
-    return [np.asarray(b, np.float64) for b in bs]

@@ -63,14 +63,17 @@ def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> st
     return ""
 
 
-def _of_slots(rank: int, columns: int, each: int, row_and_column: Callable) -> list[pl.BlockSpec]:
+def _of_slots(
+    rank: int, columns: int, each: int, row_and_column: Callable, *, visits_first: bool
+) -> list[pl.BlockSpec]:
     """The blocks of the slots of a visit's tile, of an array with the rows of a slot in one piece.
 
-    row_and_column: block's, from the slot and the grid's indices.
+    row_and_column: block's, from the slot and the grid's other index. visits_first: of the grid's two.
     """
 
     def block(at: int) -> pl.BlockSpec:
-        def index(v, n, row_tile, slot_tile, slots):
+        def index(first, second, row_tile, slot_tile, slots):
+            v, n = (first, second) if visits_first else (second, first)
             return row_and_column(slots[slot_tile[v] * each + at], n)
 
         return pl.BlockSpec((rank, columns), index)
@@ -93,14 +96,16 @@ def _times_a(
             in_specs=[
                 pl.BlockSpec((tile_rows, 1), lambda v, m, row_tile, *_: (row_tile[v], 0)),
                 pl.BlockSpec((tile_rows, size), lambda v, m, row_tile, *_: (row_tile[v], 0)),
-                *_of_slots(rank, size, each, lambda slot, m: (m * num_slots + slot, 0)),
+                *_of_slots(rank, size, each, lambda slot, m: (m * num_slots + slot, 0), visits_first=True),
             ],
             out_specs=pl.BlockSpec(
                 (tile_rows, columns), lambda v, m, row_tile, slot_tile, _: (row_tile[v], m * num_tiles + slot_tile[v])
             ),
         ),
         out_shape=jax.ShapeDtypeStruct((num_rows, num_modules * num_tiles * columns), x.dtype),
-        compiler_params=_params(sizes, "arbitrary", "arbitrary"),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size * num_modules * columns,
             bytes_accessed=min(len(a), num_modules * rank * num_rows) * size * 2 + x.nbytes,
@@ -145,10 +150,6 @@ def _add_times_b(
     width = math.gcd(first, b.shape[1])
     width = max(w for w in range(LANES, min(width, sizes.width) + 1, LANES) if width % w == 0)
     of_y = pl.BlockSpec((tile_rows, width), lambda n, v, row_tile, *_: (row_tile[v], first // width + n))
-    of_b = [
-        pl.BlockSpec(spec.block_shape, lambda n, v, *lists, index=spec.index_map: index(v, n, *lists))
-        for spec in _of_slots(rank, width, each, lambda slot, n: (slot, n))
-    ]
     return pl.pallas_call(
         _add_times_b_body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -160,13 +161,15 @@ def _add_times_b(
                     (tile_rows, columns),
                     lambda n, v, row_tile, slot_tile, _: (row_tile[v], module * num_tiles + slot_tile[v]),
                 ),
-                *of_b,
+                *_of_slots(rank, width, each, lambda slot, n: (slot, n), visits_first=False),
             ],
             out_specs=of_y,
         ),
         out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
         input_output_aliases={3: 0},
-        compiler_params=_params(sizes, "parallel", "arbitrary"),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(y) * columns * b.shape[1],
             bytes_accessed=min(len(b), rank * len(y)) * b.shape[1] * 2 + 8 * len(y) * b.shape[1],
@@ -192,7 +195,3 @@ def _together(parts: Sequence) -> jax.Array:
 
 def _dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
     return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _params(sizes: LoraTiles, *semantics: str) -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=sizes.vmem_limit_bytes)
