@@ -29,7 +29,7 @@ MODES = {
 # Whose pictures come as embeddings, too. Videos frame by frame; heads that turn, and chunks; patches that are not
 # joined; tiles and embeddings for lines; neighbours that turn together, before latent attention.
 EMBEDDED = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_vision", "kimi_vl_vision")
-# What these models are too small for: a tower of three heads, parts of pictures for both of two layers, and two layers of
+# What these models are too small for: a tower of three heads, parts of pictures for both of two layers, two layers of
 # which one attends.
 REFUSED = {
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
