@@ -148,6 +148,13 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         # Embeddings are where they are encoded; hidden states alone go on to the next stage.
         problem = f"the first {parts - 1} layers add parts of pictures, but the first stage has {stage.layers[0]}"
         raise ConfigError.because("pipeline_parallel_size", problem, "give it more by pipeline_layers, or fewer stages")
+    if not any(model_config.attention[layer].attends for layer in stage.layers):
+        problem = (
+            f"none of the layers {stage.layers[0]} to {stage.layers[-1]} of a stage attends: it would have no pages"
+        )
+        raise ConfigError.because(
+            "pipeline_parallel_size", problem, "choose others by pipeline_layers, or fewer stages"
+        )
     try:
         split_tower = config.mm_encoder_tp_mode == "weights"
         build = Build(config.dtype, layout, stage, lora=config.lora_spec, split_tower=split_tower)

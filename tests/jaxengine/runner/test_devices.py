@@ -110,6 +110,14 @@ def test_layers_are_split_by_bytes_unless_said_otherwise():
     assert [len(stage.layers) for stage in choose_stages(MODEL, resolved, MeshLayout())] == [1, 1, 2]
 
 
+def test_a_stage_has_a_layer_that_attends():
+    state = replace(MODEL.attention[0], state=object())  # pyright: ignore[reportArgumentType]
+    hybrid = replace(MODEL, attention=(state, state, *MODEL.attention[2:]))
+    for stage in (Stage(0, 2), Stage(0, 1, is_last=False)):
+        with pytest.raises(ConfigError, match="^none of the layers 0 to . of a stage attends"):
+            build_split(hybrid, config(pipeline_parallel_size=2), MeshLayout(), stage)
+
+
 def test_ranks_that_split_a_batch_share_its_limits():
     """Four kv heads over eight devices: two ranks of four."""
     sizes = {"cudagraph_capture_sizes": [4, 16], "prefill_sizes": [64]}
