@@ -202,7 +202,8 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     stored = fields.value(QUANTIZATION, None)
     if stored is None and (text := fields.mapping("text_config")) is not None:
         stored = text.get(QUANTIZATION)
-    quantization = read_quantization(stored, model.checkpoint_names.prefixes)
+    names = model.checkpoint_names
+    quantization = read_quantization(stored, names.prefixes, names.suffixes)
     shape = model.read_hf(fields)
     return ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
 

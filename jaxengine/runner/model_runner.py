@@ -8,6 +8,7 @@ messages; of requests only the sampling parameters of a slot.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,7 +47,7 @@ from scheduler.buckets import Bucket
 from scheduler.encoder_rows import Encode
 from scheduler.media import EMBEDS
 from scheduler.packing import StepInput, delta_chunks
-from scheduler.token_params import ADAPTER
+from scheduler.token_params import ADAPTER, FEW_ADAPTERS
 
 Progress = Callable[[int, int, str], None]
 
@@ -110,10 +111,12 @@ class ModelRunner:
             self.plan = self._plan_as_compiled(before)
         for stage in stages:
             stage.allocate()
-        if config.enable_lora and not config.enforce_eager:
+        lora = models[0].build.lora
+        if lora is not None and not config.enforce_eager:
             # What adapters add to a program takes longer when it runs for the first time, on a CPU as long as a step.
-            for bucket in self.buckets:
-                jax.block_until_ready(self._forward(bucket, self.packer.nothing(bucket, ADAPTER)))
+            forms = (ADAPTER, ADAPTER | FEW_ADAPTERS) if lora.may_group else (ADAPTER,)
+            for bucket, features in itertools.product(self.buckets, forms):
+                jax.block_until_ready(self._forward(bucket, self.packer.nothing(bucket, features)))
         peers.await_ready()
 
     @property

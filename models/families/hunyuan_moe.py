@@ -11,6 +11,7 @@ from flax import nnx
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import MAX_POSITIONS, ConfigFields
+from models.config.gguf import EXPERT_SIZE, GGUFConfig, gguf_experts, gguf_fields
 from models.config.hf import hf_fields, read_head_dim, read_rope
 from models.config.rope import Rope
 from models.families.llama import LAYER
@@ -35,7 +36,7 @@ class HunyuanAttention(Attention):
 class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
     """Llama with norms of q and k behind rope, and experts with a shared MLP in every layer."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "hunyuan-moe"
 
     @classmethod
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
@@ -55,6 +56,14 @@ class HunYuanMoEV1ForCausalLM(Qwen3MoeForCausalLM):
         bias, fields = fields.boolean("attention_bias", False), fields.with_defaults(rms_norm_eps=1e-5)
         ropes = [_read_rope(fields, read_head_dim(fields))] * fields.integer("num_hidden_layers")
         return hf_fields(fields, ropes=ropes, bias=bias, output_bias=bias) | {"experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        size = gguf.fields.integer("expert_shared_feed_forward_length")
+        if gguf.fields.integer("expert_shared_count", 1) != 1:
+            raise gguf.fields.fail("expert_shared_count", "1 or absent")
+        experts = gguf_experts(gguf.fields, norm_weights=True, size=EXPERT_SIZE, shared_intermediate_size=size)
+        return gguf_fields(gguf, experts=experts)
 
     def make_attention(self, layer: int, build: Build) -> nnx.Module:
         attention, eps, source = self.config.attention[layer], self.config.rms_norm_eps, f"{LAYER}.self_attn"

@@ -11,6 +11,7 @@ from flax import nnx
 from models.build import Build
 from models.config.experts import ExpertsConfig
 from models.config.fields import ConfigFields
+from models.config.gguf import EXPERT_SIZE, SIGMOID, GGUFConfig, gguf_experts, gguf_fields
 from models.config.hf import hf_fields, read_head_dim
 from models.families.llama import LAYER
 from models.families.olmoe import OlmoeForCausalLM
@@ -21,7 +22,7 @@ from models.weights.source import CheckpointNames
 class MiniMaxM2ForCausalLM(OlmoeForCausalLM):
     """OLMoE's layers with sigmoid scores and a correction bias."""
 
-    gguf_architecture: ClassVar[str | None] = None  # not read from GGUF
+    gguf_architecture: ClassVar[str | None] = "minimax-m2"
     checkpoint_names: ClassVar[CheckpointNames] = CheckpointNames(of_adapters=((".mlp.", ".block_sparse_moe."),))
 
     @classmethod
@@ -41,6 +42,15 @@ class MiniMaxM2ForCausalLM(OlmoeForCausalLM):
         if fields.has("rotary_dim"):
             defaults["partial_rotary_factor"] = fields.integer("rotary_dim") / read_head_dim(fields, 128)
         return hf_fields(fields.with_defaults(**defaults), partial_rotary=True) | {"experts": experts}
+
+    @classmethod
+    def read_gguf(cls, gguf: GGUFConfig) -> dict[str, Any]:
+        if gguf.fields.integer("expert_gating_func", SIGMOID) != SIGMOID:
+            raise gguf.fields.fail("expert_gating_func", f"{SIGMOID} (sigmoid) or absent")
+        experts = gguf_experts(
+            gguf.fields, norm_weights=True, size=EXPERT_SIZE, scoring_func="sigmoid", correction_bias=True
+        )
+        return gguf_fields(gguf, partial_rotary=True, experts=experts)
 
     def make_experts(self, build: Build) -> nnx.Module:
         names = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="e_score_correction_bias")

@@ -36,17 +36,21 @@ ROUNDED: dict[str, Rounded] = {
 ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
 
 
-def read_quantization(settings: Any, prefixes: tuple[tuple[str, str], ...] = ()) -> Quantization | None:
+def read_quantization(
+    settings: Any, prefixes: tuple[tuple[str, str], ...] = (), suffixes: tuple[tuple[str, str], ...] = ()
+) -> Quantization | None:
     """A checkpoint's quantization_config; None for none. Raises ModelConfigError for one that is not read.
 
     prefixes: beginnings of the checkpoint's names, and what the model has instead.
+    suffixes: ends of the names of its tensors, likewise.
     """
     if settings is None:
         return None
     if not isinstance(settings, Mapping) or settings.get("quant_method") not in METHODS:
         method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
         raise bad("quant_method", method, " or ".join(map(repr, METHODS)))
-    return replace(METHODS[settings["quant_method"]](settings), prefixes=prefixes)
+    modules = tuple((old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in suffixes)
+    return replace(METHODS[settings["quant_method"]](settings), prefixes=prefixes, suffixes=modules)
 
 
 def rounded(name: str) -> Quantization:

@@ -22,6 +22,7 @@ LINEAR = "Linear"
 HEADS = ("lm_head", "score")
 _MAX_PATTERN, _MAX_PATTERNS, _MAX_REPEATS = 256, 1 << 16, 4
 _PLAIN = Plain()
+_EXPERT = re.compile(r"(\.experts)\.\d+\.(gate|up|down)_proj$")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Quantization:
       listed: further ones as transformers has them: a part of a name between dots, with "*" for anything.
       with_heads: whether LINEAR stands for the head too.
       prefixes: beginnings of the checkpoint's names, and what the model has instead.
+      suffixes: ends of the names of the checkpoint's modules, likewise.
       kv_dtype: of the keys and values that the checkpoint has scales for; None where it says nothing of them.
     """
 
@@ -45,6 +47,7 @@ class Quantization:
     listed: tuple[str, ...] = ()
     with_heads: bool = False
     prefixes: tuple[tuple[str, str], ...] = ()
+    suffixes: tuple[tuple[str, str], ...] = ()
     kv_dtype: str | None = None
 
     def __call__(self, module: str) -> Scheme:
@@ -54,7 +57,16 @@ class Quantization:
         """What the checkpoint may call a module of the model."""
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
-        return [module, *(name.removesuffix(".") for name in renamed)]
+        names = [module, *(name.removesuffix(".") for name in renamed)]
+        # One that has all experts of a layer is called so by each of them.
+        names += [stack for name in names if (stack := _EXPERT.sub(_stack, name)) != name]
+        ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
+        return names + [name.removesuffix(new) + old for name, old, new in ends]
+
+
+def _stack(expert: re.Match[str]) -> str:
+    """What models.weights.stacked takes an expert's matrix from."""
+    return f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ _MIXTRAL = {
 }
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 _CORRECTION = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _LATENT = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -116,6 +117,14 @@ LAYOUTS: dict[str, GGUFLayout] = {
         rows=frozenset(("ffn_gate_inp_shexp",)),
     ),
     "olmoe": GGUFLayout(),
+    "minimax-m2": GGUFLayout(_MIXTRAL, bare={"exp_probs_b": "block_sparse_moe.e_score_correction_bias"}),
+    "hunyuan-moe": GGUFLayout(
+        {
+            **_HUNYUAN,
+            "ffn_gate_inp": "mlp.gate.wg",
+            **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+        }
+    ),
     "dots1": GGUFLayout(_SHARED, bare=_CORRECTION),
     "deepseek2": GGUFLayout({**_LATENT, **_SHARED}, bare=_CORRECTION),
     "gpt-oss": GGUFLayout(
@@ -143,6 +152,6 @@ LAYOUTS: dict[str, GGUFLayout] = {
         }
     ),
     "ernie4_5": GGUFLayout(),
-    "hunyuan-dense": GGUFLayout({"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}),
+    "hunyuan-dense": GGUFLayout(_HUNYUAN),
     "seed_oss": GGUFLayout({"post_attention_norm": "post_attention_layernorm"}),
 }

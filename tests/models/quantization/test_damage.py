@@ -7,16 +7,19 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from models.build import Build
 from models.config.fields import ModelConfigError
 from models.quantization.rules import Quantization
-from models.registry import build_model, read_hf
+from models.registry import build_model, read_folder, read_hf
 from models.weights import load
 from models.weights.errors import ModelFileError
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
 from sharding.layout import MeshLayout
+from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.quantized_models import CONFIG, FORMATS, write
 from tests.models.weights.test_load import ArraySource
 
@@ -181,6 +184,37 @@ def test_names_of_a_model_of_more_than_text():
         "x", (), ignored=("model.language_model.layers.0.a",), prefixes=(("model.language_model.", "model."),)
     )
     assert quantization.names_of("model.layers.0.a") == ["model.layers.0.a", "model.language_model.layers.0.a"]
+
+
+def test_experts_are_chosen_by_the_name_of_their_stack(tmp_path):
+    """Granite 4 calls it otherwise than other families: its ignored matrices load as they are, the others by codes."""
+    folder, experts = checkpoint("granite_hybrid"), "model.layers.{}.block_sparse_moe.{}_linear"
+    stacks = [experts.format(layer, part) for layer in range(4) for part in ("input", "output")]
+    ignored = ["lm_head", "re:.*mamba.*", "re:.*router.*", *stacks]
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = FORMATS["ct int channel token"][0] | {"ignore": ignored}
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".self_attn." in name or ".shared_mlp." in name]:
+        values = tensors[name]
+        scales = np.abs(values).max(axis=1, keepdims=True) / 127
+        tensors[name] = np.rint(values / scales).astype(np.int8)
+        tensors[f"{name.removesuffix('.weight')}.weight_scale"] = scales
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = build_model(read_folder(tmp_path), Build("float32"))
+    nnx.update(model, load_params(model, SafetensorsCheckpoint(tmp_path)))
+    kinds_of = {".".join(map(str, path)): type(each).__name__ for path, each in nnx.iter_graph(model)}
+    mlps = {name: kind for name, kind in kinds_of.items() if ".mlp." in name and kind.endswith("Weight")}
+    assert {kind for name, kind in mlps.items() if ".shared" in name} == {"QuantizedWeight"}, mlps
+    assert {kind for name, kind in mlps.items() if ".shared" not in name} == {"PlainWeight"}, mlps
+    chosen = read_hf(raw | {"quantization_config": raw["quantization_config"] | {"ignore": stacks[:1]}}).quantization
+    moe = "model.layers.0.block_sparse_moe.experts.{expert}"
+    assert [type(chosen(f"{moe}.{part}_proj")).__name__ for part in ("gate", "up", "down")] == [
+        "Plain",
+        "Plain",
+        "Quantized",
+    ]
+    assert type(chosen(moe.replace("layers.0", "layers.1") + ".up_proj")).__name__ == "Quantized"
 
 
 @pytest.mark.parametrize(

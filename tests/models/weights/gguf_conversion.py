@@ -40,6 +40,8 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": "deepseek2",
     "GptOssForCausalLM": "gpt-oss",
     "Llama4ForCausalLM": "llama4",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
+    "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
 }
 PERMUTED = ("llama", "granite", "minicpm", "smollm3")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
@@ -96,12 +98,21 @@ OWN_NAMES["deepseek2"] |= {
     "self_attn.v_b_proj": "attn_v_b",
 }
 OWN_NAMES["gpt-oss"] = {"mlp.router": "ffn_gate_inp", "post_attention_layernorm": "post_attention_norm"}
+OWN_NAMES["hunyuan-moe"] = {
+    **OWN_NAMES["hunyuan-dense"],
+    "mlp.gate.wg": "ffn_gate_inp",
+    **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
 OWN_NAMES["llama4"] |= {
     "feed_forward.router": "ffn_gate_inp",
     **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 # Called otherwise than `.weight` and `.bias` in checkpoints.
-BARE = {"self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+BARE = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(
     r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.(weight|bias)"
@@ -288,6 +299,22 @@ def _llama4(config: Mapping[str, Any]) -> dict[str, Value]:
     }
 
 
+def _minimax(config: Mapping[str, Any]) -> dict[str, Value]:
+    own = _experts({**config, "moe_intermediate_size": config["intermediate_size"]})
+    return {**own, "expert_gating_func": (U32, 2)}
+
+
+def _hunyuan_moe(config: Mapping[str, Any]) -> dict[str, Value]:
+    return {
+        **_hunyuan(config),
+        "expert_count": (U32, config["num_experts"]),
+        "expert_used_count": (U32, config["moe_topk"]),
+        "expert_feed_forward_length": (U32, config["intermediate_size"]),
+        "expert_shared_feed_forward_length": (U32, config["intermediate_size"]),
+        "expert_shared_count": (U32, 1),
+    }
+
+
 def _hunyuan(config: Mapping[str, Any]) -> dict[str, Value]:
     rope, size = config["rope_parameters"], config["head_dim"]
     base = rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))
@@ -365,6 +392,8 @@ _OWN_METADATA = {
     "gpt-oss": _gpt_oss,
     "llama4": _llama4,
     "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan_moe,
+    "minimax-m2": _minimax,
     "phi3": _phi3,
     "granite": _granite,
     "minicpm": _minicpm,

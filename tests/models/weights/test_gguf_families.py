@@ -63,6 +63,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"norm_topk_prob": False},
     "dots1": {"layer_types": None, "sliding_window": None},
+    "minimax_m2": {},
+    "hunyuan_moe": {},
     "deepseek_v2": {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
     "deepseek_v2_groups": {"attention_bias": False},
     "deepseek_v3": {},
