@@ -7,8 +7,8 @@ Without --draft they are looked up (n-grams); `python -m benchmarks.first_layers
 `benchmarks.train_head` an EAGLE-3 head, which --method eagle3 says it is.
 
 Prompts run one at a time, and all at once where --num-seqs has room, by both engines in turn; tokens must be equal. The
-answer to `json` is under a grammar, which decides the names of properties. --always drafts in every step, whether it pays
-or not, to see how many drafts are right.
+answer to `json` is under a grammar, which decides the names of properties. --always drafts in every step, whether it
+pays or not, to see how many drafts are right.
 """
 
 from __future__ import annotations
