@@ -22,6 +22,7 @@ PROMPT_TOKENS = 64
 # No request ends at it: sampled ids are below.
 STOP_TOKEN_ID = 2
 FIRST_TOKEN_ID = 100
+ENCODER_ROWS = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--width", type=int, choices=(1, 2, 4, 8), default=1, help="tokens of a decode, its last one and drafts (1)"
     )
+    parser.add_argument("--sees", action="store_true", help="of a model that sees, in requests without pictures")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.set_defaults(run=run)
 
@@ -54,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
     from jaxengine.bench.report import table, write_json
 
     windows = tuple(args.windows)
-    options = {"windows": windows, "width": args.width}
+    options = {"windows": windows, "width": args.width, "sees": args.sees}
     results = [measure(num_seqs, args.num_steps, args.turnover, **options) for num_seqs in args.num_seqs]
     print(table(results))
     per_step = {str(result["num_seqs"]): result["us_per_step"] for result in results}
     # One number when one size was asked for, else one for each size.
     us_per_step = per_step if len(per_step) > 1 else results[0]["us_per_step"]
     told = {"us_per_step": us_per_step, "num_steps": args.num_steps, "results": results}
-    changed = {"windows": windows} if windows != (None,) else {}
+    changed = ({"windows": windows} if windows != (None,) else {}) | ({"sees": True} if args.sees else {})
     write_json(args.json, told | changed | ({"width": args.width} if args.width > 1 else {}))
     return 0
 
@@ -73,7 +75,15 @@ class _Steps:
       spent: seconds of schedule, pack and update since it was last zeroed, f64[3].
     """
 
-    def __init__(self, num_seqs: int, longest: int, turnover: int, windows: tuple[int | None, ...], width: int):
+    def __init__(
+        self,
+        num_seqs: int,
+        longest: int,
+        turnover: int,
+        windows: tuple[int | None, ...] = (None,),
+        width: int = 1,
+        sees: bool = False,
+    ):
         import numpy as np
 
         from scheduler.config import SchedulerConfig
@@ -90,9 +100,11 @@ class _Steps:
             max_model_len=max_model_len,
             windows=windows,
             widths=(width,) if width > 1 else (),
+            num_encoder_rows=ENCODER_ROWS if sees else 0,
+            max_encoder_patches=ENCODER_ROWS if sees else 0,
         )
         self.scheduler = _with_drafts(Scheduler(self.config), width)
-        self.packer = Packer(_buckets(self.config), PAGE_SIZE, num_groups=len(windows))
+        self.packer = Packer(_buckets(self.config), PAGE_SIZE, num_groups=len(windows), with_places=sees)
         self.requests = _requests(generator, longest, turnover)
         for _ in range(num_seqs):
             self.scheduler.add_request(next(self.requests))
@@ -137,22 +149,24 @@ def measure(
     rounds: int = 5,
     windows: tuple[int | None, ...] = (None,),
     width: int = 1,
+    sees: bool = False,
 ) -> dict[str, Any]:
     """Microseconds a step of `num_seqs` decoding sequences, by part, of the fastest of `rounds` rounds.
 
     turnover: mean number of tokens after which a request ends and another takes its place; 0 for never.
     width: tokens of a decode.
-    windows: of the cache groups; with others than (None,) `more` is what a step takes beyond one of that.
+    windows: of the cache groups. sees: of a model with an encoder, in requests of text.
+    With other windows than (None,), or where it sees, `more` is what a step takes beyond one of neither.
     """
     if num_seqs < 1 or num_steps < 1 or turnover < 0:
         raise ValueError(f"num_seqs {num_seqs} and num_steps {num_steps} must be at least 1, turnover {turnover} 0")
-    compared = windows != (None,)
+    compared = windows != (None,) or sees
     rounds = 8 * rounds if compared else rounds
     # Of a comparison nothing is to end, and rounds are shorter: the machine is not to change between neighbours.
     num_steps = -(-num_steps // 4) if compared else num_steps
     longest = turnover * 2 if turnover else (rounds + 1) * num_steps * width + PAGE_SIZE
-    steps = _Steps(num_seqs, longest, turnover, windows, width)
-    plain = _Steps(num_seqs, longest, turnover, (None,), width) if compared else None
+    steps = _Steps(num_seqs, longest, turnover, windows, width, sees)
+    plain = _Steps(num_seqs, longest, turnover, width=width) if compared else None
     found, beyond = [], []
     for _ in range(rounds):
         # This thread's own time: other processes are not to be seen in differences.
@@ -231,7 +245,8 @@ class FreeRunner:
 
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
-        self.pools, self.keeps_history, self.encoder = False, bool(config.widths), None
+        self.pools, self.keeps_history, self.has_places = False, bool(config.widths), config.num_encoder_rows > 0
+        self.encoder = object() if self.has_places else None
         self.plan = SimpleNamespace(num_pages=config.num_pages)
         self.config = SimpleNamespace(
             scheduler_config=lambda num_pages, num_ranks, windows: config,
@@ -258,11 +273,14 @@ class FreeRunner:
 
     def set_history(self, slot: int, tokens: Any) -> None: ...
 
+    def set_rope_deltas(self, slots: Any, deltas: Any) -> None: ...
+
 
 def _buckets(config):
     from scheduler.buckets import Buckets
 
-    return Buckets(config.max_num_seqs, config.max_num_batched_tokens, [], [], widths=config.widths)
+    limits = config.max_num_seqs, config.max_num_batched_tokens
+    return Buckets(*limits, [], [], widths=config.widths, media=config.num_encoder_rows > 0)
 
 
 def _requests(generator, longest: int, turnover: int):

@@ -76,11 +76,21 @@ def test_windows_are_given_on_the_command_line(tmp_path):
     assert found["windows"] == [None, 32] and isinstance(found["results"][0]["more"], float)
 
 
+def test_what_a_model_that_sees_adds_is_told(tmp_path):
+    arguments = ["bench", "host", "--num-seqs", "2", "--num-steps", "8", "--sees"]
+    assert main([*arguments, "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["sees"] is True and isinstance(found["results"][0]["more"], float)
+    steps = host._Steps(2, 100, 0, sees=True)
+    assert steps.packer.with_places and any(bucket.media for bucket in steps.packer.buckets)
+    assert not steps.packer.pack(steps.scheduler.schedule(0.0)).bucket.media
+
+
 def test_decodes_have_drafts_where_asked_for(tmp_path, capsys):
     arguments = ["bench", "host", "--num-seqs", "2", "--num-steps", "8", "--width", "4"]
     assert main([*arguments, "--json", str(tmp_path / "found.json")]) == 0
     assert json.loads((tmp_path / "found.json").read_text())["width"] == 4
-    steps = host._Steps(2, 100, 0, (None,), 4)
+    steps = host._Steps(2, 100, 0, width=4)
     assert steps.scheduler.schedule(0.0).width == 4
 
 
