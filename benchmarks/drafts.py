@@ -76,15 +76,18 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--num-seqs", type=int, default=1)
     parser.add_argument("--draft", help="the draft model, or the head")
-    parser.add_argument("--method", default="draft_model", choices=["draft_model", "eagle3"], help="what --draft is")
+    parser.add_argument("--method", choices=["draft_model", "eagle3"], help="what --draft is")
     parser.add_argument("--always", action="store_true")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PROMPTS, default=list(PROMPTS), metavar="NAME")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if args.method and not args.draft:
+        parser.error("--method says what --draft is")
+    args.method = args.method or ("draft_model" if args.draft else "ngram")
     options = OPTIONS | {"max_num_seqs": args.num_seqs}
     plain = LLM(**options)
-    method = {"method": "ngram"} if args.draft is None else {"method": args.method, "model": args.draft}
+    method = {"method": args.method} | ({"model": args.draft} if args.draft else {})
     drafting = LLM(**options, speculative_config=method | {"num_speculative_tokens": args.drafts})
     if args.always:
         widest = max(drafting.core.config.widths)

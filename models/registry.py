@@ -203,7 +203,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     if stored is None and (text := fields.mapping("text_config")) is not None:
         stored = text.get(QUANTIZATION)
     names = model.checkpoint_names
-    quantization = read_quantization(stored, names.prefixes, names.suffixes)
+    quantization = read_quantization(stored, names.prefixes, names.suffixes, names.stacked_experts is not None)
     shape = model.read_hf(fields)
     return ModelConfig(architecture=model.__name__, pooler=pooler, quantization=quantization, **shape)
 

@@ -5,8 +5,6 @@ Knows no model: how wide a row is and what its family needs besides is looked at
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from jaxengine.config.multimodal import MediaOptions
+from jaxengine.media import base64_pieces
 from jaxengine.media.errors import MediaError
 from scheduler.errors import show_value
 
@@ -75,8 +74,8 @@ def _decoded(data: Any, most: int) -> bytes:
     if isinstance(data, bytes):
         return data
     try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
+        return base64_pieces.decode(data.encode("ascii"))
+    except ValueError:  # binascii.Error and UnicodeError are some
         raise MediaError(f"holds no base64; allowed is base64 of {_FORMS}") from None
 
 

@@ -7,7 +7,6 @@ are not followed; bytes and time are bounded as they come. Knows nothing of what
 
 from __future__ import annotations
 
-import base64
 import binascii
 import http.client
 import ipaddress
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxengine.config.multimodal import ANY_DOMAIN, MediaOptions
+from jaxengine.media import base64_pieces
 from jaxengine.media.errors import MediaError
 from jaxengine.media.images import check_bytes, read_file
 from jaxengine.version import __version__
@@ -89,15 +89,10 @@ def _read_data(url: str, limit: int) -> bytes:
 
 
 def _from_base64(text: bytes) -> bytes:
-    """In pieces: no other thread runs before a step over bytes has ended. Raises binascii.Error."""
-    starts = range(0, len(text), _PIECE_BYTES)
-    text = b"".join([text[at : at + _PIECE_BYTES].translate(None, b" \t\r\n\f") for at in starts])
-    text += b"=" * (-len(text) % 4)
-    *starts, last = range(0, len(text) or 1, _PIECE_BYTES)  # a piece is of whole groups of four
-    if text.find(b"=", 0, last) >= 0:
-        raise binascii.Error("padding before the end")
-    decoded = [base64.b64decode(text[at : at + _PIECE_BYTES], validate=True) for at in (*starts, last)]
-    return b"".join(decoded)
+    """As URLs have it: with white space, and without padding. Raises binascii.Error."""
+    size = base64_pieces.PIECE_BYTES
+    text = b"".join([text[at : at + size].translate(None, b" \t\r\n\f") for at in range(0, len(text), size)])
+    return base64_pieces.decode(text + b"=" * (-len(text) % 4))
 
 
 def _read_local(url: str, options: MediaOptions) -> bytes:

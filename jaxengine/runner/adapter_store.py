@@ -7,7 +7,7 @@ has which slot is the scheduler's affair (scheduler.adapters).
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -68,6 +68,7 @@ class AdapterStore:
         self._named: dict[str, AdapterRecord] = {}
         self._records: dict[Adapter, AdapterRecord] = {}
         self._host: OrderedDict[Adapter, AdapterWeights] = OrderedDict()
+        self._wanted: deque[tuple[int, Adapter]] = deque()
         self._uploads: list[_Upload] = []
         self._loads: dict[int, _Load] = {}
         self._num_loads = 0
@@ -86,7 +87,7 @@ class AdapterStore:
     @property
     def is_uploading(self) -> bool:
         """Whether a request waits for something that is on its way."""
-        return bool(self._uploads)
+        return bool(self._uploads or self._wanted)
 
     def read(self, path: str) -> AdapterWeights:
         """Reads and checks an adapter for this model. Raises ModelFileError."""
@@ -201,8 +202,7 @@ class AdapterStore:
         in_use: tells the adapters of unfinished requests.
         """
         failed: list[tuple[Request, RequestError]] = []
-        for slot, adapter in slots.loads:
-            self._uploads.append(_Upload(slot, adapter, self._thread.submit(self._upload, adapter)))
+        self._wanted += slots.loads
         slots.loads.clear()
         for upload in [each for each in self._uploads if each.job.done()]:
             self._uploads.remove(upload)
@@ -217,7 +217,11 @@ class AdapterStore:
             self._keep(upload.adapter, weights)
             self._runner.write_adapter(upload.slot, values)
             slots.loaded(upload.slot, upload.adapter)
-            break
+        # What has come and is not yet in its place takes memory beside the pools.
+        while self._wanted and not self._uploads:
+            slot, adapter = self._wanted.popleft()
+            if slots.owners[slot] is adapter:
+                self._uploads.append(_Upload(slot, adapter, self._thread.submit(self._upload, adapter)))
         self._forget(in_use)
         return failed
 

@@ -171,7 +171,8 @@ class MixtureOfExperts(nnx.Module):
         dtype = x.dtype
         with jax.named_scope("group"):
             x, weights, ids = (gather_tokens(part, self.axis) for part in (x, weights, ids))
-            adapters = _of_rows(adapters, lambda slots: gather_tokens(slots, self.axis))
+            if num_shards(self.axis) > 1:
+                adapters = _of_rows(adapters, lambda slots: gather_tokens(slots, self.axis))
         apart = self.axis == "experts" and num_shards(self.axis) > 1
         mixed = (self._own_experts if apart else self._every_expert)(x, weights, ids, adapters)
         if self.shared is None:
@@ -179,7 +180,8 @@ class MixtureOfExperts(nnx.Module):
                 return reduce_tokens(mixed.astype(dtype), self.axis)
         with jax.named_scope("shared"):
             x = keep_tokens(x, self.axis, "ffn")
-            adapters = _of_rows(adapters, lambda slots: keep_tokens(slots, self.axis, "ffn"))
+            if num_shards(self.axis) > 1:
+                adapters = _of_rows(adapters, lambda slots: keep_tokens(slots, self.axis, "ffn"))
             shared = self.shared.partial(x, adapters)
             shared = shared if self.shared_gate is None else self._gate(x, adapters) * shared
         # Experts may be split over further devices with other tokens. What they share is added up at once.

@@ -37,12 +37,16 @@ ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
 
 
 def read_quantization(
-    settings: Any, prefixes: tuple[tuple[str, str], ...] = (), suffixes: tuple[tuple[str, str], ...] = ()
+    settings: Any,
+    prefixes: tuple[tuple[str, str], ...] = (),
+    suffixes: tuple[tuple[str, str], ...] = (),
+    stacked: bool = False,
 ) -> Quantization | None:
     """A checkpoint's quantization_config; None for none. Raises ModelConfigError for one that is not read.
 
     prefixes: beginnings of the checkpoint's names, and what the model has instead.
     suffixes: ends of the names of its tensors, likewise.
+    stacked: experts of a layer may be one tensor of it.
     """
     if settings is None:
         return None
@@ -50,7 +54,7 @@ def read_quantization(
         method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
         raise bad("quant_method", method, " or ".join(map(repr, METHODS)))
     modules = tuple((old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in suffixes)
-    return replace(METHODS[settings["quant_method"]](settings), prefixes=prefixes, suffixes=modules)
+    return replace(METHODS[settings["quant_method"]](settings), prefixes=prefixes, suffixes=modules, stacked=stacked)
 
 
 def rounded(name: str) -> Quantization:

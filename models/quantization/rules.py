@@ -38,6 +38,7 @@ class Quantization:
       with_heads: whether LINEAR stands for the head too.
       prefixes: beginnings of the checkpoint's names, and what the model has instead.
       suffixes: ends of the names of the checkpoint's modules, likewise.
+      stacked: experts of a layer may be one tensor, with a name of its own.
       kv_dtype: of the keys and values that the checkpoint has scales for; None where it says nothing of them.
     """
 
@@ -48,6 +49,7 @@ class Quantization:
     with_heads: bool = False
     prefixes: tuple[tuple[str, str], ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
+    stacked: bool = False
     kv_dtype: str | None = None
 
     def __call__(self, module: str) -> Scheme:
@@ -58,8 +60,8 @@ class Quantization:
         whole = f"{module}."  # a prefix may be all of a module's name
         renamed = [old + whole[len(new) :] for old, new in self.prefixes if whole.startswith(new)]
         names = [module, *(name.removesuffix(".") for name in renamed)]
-        # One that has all experts of a layer is called so by each of them.
-        names += [stack for name in names if (stack := _EXPERT.sub(_stack, name)) != name]
+        if self.stacked:  # one that has all experts of a layer is called so by each of them
+            names += [stack for name in names if (stack := _EXPERT.sub(_stack, name)) != name]
         ends = ((name, old, new) for name in names for old, new in self.suffixes if name.endswith(new))
         return names + [name.removesuffix(new) + old for name, old, new in ends]
 

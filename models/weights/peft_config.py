@@ -19,6 +19,9 @@ from models.weights.lora_pools import AdapterTargets
 
 _ALL_LINEAR = "all-linear"
 _MAX_NAMES, _MAX_NAME = 1 << 14, 512
+# Each is tried on each module.
+_MAX_EXPRESSIONS = 256
+_NAME = re.compile(r"[\w.-]+")
 # Fields that say nothing of what the adapter computes.
 _SILENT = frozenset(
     [
@@ -94,11 +97,11 @@ class AdapterConfig:
 
     def rank_of(self, name: str) -> int:
         """Of the module, or the parameter, that the file calls so."""
-        return _by_pattern(self._ranks, name, self._r)
+        return self._ranks.find(name, self._r)
 
     def scale_of(self, name: str, rank: int) -> float:
         """What B is multiplied with: Kalajdzievski 2023, arXiv:2312.03732, where rslora is asked for."""
-        return _by_pattern(self._alphas, name, self._alpha) / (math.sqrt(rank) if self._root else rank)
+        return self._alphas.find(name, self._alpha) / (math.sqrt(rank) if self._root else rank)
 
     def wants(self, name: str) -> bool:
         """Whether target_modules names a module that the file calls so."""
@@ -158,7 +161,7 @@ class AdapterConfig:
                 raise ModelFileError(self.path, what, field)
         return frozenset(value)
 
-    def _pattern(self, raw: Mapping[str, Any], field: str, read: Callable[[str, Any], Any]) -> dict[str, Any]:
+    def _pattern(self, raw: Mapping[str, Any], field: str, read: Callable[[str, Any], Any]) -> _Patterns:
         value = raw.get(field) or {}
         if not isinstance(value, dict) or len(value) > _MAX_NAMES:
             raise ModelFileError(
@@ -166,7 +169,11 @@ class AdapterConfig:
             )
         for pattern in value:
             self._check_pattern(field, pattern)
-        return {pattern: read(field, number) for pattern, number in value.items()}
+        patterns = _Patterns({pattern: read(field, number) for pattern, number in value.items()})
+        if patterns.num_expressions > _MAX_EXPRESSIONS:
+            what = f"{field} must have at most {_MAX_EXPRESSIONS} expressions that are no plain names"
+            raise ModelFileError(self.path, f"{what}, got {patterns.num_expressions}", field)
+        return patterns
 
     def _check_pattern(self, field: str, pattern: str) -> None:
         if fault := pattern_fault(pattern):
@@ -174,7 +181,7 @@ class AdapterConfig:
 
     def _layer_numbers(self, raw: Mapping[str, Any]) -> frozenset[int] | None:
         value = raw.get("layers_to_transform")
-        if value is None:
+        if value is None or value == []:
             return None
         value = [value] if type(value) is int else value
         if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
@@ -206,11 +213,29 @@ def _matches(wanted: str | frozenset[str], name: str) -> bool:
     return not wanted.isdisjoint(_ends(name))
 
 
-def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of the first pattern that fits the name, or what follows one of its dots."""
-    firsts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
-    fits = (value for key, value in patterns.items() if any(re.compile(key).fullmatch(name, at) for at in firsts))
-    return next(fits, default)
+class _Patterns:
+    """Values by regular expressions, most of which are names as they stand.
+
+    Attributes:
+      num_expressions: those that are not.
+    """
+
+    def __init__(self, values: Mapping[str, Any]):
+        numbered = [(number, *pair) for number, pair in enumerate(values.items())]
+        self._names = {key: (number, value) for number, key, value in numbered if _NAME.fullmatch(key)}
+        self._others = [(number, re.compile(key), value) for number, key, value in numbered if key not in self._names]
+        self.num_expressions = len(self._others)
+
+    def find(self, name: str, default: Any) -> Any:
+        """The value of the first pattern that fits the name, or what follows one of its dots."""
+        ends = _ends(name)
+        first = min((self._names[end] for end in ends if end in self._names), key=lambda found: found[0], default=None)
+        for number, pattern, value in self._others:
+            if first is not None and first[0] < number:
+                break
+            if any(pattern.fullmatch(end) for end in ends):
+                return value
+        return default if first is None else first[1]
 
 
 def short(value: Any) -> str:

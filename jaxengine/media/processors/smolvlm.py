@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxengine.media.errors import MediaError
 from jaxengine.media.frames import LARGEST_FRAMES
 from jaxengine.media.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
@@ -23,6 +24,7 @@ from jaxengine.media.processors.units import check_placeholders, read_size
 from models.config.fields import ConfigFields, ModelConfigError
 
 _VIDEO = "<video>"
+_MOST_SECONDS = 1e9  # what a day's words have room for
 _INTRO = "You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n"
 _FRAME, _END = "\nFrame from {minutes:02d}:{seconds:02d}:", "\n\n"
 _NOTHING = np.zeros(0, np.int32)  # frames are counted here, not seen
@@ -125,7 +127,10 @@ def _times(video: Any, count: int) -> tuple[float, ...]:
     indices = np.asarray(getattr(video, "frames_indices", range(count)))
     fps = getattr(video, "fps", None)
     times = (indices / (fps or UNKNOWN_FPS)).tolist()
-    return (*times, times[-1] if fps is None else video.total_num_frames / fps)
+    seconds = (*times, times[-1] if fps is None else video.total_num_frames / fps)
+    if not max(seconds) <= _MOST_SECONDS:
+        raise MediaError(f"is a video of {max(seconds):.3g} seconds; allowed are {_MOST_SECONDS:.0e}")
+    return seconds
 
 
 def _described(video: Processed, image: str) -> str:

@@ -51,6 +51,27 @@ def test_scales_are_folded_in(folder, targets):
     np.testing.assert_array_equal(adapter.matrices[Q][1], tensors[B] * np.float32(2))
 
 
+def test_the_first_pattern_that_fits_counts(folder, targets):
+    """As PEFT goes through them, whether they are names or expressions; many names cost little."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    others = {f"model.layers.{layer}.self_attn.q_proj": 3 for layer in range(2, 9000)}
+    for patterns, scale in (
+        ({"q_proj": 32, r"[a-z]_proj": 64}, 4),
+        ({r"[kq]_proj": 64, "q_proj": 32}, 8),
+        ({r"layers\.1\..*": 64, "self_attn.q_proj": 32, "q_proj": 8}, 4),
+        ({"proj": 64, "layers": 64}, 2),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": patterns | others}))
+        b = load_file(folder / "adapter_model.safetensors")[B]
+        np.testing.assert_array_equal(read(folder, targets).matrices[Q][1], b * np.float32(scale))
+
+
+def test_no_layers_to_transform_are_all(folder, targets):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": []}))
+    assert len(read(folder, targets).matrices) == 14
+
+
 def test_digests_tell_contents_apart(folder, targets):
     before = read(folder, targets).digest
     assert read(folder, targets).digest == before
@@ -94,6 +115,7 @@ def change_config(folder, **changes):
         ({"target_modules": ["q_proj", 3]}, "target_modules must hold names"),
         ({"exclude_modules": ["q_proj"]}, "target_modules does not name it"),
         ({"layers_to_transform": [0]}, "target_modules does not name it"),
+        ({"rank_pattern": dict.fromkeys((f"q{n}+" for n in range(257)), 4)}, "at most 256 expressions that are no plain"),
         ({"layers_to_transform": "0"}, "layers_to_transform must be whole numbers"),
     ],
 )
