@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxengine.media.errors import MediaError
 from jaxengine.media.frames import LARGEST_FRAMES
 from jaxengine.media.processor import Expanded, Processed, check_room
 from jaxengine.media.processors.grids import check_ratio
@@ -22,6 +21,7 @@ from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
 from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, check_options, check_pictures, read_settings
 from jaxengine.media.processors.units import check_placeholders, read_size
 from models.config.fields import ConfigFields, ModelConfigError
+from scheduler.errors import RequestError
 
 _VIDEO = "<video>"
 _MOST_SECONDS = 1e9  # what a day's words have room for
@@ -129,7 +129,8 @@ def _times(video: Any, count: int) -> tuple[float, ...]:
     times = (indices / (fps or UNKNOWN_FPS)).tolist()
     seconds = (*times, times[-1] if fps is None else video.total_num_frames / fps)
     if not max(seconds) <= _MOST_SECONDS:
-        raise MediaError(f"is a video of {max(seconds):.3g} seconds; allowed are {_MOST_SECONDS:.0e}")
+        problem = f"a video is of {max(seconds):.3g} seconds; allowed are {_MOST_SECONDS:.0e}"
+        raise RequestError(problem, param="video", value=max(seconds))
     return seconds
 
 

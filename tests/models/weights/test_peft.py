@@ -115,7 +115,10 @@ def change_config(folder, **changes):
         ({"target_modules": ["q_proj", 3]}, "target_modules must hold names"),
         ({"exclude_modules": ["q_proj"]}, "target_modules does not name it"),
         ({"layers_to_transform": [0]}, "target_modules does not name it"),
-        ({"rank_pattern": dict.fromkeys((f"q{n}+" for n in range(257)), 4)}, "at most 256 expressions that are no plain"),
+        (
+            {"rank_pattern": dict.fromkeys((f"q{n}+" for n in range(257)), 4)},
+            "at most 256 expressions that are no plain",
+        ),
         ({"layers_to_transform": "0"}, "layers_to_transform must be whole numbers"),
     ],
 )
