@@ -26,7 +26,8 @@ from typing import Any
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    # XLA:CPU has as many threads as devices at least: with two, each may wait for the other in another exchange.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import numpy as np
 
@@ -133,6 +134,7 @@ def run(name: str, counts: list[int], cache: str) -> dict[str, Any]:
             force(llm, 8)
             for temperature, (prompts, params, expected) in loads.items():
                 what = f"{name}, {count} drafts, {more or 'one device'}, T {temperature}"
+                llm.reset_prefix_cache()
                 if "alone" in ways:
                     found = [llm.generate(*pair, use_tqdm=False)[0] for pair in zip(prompts, params, strict=True)]
                     counter.compare(found, expected, f"{what}, alone")
