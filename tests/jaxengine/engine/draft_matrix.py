@@ -110,8 +110,8 @@ class Counter:
                 print(f"\n{what}, request {index}: {error}", file=sys.stderr)
 
 
-def run(name: str, counts: list[int], cache: str) -> dict[str, Any]:
-    """All engines of a set; what was compared."""
+def run(name: str, counts: list[int], cache: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """All engines of a set; what was compared. parallel: of PARALLEL."""
     counter, started = Counter(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         own, chosen = SETS[name](Path(folder))
@@ -152,13 +152,14 @@ def run(name: str, counts: list[int], cache: str) -> dict[str, Any]:
             serve(count, ("alone", "crowd", "known prefixes"))
             serve(count, ("crowd",), num_gpu_blocks_override=FEW)
             if count in (1, 3, 7):
-                for way, more in PARALLEL.items():
+                for way, more in parallel.items():
                     if way == "tp 2" or chosen["method"] in ("ngram", "grammar"):
                         serve(count, ("crowd",), **more)
             seconds = time.monotonic() - started
             print(f"{name}: {count} drafts, {counter.num_rows} requests, {seconds:.0f} s", flush=True)
     return {
         "drafts": counts,
+        "parallel": [way for way in parallel if way == "tp 2" or chosen["method"] in ("ngram", "grammar")],
         "requests": counter.num_rows,
         "different": counter.different,
         "draft_tokens": int(drafted),
@@ -171,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SETS)}")
     parser.add_argument("--drafts", default="1,2,3,4,5,6,7", help="numbers of drafts")
+    parser.add_argument("--one-device", action="store_true", help="no parallelism")
     parser.add_argument("--json", type=Path, help="add results to this file")
     chosen = parser.parse_args()
     if other := [name for name in chosen.names if name not in SETS]:
@@ -180,7 +182,7 @@ def main() -> int:
     try:
         with in_haste():
             for name in chosen.names or SETS:
-                result = run(name, counts, cache)
+                result = run(name, counts, cache, {} if chosen.one_device else PARALLEL)
                 failed |= bool(result["different"])
                 print(json.dumps({name: result}))
                 if chosen.json:
