@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from models.forward_batch import are_few
 from scheduler.request import Adapter, Request, RequestStatus
 
 
@@ -180,9 +181,9 @@ def _order(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival_index
 
 
-def are_few(num_used: int, num_slots: int) -> bool:
-    """Whether a step whose requests have the adapters of so many slots does better to read those alone."""
-    return 8 * num_used <= 7 * num_slots
+def few_run(num_slots: int, columns: Iterable[np.ndarray]) -> bool:
+    """Whether running requests have few of the pools' slots."""
+    return are_few(int(running_adapters(num_slots, columns).sum()), num_slots)
 
 
 def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarray:

@@ -106,7 +106,8 @@ class Rank:
             self.pages.give_back(slot, int(self.slots.num_computed[slot]))
         decodes = self._schedule_decodes(num_in_flight)
         self.budget = self.config.max_num_batched_tokens - len(decodes)
-        prefills = self._schedule_prefills()
+        # Who is not decoding has known tokens left, or a last one that is in flight.
+        prefills = self._schedule_prefills() if len(decodes) < self.slots.num_active else []
         if self.preempted:
             decodes = decodes[self.slots.active[decodes]]
             prefills = [(slot, count) for slot, count in prefills if self.slots.active[slot]]
@@ -206,8 +207,10 @@ class Rank:
                 start = start.copy()
                 start[:num_decode] = s.num_computed[decodes]
         token_ids, next_tokens, scores = [], [], False
-        chunks = [(s.requests[slot].media, int(s.num_computed[slot]), count) for slot, count in prefills]
-        embeds, places = self.encoder_rows.inputs(chunks, num_tokens)
+        embeds = places = None
+        if prefills:
+            chunks = [(s.requests[slot].media, int(s.num_computed[slot]), count) for slot, count in prefills]
+            embeds, places = self.encoder_rows.inputs(chunks, num_tokens)
         taken = {request.slot for request in self._admitted}
         for row, (slot, count) in enumerate(prefills, num_decode):
             known, computed = s.known[slot], int(s.num_computed[slot])
@@ -275,7 +278,7 @@ class Rank:
         """Slots that feed their last token, i64[n]; each has a page for it."""
         s = self.slots
         ready = s.active & (s.num_computed >= s.num_fed) & (s.num_tokens < s.limit)
-        slots = np.flatnonzero(ready) if self.config.num_micro_batches == 1 else self._next_share(ready, num_in_flight)
+        slots = ready.nonzero()[0] if self.config.num_micro_batches == 1 else self._next_share(ready, num_in_flight)
         pages, computed = self.pages, s.num_computed[slots]
         needy = slots[computed == pages.num_columns[slots] * self.config.page_size]
         if len(needy) * pages.num_groups > self.pool.num_free:
@@ -335,7 +338,7 @@ class Rank:
     def _unfed(self) -> np.ndarray:
         """Slots whose known tokens are not all computed, i64[n]."""
         s = self.slots
-        return np.flatnonzero(s.active & (s.num_computed < s.num_fed))
+        return (s.active & (s.num_computed < s.num_fed)).nonzero()[0]
 
     def _num_missing(self, slot: int) -> int:
         """The most pages that the known tokens of a slot will take beside those that it holds."""

@@ -24,6 +24,7 @@ class Results:
         self._max_model_len = max_model_len
         # Requests preempted while tokens of theirs were in flight, by the (slot, epoch) these will come back to.
         self._late: dict[tuple[int, int], Request] = {}
+        self._rows = np.arange(slots.max_num_seqs)
 
     def expect_late(self, request: Request) -> None:
         """Told of a request that is about to lose its slot while tokens of it are in flight: it is to wait for them."""
@@ -39,8 +40,11 @@ class Results:
         least one; fewer than it was scheduled where drafts were wrong.
         """
         s, width = self._slots, 1 if counts is None else token_ids.shape[1]
-        rows = np.flatnonzero(batch.sample)
-        current = s.epoch[batch.slots[rows]] == batch.epochs[rows]
+        # A decode always chooses, and never a request's first token.
+        only_decodes = batch.num_decode == batch.num_rows
+        rows = self._rows[: batch.num_rows] if only_decodes else batch.sample.nonzero()[0]
+        own, epochs = (batch.slots, batch.epochs) if only_decodes else (batch.slots[rows], batch.epochs[rows])
+        current = s.epoch[own] == epochs
         ends: list[End] = []
         if not current.all():
             for row in rows[~current].tolist():
@@ -48,9 +52,9 @@ class Results:
                 if request is not None and request.status is not RequestStatus.FINISHED:
                     late = token_ids[row : row + 1] if counts is None else token_ids[row, : counts[row]]
                     self._take_late(request, row * width, late, result, ends, now)
-            rows = rows[current]
+            rows, own = rows[current], own[current]
         # Of each token its slot, its id, how many are known with it, and its place among all that were chosen.
-        slots = own = batch.slots[rows]
+        slots = own
         if counts is None:
             tokens, known, places = token_ids[rows], s.num_known[slots] + 1, rows
         else:
@@ -71,10 +75,12 @@ class Results:
             stopped, ended = stopped[kept], ended[kept]
         result.num_new_tokens += len(slots)
         s.append_tokens(slots, tokens, known)
-        first = known == s.num_prompt[slots] + 1
-        intervals = now - s.last_token_time[own]
+        intervals, notable = now - s.last_token_time[own], ended
         s.last_token_time[own] = now
-        result.intervals.append(intervals if width > 1 else intervals[~first])  # a prompt's end has no drafts
+        if not only_decodes:
+            first = known == s.num_prompt[slots] + 1
+            intervals, notable = intervals[~first], ended | first
+        result.intervals.append(intervals)
         if batch.features & LAST_TOKEN:
             followed = (s.features[slots] & LAST_TOKEN) > 0
             result.followed += zip(s.requests[slots[followed]], tokens[followed].tolist(), strict=True)
@@ -87,10 +93,10 @@ class Results:
                 scored = (s.features[slots[wanted]] & LOGPROBS > 0) & (emitted.token_ids >= 0)
                 emitted = emitted._replace(scored=np.flatnonzero(scored))
             result.emitted.append(emitted)
-        for index in np.flatnonzero(ended | first).tolist():
+        for index in notable.nonzero()[0].tolist():
             request, token = s.requests[slots[index]], int(tokens[index])
             assert request is not None
-            if first[index]:
+            if known[index] == request.num_prompt_tokens + 1:
                 request.first_token_time = now
                 result.first_tokens.append(request)
             if ended[index]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from scheduler.adapters import AdapterSlots, are_few, running_adapters
+from scheduler.adapters import AdapterSlots, few_run, running_adapters
 from scheduler.batch import ScheduledStep, StepResult
 from scheduler.buckets import most_wide
 from scheduler.config import SchedulerConfig
@@ -221,7 +221,7 @@ class Scheduler:
         step = ScheduledStep([rank.commit() for rank in self.ranks], expired, width)
         if step.features & ADAPTER:
             columns = [rank.slots.adapter[batch.slots] for rank, batch in zip(self.ranks, step.batches, strict=True)]
-            if are_few(int(running_adapters(len(self.adapters), columns).sum()), len(self.adapters)):
+            if few_run(len(self.adapters), columns):
                 step.features |= FEW_ADAPTERS
         if self._fair is not None:
             for index, batch in enumerate(step.batches):

@@ -51,7 +51,8 @@ class Slots:
         self.tag = column(np.int64)
         self.features = column(np.int32)
         self.adapter = column(np.int32, -1)
-        self._stop_ids = np.full((max_num_seqs, STOP_COLUMNS), -1, np.int32)
+        self._stop_ids = np.full((STOP_COLUMNS, max_num_seqs), -1, np.int32)
+        self._num_stop_columns = 0  # that requests use
         self._has_many_stop_ids = column(np.bool_, False)
         self._many_stop_ids: dict[int, frozenset[int]] = {}
         self.known: list[np.ndarray | None] = [None] * max_num_seqs
@@ -89,12 +90,14 @@ class Slots:
         self.adapter[slot] = -1 if request.adapter is None else request.adapter_slot
         stop_ids = request.stop_token_ids
         has_many = len(stop_ids) > STOP_COLUMNS
-        self._stop_ids[slot] = -1
+        self._stop_ids[:, slot] = -1
         self._has_many_stop_ids[slot] = has_many
         if has_many:
             self._many_stop_ids[slot] = frozenset(stop_ids)
         else:
-            self._stop_ids[slot, : len(stop_ids)] = stop_ids
+            self._stop_ids[: len(stop_ids), slot] = stop_ids
+            used = self._num_stop_columns if self.num_active else 0
+            self._num_stop_columns = max(used, len(stop_ids))
         self._output[slot, :num_output] = known[request.num_prompt_tokens :]
         self.requests[slot] = request
         self.known[slot] = known
@@ -139,7 +142,9 @@ class Slots:
 
     def are_stops(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """Whether each of `token_ids` i32[n] is among the stop ids of its slot, bool[n]."""
-        stops = (self._stop_ids[slots] == token_ids[:, None]).any(axis=1)
+        stops = np.zeros(len(slots), np.bool_)
+        for ids in self._stop_ids[: self._num_stop_columns]:
+            stops |= ids[slots] == token_ids
         if self._many_stop_ids:
             for row in np.flatnonzero(self._has_many_stop_ids[slots]).tolist():
                 stops[row] = int(token_ids[row]) in self._many_stop_ids[int(slots[row])]

@@ -109,6 +109,22 @@ def test_many_stop_token_ids_do_not_widen_the_table_of_all():
     assert slots.are_stops(taken, token_ids).all()
 
 
+def test_only_columns_of_stop_ids_in_use_are_compared():
+    slots, known = Slots(4), np.array([1, 2], np.int32)
+
+    def take(*ids):
+        return slots.take(make_request(stop_token_ids=ids), known, 0, 1002, 0)
+
+    taken = np.array([take(), take(7), take(5, 6, 7), take(7, 8)])
+    for token, stops in ((7, [False, True, True, True]), (6, [False, False, True, False]), (9, [False] * 4)):
+        assert slots.are_stops(taken, np.full(4, token, np.int32)).tolist() == stops
+    for slot in taken.tolist():
+        slots.release(slot)
+    again = np.array([take(7), take(9, 6)])
+    assert slots.are_stops(again, np.array([7, 6], np.int32)).all()
+    assert not slots.are_stops(again, np.array([6, 7], np.int32)).any()
+
+
 PAIRS, LENGTHS = BAD_WORDS.values()
 
 
