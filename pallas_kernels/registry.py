@@ -47,6 +47,7 @@ _MODULES: dict[tuple[str, str], str] = {
     ("quantized_grouped_matmul", "gpu_xla"): "matmul.quantized_groups_xla",
     ("quantized_grouped_matmul", "tpu"): "matmul.tpu.grouped",
     ("lora_product", "cpu"): "matmul.lora_xla",
+    ("lora_product", "gpu"): "matmul.hopper.lora",
     ("lora_product", "tpu"): "matmul.tpu.lora",
     ("causal_conv", "cpu"): "state.conv_xla",
     ("causal_conv", "gpu"): "state.conv_xla",

@@ -18,7 +18,7 @@ class LoraOptions:
     Attributes:
       enable_lora: let requests name an adapter (LoRA) that is added to the model for them.
       max_loras: adapters that run at once; each takes its memory on the devices from the start. Every step in which a
-        request has one reads all of them; of more than 16, on CPUs and TPUs, those that it runs with.
+        request has one reads all of them; of more than 16, on CPUs, TPUs and Hopper cards, those that it runs with.
       max_lora_rank: the largest rank of an adapter: 8, 16, 32, 64, 128 or 256. All take as much memory as one of it.
       max_cpu_loras: adapters that are kept in the host's memory, the others are read again; None for max_loras.
     """

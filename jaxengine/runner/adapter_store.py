@@ -69,7 +69,7 @@ class AdapterStore:
         self._records: dict[Adapter, AdapterRecord] = {}
         self._host: OrderedDict[Adapter, AdapterWeights] = OrderedDict()
         self._wanted: deque[tuple[int, Adapter]] = deque()
-        self._uploads: list[_Upload] = []
+        self._upload: _Upload | None = None
         self._loads: dict[int, _Load] = {}
         self._num_loads = 0
         self._thread = ThreadPoolExecutor(1, "adapters")
@@ -87,7 +87,7 @@ class AdapterStore:
     @property
     def is_uploading(self) -> bool:
         """Whether a request waits for something that is on its way."""
-        return bool(self._uploads or self._wanted)
+        return self._upload is not None
 
     def read(self, path: str) -> AdapterWeights:
         """Reads and checks an adapter for this model. Raises ModelFileError."""
@@ -195,39 +195,43 @@ class AdapterStore:
             self._runner.set_adapters(slots, [-1 if each.adapter is None else each.adapter_slot for each in admitted])
 
     def advance(self, slots: AdapterSlots, in_use: Callable[[], set[Adapter]]) -> list[tuple[Request, RequestError]]:
-        """Starts what the scheduler asks for and completes one of those that are done; whose adapter could not be read.
+        """Completes what has come and starts the next of what the scheduler asks for; whose adapter could not be read.
 
-        One at a time, for running requests wait meanwhile: a crowd of adapters is brought over several steps.
+        One at a time, for running requests wait meanwhile, and what is not yet in its place takes memory beside the
+        pools: a crowd of adapters is brought over several steps.
 
         in_use: tells the adapters of unfinished requests.
         """
         failed: list[tuple[Request, RequestError]] = []
         self._wanted += slots.loads
         slots.loads.clear()
-        for upload in [each for each in self._uploads if each.job.done()]:
-            self._uploads.remove(upload)
-            if slots.owners[upload.slot] is not upload.adapter:
-                continue  # nobody wants it any more
-            try:
-                weights, values = upload.job.result()
-            except Exception as error:  # it ends its own requests and no others
-                text = f"the adapter {upload.adapter.name!r} cannot be used: {error}"
-                failed += [(each, RequestError(text, param="lora_name")) for each in slots.drop(upload.adapter)]
-                continue
-            self._keep(upload.adapter, weights)
-            self._runner.write_adapter(upload.slot, values)
-            slots.loaded(upload.slot, upload.adapter)
-        # What has come and is not yet in its place takes memory beside the pools.
-        while self._wanted and not self._uploads:
+        if self._upload is not None and self._upload.job.done():
+            upload, self._upload = self._upload, None
+            failed = self._complete(upload, slots)
+        while self._wanted and self._upload is None:
             slot, adapter = self._wanted.popleft()
             if slots.owners[slot] is adapter:
-                self._uploads.append(_Upload(slot, adapter, self._thread.submit(self._upload, adapter)))
+                self._upload = _Upload(slot, adapter, self._thread.submit(self._put, adapter))
         self._forget(in_use)
         return failed
 
+    def _complete(self, upload: _Upload, slots: AdapterSlots) -> list[tuple[Request, RequestError]]:
+        """Brings what has come to its slot, if anybody still wants it; whose adapter could not be read."""
+        if slots.owners[upload.slot] is not upload.adapter:
+            return []
+        try:
+            weights, values = upload.job.result()
+        except Exception as error:  # it ends its own requests and no others
+            text = f"the adapter {upload.adapter.name!r} cannot be used: {error}"
+            return [(each, RequestError(text, param="lora_name")) for each in slots.drop(upload.adapter)]
+        self._keep(upload.adapter, weights)
+        self._runner.write_adapter(upload.slot, values)
+        slots.loaded(upload.slot, upload.adapter)
+        return []
+
     def wait(self, seconds: float) -> None:
         """Until something has come, or so long."""
-        wait([upload.job for upload in self._uploads], seconds, "FIRST_COMPLETED")
+        wait([] if self._upload is None else [self._upload.job], seconds)
 
     def shutdown(self) -> None:
         """Ends the thread."""
@@ -241,7 +245,7 @@ class AdapterStore:
                 del self._records[adapter]
                 self._host.pop(adapter, None)
 
-    def _upload(self, adapter: Adapter) -> tuple[AdapterWeights, Any]:
+    def _put(self, adapter: Adapter) -> tuple[AdapterWeights, Any]:
         record, weights = self._records[adapter], self._host.get(adapter)
         if weights is None:
             weights = self.read(record.path)

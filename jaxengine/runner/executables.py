@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,15 +32,35 @@ _COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
     "tpu": {
         "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
         "xla_tpu_offload_gather_to_sparsecore": "false",
+        # Sums and gathers of layers, which nothing runs beside: on tpu7x each would keep buffers of its own there
+        # (benchmarks/README.md).
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "false",
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": "false",
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "false",
         # Else tpu7x brings a head of a gigabyte into another tiling in every step, for the loop over prompt logprobs.
         "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
     }
 }
 
+_UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
+
 
 def compile_program(lowered: jax.stages.Lowered, backend: str) -> jax.stages.Compiled:
-    """Compiles as all our programs are compiled; backend as `jax.default_backend` names it."""
-    return lowered.compile(compiler_options=_COMPILER_OPTIONS.get(backend))
+    """Compiles as all our programs are compiled; backend as `jax.default_backend` names it.
+
+    An option that this release of the compiler does not know is left out from then on, with a warning.
+    """
+    wanted = _COMPILER_OPTIONS.get(backend, {})
+    while True:
+        options = dict(wanted)
+        try:
+            return lowered.compile(compiler_options=options or None)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = _UNKNOWN_OPTION.search(str(error))
+            if unknown is None or unknown[1] not in options:
+                raise
+            if wanted.pop(unknown[1], None) is not None:
+                logger.warning("this compiler has no option %s: steps may take longer or more memory", unknown[1])
 
 
 class ExecutableCache:

@@ -81,8 +81,8 @@ class ModelRunner:
         self.windows = stages[0].programs.windows
         self.pools = stages[0].programs.model.config.pooler is not None
         models = [stage.programs.model for stage in stages]
-        self.weight_rows = weight_rows(models, platform_of(stages[0].programs.mesh.devices.flat[0]))
-        self.adapter_forms = product_forms(models, platform_of(stages[0].programs.mesh.devices.flat[0]))
+        platform = platform_of(stages[0].programs.mesh.devices.flat[0])
+        self.weight_rows, self.adapter_forms = weight_rows(models, platform), product_forms(models, platform)
         self._stages = stages
         self._last = stages[-1]
         self.keeps_history = self._last.programs.state_shapes.keeps_history

@@ -1,6 +1,7 @@
 """What adapters add to a product, for rows of different adapters at once: see models.lora for how they are stored.
 
-Two forms, of which the host chooses one for each step; a program has both where there is room for many adapters. Flat:
+Two forms, of which the host chooses one for each step; a program has both where there is room for many adapters, unless
+its rows are too few to have most of them. Flat:
 x meets the matrices A of all slots in one product, of which a row keeps the columns of its own slot, and zeros meet the
 other slots' B. Reads all slots, whatever rows there are; copies and gathers nothing. Grouped: a kernel that reads the
 slots that rows have (pallas_kernels.matmul.lora).
@@ -19,7 +20,7 @@ from flax import nnx
 from jax import lax
 
 from models.config.lora import LoraSpec
-from models.forward_batch import Adapters
+from models.forward_batch import Adapters, are_few
 from models.lora import DeclaredPool, PoolArray, PoolDecl, declared_pools, modules_of
 from models.weights.declare import Source
 from pallas_kernels.matmul.dense import matmul
@@ -63,10 +64,13 @@ class LoraPools(nnx.Module):
 
         A conditional around a whole layer would be one in the place of some four, but XLA then copies the KV pool.
         """
-        forms = [lambda: y, lambda: y + self.flat(x, slots)]
-        if adapters.visits is not None:
-            forms.append(partial(self._add_grouped, y, x, slots, adapters.visits))
-        return lax.switch(adapters.form, forms)
+        flat, forms = (lambda: y + self.flat(x, slots)), [lambda: y]
+        if adapters.visits is None:
+            forms += [flat]
+        else:
+            grouped = partial(self._add_grouped, y, x, slots, adapters.visits)
+            forms += [grouped] if are_few(len(x), self.spec.max_loras) else [flat, grouped]
+        return lax.switch(adapters.form, forms)  # one past the last is the last
 
     def _add_grouped(self, y: jax.Array, x: jax.Array, slots: jax.Array, visits: LoraVisits) -> jax.Array:
         with jax.named_scope("lora"):
@@ -97,11 +101,14 @@ def with_visits(adapters: Adapters | None, spec: LoraSpec | None, platform: str)
     def made(slots: jax.Array) -> LoraVisits:
         return lora_visits(slots, num_slots=spec.max_loras, rank=spec.max_lora_rank)
 
+    # So few rows cannot have more adapters than are few: their products have no flat form to choose.
+    needed = adapters.form > 0 if are_few(len(adapters.slots), spec.max_loras) else adapters.form == GROUPED
+
     def none(slots: jax.Array) -> LoraVisits:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(made, slots))
 
     with jax.named_scope("lora_visits"):
-        return adapters._replace(visits=lax.cond(adapters.form == GROUPED, made, none, adapters.slots))
+        return adapters._replace(visits=lax.cond(needed, made, none, adapters.slots))
 
 
 def groups_on(spec: LoraSpec, platform: str) -> bool:

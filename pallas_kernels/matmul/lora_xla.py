@@ -44,14 +44,15 @@ def lora_product(
         of_module = all_a.reshape(max(modules) + 1, -1, rank, x.shape[1])[:, slots]
         added = []
         for module, b in zip(modules, all_b, strict=True):
-            inner = _dot(rows, of_module[module].reshape(each * rank, -1), 1)
+            inner = dot(rows, of_module[module].reshape(each * rank, -1), 1)
             inner = jnp.where(own, inner, 0).astype(x.dtype)
-            added.append(_dot(inner, b.reshape(-1, rank, b.shape[1])[slots].reshape(each * rank, -1), 0))
+            added.append(dot(inner, b.reshape(-1, rank, b.shape[1])[slots].reshape(each * rank, -1), 0))
         y_rows = lax.dynamic_slice_in_dim(y, start, tile_rows) + jnp.concatenate(added, axis=1)
         return lax.dynamic_update_slice_in_dim(y, y_rows, start, axis=0)
 
     return lax.fori_loop(0, visits.count[0], add_visit, y)
 
 
-def _dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
+def dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
+    """The product over axis `contract` of the matrix, in float32."""
     return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

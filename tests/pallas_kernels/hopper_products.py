@@ -41,6 +41,7 @@ MORE = {
     "e4m3 rows, pairs": Product(5, 256, 128, 128, "uint8", True, E4M3, sizes=_SMALL),
     "one tile of inputs": Product(8, 64, 128, 64, "uint8", True, sizes=_SPLIT),
     "splits of unequal length": Product(8, 896, 128, 128, "uint8", sizes=HopperProducts(num_ctas=3, least_tiles=1)),
+    "pairs in groups of 32, tiles of fewer rows": Product(200, 256, 136, 32, "uint8", True, sizes=_WIDE),
     "table's sizes": Product(33, 1024, 520, 128, "uint8", True, sizes=HopperProducts()),
 }
 THOROUGH = {

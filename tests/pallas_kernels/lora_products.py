@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
+from pallas_kernels.matmul.hopper.lora_shape import why_xla
 from pallas_kernels.matmul.lora import LoraVisits, lora_visits
 from pallas_kernels.registry import kernel
 from pallas_kernels.tuning import LoraTiles
@@ -65,7 +66,28 @@ THOROUGH = {
     for rows in (1, 64, 320)
     for rank in (16, 64, 256)
 }
-PRODUCTS = QUICK | MORE | OF_XLA | THOROUGH
+# A tile of slots has 128 columns there; several tiles of rows, of slots, of inputs and of outputs.
+_FEW_ROWS = LoraTiles(rows=16)
+HOPPER_QUICK = {
+    "decodes of many, Hopper": Product(
+        tuple((3 * row) % 5 if row % 6 else -1 for row in range(32)), 1152, (256,), (0,), 5, 32, _FEW_ROWS
+    ),
+    "runs that share tiles, Hopper": Product(
+        _runs((3, 20), (-1, 9), (19, 1), (0, 1)), 128, (256, 128, 128), (0, 1, 0), 20, 64, _FEW_ROWS
+    ),
+    "a tile of all rows": Product(
+        tuple((3 * row) % 10 if row % 7 else -1 for row in range(78)), 512, (128,), (0,), 10, 64, LoraTiles()
+    ),
+}
+HOPPER_MORE = {
+    "three rows of rank 8": Product((7, -1, 2), widths=(128,), modules=(0,), rank=8, sizes=LoraTiles()),
+    "no adapters at all, Hopper": Product((-1,) * 8, widths=(128,), modules=(0,), sizes=LoraTiles()),
+    "rank 128": Product(MIXED[:20], rank=128, widths=(128,), modules=(0,), sizes=LoraTiles()),
+    "rows that fill no tiles, Hopper": Product(MIXED[:43], sizes=_FEW_ROWS),
+    "tiles of 160 rows": Product(_runs((3, 150), (-1, 20), (1, 150)), widths=(128,), modules=(0,), sizes=LoraTiles()),
+}
+HOPPER = HOPPER_QUICK | HOPPER_MORE
+PRODUCTS = QUICK | MORE | OF_XLA | THOROUGH | HOPPER
 
 
 def lora_product(name: str, implementation: Implementation) -> None:
@@ -81,10 +103,15 @@ def check(name: str, dtype: str, implementation: Implementation) -> None:
     a = jnp.asarray(rng.standard_normal((num_modules, case.num_slots, case.rank, case.size)) * case.size**-0.5, dtype)
     bs = [jnp.asarray(rng.standard_normal((case.num_slots, case.rank, width)), dtype) for width in case.widths]
     y = jnp.asarray(rng.standard_normal((num_rows, sum(case.widths))), jnp.float32)
+    unused = jnp.asarray(~np.isin(np.arange(case.num_slots), slots))  # what nobody has is not read
+    a = jnp.where(unused[:, None, None], jnp.nan, a)
+    bs = [jnp.where(unused[:, None, None], jnp.nan, b) for b in bs]
     x64, a64, bs64 = np.asarray(x, np.float64), np.asarray(a, np.float64), [np.asarray(b, np.float64) for b in bs]
     wanted = reference.lora_product(x64, a64, bs64, slots, case.modules)
     # Rows without an adapter may hold anything.
     x = jnp.where(slots[:, None] < 0, jnp.nan, x)
+    if implementation.platform == "gpu" and name in HOPPER:
+        assert not why_xla(case.size, case.widths, case.rank, x.dtype), "the kernels do not take it"
     options = {"modules": case.modules, "rank": case.rank, "sizes": case.sizes, **implementation._options()}
     with watched(implementation, name):
         visits = visits_of(jnp.asarray(slots, jnp.int32), case)

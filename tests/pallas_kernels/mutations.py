@@ -22,6 +22,7 @@ from types import CodeType, ModuleType
 from tests.pallas_kernels.mutants import (
     gpu_decode,
     gpu_latent,
+    gpu_lora,
     gpu_prefill,
     gpu_products,
     tpu,
@@ -43,6 +44,7 @@ GATES: dict[str, ModuleType] = {
     "gpu-prefill": gpu_prefill,
     "gpu-latent": gpu_latent,
     "gpu-products": gpu_products,
+    "gpu-lora": gpu_lora,
 }
 
 

@@ -87,6 +87,7 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("product", TPU_LAZY.name, name) for name in products.QUICK])
     groups.append([("grouped_product", TPU_LAZY.name, name) for name in products.QUICK_GROUPED])
     groups.append([("lora_product", TPU_LAZY.name, name) for name in lora_products.QUICK])
+    groups.append([("lora_product", MOSAIC_GPU.name, name) for name in lora_products.HOPPER_QUICK])
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GROUPS])
     return [group for group in groups + _ALWAYS if group]
@@ -108,6 +109,8 @@ def thorough_groups() -> list[list[Job]]:
     groups += [[("product", name, case) for case in products.PRODUCTS] for name in WRITES]
     groups += [[("grouped_product", name, case) for case in products.GROUPED] for name in WRITES]
     groups += [[("lora_product", name, case) for case in lora_products.PRODUCTS] for name in WRITES]
+    on_hopper = lora_products.HOPPER | lora_products.THOROUGH
+    groups += [[("lora_product", MOSAIC_GPU.name, case)] for case in on_hopper]
     groups += [[("hopper_product", MOSAIC_GPU.name, case)] for case in hopper_products.PRODUCTS]
     groups += [[("hopper_grouped", MOSAIC_GPU.name, case)] for case in hopper_products.GROUPS]
     return groups + _ALWAYS

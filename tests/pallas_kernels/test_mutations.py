@@ -28,6 +28,7 @@ SAMPLE = [
     "tpu-lora:rows of others' slots kept",
     "gpu-decode:blocks not waited for",
     "gpu-products:scales shifted by a group",
+    "gpu-lora:rows of others' tiles of slots kept",
 ]
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.matmul import grouped_tiles, quantized_groups_xla
 from pallas_kernels.matmul.hopper import quantized, shape
-from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, Shape
+from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, Shape, most_rows
 from pallas_kernels.tuning import HopperProducts, card_of_trace, tuning_of
 
 why_xla = partial(shape.why_xla, grouped=True)
@@ -142,14 +142,15 @@ def _multiply(
 ) -> jax.Array:
     (num_rows, size), (num_groups, _, out) = x.shape, codes.shape
     sizes = tuning_of("gpu").hopper_products if sizes is None else sizes
-    tile_rows = tile_rows_of(num_rows, num_groups, sizes.rows)
+    num_scales = 1 if scales is None else scales.shape[1]
+    tile_rows = tile_rows_of(num_rows, num_groups, most_rows(size, num_scales, codes.dtype, sizes.rows))
     tiles = tiles_of(group_sizes, num_rows, tile_rows)
     native = codes.dtype == x.dtype and x.dtype in (E4M3, BFLOAT16)
     of_tiles = Shape(
         tiles.source.size,
         size,
         out,
-        1 if scales is None else scales.shape[1],
+        num_scales,
         codes.dtype,
         native,
         zeros is not None,

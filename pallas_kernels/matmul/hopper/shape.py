@@ -18,6 +18,7 @@ RESERVED_BYTES = 4 * 1024  # of shared memory: barriers
 TILES, SMALLEST = (128, 64), {"uint8": 32, "int8": 16, "float8_e4m3fn": 32}
 E4M3, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
 MOST_SHARED_ROWS = 64  # of a tile, up to which 80 registers or so do for each thread
+FEWER_ROWS = 96  # of a tile of pairs of codes with more than two sums: beside their factors registers hold no more
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any, *, grouped: bool = False) -> str:
@@ -46,6 +47,12 @@ def tile_inputs(size: int) -> int:
     return next((inputs for inputs in TILES if size % inputs == 0), 0)
 
 
+def most_rows(size: int, num_scales: int, codes: Any, usual: int) -> int:
+    """Rows of a tile that registers hold, `usual` at most."""
+    sums = tile_inputs(size) * num_scales // size
+    return min(usual, FEWER_ROWS) if per_byte(codes) == 2 and sums > 2 else usual
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the kernel is compiled for."""
@@ -65,8 +72,10 @@ class Shape:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile."""
-        return min(-(-self.rows // 8) * 8, self.sizes.rows)
+        """Rows of a tile: tiles of fewer than usual are as many rows each."""
+        most = most_rows(self.size, self.num_scales, self.codes, self.sizes.rows)
+        count = 1 if most == self.sizes.rows else -(-self.rows // most)
+        return min(-(-self.rows // (8 * count)) * 8, most)
 
     @property
     def vector_rows(self) -> int:

@@ -126,7 +126,7 @@ def _times_a_body(
     rank: int,
 ):
     *parts, out = a_and_out
-    inner = _dot(x[...], _together(parts), 1)
+    inner = lora_xla.dot(x[...], _together(parts), 1)
     column = lax.broadcasted_iota(jnp.int32, inner.shape, 1)
     own = place[...] == slot_tile[pl.program_id(0)] * len(parts) + (column >> int(math.log2(rank)))
     out[...] = jnp.where(own, inner, 0.0).astype(out.dtype)
@@ -184,14 +184,10 @@ def _add_times_b_body(row_tile, slot_tile, slots, y, inner, *b_and_out):
     *parts, out = b_and_out
     visit = pl.program_id(1)
     is_first = (visit == 0) | (row_tile[jnp.maximum(visit - 1, 0)] != row_tile[visit])
-    added = _dot(inner[...], _together(parts), 0)
+    added = lora_xla.dot(inner[...], _together(parts), 0)
     out[...] = jnp.where(is_first, y[...], out[...]) + added
 
 
 def _together(parts: Sequence) -> jax.Array:
     """The rows of slots below each other."""
     return parts[0][...] if len(parts) == 1 else jnp.concatenate([part[...] for part in parts], axis=0)
-
-
-def _dot(x: jax.Array, matrix: jax.Array, contract: int) -> jax.Array:
-    return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

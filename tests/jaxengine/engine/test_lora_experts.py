@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxengine import LLM, LoRARequest
 from tests.fixtures.adapters import JOINED, merged, write_adapter
 from tests.fixtures.drawn_weights import checkpoint
+from tests.jaxengine.engine.lora_parallel import over_devices
 from tests.jaxengine.engine.test_lora import GREEDY, OPTIONS, PROMPTS, Weights, tokens
 
 pytestmark = pytest.mark.thorough("layers and logits of the same are compared in tests/models")
@@ -98,17 +95,7 @@ def test_over_several_devices(name, model, adapters, expected, executables_dir):
             for each, _ in rows
         ],
     }
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxengine.engine.lora_parallel", json.dumps(job)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (found,) = map(json.loads, done.stdout.splitlines())
+    (found,) = over_devices(job)
     assert found["tokens"] == [expected[adapter][index] for adapter, index in rows]
     assert found["compilations"] == 0
 

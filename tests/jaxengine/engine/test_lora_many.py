@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from jaxengine import LLM, LoRARequest, SamplingParams
@@ -15,6 +9,7 @@ from models.layers.lora import product_forms
 from scheduler.token_params import ADAPTER, FEW_ADAPTERS
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS
 from tests.fixtures.adapters import merged, write_adapter
+from tests.jaxengine.engine.lora_parallel import over_devices
 from tests.jaxengine.engine.test_lora import Weights
 
 LORA = TINY_OPTIONS | {
@@ -95,7 +90,8 @@ def test_what_forms_there_are_is_told(llm):
     for platform, grouped in (
         ("cpu", "matmul.lora_xla"),
         ("tpu", "matmul.lora_xla: kernels multiply bfloat16"),
-        ("gpu", ""),
+        ("gpu", "matmul.lora_xla: kernels multiply bfloat16"),
+        ("gpu_xla", ""),
     ):
         rows = product_forms([stage.programs.model for stage in llm.core.runner._stages], platform)
         assert {row["modules"].split(", ")[0] for row in rows} == {f"model.layers.*.{name}" for name in products}
@@ -111,17 +107,7 @@ def test_over_two_devices(adapters, expected):
         "prompts": [PROMPT] * 21,
         "adapters": [None, *([each.lora_name, each.lora_int_id, str(each.lora_path)] for each in adapters[:20])],
     }
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxengine.engine.lora_parallel", json.dumps(job)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = over_devices(job)
     assert [row["case"] for row in rows] == ["tp 2", "dp 2"]
     for row in rows:
         assert [each[:4] for each in row["tokens"]] == [expected[-1], *expected[:20]], row["case"]

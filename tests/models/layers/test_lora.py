@@ -61,9 +61,9 @@ def test_rows_of_different_adapters_at_once():
 
 def test_the_grouped_form_gives_what_the_flat_one_does():
     """With room for more adapters than a few; with less there is one form, whatever is asked for."""
-    many, x = LoraSpec(17, 4), np.random.default_rng(1).normal(size=(6, 12)).astype(np.float32)
-    slots = [16, -1, 0, 16, -1, 9]
-    assert groups_on(many, "cpu") and groups_on(many, "tpu") and not groups_on(many, "gpu")
+    many, x = LoraSpec(17, 4), np.random.default_rng(1).normal(size=(18, 12)).astype(np.float32)
+    slots = [16, -1, 0, 16, -1, 9] * 3
+    assert all(groups_on(many, platform) for platform in ("cpu", "gpu", "tpu")) and not groups_on(many, "gpu_xla")
     assert not groups_on(LoraSpec(16, 4), "cpu")
     for spec in (many, SPEC):
         graph, state = linear(spec)
@@ -75,6 +75,23 @@ def test_the_grouped_form_gives_what_the_flat_one_does():
         np.testing.assert_allclose(grouped, flat, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(grouped[[1, 4]], alone[[1, 4]])
         assert np.abs(grouped - alone)[[0, 2, 3, 5]].max(axis=1).min() > 0.1
+
+
+@pytest.mark.parametrize(("num_rows", "forms"), [(15, 3), (14, 2)])
+def test_rows_too_few_to_have_most_slots_have_the_grouped_form_alone(num_rows, forms):
+    """Of 17 slots 14 are few; what a host says that counts other ranks' rows, too, is then the same."""
+    spec, x = LoraSpec(17, 4), np.random.default_rng(1).normal(size=(num_rows, 12)).astype(np.float32)
+    graph, state = linear(spec)
+    given = [rows([16, -1, *range(num_rows - 2)], form, spec) for form in (FLAT, GROUPED)]
+
+    def call(state, x, rows):
+        return nnx.merge(graph, state)(x, rows)
+
+    conditionals = [eqn for eqn in jax.make_jaxpr(call)(state, x, given[0]).eqns if eqn.primitive.name == "cond"]
+    assert len(conditionals[-1].params["branches"]) == forms  # those before it choose by platform
+    flat, grouped = (np.asarray(jax.jit(call)(state, x, each)) for each in given)
+    np.testing.assert_allclose(grouped, flat, rtol=1e-5, atol=1e-5)
+    assert (forms == 3) or (grouped == flat).all()
 
 
 def test_without_room_for_adapters_the_program_is_the_product():

@@ -16,7 +16,7 @@ from models.weights.errors import ModelFileError
 from models.weights.lora_pools import targets_of
 from models.weights.peft import read_adapter
 from tests.conftest import TINY_CHECKPOINT
-from tests.fixtures.adapters import write_adapter
+from tests.fixtures.adapters import damaged, write_adapter
 
 Q = "model.layers.0.self_attn.q_proj"
 A, B = (f"base_model.model.{Q}.lora_{side}.weight" for side in "AB")
@@ -126,16 +126,6 @@ def test_a_configuration_that_is_wrong_is_named(folder, targets, changes, says):
     change_config(folder, **changes)
     with pytest.raises(ModelFileError, match=says):
         read(folder, targets)
-
-
-def damaged(change):
-    def damage(folder):
-        path = folder / "adapter_model.safetensors"
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path)
-
-    return damage
 
 
 def moved(old, new):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from models.build import Build
 from models.config.hf import read_config_json
@@ -22,7 +22,7 @@ from models.weights.lora_pools import slot_shape, slot_values, targets_of
 from models.weights.merged import MergedSource
 from models.weights.peft import read_adapter
 from models.weights.safetensors import SafetensorsCheckpoint
-from tests.fixtures.adapters import joined_changes, merged, write_adapter
+from tests.fixtures.adapters import damaged, joined_changes, merged, write_adapter
 from tests.fixtures.drawn_weights import checkpoint
 
 SPEC = LoraSpec(2, 8)
@@ -145,16 +145,6 @@ def test_names_of_other_releases_of_transformers(model_of, tmp_path):
 
 def read(folder, targets):
     return read_adapter(folder, targets, 8, jnp.float32)
-
-
-def damaged(change):
-    def damage(folder):
-        path = folder / "adapter_model.safetensors"
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path)
-
-    return damage
 
 
 def configured(**changes):

@@ -16,14 +16,18 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from models.weights.declare import ParamDecl, Source
 from models.weights.parts import order_of
 from pallas_kernels.matmul.grouped import grouped_matmul
+from pallas_kernels.matmul.hopper import lora_shape
 from pallas_kernels.matmul.hopper.grouped import most_tiles_of, tile_rows_of, tiles_of
 from pallas_kernels.matmul.hopper.shape import OUTPUTS, Shape, why_xla
+from pallas_kernels.matmul.lora import grouped_form, lora_product, lora_visits
 from pallas_kernels.matmul.quantized import product_of, quantized_matmul
 from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
 from pallas_kernels.registry import plain_cards, platform_of
-from pallas_kernels.tuning import Card, HopperProducts, card_of_trace, tuning_of
+from pallas_kernels.tuning import Card, HopperProducts, LoraTiles, card_of_trace, tuning_of
+from tests.pallas_kernels import lora_products
 from tests.pallas_kernels.hopper_products import GROUPS, PRODUCTS, hopper_grouped, hopper_product
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS
+from tests.pallas_kernels.lora_products import HOPPER
 
 HERE = card_of_trace()
 CARDS = {"NVIDIA H100 80GB HBM3": True, "NVIDIA GH200 480GB": True, "NVIDIA H20": True, "NVIDIA B200": False}
@@ -40,6 +44,12 @@ def test_products_on_the_device(name):
 @pytest.mark.parametrize("name", GROUPS)
 def test_products_of_groups_on_the_device(name):
     hopper_grouped(name, IMPLEMENTATIONS["device"])
+
+
+@pytest.mark.skipif(HERE is None or not HERE.hopper, reason="there is no Hopper card here")
+@pytest.mark.parametrize("name", HOPPER)
+def test_products_with_adapters_on_the_device(name):
+    lora_products.lora_product(name, IMPLEMENTATIONS["device"])
 
 
 def mesh_of(kind: str, num_cores: int | None = 114) -> Any:
@@ -92,6 +102,40 @@ def test_the_kernel_of_groups_is_in_programs_for_hopper_cards(size, dtype, kind,
         )
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("mosaic_gpu" in text) == taken and ("scatter" in text) != taken
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("NVIDIA H100 80GB HBM3", True), ("NVIDIA B200", False)])
+def test_the_kernels_of_adapters_are_in_programs_for_hopper_cards(kind, taken):
+    shapes = [((8, 128), "float32"), ((8, 128), "bfloat16"), ((320, 128), "bfloat16"), ((320, 128), "bfloat16")]
+
+    def product(slots, y, x, a, b):
+        visits = lora_visits(slots, num_slots=20, rank=16)
+        return lora_product(y, x, a, [b], visits, modules=(0,), rank=16)
+
+    with mesh_of(kind):
+        given = [jax.ShapeDtypeStruct(shape, jnp.dtype(name)) for shape, name in [((8,), "int32"), *shapes]]
+        text = jax.jit(product).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") > 1 if taken else "mosaic_gpu" not in text
+
+
+def test_what_the_kernels_leave_to_xla_of_adapters():
+    assert not any(lora_shape.why_xla(4096, (4096, 1024), rank, np.dtype("bfloat16")) for rank in (8, 16, 32, 64, 128))
+    assert "rank 256" in lora_shape.why_xla(4096, (4096,), 256, np.dtype("bfloat16"))
+    assert "multiply bfloat16" in lora_shape.why_xla(4096, (4096,), 16, np.dtype("float32"))
+    assert "4096 inputs and 688 outputs" in lora_shape.why_xla(4096, (688,), 16, np.dtype("bfloat16"))
+    assert grouped_form("gpu", 4096, (128,), 16, np.dtype("bfloat16")) == "matmul.hopper.lora"
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 80, 128, 144, 192, 256, 320, 8192])
+@pytest.mark.parametrize("rank", [8, 128])
+def test_tiles_of_adapters_fit_shared_memory(rows, rank):
+    """Two stages at least; parts of sums take no more memory than rows times all slots' columns, or little."""
+    slots = -(-min(64, rows) // (128 // rank))
+    of = lora_shape.Shape(rows, 14336, (4096,), (0,), rank, slots, LoraTiles(), HopperProducts())
+    assert of.stages_of_a >= 2 and of.stages_of_b >= 2
+    assert (of.row_tiles - 1) * of.tile_rows < rows <= of.row_tiles * of.tile_rows <= of.padded
+    assert (of.splits - 1) * of.per_split * of.inputs < of.size <= of.splits * of.per_split * of.inputs
+    assert of.splits == 1 or 4 * of.splits * of.slot_tiles * of.row_tiles * of.tile_rows * 128 < 36 << 20
 
 
 def test_plain_cards_have_no_kernels():
@@ -206,6 +250,23 @@ def test_tiles_cover_the_product_and_fit(rows, size, out, codes, packed):
     vectors = 4 * shape.sums * 2 * (OUTPUTS + shape.vector_rows)
     stored = OUTPUTS * shape.stored_rows * shape.stored_dtype.itemsize
     assert shape.stages * (OUTPUTS * shape.inputs // packed + of_rows + vectors) + stored < SHARED_MEMORY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "codes", "tile"),
+    [
+        (128, 32, "uint8", 64),
+        (96, 32, "uint8", 96),
+        (1024, 32, "uint8", 96),
+        (128, 64, "uint8", 128),
+        (5, 32, "uint8", 8),
+    ]
+    + [(128, 32, "int8", 128)],
+)
+def test_tiles_have_the_rows_that_registers_hold(rows, group, codes, tile):
+    """ptxas spills the sums of pairs in groups of 32 where a tile has 128 rows."""
+    shape = Shape(rows, 4096, 4096, 4096 // group, jnp.dtype(codes), False, True, False, jnp.float32, HopperProducts())
+    assert shape.tile_rows == tile and (shape.row_tiles - 1) * tile < rows <= shape.row_tiles * tile
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,374 @@
+"""What adapters add to a product on a Hopper GPU: two Mosaic GPU kernels, rows times A and that times B, over visits.
+
+A visit brings 128 rows of A together, those of some slots, as they lie in the pool, one TMA box a slot. The product is
+made turned around, [slots' columns, T] = A x^T: few rows cost few columns of a wgmma, and A is read once for all rows
+of a tile. Inputs are split over CTAs where visits are few; XLA picks of each row the columns of its own slot, adds up
+the parts, rounds, and spreads them over the columns of a tile of slots.
+
+The second kernel has a CTA for each tile of the result, which adds up all visits of its rows: rows of other tiles of
+slots are cleared in registers, and B is read as it lies, [rank, out] a slot. The grids are as long as the most visits
+there can be; CTAs without one end at once. In both one warpgroup keeps a ring filled by TMA and two compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul import lora_xla
+from pallas_kernels.matmul.hopper.lora_shape import COLUMNS, Shape, why_xla
+from pallas_kernels.matmul.hopper.shape import BFLOAT16, MOST_SHARED_ROWS
+from pallas_kernels.matmul.lora import LoraVisits, slots_of_tile
+from pallas_kernels.mosaic_gpu import BOX_ROWS, WARPGROUP_ROWS, launch, tiles
+from pallas_kernels.tuning import LoraTiles, Tuning, card_of_trace, tuning_of
+
+__all__ = ["lora_product", "why_xla"]
+
+PRODUCER = 2  # the warpgroup that loads
+# Of a lane of the warpgroup that loads and of those that compute: the first kernel's loads know where all slots are,
+# the second's products have two factors in registers.
+A_REGISTERS, B_REGISTERS = (72, 216), (40, 232)
+
+
+def lora_product(
+    y: jax.Array,
+    x: jax.Array,
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    visits: LoraVisits,
+    *,
+    modules: tuple[int, ...],
+    rank: int,
+    sizes: LoraTiles | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """f32[T, out]; arguments as the public operation has checked them.
+
+    sizes: those that the visits were made with. interpret: see `mosaic_gpu.launch`.
+    """
+    tile = Tuning().lora_tiles if sizes is None else sizes
+    widths = tuple(b.shape[1] for b in bs)
+    plain = interpret is False and ((card := card_of_trace()) is None or not card.hopper)
+    if plain or tile.columns != COLUMNS or why_xla(x.shape[1], widths, rank, x.dtype):
+        return lora_xla.lora_product(y, x, a, bs, visits, modules=modules, rank=rank, sizes=tile)
+    each = slots_of_tile(rank, tile)
+    products = tuning_of("gpu").hopper_products
+    shape = Shape(len(x), x.shape[1], widths, modules, rank, len(visits.slots) // each, tile, products)
+    inner = _own_columns(shape, _times_a(shape, x, a, visits, interpret), visits.place)
+    return y + _times_b(shape, inner, bs, visits, interpret)
+
+
+class _Visits(NamedTuple):
+    """Scalars that the kernels read: see `LoraVisits`."""
+
+    row_tile: Any
+    slot_tile: Any
+    slots: Any
+
+
+def _ring(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -> None:
+    """load(step, slot) for `count` steps as far ahead as there is room, and wait until all has been used."""
+
+    def body(step, carry):
+        slot = lax.rem(step, jnp.int32(stages))
+
+        @pl.when(step >= stages)
+        def _():
+            plgpu.barrier_wait(free.at[slot])
+
+        load(step, slot)
+        return carry
+
+    lax.fori_loop(0, count, body, jnp.int32(0))
+    # Every arrival must be observed before the CTA ends.
+    for slot in range(stages):
+
+        @pl.when(slot < count)
+        def _(slot=slot):
+            plgpu.barrier_wait(free.at[slot])
+
+
+def _share_work(registers: tuple[int, int] | None, load: Callable[[], None], compute: Callable[[Any], None]) -> None:
+    """What the warpgroups do; registers are dealt out anew where they are scarce."""
+    warpgroup = lax.axis_index("wg")
+
+    @pl.when(warpgroup == PRODUCER)
+    def _():
+        if registers is not None:
+            plgpu.set_max_registers(registers[0], action="decrease")
+        load()
+
+    @pl.when(warpgroup < PRODUCER)
+    def _():
+        if registers is not None:
+            plgpu.set_max_registers(registers[1], action="increase")
+        compute(warpgroup)
+
+
+def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, interpret: Any) -> jax.Array:
+    """f32 [splits, modules, tiles of slots, rows of all tiles, COLUMNS]; what no visit makes may hold anything."""
+    rows, stages = shape.row_tiles * shape.tile_rows, shape.stages_of_a
+    outer = shape.splits * shape.num_modules * shape.slot_tiles
+    (sums,) = launch(
+        partial(_times_a_body, shape, len(a) // (shape.num_modules * shape.rank)),
+        visits.row_tile,
+        visits.slot_tile,
+        visits.slots,
+        visits.count,
+        jnp.pad(x, ((0, rows - shape.rows), (0, 0))),
+        a,
+        name="lora_times_a",
+        outputs=[jax.ShapeDtypeStruct((outer, rows, COLUMNS), jnp.float32)],
+        scratch=[
+            tiles((stages, shape.tile_rows, shape.inputs), x.dtype),
+            tiles((stages, COLUMNS, shape.inputs), x.dtype),
+            plgpu.SMEM((2, shape.stored_rows, WARPGROUP_ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=shape.each + 1),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+        ],
+        num_ctas=shape.most_visits * shape.num_modules * shape.splits,
+        num_warpgroups=3,
+        interpret=interpret,
+    )
+    return sums.reshape(shape.splits, shape.num_modules, shape.slot_tiles, rows, COLUMNS)
+
+
+class _OfA(NamedTuple):
+    """Operands, the result and shared memory of the first kernel."""
+
+    visits: _Visits
+    x: Any  # [rows, in]
+    a: Any  # [modules * slots * rank, in]
+    sums: Any  # f32 [splits * modules * tiles of slots, rows, COLUMNS]
+    x_smem: Any  # [stages, tile rows, inputs]
+    a_smem: Any  # [stages, COLUMNS, inputs]
+    sums_smem: Any  # f32 [2, stored rows, 64]
+    full: Any
+    free: Any
+
+
+def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, count, *others: Any) -> None:
+    refs = _OfA(_Visits(row_tile, slot_tile, slots), *others)
+    cta = lax.axis_index("cta")
+    # Neighbours share rows.
+    module, rest = lax.rem(cta, jnp.int32(shape.num_modules)), lax.div(cta, jnp.int32(shape.num_modules))
+    split, visit = lax.rem(rest, jnp.int32(shape.splits)), lax.div(rest, jnp.int32(shape.splits))
+
+    @pl.when(visit < count[0])
+    def _():
+        first = split * shape.per_split
+        steps = jnp.minimum(shape.size // shape.inputs - first, shape.per_split)
+        tile = refs.visits.slot_tile[visit]
+        rows = refs.visits.row_tile[visit] * shape.tile_rows
+
+        def load():
+            matrices = [
+                (module * num_slots + refs.visits.slots[tile * shape.each + at]) * (shape.rank // BOX_ROWS) * BOX_ROWS
+                for at in range(shape.each)
+            ]
+
+            def load(step, slot):
+                columns, full = pl.ds((first + step) * shape.inputs, shape.inputs), refs.full.at[slot]
+                for at, matrix in enumerate(matrices):
+                    target = refs.a_smem.at[slot, pl.ds(at * shape.rank, shape.rank)]
+                    plgpu.copy_gmem_to_smem(refs.a.at[pl.ds(matrix, shape.rank), columns], target, full)
+                source = refs.x.at[pl.ds(rows, shape.tile_rows), columns]
+                plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot], full)
+
+            _ring(steps, shape.stages_of_a, refs.free, load)
+
+        def compute(warpgroup):
+            outer = (split * shape.num_modules + module) * shape.slot_tiles + tile
+            _store_sums(shape, refs, _sum_of_a(shape, refs, warpgroup, steps), warpgroup, outer, rows)
+
+        _share_work(A_REGISTERS if shape.tile_rows > MOST_SHARED_ROWS else None, load, compute)
+
+
+def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
+    """f32 [64, tile rows]: of the warpgroup's columns, over `count` tiles of inputs."""
+    own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    def multiply(accumulator):
+        def add(step, carry):
+            slot = lax.rem(step, jnp.int32(shape.stages_of_a))
+            plgpu.barrier_wait(refs.full.at[slot])
+            plgpu.wgmma(accumulator, refs.a_smem.at[slot, own], refs.x_smem.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(1)
+
+            @pl.when(step > 0)
+            def _():
+                plgpu.barrier_arrive(refs.free.at[lax.rem(step - 1, jnp.int32(shape.stages_of_a))])
+
+            return carry
+
+        lax.fori_loop(0, count, add, jnp.int32(0))
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(refs.free.at[lax.rem(count - 1, jnp.int32(shape.stages_of_a))])
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, shape.tile_rows), jnp.float32))
+
+
+def _store_sums(shape: Shape, refs: _OfA, total, warpgroup, outer, rows) -> None:
+    """Turn the warpgroup's part of a tile around, and send it."""
+    columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    for first in range(0, shape.tile_rows, shape.stored_rows):
+        count = min(shape.stored_rows, shape.tile_rows - first)
+        plgpu.wait_smem_to_gmem(0)
+        target = refs.sums_smem.at[warpgroup, pl.ds(0, count)]
+        turned = plgpu.layout_cast(total[:, first : first + count], plgpu.Layout.WGMMA_TRANSPOSED)
+        target.transpose((1, 0))[...] = turned
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(target, refs.sums.at[outer, pl.ds(rows + first, count), columns])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _own_columns(shape: Shape, sums: jax.Array, place: jax.Array) -> jax.Array:
+    """bfloat16 [padded rows, modules * COLUMNS]: of each row what its slot's A gives, where that is in its tile."""
+    of_slots = sums.reshape(*sums.shape[:4], shape.each, shape.rank)
+    row, own = jnp.arange(shape.rows), jnp.maximum(place, 0)
+    inner = jnp.sum(of_slots[:, :, own // shape.each, row, own % shape.each], axis=0)  # [modules, T, rank]
+    is_own = (place % shape.each)[:, None] == jnp.arange(shape.each)
+    # What nobody has made may be NaN.
+    spread = jnp.where((is_own & (place >= 0)[:, None])[:, :, None], inner[:, :, None], 0).astype(BFLOAT16)
+    spread = jnp.moveaxis(spread, 0, 1).reshape(shape.rows, -1)
+    return jnp.pad(spread, ((0, shape.padded - shape.rows), (0, 0)))
+
+
+def _times_b(shape: Shape, inner: jax.Array, bs: Sequence[jax.Array], visits: LoraVisits, interpret: Any) -> jax.Array:
+    """f32 [T, out]: what all visits add."""
+    rows, stages = shape.parts * WARPGROUP_ROWS, shape.stages_of_b
+    # Where the visits of each tile of rows begin, and the last ones end.
+    index, tile = jnp.arange(len(visits.row_tile)), jnp.arange(shape.row_tiles + 1)[:, None]
+    begins = jnp.sum((visits.row_tile < tile) & (index < visits.count), axis=1, dtype=jnp.int32)
+    of_rows = jnp.pad(visits.place // shape.each, (0, shape.padded - shape.rows), constant_values=-1)
+    stored = shape.row_tiles * shape.tile_rows
+    (added,) = launch(
+        partial(_times_b_body, shape),
+        visits.slot_tile,
+        visits.slots,
+        begins,
+        of_rows.astype(jnp.float32),
+        inner,
+        *bs,
+        name="lora_times_b",
+        outputs=[jax.ShapeDtypeStruct((stored, sum(shape.widths)), jnp.float32)],
+        scratch=[
+            plgpu.SMEM((rows,), jnp.float32),
+            tiles((rows, COLUMNS), inner.dtype),
+            tiles((stages, 2, COLUMNS, WARPGROUP_ROWS), inner.dtype),
+            plgpu.SMEM((2, WARPGROUP_ROWS, WARPGROUP_ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=1, num_arrivals=2),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=2 * shape.each),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+        ],
+        num_ctas=shape.row_tiles * (sum(shape.widths) // COLUMNS),
+        num_warpgroups=3,
+        interpret=interpret,
+    )
+    return added[: shape.rows]
+
+
+class _OfB(NamedTuple):
+    """Operands, the result and shared memory of the second kernel."""
+
+    slot_tile: Any
+    slots: Any
+    begins: Any  # i32 [row tiles + 1]
+    tile_of_row: Any  # f32 [padded rows], of slots
+    inner: Any  # [padded rows, modules * COLUMNS]
+    bs: tuple[Any, ...]  # each [slots * rank, its width]
+    added: Any  # f32 [rows, out]
+    tile_of_row_smem: Any  # f32 [rows of a tile]
+    inner_smem: Any  # [rows of a tile, COLUMNS]
+    b_smem: Any  # [stages, 2, COLUMNS, 64]
+    added_smem: Any  # f32 [2, 64, 64]
+    ready: Any
+    full: Any
+    free: Any
+
+
+def _times_b_body(shape: Shape, *given: Any) -> None:
+    slot_tile, slots, begins, tile_of_row, inner, *others = given
+    num_sources = len(shape.widths)
+    bs = tuple(others[:num_sources])
+    refs = _OfB(slot_tile, slots, begins, tile_of_row, inner, bs, *others[num_sources:])
+    cta = lax.axis_index("cta")
+    # Neighbours share B, which is more than rows are.
+    row_tile, column = lax.rem(cta, jnp.int32(shape.row_tiles)), lax.div(cta, jnp.int32(shape.row_tiles))
+    visit, rows = refs.begins[row_tile], row_tile * shape.tile_rows
+    count = refs.begins[row_tile + 1] - visit
+
+    def load():
+        begin = 0
+        for b, width, module in zip(refs.bs, shape.widths, shape.modules, strict=True):
+            end = begin + width // COLUMNS
+
+            @pl.when((column >= begin) & (column < end))
+            def _(b=b, begin=begin, module=module):
+                own = pl.ds(rows, shape.parts * WARPGROUP_ROWS)
+                plgpu.copy_gmem_to_smem(refs.tile_of_row.at[own], refs.tile_of_row_smem, refs.ready.at[jnp.int32(0)])
+                source = refs.inner.at[own, pl.ds(module * COLUMNS, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, refs.inner_smem, refs.ready.at[jnp.int32(0)])
+                _ring(count, shape.stages_of_b, refs.free, partial(_load_b, shape, refs, b, column - begin, visit))
+
+            begin = end
+
+    def compute(warpgroup):
+        plgpu.barrier_wait(refs.ready.at[jnp.int32(0)])
+        totals = _sum_of_b(shape, refs, warpgroup, visit, count)
+        columns = pl.ds(column * COLUMNS + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        for part, total in enumerate(totals):
+            first = part * WARPGROUP_ROWS
+            stored = min(WARPGROUP_ROWS, shape.tile_rows - first)
+            plgpu.wait_smem_to_gmem(0)
+            refs.added_smem[warpgroup] = total
+            plgpu.commit_smem()
+            source = refs.added_smem.at[warpgroup, pl.ds(0, stored)]
+            plgpu.copy_smem_to_gmem(source, refs.added.at[pl.ds(rows + first, stored), columns])
+        plgpu.wait_smem_to_gmem(0)
+
+    _share_work(B_REGISTERS if shape.parts > 1 else None, load, compute)
+
+
+def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:
+    """The slots of a visit, the outputs of each warpgroup by themselves."""
+    tile = refs.slot_tile[first + step]
+    for at in range(shape.each):
+        matrix = refs.slots[tile * shape.each + at] * (shape.rank // BOX_ROWS) * BOX_ROWS
+        for half in range(2):
+            source = b.at[pl.ds(matrix, shape.rank), pl.ds(column * COLUMNS + half * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+            target = refs.b_smem.at[slot, half, pl.ds(at * shape.rank, shape.rank)]
+            plgpu.copy_gmem_to_smem(source, target, refs.full.at[slot])
+
+
+def _sum_of_b(shape: Shape, refs: _OfB, warpgroup, first, count) -> list[Any]:
+    """f32 [64, 64] of each 64 rows, of the warpgroup's outputs: over `count` visits from the `first` on."""
+    area = WARPGROUP_ROWS, COLUMNS
+
+    def multiply(*accumulators):
+        def add(step, carry):
+            slot = lax.rem(step, jnp.int32(shape.stages_of_b))
+            tile = refs.slot_tile[first + step].astype(jnp.float32)
+            plgpu.barrier_wait(refs.full.at[slot])
+            for part, accumulator in enumerate(accumulators):
+                own = pl.ds(part * WARPGROUP_ROWS, WARPGROUP_ROWS)
+                has = jnp.where(refs.tile_of_row_smem[own] == tile, jnp.float32(1), jnp.float32(0))
+                rows = refs.inner_smem[own] * lax.broadcast_in_dim(has.astype(BFLOAT16), area, [0])
+                plgpu.wgmma(accumulator, rows, refs.b_smem.at[slot, warpgroup])
+                plgpu.wgmma_wait(1 if part + 1 < shape.parts else 0)  # registers hold the rows of two products
+            plgpu.barrier_arrive(refs.free.at[slot])
+            return carry
+
+        lax.fori_loop(0, count, add, jnp.int32(0))
+        return [accumulator[...] for accumulator in accumulators]
+
+    accumulator = plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, WARPGROUP_ROWS), jnp.float32)
+    return pl.run_scoped(multiply, *[accumulator] * shape.parts)

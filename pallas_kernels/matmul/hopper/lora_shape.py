@@ -1,0 +1,105 @@
+"""Which adapters the Hopper kernels multiply with, and how they cut a product into tiles: arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels.matmul.hopper.shape import BFLOAT16, RESERVED_BYTES, STORED_ROWS
+from pallas_kernels.matmul.lora import tile_rows_of
+from pallas_kernels.mosaic_gpu import BOX_ROWS, SHARED_MEMORY_BYTES, WARPGROUP_ROWS
+from pallas_kernels.tuning import HopperProducts, LoraTiles
+
+COLUMNS = 2 * WARPGROUP_ROWS  # of a tile of slots, and of a tile of the result: two warpgroups compute
+_CTAS = 2  # of a multiprocessor, that inputs are split for
+
+
+def why_xla(size: int, widths: Sequence[int], rank: int, dtype: jnp.dtype) -> str:
+    """Why adapters of a matrix of `size` inputs and sources of these outputs are XLA's, "" if the kernels take them."""
+    if dtype != BFLOAT16:
+        return "kernels multiply bfloat16"
+    if rank % BOX_ROWS or COLUMNS % rank:
+        return f"rank {rank} is no multiple of {BOX_ROWS} that divides {COLUMNS}"
+    if size % COLUMNS or any(width % COLUMNS for width in widths):
+        return f"{size} inputs and {', '.join(map(str, widths))} outputs are no multiples of {COLUMNS}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels are compiled for."""
+
+    rows: int
+    size: int
+    widths: tuple[int, ...]  # of sources
+    modules: tuple[int, ...]  # of sources
+    rank: int
+    slot_tiles: int
+    tile: LoraTiles
+    products: HopperProducts
+
+    @property
+    def num_modules(self) -> int:
+        return max(self.modules) + 1
+
+    @property
+    def each(self) -> int:
+        """Slots of a tile."""
+        return COLUMNS // self.rank
+
+    @property
+    def tile_rows(self) -> int:
+        """Of a visit, filled up to whole boxes."""
+        return -(-tile_rows_of(self.rows, self.tile) // BOX_ROWS) * BOX_ROWS
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // self.tile_rows)
+
+    @property
+    def parts(self) -> int:
+        """Products of 64 rows that a tile's are, the last one perhaps with rows of the next tile."""
+        return -(-self.tile_rows // WARPGROUP_ROWS)
+
+    @property
+    def padded(self) -> int:
+        """Rows, with those that the last tile has too many of."""
+        return (self.row_tiles - 1) * self.tile_rows + self.parts * WARPGROUP_ROWS
+
+    @property
+    def inputs(self) -> int:
+        """Of a tile of A."""
+        return 64 if self.tile_rows > COLUMNS else 128
+
+    @property
+    def most_visits(self) -> int:
+        return self.row_tiles * self.slot_tiles
+
+    @property
+    def per_split(self) -> int:
+        """Tiles of inputs that a CTA adds up."""
+        tiles = self.size // self.inputs
+        splits = _CTAS * self.products.num_ctas // (self.most_visits * self.num_modules)
+        return -(-tiles // max(min(splits, tiles // self.products.least_tiles), 1))
+
+    @property
+    def splits(self) -> int:
+        return -(-self.size // (self.inputs * self.per_split))
+
+    @property
+    def stored_rows(self) -> int:
+        return min(self.tile_rows, STORED_ROWS)
+
+    @property
+    def stages_of_a(self) -> int:
+        stage = 2 * self.inputs * (COLUMNS + self.tile_rows)
+        taken = RESERVED_BYTES + 4 * COLUMNS * self.stored_rows
+        return min((SHARED_MEMORY_BYTES - taken) // stage, self.products.stages, self.per_split)
+
+    @property
+    def stages_of_b(self) -> int:
+        rows = self.parts * WARPGROUP_ROWS * (2 * COLUMNS + 4)
+        taken = RESERVED_BYTES + rows + 4 * COLUMNS * WARPGROUP_ROWS
+        return min((SHARED_MEMORY_BYTES - taken) // (2 * COLUMNS * COLUMNS), 4)
