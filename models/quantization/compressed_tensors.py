@@ -1,21 +1,21 @@
 """compressed-tensors checkpoints (github.com/neuralmagic/compressed-tensors): float-quantized, int-quantized,
-pack-quantized and nvfp4-pack-quantized."""
+pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from models.quantization import mxfp4, nvfp4
 from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
-from models.quantization.nvfp4 import GROUP, Nvfp4
 from models.quantization.rules import Quantization, bad, block_size, group_size, names_in, one_of, refuse
 from models.quantization.stored import Activation, Stored
 from models.quantization.words import Packed
 
 METHOD = "compressed-tensors"
 FLOAT, INT, PACKED, NAIVE = "float-quantized", "int-quantized", "pack-quantized", "naive-quantized"
-NVFP4 = "nvfp4-pack-quantized"
-FORMATS = (FLOAT, INT, PACKED, NAIVE, NVFP4)
+NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+FORMATS = (FLOAT, INT, PACKED, NAIVE, NVFP4, MXFP4)
 _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 
 
@@ -55,8 +55,8 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     symmetric = one_of(weights, "symmetric", (True, False), True)
     one_of(weights, "dynamic", (False,), False)
     name = f"{METHOD} {kept}"
-    if kept == NVFP4:
-        return _nvfp4(name, group, kind, symmetric)
+    if kept in (NVFP4, MXFP4):
+        return _four_bit_floats(name, kept, group, kind, symmetric)
     activation = _activation(group.get("input_activations"))
     if kept == PACKED:
         if kind != "int" or activation is not None:
@@ -81,17 +81,17 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     return EightBits(name, _DTYPES[kind], strategy, activation, block)
 
 
-def _nvfp4(name: str, group: Mapping[str, Any], kind: str, symmetric: bool) -> Stored:
+def _four_bit_floats(name: str, kept: str, group: Mapping[str, Any], kind: str, symmetric: bool) -> Stored:
     weights = group["weights"]
     if kind != "float" or not symmetric:
-        raise bad("weights", dict(weights), f"symmetric and of type 'float' for {NVFP4}")
+        raise bad("weights", dict(weights), f"symmetric and of type 'float' for {kept}")
     if group.get("input_activations") is not None:
-        text = f"absent for {NVFP4}: rows of four bits are not supported"
+        text = f"absent for {kept}: rows of four bits are not supported"
         raise bad("input_activations", group["input_activations"], text)
     one_of(weights, "num_bits", (4,))
-    one_of(weights, "strategy", ("tensor_group",))
-    one_of(weights, "group_size", (GROUP,))
-    return Nvfp4(name)
+    one_of(weights, "strategy", ("tensor_group" if kept == NVFP4 else "group",))
+    one_of(weights, "group_size", (nvfp4.GROUP if kept == NVFP4 else mxfp4.GROUP,))
+    return nvfp4.Nvfp4(name) if kept == NVFP4 else mxfp4.Mxfp4(name, "weight_packed", "weight_scale")
 
 
 def _activation(settings: Any) -> Activation | None:

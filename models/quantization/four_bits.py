@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.config.fields import ModelConfigError
 from models.quantization.rules import LINEAR, Quantization, group_size, names_in, one_of, refuse
 from models.quantization.words import AwqGemm, Gptq
 
@@ -23,12 +24,19 @@ def read_awq(settings: Mapping[str, Any]) -> Quantization:
 def read_gptq(settings: Mapping[str, Any]) -> Quantization:
     """Raises ModelConfigError for what is not read."""
     refuse(settings, "dynamic")
+    bits, sym = one_of(settings, "bits", (2, 3, 4, 8)), one_of(settings, "sym", (True, False), True)
+    one_less = one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
+    if bits == 3 and one_less and not sym:
+        raise ModelConfigError(
+            "quantization_config: checkpoint_format is 'gptq', of 3 bits with sym false; allowed: 'gptq_v2': writers "
+            "do not agree on what zero points of the first version mean"
+        )
     stored = Gptq(
         GPTQ,
-        one_of(settings, "bits", (2, 4, 8)),
+        bits,
         group_size(settings, default=128),
-        not one_of(settings, "sym", (True, False), True),
-        one_less=one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq",
+        not sym,
+        one_less=one_less,
         reordered=one_of(settings, "desc_act", (True, False), False),
     )
     heads = one_of(settings, "lm_head", (True, False), False)

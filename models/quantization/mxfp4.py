@@ -1,4 +1,4 @@
-"""Experts in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss has them: e2m1 numbers, 32 of which share an exponent."""
+"""MXFP4 (OCP Microscaling Formats 1.0), of gpt-oss's experts and of compressed-tensors: e2m1, 32 share an exponent."""
 
 from __future__ import annotations
 
@@ -12,42 +12,47 @@ from models.quantization.rules import Quantization, names_in
 from models.quantization.stored import InOrder, Shape, StoredModule
 
 METHOD = "mxfp4"
-_GROUP = 32
+GROUP = 32
 # Twice what four bits stand for: a sign, two bits of exponent, one of mantissa.
 DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 @dataclass(frozen=True)
 class Mxfp4(InOrder):
-    """`blocks` u8 [out, in / 2], the even input in the low bits, and `scales` u8 [out, in / 32], exponents and 127.
+    """Pairs u8 [out, in / 2], the even input in the low bits, and u8 [out, in / 32], exponents and 127.
 
-    These are one expert's part of a stack (models.weights.stacked). Codes are int8: twice the numbers, whose scales are
-    half of what is stored.
+    gpt-oss's are one expert's part of a stack (models.weights.stacked). Codes are int8: twice the numbers, whose scales
+    are half of what is stored.
+
+    Attributes:
+      pairs, exponents: what the tensors are called.
     """
 
     format: str = METHOD
+    pairs: str = "blocks"
+    exponents: str = "scales"
     dtype: str = "int8"
-    group: int = _GROUP
+    group: int = GROUP
     has_zeros: bool = False
     activation: None = None
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         out, size = module.shape
-        return {"blocks": ((out, -(-size // _GROUP) * _GROUP // 2),), "scales": ((out, -(-size // _GROUP)),)}
+        return {self.pairs: ((out, -(-size // GROUP) * GROUP // 2),), self.exponents: ((out, -(-size // GROUP)),)}
 
     def check(self, module: StoredModule) -> None:
-        module.read("blocks", "uint8", slice(0, 1))
-        if np.any(module.read("scales", "uint8") == 255):
-            raise module.fail("scales", "255 stands for no number")
+        module.read(self.pairs, "uint8", slice(0, 1))
+        if np.any(module.read(self.exponents, "uint8") == 255):
+            raise module.fail(self.exponents, "255 stands for no number")
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
         first, last, _ = columns.indices(module.shape[1])
-        pairs = module.read("blocks", "uint8", rows, slice(first // 2, -(-last // 2)))
+        pairs = module.read(self.pairs, "uint8", rows, slice(first // 2, -(-last // 2)))
         values = np.stack([DOUBLED[pairs & 15], DOUBLED[pairs >> 4]], axis=-1).reshape(len(pairs), -1)
         return values[:, first % 2 :][:, : last - first]
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        exponents = module.read("scales", "uint8", rows).astype(np.int32)
+        exponents = module.read(self.exponents, "uint8", rows).astype(np.int32)
         return np.ldexp(np.float32(0.5), exponents - 127).astype(np.float32), None
 
 

@@ -156,9 +156,18 @@ def num_groups(size: int, group: int | None) -> int:
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 words [..., n] to what they hold, u8[..., n * 32 / bits], the lowest bits first."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
+    """int32 words [..., n] to what they hold, u8[..., n * 32 / bits], the lowest bits first.
+
+    A number of three bits may begin in one word and end in the next; n is a multiple of three then.
+    """
+    if 32 % bits == 0:
+        shifts = np.arange(0, 32, bits, dtype=np.uint32)
+        values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
+    else:
+        each = words.view(np.uint32).reshape(*words.shape[:-1], -1, bits).astype(np.uint64)
+        first, shifts = np.divmod(np.arange(0, 32 * bits, bits), 32)
+        ends = each[..., np.minimum(first + 1, bits - 1)] << np.uint64(32)
+        values = ((ends | each[..., first]) >> shifts.astype(np.uint64)) & np.uint64(2**bits - 1)
     return values.astype(np.uint8).reshape(*words.shape[:-1], -1)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from models.quantization.stored import InOrder, Shape, StoredModule, num_groups, unpacked
 
 # A word of AWQ's holds columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, the lowest bits first; so column c is in place:
+# Zero points of 4 less one as GPTQModel before version 7 wrote them: it took the words' ones in the wrong order.
+_HALF_OF_THREE_BITS = np.array([0, 0xB6DB6DB7, 0x49249249], np.uint32)
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 
@@ -35,8 +37,13 @@ class Words(InOrder):
         return 1 << self.bits - 1
 
     @property
-    def per_word(self) -> int:
-        return 32 // self.bits
+    def unit(self) -> tuple[int, int]:
+        """(numbers, words): how many numbers fill how many words whole."""
+        return (32 // self.bits, 1) if 32 % self.bits == 0 else (32, self.bits)
+
+    def num_words(self, size: int) -> int:
+        numbers, words = self.unit
+        return num_groups(size, numbers) * words
 
     def signed(self, values: np.ndarray) -> np.ndarray:
         """u8 values to codes."""
@@ -49,10 +56,10 @@ class Words(InOrder):
     def word_span(self, part: slice, size: int) -> tuple[slice, slice]:
         """The words that hold `part` of `size` values, and the part among theirs."""
         first, last, _ = part.indices(size)
-        start = first // self.per_word
-        return slice(start, num_groups(last, self.per_word)), slice(
-            first - start * self.per_word, last - start * self.per_word
-        )
+        numbers, words = self.unit
+        start = first // numbers
+        own = slice(first - start * numbers, last - start * numbers)
+        return slice(start * words, self.num_words(last)), own
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,12 @@ class AwqGemm(Words):
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         (out, size), count = module.shape, num_groups(module.shape[1], self.group)
-        words = num_groups(out, self.per_word)
+        words = self.num_words(out)
         needed: dict[str, tuple[Shape, ...]] = {"qweight": ((size, words),), "scales": ((count, out),)}
         return needed | ({"qzeros": ((count, words),)} if self.has_zeros else {})
 
     def optional(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
-        shape = num_groups(module.shape[1], self.group), num_groups(module.shape[0], self.per_word)
+        shape = num_groups(module.shape[1], self.group), self.num_words(module.shape[0])
         return {} if self.has_zeros else {"qzeros": (shape,)}
 
     def check(self, module: StoredModule) -> None:
@@ -85,7 +92,7 @@ class AwqGemm(Words):
         """u8 [lines, outputs]"""
         words, part = self.word_span(outputs, module.shape[0])
         values = unpacked(module.read(kind, "int32", lines, words), self.bits)
-        values = values.reshape(len(values), -1, self.per_word)[:, :, _AWQ_PLACES]
+        values = values.reshape(len(values), -1, len(_AWQ_PLACES))[:, :, _AWQ_PLACES]
         return values.reshape(len(values), -1)[:, part]
 
 
@@ -94,7 +101,8 @@ class Gptq(Words):
     """qweight [in * bits / 32, out], qzeros [n, out * bits / 32], scales [n, out], g_idx [in].
 
     Attributes:
-      one_less: stored zero points are one less than meant, as in the first version of the format.
+      one_less: stored zero points are one less than meant, as in the first version of the format: one was taken from
+        each by a subtraction of whole words, so that a point of 0 borrows from the next one.
       reordered: g_idx says which group an input belongs to ("act-order"); otherwise neighbours form groups.
     """
 
@@ -104,8 +112,8 @@ class Gptq(Words):
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         (out, size), count = module.shape, num_groups(module.shape[1], self.group)
         needed: dict[str, tuple[Shape, ...]] = {
-            "qweight": ((num_groups(size, self.per_word), out),),
-            "qzeros": ((count, num_groups(out, self.per_word)),),
+            "qweight": ((self.num_words(size), out),),
+            "qzeros": ((count, self.num_words(out)),),
             "scales": ((count, out),),
         }
         return needed | ({"g_idx": ((size,),)} if self.reordered else {})
@@ -115,8 +123,7 @@ class Gptq(Words):
 
     def check(self, module: StoredModule) -> None:
         module.read("qweight", "int32", slice(0, 1))
-        points = self._points(module, slice(None))
-        if not self.has_zeros and np.any(points != self.half):
+        if not self.has_zeros and not self._has_half_points(module):
             raise module.fail("qzeros", f"zero points must all be {self.half}, for the configuration says sym")
         if not module.has("g_idx"):
             return
@@ -142,9 +149,20 @@ class Gptq(Words):
 
     def _points(self, module: StoredModule, outputs: slice) -> np.ndarray:
         """Zero points u8 [n, outputs]."""
-        words, part = self.word_span(outputs, module.shape[0])
-        points = unpacked(module.read("qzeros", "int32", slice(None), words), self.bits)[:, part]
-        return (points + np.uint8(self.one_less)) & np.uint8(2**self.bits - 1)
+        span, part = self.word_span(outputs, module.shape[0])
+        words = module.read("qzeros", "int32", slice(None), span)
+        if self.one_less and self.bits != 3:
+            words = (words.view(np.uint32) + np.uint32(0xFFFFFFFF // (2**self.bits - 1))).view(np.int32)
+        points = unpacked(words, self.bits)[:, part]
+        return (points + np.uint8(1)) & np.uint8(7) if self.one_less and self.bits == 3 else points
+
+    def _has_half_points(self, module: StoredModule) -> bool:
+        if np.all(self._points(module, slice(None)) == self.half):
+            return True
+        if self.bits != 3 or not self.one_less:
+            return False
+        words = module.read("qzeros", "int32").view(np.uint32)
+        return bool(np.all(words.reshape(-1, 3) == _HALF_OF_THREE_BITS))
 
 
 @dataclass(frozen=True)
@@ -160,12 +178,12 @@ class Packed(Words):
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         (out, size), count = module.shape, num_groups(module.shape[1], self.group)
         needed: dict[str, tuple[Shape, ...]] = {
-            "weight_packed": ((out, num_groups(size, self.per_word)),),
+            "weight_packed": ((out, self.num_words(size)),),
             "weight_scale": ((out, count),),
             "weight_shape": ((2,),),
         }
         if self.has_zeros:
-            needed["weight_zero_point"] = ((num_groups(out, self.per_word), count),)
+            needed["weight_zero_point"] = ((self.num_words(out), count),)
         return needed | ({"weight_g_idx": ((size,),)} if self.reordered else {})
 
     def check(self, module: StoredModule) -> None:

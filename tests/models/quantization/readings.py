@@ -14,10 +14,12 @@ Tensors = dict[str, np.ndarray]
 
 def bits_at(words: np.ndarray, place: tuple[int, ...], axis: int, bits: int) -> int:
     """Number `place` of an array packed along an axis into int32 words, the lowest bits first."""
-    index = list(place)
-    word, rest = divmod(index[axis] * bits, 32)
-    index[axis] = word
-    return (int(words[tuple(index)]) >> rest) & (2**bits - 1)
+    index, found = list(place), 0
+    word, rest = divmod(place[axis] * bits, 32)
+    for each in range((rest + bits + 31) // 32):  # one of three bits may go on in the next word
+        index[axis] = word + each
+        found |= (int(words[tuple(index)]) & 2**32 - 1) << 32 * each
+    return (found >> rest) & (2**bits - 1)
 
 
 def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple[int, int]) -> np.ndarray:
@@ -30,6 +32,8 @@ def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple
         read = _gptq
     elif "weight_global_scale" in own:
         read = _nvfp4
+    elif settings.get("format") == "mxfp4-pack-quantized":
+        read = _mxfp4
     elif "weight_packed" in own:
         read, settings = _packed, settings["config_groups"]["group_0"]["weights"]
     else:
@@ -59,12 +63,21 @@ def _packed(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float3
     return np.float32(bits_at(own["weight_packed"], (o, i), 1, bits) - half - point) * np.float32(scales[o, group])
 
 
-def _nvfp4(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
-    bits = int(own["weight_packed"][o, i // 2]) >> 4 * (i % 2) & 15
+def _e2m1(pairs: np.ndarray, o: int, i: int) -> float:
+    """A number of four bits, two a byte along the inputs, the first in the low ones."""
+    bits = int(pairs[o, i // 2]) >> 4 * (i % 2) & 15
     exponent, mantissa = bits >> 1 & 3, bits & 1
     magnitude = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    return -magnitude if bits & 8 else magnitude
+
+
+def _nvfp4(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
     scale = np.float32(own["weight_scale"][o, i // 16]) / own["weight_global_scale"][0]
-    return np.float32(-magnitude if bits & 8 else magnitude) * scale
+    return np.float32(_e2m1(own["weight_packed"], o, i)) * scale
+
+
+def _mxfp4(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    return np.float32(_e2m1(own["weight_packed"], o, i) * 2.0 ** (int(own["weight_scale"][o, i // 32]) - 127))
 
 
 def _awq(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
@@ -76,5 +89,8 @@ def _awq(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
 
 def _gptq(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
     bits, group = settings["bits"], own["g_idx"][i]
-    point = bits_at(own["qzeros"], (group, o), 1, bits) + (settings.get("checkpoint_format") != "gptq_v2")
+    points, first = own["qzeros"], settings.get("checkpoint_format") != "gptq_v2"
+    if first and bits != 3:
+        points = points + np.int32({2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[bits])
+    point = bits_at(points, (group, o), 1, bits) + (first and bits == 3)
     return np.float32(bits_at(own["qweight"], (i, o), 0, bits) - point) * np.float32(own["scales"][group, o])

@@ -64,10 +64,21 @@ DAMAGE = [
     ("ct nvfp4", f"{Q}.weight_packed", lambda a: a.view(np.int8), "must hold uint8, got int8"),
     ("ct nvfp4", f"{Q}.weight_scale", lambda a: a.astype(np.float32), "must hold float8_e4m3fn, got float32"),
     ("ct nvfp4", f"{Q}.weight_global_scale", lambda a: a * 0, "must be finite and > 0, got 0.0"),
+    ("ct mxfp4", f"{Q}.weight_packed", lambda a: a.view(np.int8), "must hold uint8, got int8"),
+    ("ct mxfp4", f"{Q}.weight_scale", lambda a: a[:, :1], r"shape must be \(64, 2\) for .*, got \(64, 1\)"),
+    ("ct mxfp4", f"{Q}.weight_scale", lambda a: a * 0 + 255, "255 stands for no number .at"),
     ("awq", f"{Q}.qzeros", None, "is missing"),
     ("awq", f"{Q}.scales", with_nan, "3 of 128 scales are not finite"),
     ("gptq 4", f"{Q}.qzeros", lambda a: a + 1, "zero points must all be 8, for the configuration says sym"),
     ("gptq 4", f"{Q}.g_idx", lambda a: a[::-1].copy(), "must name groups of 32 inputs each, in order: no desc_act"),
+    ("gptq 3", f"{Q}.qweight", lambda a: a[:-1], r"shape must be \(6, 64\) for"),
+    ("gptq 3", f"{Q}.qzeros", lambda a: a[:, :-1], r"shape must be \(2, 6\) for"),
+    (
+        "gptq 3",
+        f"{Q}.qzeros",
+        lambda a: a ^ 1 << 30,
+        "zero points must all be 4, for the configuration says",
+    ),
     ("gptq 4 v2 act-order", f"{Q}.g_idx", lambda a: a * 0, "must name groups of 32 inputs each"),
     ("gptq 4 v2 act-order", f"{Q}.g_idx", lambda a: a[::-1].copy(), "must have the same order of inputs"),
 ]
@@ -85,6 +96,19 @@ def test_damaged(tmp_path, monkeypatch, name, tensor, change, message):
         load_params(model, ArraySource(tensors))
 
 
+def test_zero_points_of_three_bits_as_two_writers_have_them(tmp_path):
+    """GPTQModel before version 7 took the words of ones in the wrong order; symmetric points say nothing anyway."""
+    model, tensors = opened(tmp_path, "gptq 3")
+    for name in [each for each in tensors if each.endswith("qzeros")]:
+        words = tensors[name].view(np.uint32).reshape(-1, 3)
+        assert (words == (0xDB6DB6DB, 0xB6DB6DB6, 0x6DB6DB6D)).all()
+        fours = np.array([0x24924924, 0x49249249, 0x92492492], np.uint32)
+        ones = np.array([0x24924924, 0x92492492, 0x49249249], np.uint32)
+        other = np.broadcast_to(fours - ones, words.shape).reshape(tensors[name].shape)
+        tensors[name] = np.ascontiguousarray(other).view(np.int32)
+    load_params(model, ArraySource(tensors))
+
+
 def test_a_tensor_of_a_module_that_is_not_quantised(tmp_path):
     model, tensors = opened(tmp_path, "fp8 block")
     with pytest.raises(ModelFileError, match="the model has no use for this tensor .at lm_head.weight_scale_inv"):
@@ -94,7 +118,7 @@ def test_a_tensor_of_a_module_that_is_not_quantised(tmp_path):
 COMPRESSED = FORMATS["ct packed 4"][0]
 CHANGED = {
     "kv_cache_scheme": {"num_bits": 8, "type": "int"},
-    "format": "mxfp4-pack-quantized",
+    "format": "mxfp8-quantized",
     "ignore": "lm_head",
     "config_groups": {},
     "quantization_status": "initialized",
@@ -119,7 +143,8 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
         ({"quant_method": "awq", "bits": 3}, "bits must be 4, got 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version must be 'gemm' or 'GEMM'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size must be -1 or"),
-        ({"quant_method": "gptq", "bits": 3}, "bits must be 2 or 4 or 8, got 3"),
+        ({"quant_method": "gptq", "bits": 3, "sym": False}, "checkpoint_format is 'gptq', of 3 bits with sym false"),
+        ({"quant_method": "gptq", "bits": 5}, "bits must be 2 or 3 or 4 or 8, got 5"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down.*": {}}}, "dynamic must be absent or empty"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
@@ -133,16 +158,19 @@ def test_what_is_not_read_is_refused_by_its_field(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("weights", "rows", "message"),
+    ("name", "weights", "rows", "message"),
     [
-        ({}, {"num_bits": 4, "type": "float", "dynamic": "local"}, "input_activations must be absent"),
-        ({"group_size": 32}, None, "group_size must be 16, got 32"),
-        ({"type": "int"}, None, "weights must be symmetric and of type 'float'"),
-        ({"strategy": "group"}, None, "strategy must be 'tensor_group', got 'group'"),
+        ("nvfp4", {}, {"num_bits": 4, "type": "float", "dynamic": "local"}, "input_activations must be absent"),
+        ("nvfp4", {"group_size": 32}, None, "group_size must be 16, got 32"),
+        ("nvfp4", {"type": "int"}, None, "weights must be symmetric and of type 'float'"),
+        ("nvfp4", {"strategy": "group"}, None, "strategy must be 'tensor_group', got 'group'"),
+        ("mxfp4", {}, {"num_bits": 4, "type": "float", "dynamic": True}, "input_activations must be absent"),
+        ("mxfp4", {"group_size": 16}, None, "group_size must be 32, got 16"),
+        ("mxfp4", {"strategy": "tensor_group"}, None, "strategy must be 'group', got 'tensor_group'"),
     ],
 )
-def test_other_kinds_of_nvfp4_are_refused_by_their_field(weights, rows, message):
-    whole, _ = FORMATS["ct nvfp4"]
+def test_other_kinds_of_four_bit_floats_are_refused_by_their_field(name, weights, rows, message):
+    whole, _ = FORMATS[f"ct {name}"]
     group = whole["config_groups"]["group_0"]
     group = {**group, "weights": {**group["weights"], **weights}, "input_activations": rows}
     with pytest.raises(ModelConfigError, match=f"quantization_config: {message}"):

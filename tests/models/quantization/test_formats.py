@@ -19,7 +19,9 @@ from models.quantization.stored import Activation
 from models.registry import build_model, read_folder
 from models.weights.declare import declared_params
 from models.weights.load import load_params
+from models.weights.quantized import QuantizedSource
 from models.weights.safetensors import SafetensorsCheckpoint
+from sharding.layout import MeshLayout
 from tests.fixtures.quantized_models import FORMATS, shapes_of, write
 from tests.models.quantization import readings
 from tests.models.weights.test_load import ArraySource
@@ -98,6 +100,40 @@ def test_weights_are_those_of_an_independent_reading(written, name, experts):
         stack = [np.concatenate([matrices[m.replace("{expert}", str(e))] for m in modules]).T for e in numbers]
         expected = np.stack(stack) if param.decl.num_experts else stack[0]
         np.testing.assert_array_equal(dequantized(weights[param.name.removesuffix(".codes")]), expected)
+
+
+def read_part(held: QuantizedSource, module: str, rows: slice, half: bool) -> np.ndarray:
+    """f32 [rows, in] of some outputs of a module, or of the second half of the inputs, by what a device reads of it."""
+
+    def read(kind: str) -> np.ndarray:
+        count = held.shape(name := f"{module}.weight:{kind}")[1]
+        return held.read(name, rows, slice(count // 2 if half else 0, count))
+
+    kinds = {name.rpartition(":")[2] for name in held.names() if name.startswith(f"{module}.weight:")}
+    if "pairs" in kinds:
+        pairs = read("pairs")
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(pairs), -1).astype(np.int8)
+        codes = np.where(codes < 8, codes, codes - 16)
+    else:
+        codes = read("codes")
+    each = codes.shape[1] // read("scales").shape[1]
+    values = codes.astype(np.float32) * np.repeat(read("scales"), each, axis=1)
+    return values - np.repeat(read("zeros"), each, axis=1) if "zeros" in kinds else values
+
+
+@pytest.mark.parametrize("name", ["ct float tensor static", "ct packed 4 asymmetric", "ct mxfp4", "awq", "gptq 3"])
+def test_parts_that_two_devices_read_are_those_of_the_whole(written, name):
+    """Split by outputs or by inputs; three groups of 32 inputs are six of 16 then, of which each device has three."""
+    folder = written(name, False)
+    source = SafetensorsCheckpoint(folder)
+    held = QuantizedSource(source, build_model(read_folder(folder), Build("float32", MeshLayout(model=2))))
+    for module, matrix in read_matrices(folder).items():
+        out, size = matrix.shape
+        np.testing.assert_array_equal(read_part(held, module, slice(out // 2, out), False), matrix[out // 2 :], module)
+        np.testing.assert_array_equal(read_part(held, module, slice(0, out), True), matrix[:, size // 2 :], module)
+    source.close()
+    scales = held.shape("model.layers.0.mlp.down_proj.weight:scales")[1]
+    assert scales == (1 if name == "ct float tensor static" else 6)
 
 
 @dataclass(frozen=True)
