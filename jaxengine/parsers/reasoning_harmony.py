@@ -20,7 +20,7 @@ class HarmonyFormat:
     holds_calls = True
     stop_words = STOP_WORDS
 
-    def open(self, prompt: str, continued: str = "") -> OutputParser:
+    def open(self, prompt: str, continued: str = "", *, calls: bool = True) -> OutputParser:
         """As registry.ReasoningFormat."""
         return HarmonyReasoningParser()
 

@@ -5,7 +5,7 @@ The opening word may stand in the prompt already. Later ones are part of the ans
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxengine.parsers.events import ContentDelta, Event, OutputParser, ReasoningDelta
@@ -22,6 +22,8 @@ class ThinkFormat:
     Attributes:
       begins, ends: the words around reasoning, and other ways to write them; a model opens with the first one.
       calls: words that end reasoning too and belong to what follows.
+      closing_call: words around calls. Where an output ends with some, the reasoning ended before them, though the
+        model forgot to say so. From the first such word on text waits for the end.
       answer: words around the answer, where it has some.
       always: an output begins with reasoning, whether or not prompt or output hold the opening word.
       shown: reasoning stays in the content, between <think> and the word that ends it.
@@ -31,6 +33,7 @@ class ThinkFormat:
     begins: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     calls: tuple[str, ...] = ()
+    closing_call: tuple[str, str] | None = None
     answer: tuple[str, str] | None = None
     always: bool = False
     shown: bool = False
@@ -39,12 +42,13 @@ class ThinkFormat:
     holds_calls = False
     stop_words = ()
 
-    def open(self, prompt: str, continued: str = "") -> OutputParser:
+    def open(self, prompt: str, continued: str = "", *, calls: bool = True) -> OutputParser:
         """As registry.ReasoningFormat."""
         inside = bool(self._begins_inside(prompt, continued))
         if self.shown:
-            return ShownParser(self.begins[0] if inside else "")
-        parser = ThinkParser(Opening(*self.begins), Marker(*self.ends, *self.calls), self.calls, inside)
+            # What an answer goes on with has the word already, or was never to have it.
+            return ShownParser(self.begins[0] if inside and not continued else "")
+        parser = ThinkParser(self if calls else replace(self, calls=(), closing_call=None), inside)
         return parser if self.answer is None else AnswerParser(parser, *self.answer)
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
@@ -75,17 +79,21 @@ def _end_of_last(text: str, word: str) -> int:
 
 
 class ThinkParser:
-    """inside: the output begins with reasoning, opening word or not. kept: ends that belong to the content."""
+    """inside: the output begins with reasoning, opening word or not."""
 
-    def __init__(self, opening: Opening, end: Marker, kept: tuple[str, ...], inside: bool):
+    def __init__(self, words: ThinkFormat, inside: bool):
         self._inside = inside
-        self._opening: Opening | None = opening
-        self._end = end
-        self._kept = kept
+        self._kept = words.calls
+        self._opening: Opening | None = Opening(*words.begins)
+        self._call, self._call_end = words.closing_call or ("", "")
+        self._end = Marker(*words.ends, *words.calls, *filter(None, (self._call,)))
+        self._last_end = Marker(*words.ends, *words.calls)
+        # From the first call in the reasoning on.
+        self._waiting: list[str] | None = None
 
     def feed(self, text: str) -> list[Event]:
         at = 0
-        reasoning, content = "", ""
+        reasoning, content = [], ""
         if self._opening is not None:
             at, found = self._opening.read(text, at)
             if found is None:
@@ -94,17 +102,40 @@ class ThinkParser:
                 # The beginning of the one word may be that of the other.
                 text, at = self._opening.held + text[at:], 0
             self._inside, self._opening = self._inside or found, None
-        if self._inside:
-            reasoning, at, word = self._end.read(text, at)
-            self._inside = not word
-            content = word if word in self._kept else ""
+        while self._inside and at < len(text):
+            plain, at, word = self._end.read(text, at)
+            (reasoning if self._waiting is None else self._waiting).append(plain)
+            if word and word == self._call:
+                self._waiting, self._end = [word], self._last_end
+            elif word:
+                reasoning += self._waiting or ()
+                self._inside, self._waiting, content = False, None, word if word in self._kept else ""
         if not self._inside:
             content += text[at:]
-        return _events(reasoning, content)
+        return _events("".join(reasoning), content)
 
     def finish(self) -> list[Event]:
         held = self._end.take() if self._opening is None else self._opening.held
+        if self._waiting is not None:
+            held = "".join(self._waiting) + held
+            at = self._closing_calls(held)
+            return _events(held[:at], held[at:])
         return _events(held, "") if self._inside else _events("", held)
+
+    def _closing_calls(self, text: str) -> int:
+        """Where the calls begin that a text ends with, one behind the other; its length where it ends with none."""
+        at, end = len(text), len(text.rstrip())
+        while text.endswith(self._call_end, 0, end):
+            last = end - len(self._call_end)
+            begin = text.rfind(self._call, 0, last)
+            inner = text[begin + len(self._call) : last]
+            # A call is an object or a tag.
+            if begin < 0 or self._call_end in inner or not inner.lstrip().startswith(("{", "<")):
+                break
+            at = end = begin
+            while end and text[end - 1].isspace():
+                end -= 1
+        return at
 
 
 class ShownParser:

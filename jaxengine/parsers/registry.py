@@ -89,8 +89,11 @@ class ReasoningFormat(Protocol):
     @property
     def holds_calls(self) -> bool: ...
 
-    def open(self, prompt: str, continued: str = "") -> OutputParser:
-        """A parser for one output that follows `prompt`; `continued`: the part of an answer that it goes on with."""
+    def open(self, prompt: str, continued: str = "", *, calls: bool = True) -> OutputParser:
+        """A parser for one output that follows `prompt`; `continued`: the part of an answer that it goes on with.
+
+        calls: the model's own way of calling tools is read behind it. False: none of its words end reasoning.
+        """
         ...
 
     def waits_for(self, prompt: str, continued: str = "") -> dict[str, Any]:
@@ -233,7 +236,9 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "xlam": _LLAMA3("xLAM 2"),
 }
 
-_QWEN3 = ThinkFormat()
+_THINK = ThinkFormat()
+# Qwen3.5 now and then calls a tool without the word that ends its thoughts.
+_QWEN3 = ThinkFormat(closing_call=("<tool_call>", "</tool_call>"))
 # The second word is the prompt's, where thoughts are to be none.
 _SEED = ThinkFormat(("<seed:think>", "<seed:think><seed:cot_budget_reflect>"), ("</seed:think>",), special_tokens=True)
 _GRANITE = ThinkFormat(
@@ -242,10 +247,10 @@ _GRANITE = ThinkFormat(
 
 REASONING_PARSERS: dict[str, ReasoningRow] = {
     "deepseek_r1": ReasoningRow(ThinkFormat(always=True), "DeepSeek R1, QwQ", ("<｜Assistant｜><think>",)),
-    "deepseek_v3": ReasoningRow(_QWEN3, "DeepSeek V3.1, V3.2", ("<｜Assistant｜>", "</think>", "thinking")),
+    "deepseek_v3": ReasoningRow(_THINK, "DeepSeek V3.1, V3.2", ("<｜Assistant｜>", "</think>", "thinking")),
     "qwen3": ReasoningRow(_QWEN3, "Qwen3 and others that open <think> themselves or in the prompt", ("</think>",)),
-    "glm45": ReasoningRow(_QWEN3, "GLM-4.5, GLM-4.6", ("</think>", "<|assistant|>", "/nothink")),
-    "glm47": ReasoningRow(_QWEN3, "GLM-4.7"),
+    "glm45": ReasoningRow(_THINK, "GLM-4.5, GLM-4.6", ("</think>", "<|assistant|>", "/nothink")),
+    "glm47": ReasoningRow(_THINK, "GLM-4.7"),
     "mistral": ReasoningRow(
         ThinkFormat(("[THINK]",), ("[/THINK]",), special_tokens=True), "Magistral, Ministral 3", ("[THINK]",)
     ),
@@ -256,7 +261,7 @@ REASONING_PARSERS: dict[str, ReasoningRow] = {
     ),
     "seed_oss": ReasoningRow(_SEED, "Seed-OSS", ("<seed:think>",)),
     "ernie45": ReasoningRow(ThinkFormat(answer=("<response>", "</response>")), "ERNIE 4.5", ("<response>", "</think>")),
-    "olmo3": ReasoningRow(_QWEN3, "Olmo 3", ("</think>", "<function_calls>")),
+    "olmo3": ReasoningRow(_THINK, "Olmo 3", ("</think>", "<function_calls>")),
     "kimi_k2": ReasoningRow(
         ThinkFormat(calls=("<|tool_calls_section_begin|>",), special_tokens=True),
         "Kimi K2",

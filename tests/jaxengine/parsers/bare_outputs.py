@@ -1,4 +1,4 @@
-"""Outputs of the formats that Llama and Mistral write: calls with few words around them, or none."""
+"""Outputs of the formats that Llama, ToolACE and Mistral write: calls with few words around them, or none."""
 
 from __future__ import annotations
 
@@ -15,6 +15,34 @@ def named(calls: list[Call]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{writers.as_json(arguments)}" for name, arguments in calls)
 
 
+def text(said: str) -> Output:
+    """One without calls."""
+    return Output(said, [], said)
+
+
+PYTHONIC = Format(
+    lambda calls: f"[{', '.join(map(writers.python, calls))}]",
+    [
+        Output('[weather(city="Paris", n=-3), now()]', [("weather", {"city": "Paris", "n": -3}), NOW]),
+        Output("[ weather( city = 'It\\'s' , ) ,\n now ( ) ]", [("weather", {"city": "It's"}), NOW]),
+        Output(
+            "[weather(days=[1, 2.5,], x={'y': {\"z\": (True, None)}})]",
+            [("weather", {"days": [1, 2.5], "x": {"y": {"z": [True, None]}}})],
+        ),
+        Output('[weather(city="""Zürich""", n=0x10)]', [("weather", {"city": "Zürich", "n": 16})]),
+        Output('[weather(city="now()], [x(", n=1_000)]', [("weather", {"city": "now()], [x(", "n": 1000})]),
+        Output("[weather(city='a' \"b\"\n'c', rain=false)]", [("weather", {"city": "abc", "rain": False})]),
+        Output("[tools.now(), now()]\n\nI look.", [("tools.now", {}), NOW], "I look."),
+        Output("[now()", [NOW]),
+        Output("[now(), weather(city='Par", [NOW], ", weather(city='Par"),
+        Output('[now(), weather("Paris")]', [NOW], ', weather("Paris")]'),
+        *map(text, ["[weather(city='Par", "[weather(", '[weather("Paris")]', "[Market Trends API(country='us')]"]),
+        *map(text, ["[weather(city=f'{x}')]", "[[now()]]", "now()", "[x for x in y]", "[]", "[1]: see below", CALLED]),
+    ],
+    ["[", "]", "f(", ")", "a=", "1", ", ", "'x'", '"', "{", "}", ":", "None", "\\", "-1.5", "(", "\n"],
+    python=True,
+    first=True,
+)
 LLAMA = Format(
     parameters,
     [
@@ -27,6 +55,7 @@ LLAMA = Format(
     ["<|python_tag|>", "; ", "<|", "null", *JSON_PIECES],
 )
 BARE_FORMATS: dict[str, Format] = {
+    "pythonic": PYTHONIC,
     "llama3_json": LLAMA,
     "llama4_json": LLAMA,
     "mistral": Format(

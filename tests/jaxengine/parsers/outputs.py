@@ -47,13 +47,14 @@ class Output(NamedTuple):
 class Format(NamedTuple):
     """write: an output that calls these functions. odd: outputs of this format alone. pieces: what they are made of.
 
-    python: names are as Python writes them.
+    python: names are as Python writes them. first: behind a text are no calls.
     """
 
     write: Callable[[list[Call]], str]
     odd: list[Output]
     pieces: list[str]
     python: bool = False
+    first: bool = False
 
 
 def common(form: Format) -> list[Output]:
@@ -73,12 +74,13 @@ def common(form: Format) -> list[Output]:
         Output("\n\n" + form.write([calls[2]]), [calls[2]]),
         Output(form.write([calls[0]]) + "\n", [calls[0]]),
         Output(form.write(calls[::-1]), calls[::-1]),
-        Output("Wait: " + form.write([calls[2]]), [calls[2]], "Wait:"),
         Output(form.write([calls[2]]) + "Done.", [calls[2]], "Done."),
-        Output("Wait: " + form.write(calls[:3]) + "Done.", calls[:3], "Wait: Done."),
         Output(form.write([calls[2]])[:3], [], form.write([calls[2]])[:3]),
     ]
-    return found
+    behind = ["Wait: " + form.write([calls[2]]), "Wait: " + form.write(calls[:3]) + "Done."]
+    if form.first:
+        return [*found, *(Output(text, [], text) for text in behind)]
+    return [*found, Output(behind[0], [calls[2]], "Wait:"), Output(behind[1], calls[:3], "Wait: Done.")]
 
 
 JSON_PIECES = ["{", "}", "[", "]", ",", '"name"', ":", '"f"', '"arguments"', "{}", '{"a": 1}', '"', "\\"]

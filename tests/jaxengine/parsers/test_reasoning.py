@@ -108,7 +108,7 @@ HARMONY = ["<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "analy
 def test_cuts_do_not_matter_and_nothing_is_lost(name, data):
     row = REASONING_PARSERS[name].format
     thinks = isinstance(row, ThinkFormat)
-    words = [*row.begins, *row.ends, *row.calls, *(row.answer or ())] if thinks else HARMONY
+    words = [*row.begins, *row.ends, *row.calls, *(row.closing_call or row.answer or ())] if thinks else HARMONY
     pieces = data.draw(st.lists(st.sampled_from([*words, *[word[:4] for word in words], "<", "[", "\n", " ", "x"])))
     text = "".join(pieces)
     whole = parse(name, [text])

@@ -38,6 +38,7 @@ class ToolUse:
       special_tokens: calls are marked with special tokens, which text must show.
       stop_words: tokens that end an output.
       is_whole: the structure is that of all the output, reasoning included.
+      in_own_way: calls are read as the model writes them.
     """
 
     open: Callable[[], OutputParser] | None = None
@@ -46,6 +47,7 @@ class ToolUse:
     special_tokens: bool = False
     stop_words: tuple[str, ...] = ()
     is_whole: bool = False
+    in_own_way: bool = False
 
 
 def tool_use(
@@ -84,6 +86,7 @@ def tool_use(
         lambda: tool_format.open({each.name: _arguments_schema(each) for each in functions}),
         special_tokens=tool_format.special_tokens,
         stop_words=tool_format.stop_words,
+        in_own_way=True,
     )
     answer = None if body.response_format is None else body.response_format.structured_outputs()
     if answer is None:
@@ -117,6 +120,7 @@ def _forced_in_own_way(
         special_tokens=tool_format.special_tokens,
         stop_words=tool_format.stop_words,
         is_whole=True,
+        in_own_way=True,
     )
 
 

@@ -176,6 +176,20 @@ async def test_the_function_that_is_named(scripted):
     assert schema_asked_for(engine) == {**PARAMETERS, "additionalProperties": False}
 
 
+async def test_a_call_in_thoughts_is_not_the_one_that_is_forced(scripted):
+    thoughts = '<think>So.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    named = {"type": "function", "function": {"name": "weather"}}
+    options = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    for choice in (named, "required", "none"):
+        client, _ = scripted(thoughts, **options)
+        (answer,) = (await client.chat.completions.create(**ASK, tool_choice=choice)).choices
+        assert "<tool_call>" not in (answer.message.content or "")
+        assert not [call for call in answer.message.tool_calls or () if call.function.arguments]
+    client, _ = scripted(thoughts, **options)
+    (answer,) = (await client.chat.completions.create(**ASK, tool_choice="auto")).choices
+    assert [call.function.name for call in answer.message.tool_calls] == ["now"]
+
+
 async def test_a_function_that_requires_more_than_it_lists_can_be_called(scripted):
     client, engine = scripted('{"city": "Zürich", "day": 1}')
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city", "day"]}
