@@ -367,7 +367,7 @@ def in_text(**changes: Any) -> dict[str, Any]:
     [
         (
             GPT_OSS | {"quantization_config": {"quant_method": "gptq"}},
-            "quantization_config: bits must be 2 or 4 or 8, got None",
+            "quantization_config: bits must be 2 or 3 or 4 or 8, got None",
         ),
         (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit must be a finite number > 0"),
         (GLM4 | {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid' or absent, got 'softmax'"),

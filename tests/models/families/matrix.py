@@ -1,6 +1,6 @@
 """Every recorded checkpoint through whole engines: what transformers says, however requests are served.
 
-    python -m tests.models.families.matrix [NAME ...] [--only MODE ...] [--json benchmarks/results/families.json]
+    python -m tests.models.families.matrix [NAME ...] [--only MODE ...] [--haste] [--json FILE]
 
 First the logits, of whole prompts and in chunks: the largest difference, of the largest logit. With `--only logits`
 nothing else. Then the engines.
@@ -9,12 +9,14 @@ Each engine serves the two recorded prompts, greedily, whose tokens must be thos
 twenty others, greedy and seeded, whose tokens must be those of the first engine serving them one by one. Modes: alone,
 a crowd in a pool so small that requests are preempted all the time, the same again with prefix hits, chunks of 5, 16
 and 512 tokens, and two devices by each kind of parallelism that splits the model. It forces eight devices on the CPU.
-Results are added to those that the JSON file has; the exit status is 1 when a token differs.
+Results are added to those that the JSON file has (benchmarks/results/families.json is kept); the exit status is 1 when
+a token differs. `--haste` compiles as tests do (tests/haste.py), which takes half the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -30,8 +32,11 @@ if __name__ == "__main__":
 import numpy as np
 
 from jaxengine import LLM, ConfigError, SamplingParams
+from models.cache import group_layers
 from models.registry import read_folder
+from scheduler.config import most_pages
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
+from tests.haste import in_haste
 from tests.models.conftest import WEIGHTS_OF, PagedRun, load_recorded
 
 NUM_OTHERS = 20
@@ -39,7 +44,9 @@ PAGE_SIZE = 4
 TOLERANCE = 1e-4
 
 
-def options(length: int, pages: int, chunk: int = 32) -> dict[str, Any]:
+def options(length: int, windows: list[int | None], chunk: int = 32) -> dict[str, Any]:
+    """Room for one request of any length, in every cache group, and little more."""
+    pages = most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk) + 4
     return {
         "skip_tokenizer_init": True,
         "dtype": "float32",
@@ -129,19 +136,18 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
             shutil.copy(file, model)
         workload = Workload(FOLDER / name, length, text["vocab_size"])
         shared = {"model": str(model), "compile_cache_dir": cache}
-        # Room for one request of any length, in every cache group, and little more.
-        groups = len({layer.window for layer in read_folder(model).attending})
-        if read_folder(model).keeps_states:
+        config = read_folder(model)
+        if config.keeps_states:
             shared["num_state_snapshots"] = 24
-        pages = (length // PAGE_SIZE + 4) * groups
-        first = LLM(**options(length, pages), **shared)
+        windows = [window for window, _ in group_layers([layer.reach for layer in config.attending])]
+        first = LLM(**options(length, windows), **shared)
         expected = workload.run(first, alone=True)
         rows = {"alone": _verdict(workload.wrong(expected))}
         for mode, changes in MODES.items():
             if only and mode not in only:
                 continue
             changes = dict(changes)
-            chosen = options(length, pages, changes.pop("chunk", 32))
+            chosen = options(length, windows, changes.pop("chunk", 32))
             try:
                 llm = LLM(**chosen, **shared, **changes)
             except (ConfigError, ValueError) as error:
@@ -180,7 +186,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=["logits", *MODES])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--executables", default=str(Path(".cache") / "executables"))
+    parser.add_argument("--haste", action="store_true")
     args = parser.parse_args()
+    with in_haste() if args.haste else contextlib.nullcontext():
+        return int(_run(args))
+
+
+def _run(args: argparse.Namespace) -> bool:
+    """Whether anything was not as it should be."""
     names = args.names or sorted(path.parent.name for path in FOLDER.glob("*/golden.npz"))
     bad = False
     for name in names:
@@ -198,7 +211,7 @@ def main() -> int:
             row["architecture"], row["error"] = load_recorded(name).config.architecture, float(f"{error:.1e}")
             row["modes"] |= modes
             args.json.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-    return int(bad)
+    return bad
 
 
 if __name__ == "__main__":
