@@ -103,7 +103,9 @@ def _moved(
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0
-    operands = [by_name[name] for name in instruction.operands if name in by_name]
+    # What a kernel is given several times, a block of each, is there once.
+    names = dict.fromkeys(instruction.operands) if opcode == "custom-call" else instruction.operands
+    operands = [by_name[name] for name in names if name in by_name]
     sizes = [0 if operand.elements in leave_out else sum(bytes_of(operand.type_text)) for operand in operands]
     result = 0 if instruction.elements in leave_out else sum(bytes_of(instruction.type_text))
     if opcode.endswith("-start"):  # the results repeat the operands
@@ -120,8 +122,8 @@ def _moved(
         parameters = {_number(inner): inner for inner in inside if inner.opcode == "parameter"}
         for index, size in enumerate(sizes):
             if index in parameters:
-                touched, in_place = _touched(module, parameters[index], inside)
-                sizes[index] = min(size, touched) if touched is not None else size
+                touched, in_place, passed = _touched(module, parameters[index], inside)
+                sizes[index] = size if touched is None or passed else min(size, touched)
                 if in_place and operands[index].elements == instruction.elements:
                     result = min(result, sizes[index])
     return sum(sizes) + result
@@ -131,8 +133,9 @@ def _number(parameter: Instruction) -> int:
     return int(parameter.rest.partition(")")[0])
 
 
-def _touched(module: Module, parameter: Instruction, body: list[Instruction]) -> tuple[int | None, bool]:
-    """(bytes of a fusion's parameter that it touches, None for all; whether it is updated in place)."""
+def _touched(module: Module, parameter: Instruction, body: list[Instruction]) -> tuple[int | None, bool, bool]:
+    """(bytes of a fusion's parameter that it touches, None for all; whether it is updated in place; whether it is what
+    the fusion gives back)."""
     names, total, in_place = {parameter.name}, 0, False
     for inner in body:
         if not names & set(inner.operands) or inner.name in names:
@@ -148,13 +151,15 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
         elif inside := module.inside(inner):
             for index in (index for index, name in enumerate(inner.operands) if name in names):
                 own = next((each for each in inside if each.opcode == "parameter" and _number(each) == index), None)
-                touched, updated = (None, False) if own is None else _touched(module, own, inside)
+                touched, updated, passed = (None, False, False) if own is None else _touched(module, own, inside)
                 if touched is None or updated:
-                    return None, False
+                    return None, False, False
                 total += touched
+                if passed:
+                    names.add(inner.name)
         else:
-            return None, False
-    return total, in_place
+            return None, False, False
+    return total, in_place, any(inner.root and inner.name in names for inner in body)
 
 
 def _executed(module: Module, *, fused: bool) -> Iterator[tuple[list[Instruction], int]]:

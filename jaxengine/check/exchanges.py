@@ -44,6 +44,7 @@ _WRITTEN = {
 _RAGGED = "ragged_all_to_all"  # a scope of its own where XLA has no such instruction
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _LAYER = re.compile(r"layer_(\d+)$")
+_CALLED = re.compile(r"(?:calls=|called_computations=\{)%?([\w.\-<>]+)")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
@@ -73,13 +74,13 @@ class Exchange:
 
 def exchanges(module: Module) -> list[Exchange]:
     """Every exchange of a compiled module."""
-    found, chains = [], set()
-    for body in module.computations.values():
+    found, chains, offloaded = [], set(), _offloaded_scopes(module)
+    for name, body in module.computations.items():
         by_name = {instruction.name: instruction for instruction in body}
         for instruction in body:
             if instruction.opcode.removesuffix("-start") not in KINDS:
                 continue
-            scope, count = _scope(instruction), len(instruction.operands)
+            scope, count = offloaded.get(name, _scope(instruction)), len(instruction.operands)
             if not scope and (sources := _scoped_sources(instruction, by_name)):
                 # XLA:TPU's form of a small reduce-scatter and what XLA:GPU combines have no scope, their operands do.
                 scattered = instruction.opcode == "all-reduce" and _is_only_sliced(instruction, body, module)
@@ -92,6 +93,28 @@ def exchanges(module: Module) -> list[Exchange]:
                 found.append(_exchange(instruction, by_name, scope, count))
             chains.add(link)
     return found
+
+
+def _offloaded_scopes(module: Module) -> dict[str, str]:
+    """Computation that another core runs -> the scope of what waits for it.
+
+    XLA:TPU writes the exchanges that SparseCores make for it once and clones that, scope and all.
+    """
+    scopes: dict[str, str] = {}
+    for body in module.computations.values():
+        by_name = {instruction.name: instruction for instruction in body}
+        for done in body:
+            start = done if done.opcode == "async-done" else None
+            while start is not None and start.opcode != "async-start":
+                start = by_name.get(start.operands[0]) if start.operands else None
+            called = start and _CALLED.search(start.rest)
+            if called and called[1] in module.offloaded and _scope(done):
+                scopes[called[1]] = _scope(done)
+    for name in list(scopes):
+        for instruction in module.computations[name]:
+            if (called := _CALLED.search(instruction.rest)) and called[1] in module.offloaded:
+                scopes.setdefault(called[1], scopes[name])
+    return scopes
 
 
 def _scope(instruction: Instruction) -> str:

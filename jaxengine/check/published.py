@@ -226,3 +226,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
+
+# As they are published: codes, where the shapes above have the same matrices in the model's dtype.
+CONFIGS |= {
+    "deepseek-v3-fp8": CONFIGS["deepseek-v3"]
+    | {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+    },
+    "gpt-oss-120b-mxfp4": CONFIGS["gpt-oss-120b"]
+    | {
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        }
+    },
+}

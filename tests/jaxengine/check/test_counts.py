@@ -105,6 +105,18 @@ FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
   %row = bf16[1,128]{1,0} fusion(%t, %i), kind=kLoop, calls=%within
   ROOT %y = bf16[8,64]{1,0} add(%x, %row)
 }
+
+%same (b: bf16[64,128]) -> bf16[64,128] {
+  %b = bf16[64,128]{1,0} parameter(0)
+  ROOT %r = bf16[64,128]{1,0} bitcast(%b)
+}
+
+%product (x: bf16[8,64], t: bf16[64,128]) -> bf16[8,128] {
+  %x = bf16[8,64]{1,0} parameter(0)
+  %t = bf16[64,128]{1,0} parameter(1)
+  %u = bf16[64,128]{1,0} fusion(%t), kind=kLoop, calls=%same
+  ROOT %y = bf16[8,128]{1,0} convolution(%x, %u), dim_labels=bf_io->bf
+}
 """
 
 
@@ -119,10 +131,14 @@ FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
         (f"%y = bf16[8,64]{LAYOUT} copy-done(%p)", 0),
         ("%y = bf16[2,128]{1,0} gather(%w, %i), slice_sizes={1,128}", 1024),
         ("%y = bf16[64,128]{1,0} scatter(%w, %i, %p), to_apply=%r", 2 * 1024),
+        # A kernel with blocks of one array in several places.
+        ('%y = bf16[8,64]{1,0} custom-call(%p, %w, %w, %p), custom_call_target="tpu_custom_call"', 18 * 1024),
         # Two rows are read, and written to a place that is not read.
         ("%y = bf16[8,64]{1,0} fusion(%p, %w), kind=kLoop, calls=%fused", 256 + 256 + 256),
         # A row is looked up in a fusion within the fusion.
         ("%y = bf16[8,64]{1,0} fusion(%p, %w), kind=kOutput, calls=%nested", 1024 + 256 + 1024),
+        # A weight that a fusion within the fusion gives on as it is.
+        ("%y = bf16[8,128]{1,0} fusion(%p, %w), kind=kOutput, calls=%product", 1024 + 64 * 128 * 2 + 2048),
     ],
 )
 def test_what_crosses_the_memory(line, expected):

@@ -43,6 +43,34 @@ def test_a_chain_of_fusions_is_one():
     assert by_place(found(*lines)) == {"layer 1": {"all-gather": 2}}
 
 
+def test_what_sparse_cores_exchange_is_of_who_waits_for_it():
+    """XLA for tpu7x clones the first sum for all later ones, with its scope."""
+    first, text = at("jit(step)/shard_map/embed/psum"), "HloModule m\n"
+    for i in range(2):
+        text += f"""
+%called_{i} (p: f32[8]) -> f32[8] {{
+  %p{i} = f32[8]{{0}} parameter(0)
+  ROOT %a{i} = f32[8]{{0}} all-reduce(%p{i}), to_apply=%sum, {first}
+}}, execution_thread="sparsecore"
+
+%async_{i} (p: f32[8]) -> f32[8] {{
+  %q{i} = f32[8]{{0}} parameter(0)
+  ROOT %c{i} = f32[8]{{0}} custom-call(%q{i}), custom_call_target="X", called_computations={{%called_{i}}}
+}}, execution_thread="sparsecore"
+"""
+    lines = [
+        line
+        for i, scope in enumerate(("jit(step)/shard_map/embed/psum", f"{MLP}/psum"))
+        for line in (
+            f"  %s{i} = ((), (), (s32[4]{{0}})) async-start(), calls=%async_{i}, {first}",
+            f"  %u{i} = ((f32[8]{{0}}), f32[8]{{0}}, (s32[4]{{0}})) async-update(%s{i}, %x)",
+            f"  %d{i} = f32[8]{{0}} async-done(%u{i}), {at(scope)}",
+        )
+    ]
+    text += "\nENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n" + "\n".join(lines) + "\n}\n"
+    assert by_place(exchanges(parse(text))) == {"embed": {"all-reduce": 1}, "layer 1": {"all-reduce": 1}}
+
+
 def test_what_a_gpu_combines():
     """A sum of what is put together of two sums, without a scope of its own."""
     sums = [f"%x{i} = s32[1]{{0}} add(%p, %p), {at(f'step/sample/cond/{word}')}" for i, word in enumerate("ab")]

@@ -1,0 +1,25 @@
+"""Shapes of models that are published quantised: the plain one's, with what their configurations say of codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jaxengine.check.shapes import model_config
+from models.build import Build
+from models.registry import build_model
+from models.weights.declare import declared_params
+
+
+@pytest.mark.parametrize(("name", "method"), [("deepseek-v3", "fp8"), ("gpt-oss-120b", "mxfp4")])
+def test_codes_have_half_the_bytes(name, method):
+    """Codes of a byte each, experts among them, and scales; attention of gpt-oss is as it is."""
+    plain, published = model_config(f"{name}:4"), model_config(f"{name}-{method}:4")
+    assert published.quantization is not None and published.quantization.method == method
+    assert replace(published, quantization=None) == plain
+    sizes = []
+    for config in (published, plain):
+        params = declared_params(build_model(config, Build("bfloat16")))
+        sizes.append(sum(param.num_bytes for param in params if param.name.startswith("layers.")))
+    assert 0.5 < sizes[0] / sizes[1] < 0.58
