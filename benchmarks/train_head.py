@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 head for the default model in minutes, to show what a head brings on a real model.
 
-    python -m benchmarks.train_head FOLDER [--tokens 160] [--rows 8] [--steps 150]
+    python -m benchmarks.train_head FOLDER [--tokens 128] [--rows 8] [--steps 120]
     python -m benchmarks.drafts --draft FOLDER --method eagle3 --drafts 2
 
 The default model answers some hundred questions, and its hidden states at every token of them are kept. The head begins
@@ -270,9 +270,9 @@ def write(folder: Path, target: Target, params: Params, lm_head: np.ndarray, dra
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=160, help="of an answer")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--rows", type=int, default=8, help="texts a step learns from")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     args = parser.parse_args()
     texts, length = answers(args.tokens), args.tokens + 64
     np.random.default_rng(1).shuffle(texts)

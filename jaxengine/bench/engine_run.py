@@ -92,12 +92,14 @@ def run_workload(llm: LLM, workload: Workload, *, max_tokens: tuple[int, ...] | 
     ]
     prompts: Any = [{"prompt_token_ids": list(prompt)} for prompt in workload.prompts]
     llm.reset_prefix_cache()
-    before = dataclasses.asdict(llm.core.engine.stats)
+    stats = llm.core.engine.stats
+    names = [each.name for each in dataclasses.fields(stats) if isinstance(getattr(stats, each.name), (int, float))]
+    before = [getattr(stats, name) for name in names]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    after = dataclasses.asdict(llm.core.engine.stats)
-    return Run(seconds, outputs, {name: after[name] - before[name] for name in after})
+    spent = {name: getattr(stats, name) - value for name, value in zip(names, before, strict=True)}
+    return Run(seconds, outputs, spent)
 
 
 def run_static(llm: LLM, workload: Workload, batch_size: int) -> tuple[float, int]:

@@ -1,6 +1,7 @@
 """The protocol between `jaxengine bench peers` and the engine it measures, one JSON object a line.
 
-The script's argument is the job: {"gguf": path, "variant": name, "threads": n, "folder": for converted weights}.
+The script's argument is the job: {"gguf": path, "variant": name, "threads": n, "folder": for converted weights,
+"options": more of the engine's own, which not every script reads}.
 Its first line says it is ready: {"version": text, "load_seconds": s}. Then each line in is a workload:
 {"prompts": [[id, ...], ...], "max_tokens": n, "prefix": tokens all prompts share, "share_prefix": whether the engine
 may compute that prefix once}, and each line out what it took: {"seconds": s, "output_tokens": n, "first_token_seconds":

@@ -29,6 +29,7 @@ def load(job):
                 enable_prefix_caching=prefix_caching,
                 max_model_len=2048,
                 skip_tokenizer_init=True,
+                **job.get("options", {}),
             )
         return engines[prefix_caching]
 

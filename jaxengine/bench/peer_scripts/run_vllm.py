@@ -52,6 +52,7 @@ def load(job):
                 skip_tokenizer_init=True,
                 max_model_len=2048,
                 enable_prefix_caching=prefix_caching,
+                **job.get("options", {}),
             )
         return engines[prefix_caching]
 

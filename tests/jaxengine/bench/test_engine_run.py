@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,20 +9,8 @@ import pytest
 from jaxengine.bench.engine_run import Run, run_static, run_workload
 from jaxengine.bench.throughput import measure, measure_static
 from jaxengine.bench.workloads import Workload
+from jaxengine.engine.stats import StepStats
 from jaxengine.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
-
-
-@dataclass
-class Stats:
-    num_steps: int = 5
-    num_tokens: int = 50
-    num_padding_tokens: int = 0
-    page_slots_used: int = 7
-    page_slots_empty: int = 0
-    schedule_seconds: float = 1.0
-    dispatch_seconds: float = 1.0
-    wait_seconds: float = 1.0
-    update_seconds: float = 1.0
 
 
 class FakeLLM:
@@ -31,7 +18,8 @@ class FakeLLM:
 
     def __init__(self):
         config = SimpleNamespace(dtype="float32", max_num_seqs=2)
-        self.core = SimpleNamespace(engine=SimpleNamespace(stats=Stats()), runner=SimpleNamespace(config=config))
+        stats = StepStats(5, 50, page_slots_used=7, schedule_seconds=1.0, dispatch_seconds=1.0)
+        self.core = SimpleNamespace(engine=SimpleNamespace(stats=stats), runner=SimpleNamespace(config=config))
         self.calls, self.resets = [], 0
 
     def reset_prefix_cache(self):
