@@ -107,8 +107,8 @@ kinds named here. Others are refused with this list. Each family is compared wit
 on tiny checkpoints of odd shapes that `tests/fixtures/record_models.py` recorded: logits of whole prompts, of chunks
 and of single tokens. The error is the largest difference, of the largest logit; tests allow 1e-4
 (`tests/models/families/test_golden.py`). `python -m tests.models.families.matrix --json
-benchmarks/results/families.json` measures it, and serves each checkpoint from whole engines: alone, in crowds, in
-chunks, preempted, with prefix hits, on two devices.
+benchmarks/results/families.json` measures it, and serves checkpoints from whole engines: alone, in crowds, in
+chunks, preempted, with prefix hits, on two devices; the file says for which that was done.
 
 Repositories named here publish a configuration and weights that are read, in bfloat16, float16 or float32 safetensors
 (gpt-oss in MXFP4); they are examples, and a fine-tune of one is as good. They were not downloaded for this table:
@@ -151,7 +151,9 @@ With a reasoning parser, structured output, forced calls among it, begins where 
 is free, and its tokens are those that it would take without any structure. A model that need not reason either opens
 its reasoning or keeps to the structure at once, and one whose prompt has ended the reasoning already, as templates do
 where thinking is switched off, keeps to it from its first token. An output that ends before its reasoning does has no
-content. Without a server `reasoning_end` and `reasoning_begin` of
+content, but for `qwen3` where calls are read: those that it ends with are calls, for Qwen3.5 may call without ending
+its thoughts; from the first `<tool_call>` in its thoughts on nothing is streamed before they end. Without a server
+`reasoning_end` and `reasoning_begin` of
 [structured_outputs](sampling_params.md#structured_outputs) say the same.
 
 ## --tool-call-parser

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.frames import LARGEST_FRAMES
-from jaxengine.media.processor import Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processor import Processed
 from jaxengine.media.processors.llava import CLIP_MEAN, CLIP_STD
-from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, check_options, check_pictures, read_settings
+from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, read_settings
 from jaxengine.media.processors.units import UnitProcessor, boolean_option, integer_option, read_size
 from models.config.fields import ConfigFields, ModelConfigError
 from models.weights.files import read_object
@@ -83,11 +82,7 @@ class InternVLProcessor(UnitProcessor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         if modality == "image":
             return super().process(modality, value, options, most)
-        check_options(options, self.option_names())
-        frames = getattr(value, "frames", value)
-        check_pictures(modality, frames, self.modalities, 4)
-        check_ratio(*frames.shape[1:3])
-        check_room(modality, len(frames) * self.tower.vit.num_patches, most)
+        frames = self.checked_frames(modality, value, options, most)
         units = [self.pixels.resized(frame, self.side, self.side) for frame in frames]
         return self._processed(self._cut(units), 1, len(units))
 

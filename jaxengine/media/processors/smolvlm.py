@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from jaxengine.media.frames import LARGEST_FRAMES
-from jaxengine.media.processor import Expanded, Processed, check_room
-from jaxengine.media.processors.grids import check_ratio
+from jaxengine.media.processor import Expanded, Processed
 from jaxengine.media.processors.idefics3 import Idefics3Processor, with_longest_edge
 from jaxengine.media.processors.qwen2_vl import UNKNOWN_FPS
-from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, check_options, check_pictures, read_settings
+from jaxengine.media.processors.settings import IMAGES, VIDEOS, Pixels, read_settings
 from jaxengine.media.processors.units import check_placeholders, read_size
 from models.config.fields import ConfigFields, ModelConfigError
 from scheduler.errors import RequestError
@@ -75,11 +74,7 @@ class SmolVLMProcessor(Idefics3Processor):
     def process(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None = None) -> Processed:
         if modality == "image":
             return super().process(modality, value, options, most)
-        check_options(options, self.option_names())
-        frames = getattr(value, "frames", value)
-        check_pictures(modality, frames, self.modalities, 4)
-        check_ratio(*frames.shape[1:3])
-        check_room(modality, len(frames) * self.tower.vit.num_patches, most)
+        frames = self.checked_frames(modality, value, options, most)
         size = with_longest_edge(frames.shape[1], frames.shape[2], self.edge(options, self.video_edge))
         resize = self.pixels.resized
         units = [resize(resize(frame, *size), self.side, self.side) for frame in frames]

@@ -148,6 +148,15 @@ class UnitProcessor:
         check_room(modality, len(units) * self.tower.vit.num_patches, most)
         return self._processed(self._cut(units), rows, columns)
 
+    def checked_frames(self, modality: str, value: Any, options: Mapping[str, Any], most: int | None) -> np.ndarray:
+        """A video's frames uint8 [N, H, W, 3], one unit each. Arguments and errors of `process`."""
+        check_options(options, self.option_names())
+        frames = getattr(value, "frames", value)
+        check_pictures(modality, frames, self.modalities, 4)
+        check_ratio(*frames.shape[1:3])
+        check_room(modality, len(frames) * self.tower.vit.num_patches, most)
+        return frames
+
     def largest(self, modality: str, size: tuple[int, int] | None = None) -> Processed:
         return self.process(modality, np.zeros((*(size or self.largest_size()), 3), np.uint8), {})
 
