@@ -86,6 +86,9 @@ class Workload:
             shared = self.prompts[0][:20] if index % 3 == 0 else []
             self.prompts.append((shared + own)[:most])
             self.params.append(self._params(12, temperature=0.9 * (index % 2), seed=index))
+        # A pool that has room for little more than the longest of them makes all others wait or give way.
+        asked = zip(self.prompts, self.params, strict=True)
+        self.longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in asked)
 
     @staticmethod
     def _params(count: int, temperature: float = 0.0, seed: int | None = None) -> SamplingParams:
@@ -135,6 +138,7 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
         for file in folder.glob("model*.safetensors*"):
             shutil.copy(file, model)
         workload = Workload(FOLDER / name, length, text["vocab_size"])
+        length = min(length, workload.longest + 1)
         shared = {"model": str(model), "compile_cache_dir": cache}
         config = read_folder(model)
         if config.keeps_states:
