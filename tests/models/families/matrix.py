@@ -44,9 +44,9 @@ PAGE_SIZE = 4
 TOLERANCE = 1e-4
 
 
-def options(length: int, windows: list[int | None], chunk: int = 32) -> dict[str, Any]:
-    """Room for one request of any length, in every cache group, and little more."""
-    pages = most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk) + 4
+def options(length: int, windows: list[int | None], chunk: int = 32, *, requests: int = 1) -> dict[str, Any]:
+    """Room for one request of any length, or several, in every cache group, and little more."""
+    pages = requests * most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk) + 4
     return {
         "skip_tokenizer_init": True,
         "dtype": "float32",
@@ -60,8 +60,8 @@ def options(length: int, windows: list[int | None], chunk: int = 32) -> dict[str
     }
 
 
+EQUAL, NOTHING = "equal", "did not happen"
 MODES: dict[str, dict[str, Any]] = {
-    "preempted": {},
     "chunks of 5": {"long_prefill_token_threshold": 5},
     "chunks of 16": {"long_prefill_token_threshold": 16},
     "chunks of 512": {"chunk": 512},
@@ -86,7 +86,6 @@ class Workload:
             shared = self.prompts[0][:20] if index % 3 == 0 else []
             self.prompts.append((shared + own)[:most])
             self.params.append(self._params(12, temperature=0.9 * (index % 2), seed=index))
-        # A pool that has room for little more than the longest of them makes all others wait or give way.
         asked = zip(self.prompts, self.params, strict=True)
         self.longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in asked)
 
@@ -138,7 +137,7 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
         for file in folder.glob("model*.safetensors*"):
             shutil.copy(file, model)
         workload = Workload(FOLDER / name, length, text["vocab_size"])
-        length = min(length, workload.longest + 1)
+        longest = min(length, workload.longest + 1)
         shared = {"model": str(model), "compile_cache_dir": cache}
         config = read_folder(model)
         if config.keeps_states:
@@ -147,6 +146,14 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
         first = LLM(**options(length, windows), **shared)
         expected = workload.run(first, alone=True)
         rows = {"alone": _verdict(workload.wrong(expected))}
+        # What makes requests give way depends on how much of them windows and states give back.
+        pools = [options(length, windows), *(options(longest, windows, requests=count) for count in (1, 2, 3))]
+        if not only or "preempted" in only:
+            for pool in pools:
+                found = _crowded(LLM(**pool, **shared), workload, expected)
+                rows |= {mode: verdict for mode, verdict in found.items() if rows.get(mode, NOTHING) == NOTHING}
+                if NOTHING not in rows.values():
+                    break
         for mode, changes in MODES.items():
             if only and mode not in only:
                 continue
@@ -159,21 +166,30 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
                     raise
                 rows[mode] = f"not split: {error}"[:200]
                 continue
-            found = workload.run(llm)
-            rows[mode] = _verdict(_differing(found, expected))
-            if mode == "preempted":
-                if not llm.core.engine.scheduler.num_preemptions:
-                    rows[mode] = "nothing was preempted"
-                again, hits = workload.run(llm), llm.core.engine.scheduler.num_prefix_hits
-                rows["prefix hits"] = _verdict(_differing(again, expected)) if hits else "no prefix was hit"
-                if not llm.core.engine.scheduler.config.enable_prefix_caching:
-                    rows["prefix hits"] = f"not cached, {_verdict(_differing(again, expected))}"
-            compilations = llm.core.engine.runner.compiles.count
-            if compilations:
-                rows[mode] = f"{compilations} compilations while serving"
-            llm.shutdown()
+            rows[mode] = _ended(llm, _verdict(_differing(workload.run(llm), expected)))
         first.shutdown()
     return rows
+
+
+def _crowded(llm: LLM, workload: Workload, expected: list[list[int]]) -> dict[str, str]:
+    """The workload in a small pool, and once more with what is left there of the first time."""
+    scheduler = llm.core.engine.scheduler
+    preempted = _verdict(_differing(workload.run(llm), expected))
+    if preempted == EQUAL and not scheduler.num_preemptions:
+        preempted = NOTHING
+    again = _verdict(_differing(workload.run(llm), expected))
+    if again == EQUAL and scheduler.config.enable_prefix_caching and not scheduler.num_prefix_hits:
+        again = NOTHING
+    if not scheduler.config.enable_prefix_caching:
+        again = f"not cached, {again}"
+    return {"preempted": preempted, "prefix hits": _ended(llm, again)}
+
+
+def _ended(llm: LLM, verdict: str) -> str:
+    """The verdict on an engine that has served, which ends here."""
+    compilations = llm.core.engine.runner.compiles.count
+    llm.shutdown()
+    return f"{compilations} compilations while serving" if compilations else verdict
 
 
 def _differing(found: list[list[int]], expected: list[list[int]]) -> list[int]:
@@ -181,13 +197,13 @@ def _differing(found: list[list[int]], expected: list[list[int]]) -> list[int]:
 
 
 def _verdict(wrong: list[int]) -> str:
-    return f"requests {wrong} differ" if wrong else "equal"
+    return f"requests {wrong} differ" if wrong else EQUAL
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--only", nargs="+", default=[], choices=["logits", *MODES])
+    parser.add_argument("--only", nargs="+", default=[], choices=["logits", "preempted", *MODES])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--executables", default=str(Path(".cache") / "executables"))
     parser.add_argument("--haste", action="store_true")
@@ -205,7 +221,7 @@ def _run(args: argparse.Namespace) -> bool:
         modes = examine(name, args.executables, args.only) if args.only != ["logits"] else {}
         bad |= error > TOLERANCE
         bad |= any(
-            found not in ("equal", "not cached, equal") and not found.startswith("not split")
+            found not in (EQUAL, f"not cached, {EQUAL}") and not found.startswith("not split")
             for found in modes.values()
         )
         print(f"{name}: logits {error:.1e}" + "".join(f", {mode} {found}" for mode, found in modes.items()), flush=True)
