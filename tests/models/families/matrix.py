@@ -60,7 +60,7 @@ def options(length: int, windows: list[int | None], chunk: int = 32, *, requests
     }
 
 
-EQUAL, NOTHING = "equal", "did not happen"
+EQUAL, NOTHING, NEVER = "equal", "did not happen", "never: its windows give back what they take"
 MODES: dict[str, dict[str, Any]] = {
     "chunks of 5": {"long_prefill_token_threshold": 5},
     "chunks of 16": {"long_prefill_token_threshold": 16},
@@ -154,6 +154,8 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
                 rows |= {mode: verdict for mode, verdict in found.items() if rows.get(mode, NOTHING) == NOTHING}
                 if NOTHING not in rows.values():
                     break
+            if rows["preempted"] == NOTHING and windows and None not in windows:
+                rows["preempted"] = NEVER
         for mode, changes in MODES.items():
             if only and mode not in only:
                 continue
@@ -221,7 +223,7 @@ def _run(args: argparse.Namespace) -> bool:
         modes = examine(name, args.executables, args.only) if args.only != ["logits"] else {}
         bad |= error > TOLERANCE
         bad |= any(
-            found not in (EQUAL, f"not cached, {EQUAL}") and not found.startswith("not split")
+            found not in (EQUAL, f"not cached, {EQUAL}", NEVER) and not found.startswith("not split")
             for found in modes.values()
         )
         print(f"{name}: logits {error:.1e}" + "".join(f", {mode} {found}" for mode, found in modes.items()), flush=True)
