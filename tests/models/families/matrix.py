@@ -44,9 +44,9 @@ PAGE_SIZE = 4
 TOLERANCE = 1e-4
 
 
-def options(length: int, windows: list[int | None], chunk: int = 32, *, requests: int = 1) -> dict[str, Any]:
+def options(length: int, windows: list[int | None], chunk: int = 32, *, requests: float = 1) -> dict[str, Any]:
     """Room for one request of any length, or several, in every cache group, and little more."""
-    pages = requests * most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk) + 4
+    pages = int(requests * most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk)) + 4
     return {
         "skip_tokenizer_init": True,
         "dtype": "float32",
@@ -147,7 +147,10 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
         expected = workload.run(first, alone=True)
         rows = {"alone": _verdict(workload.wrong(expected))}
         # What makes requests give way depends on how much of them windows and states give back.
-        pools = [options(length, windows), *(options(longest, windows, requests=count) for count in (1, 2, 3))]
+        pools = [
+            options(length, windows),
+            *(options(longest, windows, requests=count) for count in (1.5, 2, 1, 1.25, 3)),
+        ]
         if not only or "preempted" in only:
             for pool in pools:
                 found = _crowded(LLM(**pool, **shared), workload, expected)
