@@ -9,8 +9,10 @@ Each engine serves the two recorded prompts, greedily, whose tokens must be thos
 twenty others, greedy and seeded, whose tokens must be those of the first engine serving them one by one. Modes: alone,
 a crowd in a pool so small that requests are preempted all the time, the same again with prefix hits, chunks of 5, 16
 and 512 tokens, and two devices by each kind of parallelism that splits the model. It forces eight devices on the CPU.
-Results are added to those that the JSON file has (benchmarks/results/families.json is kept); the exit status is 1 when
-a token differs. `--haste` compiles as tests do (tests/haste.py), which takes half the time.
+A refusal counts as "not split" where it is of what the mode asks for and says why the model cannot be split so; any
+other fails the row. Results are added to those that the JSON file has (benchmarks/results/families.json is kept); the
+exit status is 1 when a token differs or a row failed. `--haste` compiles as tests do (tests/haste.py), which takes half
+the time.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -70,6 +73,19 @@ MODES: dict[str, dict[str, Any]] = {
     "dp 2": {"data_parallel_size": 2},
     "ep 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
+
+# Why a model cannot be split, by the option that asks for it, as the engine says it.
+NOT_SPLIT = {
+    "tensor_parallel_size": r"allowed: \d.* for this model \(.* cannot be split evenly over ",
+    "pipeline_parallel_size": r"at most \d+ layers$|^none of the layers .* attends|^the first \d+ layers add parts ",
+    "enable_expert_parallel": r"allowed: False: \w+ has no experts$",
+}
+
+
+def is_not_split(error: ValueError, changes: dict[str, Any]) -> bool:
+    """Whether an engine says with it that the model cannot be split as a mode's options ask."""
+    param = error.param if isinstance(error, ConfigError) else ""
+    return param in changes and re.search(NOT_SPLIT.get(param, "$^"), str(error)) is not None
 
 
 class Workload:
@@ -126,7 +142,7 @@ def logits_error(name: str) -> float:
 
 
 def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
-    """What came out in each mode: "equal", "not split", or what differs."""
+    """What came out in each mode: "equal", "not split" and why, "refused" and why, or what differs."""
     raw = json.loads((FOLDER / name / "config.json").read_text())
     text = raw.get("text_config", raw)
     length = min(256, text["max_position_embeddings"])
@@ -166,10 +182,8 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
             chosen = options(length, windows, changes.pop("chunk", 32))
             try:
                 llm = LLM(**chosen, **shared, **changes)
-            except (ConfigError, ValueError) as error:
-                if mode[:3] not in ("tp ", "pp ", "ep "):
-                    raise
-                rows[mode] = f"not split: {error}"[:200]
+            except ValueError as error:  # a ConfigError is one, and any refusal is a row
+                rows[mode] = f"{'not split' if is_not_split(error, changes) else 'refused'}: {error}"[:200]
                 continue
             rows[mode] = _ended(llm, _verdict(_differing(workload.run(llm), expected)))
         first.shutdown()
