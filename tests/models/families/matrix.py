@@ -89,13 +89,11 @@ def is_not_split(error: ValueError, changes: dict[str, Any]) -> bool:
 
 
 class Workload:
-    """The recorded prompts, then others, of which some begin as the first recorded one does."""
+    """Prompts with the tokens that are known to follow greedily, then others, of which some begin as the first does."""
 
-    def __init__(self, folder: Path, length: int, vocab_size: int):
-        with np.load(folder / "golden.npz", allow_pickle=False) as golden:
-            self.prompts = [golden[f"token_ids_{index}"].tolist() for index in range(2)]
-            self.greedy = [golden[f"greedy_{index}"].tolist() for index in range(2)]
-        self.params = [self._params(max(1, len(tokens))) for tokens in self.greedy]
+    def __init__(self, prompts: list[list[int]], greedy: list[list[int]], length: int, vocab_size: int):
+        self.prompts, self.greedy = list(prompts), greedy
+        self.params = [self._params(max(1, len(tokens))) for tokens in greedy]
         rng, most = np.random.default_rng(1), length - 13
         for index in range(NUM_OTHERS):
             own = rng.integers(0, vocab_size, int(rng.integers(1, 24))).tolist()
@@ -104,6 +102,15 @@ class Workload:
             self.params.append(self._params(12, temperature=0.9 * (index % 2), seed=index))
         asked = zip(self.prompts, self.params, strict=True)
         self.longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in asked)
+
+    @classmethod
+    def recorded(cls, folder: Path, length: int, vocab_size: int) -> Workload:
+        """With the prompts of a folder's goldens."""
+        with np.load(folder / "golden.npz", allow_pickle=False) as golden:
+            prompts, greedy = (
+                [golden[f"{kind}_{index}"].tolist() for index in range(2)] for kind in ("token_ids", "greedy")
+            )
+        return cls(prompts, greedy, length, vocab_size)
 
     @staticmethod
     def _params(count: int, temperature: float = 0.0, seed: int | None = None) -> SamplingParams:
@@ -121,7 +128,7 @@ class Workload:
         return [list(output.outputs[0].token_ids) for output in done]
 
     def wrong(self, tokens: list[list[int]]) -> list[int]:
-        """Recorded prompts that went on otherwise than with transformers."""
+        """Prompts that went on otherwise than is known."""
         return [
             index
             for index, expected in enumerate(self.greedy)
@@ -152,41 +159,45 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
         (model / "config.json").write_text(json.dumps(raw))
         for file in folder.glob("model*.safetensors*"):
             shutil.copy(file, model)
-        workload = Workload(FOLDER / name, length, text["vocab_size"])
-        longest = min(length, workload.longest + 1)
-        shared = {"model": str(model), "compile_cache_dir": cache}
-        config = read_folder(model)
-        if config.keeps_states:
-            shared["num_state_snapshots"] = 24
-        windows = [window for window, _ in group_layers([layer.reach for layer in config.attending])]
-        first = LLM(**options(length, windows), **shared)
-        expected = workload.run(first, alone=True)
-        rows = {"alone": _verdict(workload.wrong(expected))}
-        # What makes requests give way depends on how much of them windows and states give back.
-        pools = [
-            options(length, windows),
-            *(options(longest, windows, requests=count) for count in (1.5, 2, 1, 1.25, 3)),
-        ]
-        if not only or "preempted" in only:
-            for pool in pools:
-                found = _crowded(LLM(**pool, **shared), workload, expected)
-                rows |= {mode: verdict for mode, verdict in found.items() if rows.get(mode, NOTHING) == NOTHING}
-                if NOTHING not in rows.values():
-                    break
-            if rows["preempted"] == NOTHING and windows and None not in windows:
-                rows["preempted"] = NEVER
-        for mode, changes in MODES.items():
-            if only and mode not in only:
-                continue
-            changes = dict(changes)
-            chosen = options(length, windows, changes.pop("chunk", 32))
-            try:
-                llm = LLM(**chosen, **shared, **changes)
-            except ValueError as error:  # a ConfigError is one, and any refusal is a row
-                rows[mode] = f"{'not split' if is_not_split(error, changes) else 'refused'}: {error}"[:200]
-                continue
-            rows[mode] = _ended(llm, _verdict(_differing(workload.run(llm), expected)))
-        first.shutdown()
+        return serve(model, Workload.recorded(FOLDER / name, length, text["vocab_size"]), length, cache, only)
+
+
+def serve(model: Path, workload: Workload, length: int, cache: str, only: list[str]) -> dict[str, str]:
+    """What came out of a checkpoint in each mode: see `examine`."""
+    longest = min(length, workload.longest + 1)
+    shared = {"model": str(model), "compile_cache_dir": cache}
+    config = read_folder(model)
+    if config.keeps_states:
+        shared["num_state_snapshots"] = 24
+    windows = [window for window, _ in group_layers([layer.reach for layer in config.attending])]
+    first = LLM(**options(length, windows), **shared)
+    expected = workload.run(first, alone=True)
+    rows = {"alone": _verdict(workload.wrong(expected))}
+    # What makes requests give way depends on how much of them windows and states give back.
+    pools = [
+        options(length, windows),
+        *(options(longest, windows, requests=count) for count in (1.5, 2, 1, 1.25, 3)),
+    ]
+    if not only or "preempted" in only:
+        for pool in pools:
+            found = _crowded(LLM(**pool, **shared), workload, expected)
+            rows |= {mode: verdict for mode, verdict in found.items() if rows.get(mode, NOTHING) == NOTHING}
+            if NOTHING not in rows.values():
+                break
+        if rows["preempted"] == NOTHING and windows and None not in windows:
+            rows["preempted"] = NEVER
+    for mode, changes in MODES.items():
+        if only and mode not in only:
+            continue
+        changes = dict(changes)
+        chosen = options(length, windows, changes.pop("chunk", 32))
+        try:
+            llm = LLM(**chosen, **shared, **changes)
+        except ValueError as error:  # a ConfigError is one, and any refusal is a row
+            rows[mode] = f"{'not split' if is_not_split(error, changes) else 'refused'}: {error}"[:200]
+            continue
+        rows[mode] = _ended(llm, _verdict(_differing(workload.run(llm), expected)))
+    first.shutdown()
     return rows
 
 
