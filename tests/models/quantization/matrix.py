@@ -25,9 +25,10 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from jaxengine import LLM
+from models.weights.safetensors import SafetensorsCheckpoint
 from tests.fixtures import quantized_models
 from tests.haste import in_haste
 from tests.models.families.matrix import EQUAL, NEVER, Workload, options, serve
@@ -38,7 +39,9 @@ LENGTH, LAYERS, COUNT = 64, 2, 16
 
 def plain(folder: Path, target: Path) -> Path:
     """The checkpoint in float32, as an independent reading has it."""
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config, source = json.loads((folder / "config.json").read_text()), SafetensorsCheckpoint(folder)
+    tensors = {name: np.asarray(source.read(name)) for name in source.names()}
+    source.close()
     settings = config.pop("quantization_config")
     for module, shape in quantized_models.shapes_of(config).items():
         matrix = readings.matrix(tensors, module, settings, shape)
