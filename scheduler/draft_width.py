@@ -3,8 +3,9 @@
 A width is worth the tokens that a row of it is expected to bring, for each second that its steps take. Both are
 measured while serving: which drafts were right, by place, and how long steps took, by width and number of rows. Of
 drafts that must be right it is told before. A width that has not been tried at a number of rows is, and one that lost
-is tried again, for what runs changes: soon after the choice has changed or rows are of other requests, and more and
-more rarely while neither happens. Tokens do not depend on the choice. Knows no device and no request.
+is tried again, for what runs changes: soon after the choice has changed, and more and more rarely while it does not;
+and where prompts have come, whatever the texts before were like. Tokens do not depend on the choice. Knows no device
+and no request.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ MOST_RETRY_STEPS = 32
 # than machines do.
 _LATEST_STEP = 0.1
 _LATEST_ROW = 0.3
+# The least that is expected of the first draft of rows whose texts are new.
+_OF_NEW_TEXT = 0.5
 
 
 @dataclass
@@ -74,6 +77,8 @@ class DraftWidth:
             if tried < TRIALS:
                 self._num_tried[width, size] = tried + 1
                 return width
+        if self._num_prefills >= num_rows:
+            self._num_prefills, self.kept[0] = 0, max(self.kept[0], _OF_NEW_TEXT)
         # A step may get less than was chosen: a width that none ever had has no time.
         known = [width for width in allowed if (width, size) in self._seconds]
         best = max(known, key=lambda width: self.expected(width, runs) / self._seconds[width, size], default=1)
@@ -85,12 +90,9 @@ class DraftWidth:
         if retries.best != best:
             retries.best, retries.since, retries.interval = best, 0, RETRY_STEPS
         retries.since += 1
-        is_new_text = self._num_prefills >= num_rows
-        if retries.since < (RETRY_STEPS if is_new_text else retries.interval):
+        if retries.since < retries.interval:
             return best
-        self._num_prefills = 0
-        retries.since = 0
-        retries.interval = RETRY_STEPS if is_new_text else min(2 * retries.interval, MOST_RETRY_STEPS)
+        retries.since, retries.interval = 0, min(2 * retries.interval, MOST_RETRY_STEPS)
         place = allowed.index(best)
         wider = place == 0 or (retries.wider and place + 1 < len(allowed))
         retries.wider = not wider

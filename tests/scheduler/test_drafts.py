@@ -224,11 +224,15 @@ def test_one_text_after_another():
     assert given_up <= 9 and set(wrong[given_up:]) == {1, 2}
     trials = np.diff(np.flatnonzero(np.array(wrong[given_up:]) == 2))
     assert trials[0] == 2 * RETRY_STEPS and set(trials[1:]) == {MOST_RETRY_STEPS}
-    # Another prompt: the next trial does not wait.
-    assert widths(MOST_RETRY_STEPS - wrong[::-1].index(2), 0)[-1] == 2
-    assert set(widths(RETRY_STEPS - 1, 0)) == {1}
-    choice.prefilled()
+    # A trial whose draft is right, and another prompt.
+    assert widths(MOST_RETRY_STEPS - 1 - wrong[::-1].index(2), 0)[-1] == 1
     assert widths(2, 5) == [2, 8]
+    assert 1 in widths(10, 0)
+    choice.prefilled()
+    assert widths(2, 5) == [8, 8]
+    assert 1 in widths(10, 0)
+    choice.prefilled()
+    assert 8 in widths(3, 0) and 8 not in widths(RETRY_STEPS, 0)[3:]
 
 
 def test_width_knows_what_must_be_right():
