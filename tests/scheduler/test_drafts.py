@@ -235,6 +235,46 @@ def test_one_text_after_another():
     assert 8 in widths(3, 0) and 8 not in widths(RETRY_STEPS, 0)[3:]
 
 
+# Of answers of the default model to prompts of benchmarks.drafts: after each token, how many of seven drafts that are
+# looked up are right.
+ANSWERS = {
+    "edit": "777777777210777777765032100007070107777777777707654320000654301",
+    "summarise": "777777777210777777765032100007070107777777777707770777770654021",
+    "code": "065410100010077776103210321010000000210001000321000001001010000",
+    "chat": "0" * 63,
+}
+
+
+@pytest.mark.parametrize("cost", [{1: 1.0, 2: 1.1, 4: 1.15, 8: 1.25}, {1: 1.0, 2: 1.6, 4: 1.8, 8: 2.0}], ids=str)
+def test_answers_take_hardly_longer_than_at_the_best_width(cost):
+    """One request at a time, every answer behind every other; what a step brought is known a step later."""
+
+    def seconds(answer, choose, observe):
+        done = spent = 0
+        while done < len(answer):
+            width = choose()
+            accepted = min(int(answer[done]), width - 1)
+            done, spent = done + accepted + 1, spent + cost[width]
+            observe(width, accepted)
+        return spent
+
+    choice, waiting = DraftWidth({2: 64, 4: 64, 8: 64}), [(1, 0)]
+
+    def observe(width, accepted):
+        waiting.append((width, accepted))
+        width, accepted = waiting.pop(0)
+        choice.observe(width, 1, np.array([accepted]), cost[width])
+
+    best = {
+        name: min(seconds(answer, lambda width=width: width, lambda *told: None) for width in cost)
+        for name, answer in ANSWERS.items()
+    }
+    seconds(ANSWERS["chat"], lambda: choice.choose(1, GUESSES[:1]), observe)  # all widths are tried
+    for name in [name for first in ANSWERS for second in ANSWERS for name in (first, second)]:
+        choice.prefilled()
+        assert seconds(ANSWERS[name], lambda: choice.choose(1, GUESSES[:1]), observe) < 1.2 * best[name], name
+
+
 def test_width_knows_what_must_be_right():
     """Guesses have been wrong all the time; runs are worth what they are long, and no more."""
     choice, cost = DraftWidth({2: 64, 4: 64, 8: 64}), {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9}
