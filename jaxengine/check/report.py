@@ -23,6 +23,7 @@ def _line(row: dict[str, Any]) -> dict[str, Any]:
         "peak MiB": _scaled(row, "peak_bytes", MIB) if row["step"] else None,
         "% HBM": _percent(row, "hbm_bytes") if row["step"] else None,
         "% plan": _percent(row, "planned_bytes") if row["step"] else None,
+        "temp % weights": _of_codes(row),
         "VMEM/SMEM KiB": _scaled(row, "fast_bytes", 1024),
         "regs": row.get("registers"),
         "spills": row.get("spill_bytes"),
@@ -44,6 +45,12 @@ def _scaled(row: dict[str, Any], name: str, unit: int) -> float | None:
 
 def _percent(row: dict[str, Any], of: str) -> float | None:
     return 100 * row["peak_bytes"] / row[of] if row.get(of) and "peak_bytes" in row else None
+
+
+def _of_codes(row: dict[str, Any]) -> float | None:
+    """Temporaries of a forward pass with quantised weights, as a share of all that products read."""
+    needs = row.get("needs", {})
+    return 100 * row["workspace_bytes"] / needs["weight_bytes"] if needs.get("quantized_bytes") else None
 
 
 def failures(rows: Sequence[dict[str, Any]]) -> list[str]:

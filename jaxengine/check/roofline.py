@@ -105,6 +105,7 @@ class Products:
       flops: operations.
       weight_bytes: of all weights, experts that no token goes to included: a kernel may have them as operands.
       reached_bytes: of the weights that tokens meet.
+      expert_bytes, quantized_bytes: of all weights those of experts, and codes with their scales and zeros.
       row_bytes: of what goes into the products and comes out of them, each in the model's dtype; of experts that are
         split over devices also of what all tokens are gathered to and added up in.
       state_bytes: of what layers keep of sequences in place of pages, each read and written once.
@@ -113,6 +114,8 @@ class Products:
     flops: int
     weight_bytes: int
     reached_bytes: int
+    expert_bytes: int
+    quantized_bytes: int
     row_bytes: int
     state_bytes: int
 
@@ -123,7 +126,7 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
     expert_rows: the fewest rows that are multiplied with an expert which has any.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
-    weight_bytes = reached_bytes = flops = row_bytes = 0
+    weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
     block = _expert_rows(model, bucket)
     for param in declared_params(model):
         if param.path[0] == TOWER:
@@ -142,7 +145,10 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
             reached = min(1.0, picked)
             rows = max(picked, reached * expert_rows)
             at_once = rows if block is None else block / part[0]
-        weight_bytes += size * jnp.dtype(param.dtype).itemsize
+        num_bytes = size * jnp.dtype(param.dtype).itemsize
+        weight_bytes += num_bytes
+        expert_bytes += num_bytes if param.decl.num_experts is not None else 0
+        quantized_bytes += num_bytes if param.path[-1] in ("codes", "scales", "zeros") else 0
         reached_bytes += int(size * reached) * jnp.dtype(param.dtype).itemsize
         scales = param.path[-1] in ("scales", "zeros")
         if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
@@ -170,7 +176,8 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
         row_bytes += sparse * config.hidden_size * (gathered * (itemsize + 4) + block * 8)
     kinds = (config.attention[layer].state for layer in model.stage.layers)
     state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
-    return Products(flops, weight_bytes, reached_bytes, row_bytes, state_bytes // mesh.model)
+    state_bytes //= mesh.model
+    return Products(flops, weight_bytes, reached_bytes, expert_bytes, quantized_bytes, row_bytes, state_bytes)
 
 
 def _expert_rows(model: Any, bucket: Bucket) -> int | None:

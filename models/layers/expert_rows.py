@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Rows that are brought back to the order of the tokens at a time.
+_MIXED_ROWS = 2048
 # Rows of a block. Fewer than the least are not worth a loop; beyond the most, reading an expert's weights once more
 # for the rows of the next block is little beside using them.
 _LEAST_ROWS, _MOST_ROWS = 128, 4096
@@ -26,13 +28,20 @@ def tokens_per_expert(ids: jax.Array, num_experts: int) -> jax.Array:
 def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
     """Results y [T * k, D], row i of token order[i] // k, and weights f32[T, k] to f32[T, D].
 
-    One addition after the other, in the order of k: no token's sum depends on another's.
+    One addition after the other, in the order of k: no token's sum depends on another's. Memory beside the result is
+    for the rows of some tokens.
     """
-    y = y[jnp.argsort(order)].reshape(*weights.shape, -1)
-    mixed = jnp.zeros((y.shape[0], y.shape[2]))
-    for k in range(weights.shape[1]):
-        mixed = mixed + weights[:, k, None] * y[:, k]
-    return mixed
+    num_picked = weights.shape[1]
+
+    def of_token(parts: tuple[jax.Array, jax.Array]) -> jax.Array:
+        weights, rows = parts[0], y[parts[1]]
+        mixed = jnp.zeros(y.shape[1])
+        for k in range(num_picked):
+            mixed = mixed + weights[k] * rows[k]
+        return mixed
+
+    places = jnp.argsort(order).reshape(weights.shape)
+    return lax.map(of_token, (weights, places), batch_size=max(1, _MIXED_ROWS // num_picked))
 
 
 def rows_of_block(most: int, average: int) -> int:

@@ -289,7 +289,8 @@ class MixtureOfExperts(nnx.Module):
                 # Of each row; behind the last there is none.
                 expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
                 inner = inner + _rows_of(self.gate_up_bias[...], expert)
-            gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
+            # XLA:TPU would store all of `inner` in float32 before it is split.
+            gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
             inner = self.activation(gate, up).astype(rows.dtype)
         with jax.named_scope("down"):
             y = self.down.grouped_matmul(inner, sizes, out_dtype)

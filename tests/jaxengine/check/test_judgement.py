@@ -26,12 +26,15 @@ ROW = {
     "cycles": 100,
     "failures": [],
 }
+WORK = {"operations": 1_000_000, "flops": 900_000, "weight_bytes": 100 << 20, "row_bytes": 9, "state_bytes": 0}
 NEEDS = {
-    "needs": {"operations": 1_000_000, "flops": 900_000, "weight_bytes": 100 << 20, "row_bytes": 9, "state_bytes": 0},
+    "needs": WORK | {"quantized_bytes": 0},
     "dtype": "bfloat16",
     "operations": {"bf16": 990_000, "f32": 10_000},
     "moved_bytes": 110 << 20,
+    "workspace_bytes": 13 << 20,
 }
+CODES = NEEDS | {"needs": WORK | {"quantized_bytes": 50 << 20}}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,8 @@ NEEDS = {
         (NEEDS | {"operations": {"bf16": 900_000, "f32": 90_000}}, 1_000_000, "of a bfloat16 model in f32: 90,000"),
         (NEEDS | {"dtype": "float32", "operations": {"f32": 990_000}}, 1_000_000, ""),
         (NEEDS | {"moved_bytes": 120 << 20}, 1_000_000, "moves 125,829,120 bytes"),
+        (CODES | {"workspace_bytes": 12 << 20}, 1_000_000, ""),
+        (CODES, 1_000_000, "temporaries of 13,631,488 bytes beside codes, at most 13,107,209"),
         ({"error": "XlaRuntimeError: no"}, 1_000_000, "does not compile: XlaRuntimeError"),
     ],
 )

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers.expert_rows import add_rows, in_blocks, rows_of_block
+from models.layers import expert_rows
+from models.layers.expert_rows import add_rows, in_blocks, mix, rows_of_block
 
 TOKENS, WIDTH = 9, 5
 SIZES = ([0, 7, 0, 1, 5], [0, 0, 0, 0, 0], [9, 9, 2, 9, 9], [0, 0, 0, 0, 1])
@@ -52,6 +53,20 @@ def test_every_row_is_added_once_and_in_order(sizes):
     for block in (2, 7, TOKENS * len(sizes)):
         got = summed(block)(y, tokens, jnp.asarray(sizes, jnp.int32))
         np.testing.assert_array_equal(got, wanted, err_msg=str(block))
+
+
+@pytest.mark.parametrize("rows", [1, 12, 1000])
+def test_tokens_are_mixed_alike_however_many_at_a_time(rows, monkeypatch):
+    """Three rows of each of nine tokens, brought back to their order one, four and all of nine tokens at a time."""
+    monkeypatch.setattr(expert_rows, "_MIXED_ROWS", rows)
+    rng = np.random.default_rng(0)
+    order = rng.permutation(3 * TOKENS)
+    y, weights = (rng.standard_normal(shape).astype(np.float32) for shape in ((3 * TOKENS, WIDTH), (TOKENS, 3)))
+    wanted = np.zeros((TOKENS, WIDTH), np.float32)
+    for row in np.argsort(order):  # those of a token in the order of its experts
+        wanted[order[row] // 3] += weights.ravel()[order[row]] * y[row]
+    got = mix(*map(jnp.asarray, (y, weights, order)))
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_blocks_are_of_the_groups_that_have_rows():
