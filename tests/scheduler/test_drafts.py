@@ -76,12 +76,17 @@ def test_stages_get_drafts_from_the_host():
         check_output(request)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_ranks": 2, "num_micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"num_ranks": 2, "num_micro_batches": 2}, {"guided": True}], ids=str)
 def test_what_must_come_costs_no_guess(changes):
-    """Beside requests with guesses: those with a grammar have the tokens that the host knows, and no others."""
+    """Beside requests with guesses: those with a grammar have the tokens that the host knows, and no others but guesses
+    where they may."""
     rng, given = np.random.default_rng(8), []
 
     def forced(request, num_output, most):
+        slots = loop.scheduler.ranks[request.rank].slots
+        may_be_less = slots.num_tokens[request.slot] - slots.num_known[request.slot] > 1  # behind guesses in flight
+        if rng.random() < 0.3 or (may_be_less and "guided" in changes):
+            return None
         tokens = expected_output(request.prompt_token_ids, num_output + most)[num_output:]
         assert 0 <= most < 8 and len(tokens) == most
         given.append(tokens[: int(rng.integers(0, most + 1))])
@@ -93,13 +98,16 @@ def test_what_must_come_costs_no_guess(changes):
     requests = [random_request(rng, index, **({"params": params} if index % 3 else {})) for index in range(24)]
     for request in requests:
         loop.scheduler.add_request(request)
-    num_both, results, execute = 0, [], loop.device.execute
+    num_both, num_guided, results, execute = 0, 0, [], loop.device.execute
     loop.device.execute = lambda packed: results.append(execute(packed)) or results[-1]
     while loop.scheduler.num_unfinished or loop.in_flight:
         step = loop.step()
         for rank, batch in enumerate(step.batches):
-            counts = batch.num_scheduled
-            assert len(batch.is_forced) == (batch.num_rows if step.width > 1 else 0)
+            counts, rows = batch.num_scheduled, batch.num_rows if step.width > 1 else 0
+            assert len(batch.is_forced) == len(batch.is_guided) == rows
+            masked = rank_features(loop, rank, batch)[:rows] & MASK > 0
+            assert (batch.is_guided == masked & ~batch.is_forced & (counts[:rows] > 1)).all()
+            num_guided += int(batch.is_guided.sum())
             for row in np.flatnonzero(batch.is_forced):
                 first = int(counts[:row].sum()) + 1
                 own = batch.decode_token_ids[first : first + counts[row] - 1] if counts[row] > 1 else ()
@@ -110,7 +118,12 @@ def test_what_must_come_costs_no_guess(changes):
     for request in requests:
         check_output(request)
     assert max(map(len, given)) == 7 and loop.scheduler.num_preemptions > 0
+    assert (num_guided > 20) == ("guided" in changes)
     assert num_both > 0 or "num_micro_batches" in changes  # whose draft gives none
+
+
+def rank_features(loop, rank, batch):
+    return loop.scheduler.ranks[rank].slots.features[batch.slots]
 
 
 def test_a_rank_without_decodes_joins_in():
