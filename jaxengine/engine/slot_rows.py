@@ -142,7 +142,7 @@ class SlotRows:
             if batch.features & feature:
                 slots, own = rank.slots, batch.slots
                 chosen = batch.sample & (slots.epoch[own] == batch.epochs) & (slots.features[own] & feature > 0)
-                for row in np.flatnonzero(chosen).tolist():
+                for row in chosen.nonzero()[0].tolist():
                     width = int(batch.num_scheduled[row]) if step.width > 1 else 1
                     yield _Sampling(slots.requests[own[row]], row, width, step.width > 1 and bool(batch.is_guided[row]))
 
