@@ -27,6 +27,7 @@ def ours(
     *,
     heads: tuple[int, int],
     head_dim: int,
+    in_keys: int | None,
     page_size: int,
     max_pages: int,
     num_tokens: int,
@@ -37,10 +38,9 @@ def ours(
     """One grid step of our kernel, which does `part` `trips` times, at the block sizes of a step of `num_tokens`.
 
     part: "block" folds one block of keys that all rows see, "edge" one with a mask, "tile" opens and closes a tile
-    around an "edge".
+    around an "edge". in_keys: of keys whose first elements are the values, how many are; None for values apart.
     """
-
-    spec = AttentionSpec(*heads, head_dim, head_dim, head_dim**-0.5)
+    spec = AttentionSpec(*heads, head_dim, in_keys or head_dim, head_dim**-0.5, values_in_keys=in_keys is not None)
     fn, args, sizes = block_profile(
         spec,
         decode=decode,

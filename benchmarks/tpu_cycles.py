@@ -1,4 +1,4 @@
-"""Estimated cycles of our TPU attention beside jax's own, and the roofline, on 12 shapes; needs libtpu, not a TPU.
+"""Estimated cycles of our TPU attention beside jax's own, and the roofline, by shape; needs libtpu, not a TPU.
 
     python -m benchmarks.tpu_cycles [--targets v6e,v5p] [--only decode] [--json FILE]
 
@@ -6,8 +6,9 @@ A kernel is profiled bare (benchmarks.tpu_profile): no copies, a fixed number of
 and 1 blocks, over 8, is what one block costs. "block" is that for one sequence (decode) or 128 tokens (prefill) and
 1024 keys, with all heads: the same work for both kernels. "shape" multiplies by the blocks a kernel walks for the whole
 shape (ours stops at the causal edge, jax's walks every block) and adds what opening and closing a tile costs us. jax's
-kernel gets whichever of its block sizes is fastest, and heads padded to what it accepts. v5p: cycles of one core; our
-kernel uses both, jax's one, and the microseconds say so. Roofline: the larger of bytes / bandwidth and flops / peak.
+kernel gets whichever of its block sizes is fastest, and heads padded to what it accepts; of latents it has none. v5p:
+cycles of one core; our kernel uses both, jax's one, and the microseconds say so. Roofline: the larger of bytes /
+bandwidth and flops / peak.
 """
 
 from __future__ import annotations
@@ -40,13 +41,24 @@ class Shape(NamedTuple):
     kv_len: int
     heads: tuple[int, int]  # N, K
     head_dim: int
+    in_keys: int | None = None  # of a latent: its first elements are the values
 
     @property
     def decode(self) -> bool:
         return self.q_len == 1
 
+    @property
+    def v_head_dim(self) -> int:
+        return self.in_keys or self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements that the cache holds of a token and kv head."""
+        return self.head_dim + (0 if self.in_keys else self.head_dim)
+
 
 LLAMA, ONE_OF_8, SMOLLM = ((32, 8), 128), ((4, 1), 128), ((9, 3), 64)
+LATENT = 576, 512  # of DeepSeek-V2, V3 and Kimi K2
 SHAPES = (
     Shape("decode, 64 x 1024, 32/8 heads", 64, 1, 1024, *LLAMA),
     Shape("decode, 64 x 4096, 32/8 heads", 64, 1, 4096, *LLAMA),
@@ -60,6 +72,11 @@ SHAPES = (
     Shape("prefill, last 512 of 4096, 32/8 heads", 1, 512, 4096, *LLAMA),
     Shape("prefill, 2048, 4/1 heads", 1, 2048, 2048, *ONE_OF_8),
     Shape("prefill, 2048, 9/3 heads of 64", 1, 2048, 2048, *SMOLLM),
+    Shape("decode, 64 x 4096, latent, 16 heads", 64, 1, 4096, (16, 1), *LATENT),
+    Shape("decode, 64 x 4096, latent, 64 heads", 64, 1, 4096, (64, 1), *LATENT),
+    Shape("decode, 64 x 4096, latent, 128 heads", 64, 1, 4096, (128, 1), *LATENT),
+    Shape("prefill, last 512 of 4096, latent, 16 heads", 1, 512, 4096, (16, 1), *LATENT),
+    Shape("prefill, last 512 of 4096, latent, 128 heads", 1, 512, 4096, (128, 1), *LATENT),
 )
 
 
@@ -87,13 +104,14 @@ class Row(NamedTuple):
     roofline_us: float
 
     def columns(self) -> list[str]:
-        return [
+        texts = [
             *(f"{x:,.0f}" for x in (self.our_block, self.their_block)),
             f"{self.our_block / self.their_block:.2f}",
             *(f"{x / 1e3:,.0f}k" for x in (self.our_shape, self.their_shape)),
             f"{self.our_shape / self.their_shape:.2f}",
             *(f"{x:,.0f}" for x in (self.our_us, self.their_us, self.roofline_us)),
         ]
+        return ["-" if "nan" in text else text for text in texts]
 
 
 HEADER = ["block: ours", "jax's", "ratio", "shape: ours", "jax's", "ratio", "us: ours", "jax's", "roofline"]
@@ -115,8 +133,8 @@ def per_trip(target: str, build: str, **arguments) -> tuple[float, dict]:
 
 def our_cost(shape: Shape, target: str) -> Cost:
     # Block sizes follow from the number of tokens and, for short tables, of pages: shapes with equal ones are shared.
-    arguments = {"heads": shape.heads, "head_dim": shape.head_dim, "decode": shape.decode, "max_pages": 16}
-    arguments["num_tokens"] = 64 if shape.decode else max(shape.q_len, 1024)
+    arguments = {"heads": shape.heads, "head_dim": shape.head_dim, "in_keys": shape.in_keys, "decode": shape.decode}
+    arguments |= {"max_pages": 32, "num_tokens": 64 if shape.decode else max(shape.q_len, 1024)}
     edge, facts = per_trip(target, "ours", part="edge", **arguments)
     tile = (
         cycles(target, "ours", 1, part="tile", **arguments)[0] - cycles(target, "ours", 1, part="edge", **arguments)[0]
@@ -136,12 +154,12 @@ def our_cost(shape: Shape, target: str) -> Cost:
 
 
 def their_cost(shape: Shape, target: str) -> Cost:
-    """Of the fastest block size; nan where libtpu can profile none of them."""
+    """Of the fastest block size; nan where libtpu can profile none of them, and of latents."""
     heads, head_dim = shape.heads, shape.head_dim
     if heads == SMOLLM[0]:  # it tiles 1, 2, 4 or a multiple of 8 kv heads, of 128 lanes
         heads, head_dim = (12, 4), 128
     costs = []
-    for block_q in THEIR_BLOCK_Q[shape.decode]:
+    for block_q in () if shape.in_keys else THEIR_BLOCK_Q[shape.decode]:
         arguments = {"heads": heads, "head_dim": head_dim, "max_pages": 16, "block_q": block_q}
         try:
             block, _ = per_trip(target, "theirs", block_pages=THEIR_BLOCK_PAGES, **arguments)
@@ -158,9 +176,10 @@ def roofline_us(shape: Shape, target: str) -> float:
     num_q_heads, num_kv_heads = shape.heads
     tokens = shape.num_seqs * shape.q_len
     seen = tokens * (shape.kv_len - (shape.q_len - 1) / 2)  # query-key pairs
-    kv_bytes = shape.num_seqs * shape.kv_len * num_kv_heads * 2 * shape.head_dim * BYTES
-    query_bytes = 2 * tokens * num_q_heads * shape.head_dim * BYTES
-    flops = 4 * seen * num_q_heads * shape.head_dim
+    both = shape.head_dim + shape.v_head_dim
+    kv_bytes = shape.num_seqs * shape.kv_len * num_kv_heads * shape.kv_width * BYTES
+    query_bytes = tokens * num_q_heads * both * BYTES
+    flops = 2 * seen * num_q_heads * both
     chip = TARGETS[target]
     return 1e6 * max((kv_bytes + query_bytes) / chip.hbm_bandwidth, flops / chip.flops)
 

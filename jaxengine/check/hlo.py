@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # Instructions that only move data; a fusion of nothing else is one of them.
 _MOVERS = frozenset(
@@ -56,6 +56,8 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-<>]+) = (.*?) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _FUSED = re.compile(r"calls=%?([\w.\-<>]+)")
+_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-<>]+)|branch_computations=\{([^}]*)\}")
+_INDEX = re.compile(r"index=(\d+)")
 _MOSAIC = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"')
 _ATTENDS = re.compile(r'op_name="(?:[^"]*?/(layer_\d+)/)?[^"]*paged_attention_')
 _OPERAND = re.compile(r"%([\w.\-<>]+)")
@@ -177,7 +179,7 @@ class Precious:
 
 def copies(module: Module, precious: Precious) -> list[str]:
     """The instructions that move a whole precious array through memory, as short texts."""
-    found = []
+    found, given = [], _given(module)
     for body, instruction in module.outside_fusions():
         if instruction.fast or instruction.opcode in PASSIVE or instruction.opcode in _IN_PLACE:
             continue
@@ -191,7 +193,7 @@ def copies(module: Module, precious: Precious) -> list[str]:
         name = precious.weights.get(instruction.elements) or precious.states.get(
             instruction.type_text.lstrip("(").partition("{")[0]
         )
-        if name is not None and _only_moves(module, instruction) and _from_parameter(body, instruction):
+        if name is not None and _only_moves(module, instruction) and _from_parameter(body, instruction, given):
             found.append(f"{name}: {_brief(instruction)}")
     return found
 
@@ -247,8 +249,32 @@ def _only_moves(module: Module, instruction: Instruction) -> bool:
     return bool(opcodes & _MOVERS) and opcodes <= _MOVERS | _TRIVIAL
 
 
-def _from_parameter(body: Iterable[Instruction], instruction: Instruction) -> bool:
-    """Whether an operand is, by way of nothing but moves, a parameter of the computation."""
+_Given = Mapping[str, tuple[list[Instruction], Instruction]]
+
+
+def _given(module: Module) -> _Given:
+    """Parameter of a conditional's branch -> where it is made: a computation and the tuple in it."""
+    given = {}
+    for body in module.computations.values():
+        by_name = {inner.name: inner for inner in body}
+        for instruction in (each for each in body if each.opcode == "conditional"):
+            branches = [
+                name
+                for found in _BRANCHES.findall(instruction.rest)
+                for name in re.findall(r"[\w.\-<>]+", "".join(found))
+            ]
+            for branch, operand in zip(branches, instruction.operands[1:], strict=False):
+                parameter = next(
+                    (each for each in module.computations.get(branch, []) if each.opcode == "parameter"), None
+                )
+                if parameter is not None and operand in by_name and by_name[operand].opcode == "tuple":
+                    given[parameter.name] = body, by_name[operand]
+    return given
+
+
+def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given: _Given) -> bool:
+    """Whether an operand is, by way of nothing but moves, a parameter of the program or of a loop; what a branch is
+    given is looked for where that is made."""
     by_name = {inner.name: inner for inner in body}
     pending, seen = list(instruction.operands), set()
     while pending:
@@ -259,7 +285,20 @@ def _from_parameter(body: Iterable[Instruction], instruction: Instruction) -> bo
         seen.add(name)
         if source.opcode == "parameter":
             return True
-        if source.opcode in ("bitcast", "get-tuple-element", "optimization-barrier", "copy", "copy-done", "copy-start"):
+        made = given.get(source.operands[0]) if source.opcode == "get-tuple-element" and source.operands else None
+        if made is not None and (index := _INDEX.search(source.rest)):
+            outside, together = made
+            element = replace(together, rest=f"%{together.operands[int(index[1])]}), ")
+            if _from_parameter(outside, element, given):
+                return True
+        elif source.opcode in (
+            "bitcast",
+            "get-tuple-element",
+            "optimization-barrier",
+            "copy",
+            "copy-done",
+            "copy-start",
+        ):
             pending.extend(source.operands)
     return False
 

@@ -78,3 +78,32 @@ def test_a_compiled_update_copies_only_what_is_not_donated(donate, expected):
     pool, rows, index = jnp.zeros((64, 4, 8)), jnp.zeros((2, 4, 8)), jnp.zeros(2, jnp.int32)
     text = compiled_text(lambda pool, rows, index: pool.at[index].set(rows), pool, rows, index, donate=donate)
     assert len(copies(parse(text), PRECIOUS)) == expected
+
+
+@pytest.mark.parametrize(("given", "copied"), [("%pool", 1), ("%x", 0), ("%moved", 1)])
+def test_a_branch_copies_what_its_conditional_is_given(given, copied):
+    """An activation may have a pool's shape: 1,024 tokens beside 64 slots of rank 16."""
+    text = f"""HloModule m
+
+%branch (args: (s32[], bf16[1024,64])) -> bf16[1024,64] {{
+  %args = (s32[], bf16[1024,64]{{1,0}}) parameter(0)
+  %one = bf16[1024,64]{{1,0}} get-tuple-element(%args), index=1, metadata={{}}
+  ROOT %c = bf16[1024,64]{{1,0}} copy(%one), metadata={{}}
+}}
+
+%other (none: (s32[])) -> bf16[1024,64] {{
+  %none = (s32[]) parameter(0)
+  ROOT %z = bf16[1024,64]{{1,0}} broadcast(%zero), dimensions={{}}
+}}
+
+ENTRY %main (pool: bf16[1024,64], i: s32[]) -> bf16[1024,64] {{
+  %pool = bf16[1024,64]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %x = bf16[1024,64]{{1,0}} add(%a, %b), metadata={{}}
+  %moved = bf16[1024,64]{{1,0}} bitcast(%pool), metadata={{}}
+  %first = (s32[]) tuple(%i), metadata={{}}
+  %second = (s32[], bf16[1024,64]{{1,0}}) tuple(%i, {given}), metadata={{}}
+  ROOT %r = bf16[1024,64]{{1,0}} conditional(%i, %first, %second), branch_computations={{%other, %branch}}
+}}
+"""
+    assert len(copies(parse(text), Precious(states={"bf16[1024,64]": "adapters"}))) == copied
