@@ -345,15 +345,6 @@ def test_few_rows_of_an_expert_are_a_tile():
     assert tiled == plain
 
 
-def test_codes_and_experts_are_counted_apart():
-    """Of gpt-oss as it is published the matrices of experts are codes with scales, their biases are not."""
-    model = build_model(model_config("gpt-oss-120b-mxfp4:1"), Build("bfloat16"))
-    needs = product_work(model, Bucket(8, 8), "bfloat16")
-    codes = 128 * 3 * 2880 * 2880
-    assert needs.quantized_bytes == codes + 4 * codes // 32
-    assert needs.expert_bytes == needs.quantized_bytes + 2 * 128 * 3 * 2880
-
-
 def test_a_block_of_rows_and_all_tokens_are_counted_where_devices_have_experts():
     """Of 6 tokens on four devices 3 rows are a device's, and 12 at most: one block. Others are sent rows."""
     experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
