@@ -3,17 +3,19 @@
     python -m benchmarks.drafts [--max-tokens 96] [--temperature 0] [--drafts 7] [--num-seqs 1] [--draft MODEL]
                                 [--method draft_model] [--always] [--only NAME ...] [--json FILE]
 
-Without --draft they are looked up (n-grams); `python -m benchmarks.first_layers` makes a model for it, and
-`benchmarks.train_head` an EAGLE-3 head, which --method eagle3 says it is.
+Without --draft they are looked up (n-grams), or with --method grammar there are none but tokens that a grammar leaves
+no choice; `python -m benchmarks.first_layers` makes a model for it, and `benchmarks.train_head` an EAGLE-3 head, which
+--method eagle3 says it is.
 
 Prompts run one at a time, and all at once where --num-seqs has room, by both engines in turn; tokens must be equal. The
-answer to `json` is under a grammar, which decides the names of properties. --always drafts in every step, whether it
-pays or not, to see how many drafts are right.
+answers to `json` and `json edit` are under grammars, which decide the names of properties; the latter repeats values of
+its prompt. --always drafts in every step, whether it pays or not, to see how many drafts are right.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import time
 from typing import Any
@@ -31,12 +33,20 @@ CODE = (
     "def volume(width, height, depth):\n    result = width * height * depth\n    print('volume', result)\n"
     "    return result\n"
 )
+ADDRESS = {
+    "name": "Margaret Hamilton",
+    "company": "Northern Lighthouse Engineering Limited",
+    "street": "17 Harbour Road, Building C, Second Floor",
+    "city": "London",
+    "instructions": "Leave the parcel with the porter at the side entrance and ring the bell twice",
+}
 PROMPTS = {
     "edit": f"Copy the following text, but replace 'region' by 'area':\n\n{TEXT}",
     "summarise": f"Summarise in three bullet points, quoting the figures:\n\n{TEXT}",
     "code": f"Rename the variable result to value in this code and print the whole code:\n\n{CODE}",
     "chat": "Tell me a short story about a lighthouse keeper.",
     "json": "Write the order of a customer as JSON.",
+    "json edit": f"Change the city to Paris in this JSON, and print the whole JSON:\n\n{json.dumps(ADDRESS)}",
 }
 PROPERTIES = {
     name: {"type": kind}
@@ -50,6 +60,7 @@ PROPERTIES = {
     )
 }
 ORDER = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
+TEXTS = {"type": "object", "properties": dict.fromkeys(ADDRESS, {"type": "string"}), "required": [*ADDRESS]}
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
@@ -76,14 +87,14 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=7)
     parser.add_argument("--num-seqs", type=int, default=1)
     parser.add_argument("--draft", help="the draft model, or the head")
-    parser.add_argument("--method", choices=["draft_model", "eagle3"], help="what --draft is")
+    parser.add_argument("--method", choices=["draft_model", "eagle3", "grammar"], help="what --draft is, or grammar")
     parser.add_argument("--always", action="store_true")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PROMPTS, default=list(PROMPTS), metavar="NAME")
     parser.add_argument("--json")
     args = parser.parse_args()
-    if args.method and not args.draft:
-        parser.error("--method says what --draft is")
+    if args.method and (args.method == "grammar") == bool(args.draft):
+        parser.error("--method says what --draft is, or without it grammar")
     args.method = args.method or ("draft_model" if args.draft else "ngram")
     options = OPTIONS | {"max_num_seqs": args.num_seqs}
     plain = LLM(**options)
@@ -92,7 +103,7 @@ def main() -> None:
     if args.always:
         widest = max(drafting.core.config.widths)
         drafting.core.engine.scheduler.draft_width.choose = lambda num_rows, runs: widest
-    grammars = {"json": {"json": ORDER, "disable_any_whitespace": True}}
+    grammars = {"json": {"json": ORDER, "disable_any_whitespace": True}, "json edit": {"json": TEXTS}}
     common = {"temperature": args.temperature, "seed": 1, "max_tokens": args.max_tokens, "ignore_eos": True}
     rows = []
     cases = [(name, [name]) for name in args.only]

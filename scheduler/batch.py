@@ -46,6 +46,7 @@ class ScheduledBatch:
         has any, or needs places.
       places: i32[3, num_tokens], rope_positions of those that the device does not know, else -1; None as `embeds`.
       is_forced: bool[n] of a step with drafts, rows that have none, or none but tokens that must be right; else empty.
+      is_guided: bool[n] likewise, rows whose drafts are guesses under a grammar: each place has a mask of its own.
       features: union of the features of the rows; of those that score prompts, only where this step has tokens of one
         whose successors are known.
     """
@@ -68,6 +69,7 @@ class ScheduledBatch:
     embeds: np.ndarray | None = None
     places: np.ndarray | None = None
     is_forced: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
+    is_guided: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
 
 
 @dataclass(slots=True)

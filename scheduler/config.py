@@ -14,8 +14,9 @@ POLICIES = ("fcfs", "priority", "fair")
 
 # (known tokens i32[n], most) -> i32[m], drafts of what comes next.
 Draft = Callable[[np.ndarray, int], np.ndarray]
-# (request, tokens of its output, most) -> the tokens, at most so many, that must stand behind these.
-Forced = Callable[[Request, int, int], Sequence[int]]
+# (request, tokens of its output, most) -> the tokens, at most so many, that must stand behind these; None where it is
+# not known that there are any, and they may be guessed.
+Forced = Callable[[Request, int, int], Sequence[int] | None]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class SchedulerConfig:
       guesses: whether there are drafts beside those that must be right.
       draft: makes guesses where the host does; None where the device does.
       forced: tells what must come next of requests with MASK, where that is known; None where none has any drafts.
+      guided: where it is not, these requests have guesses, which the device makes, and a mask for each of their places.
       num_adapters: adapters (LoRA) that may run at once; 0 where requests have none.
       num_encoder_rows: embeddings of pictures that a rank keeps (scheduler.encoder_rows), 0 for a model that sees none;
         max_encoder_patches: patches of pictures that a rank encodes in one step at most; whole_pictures: no picture is
@@ -60,6 +62,7 @@ class SchedulerConfig:
     guesses: bool = True
     draft: Draft | None = None
     forced: Forced | None = None
+    guided: bool = False
     num_adapters: int = 0
     num_encoder_rows: int = 0
     max_encoder_patches: int = 0

@@ -30,6 +30,7 @@ class DecodeDrafts:
         self.widths: np.ndarray | None = None
         # As `look_ahead` gives them, the tokens of these by row, and all that the host has, by row.
         self._runs = np.empty(0, np.int32)
+        self._masked = _NONE
         self._forced: dict[int, Sequence[int]] = {}
         self._known: dict[int, Sequence[int] | np.ndarray] = {}
 
@@ -37,6 +38,11 @@ class DecodeDrafts:
     def is_forced(self) -> np.ndarray:
         """Of a step with drafts which decodes have no guesses, bool[n]; else empty."""
         return _NONE if self.widths is None else self._runs >= 0
+
+    @property
+    def is_guided(self) -> np.ndarray:
+        """Of a step with drafts which decodes have guesses under a grammar, bool[n]; else empty."""
+        return _NONE if self.widths is None else self._masked & (self._runs < 0) & (self.widths > 1)
 
     def begin(self) -> None:
         """Every decode has one token."""
@@ -46,21 +52,25 @@ class DecodeDrafts:
         """How many drafts each of the slots i64[n] has that must be right, i32[n], at most so many; -1 where any would
         be guesses.
 
-        A request whose next choice the host must prepare has none but those that its grammar leaves no choice, and
-        without guesses no request has others.
+        A request whose next choice the host must prepare has none but those that its grammar leaves no choice, or
+        guesses where the configuration lets it; without guesses no request has others.
         """
         s = self._slots
+        self._masked = s.features[decodes] & MASK > 0
         # min_tokens forbids stop tokens up to a place that must be known.
         is_early = s.num_tokens[decodes] < s.min_stop[decodes]
         is_prepared = (s.features[decodes] & (MASK | LAST_TOKEN) > 0) | is_early
         has_none = is_prepared | (not self._config.guesses)
         self._runs, self._forced = np.where(has_none, 0, -1).astype(np.int32), {}
         if self._config.forced is not None:
-            for row in np.flatnonzero((s.features[decodes] & MASK > 0) & ~is_early).tolist():
+            for row in np.flatnonzero(self._masked & ~is_early).tolist():
                 slot = decodes[row]
                 room, num_output = s.limit[slot] - s.num_tokens[slot], s.num_tokens[slot] - s.num_prompt[slot]
-                self._forced[row] = self._config.forced(s.requests[slot], int(num_output), min(most, int(room) - 1))
-                self._runs[row] = len(self._forced[row])
+                tokens = self._config.forced(s.requests[slot], int(num_output), min(most, int(room) - 1))
+                if tokens is not None:
+                    self._forced[row], self._runs[row] = tokens, len(tokens)
+                elif self._config.guided:
+                    self._runs[row] = -1
         return self._runs
 
     def widen(self, decodes: np.ndarray, width: int) -> np.ndarray:

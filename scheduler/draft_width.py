@@ -3,28 +3,48 @@
 A width is worth the tokens that a row of it is expected to bring, for each second that its steps take. Both are
 measured while serving: which drafts were right, by place, and how long steps took, by width and number of rows. Of
 drafts that must be right it is told before. A width that has not been tried at a number of rows is, and one that lost
-is tried again now and then, for what runs changes. Tokens do not depend on the choice. Knows no device and no request.
+is tried again, for what runs changes: soon after the choice has changed, and more and more rarely while it does not;
+and where prompts have come, whatever the texts before were like. Tokens do not depend on the choice. Knows no device
+and no request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-# Steps of a width that are tried before it is judged, and steps between two trials of one that lost, by turns the next
-# wider and the next narrower one.
+# Steps of a width that are tried before it is judged.
 TRIALS = 3
-RETRY_STEPS = 16
-# The weight of the latest step, or row, in what is remembered of those before.
-_LATEST = 0.1
+# Steps between two trials of widths that lost: at first, and at most. Each trial that changes nothing doubles them.
+RETRY_STEPS = 8
+MOST_RETRY_STEPS = 32
+# The weight of the latest step in what is remembered of those before, and that of the latest row: texts change sooner
+# than machines do.
+_LATEST_STEP = 0.1
+_LATEST_ROW = 0.3
+# The least that is expected of the first draft of rows whose texts are new.
+_OF_NEW_TEXT = 0.5
+
+
+@dataclass
+class _Retries:
+    """Of the widths that lost against `best`: steps since the last trial of one, steps from that to the next."""
+
+    best: int
+    since: int = 0
+    interval: int = RETRY_STEPS
+    wider: bool = True
 
 
 class DraftWidth:
     """Chooses among 1 and the widths it is given; without any, always 1.
 
     Attributes:
-      kept: f64[W - 1], the share of rows in which the draft at each place was accepted.
+      kept: f64[W - 1], of the rows whose drafts before a place were all accepted the share in which that at the place
+        was. What a text allows at first changes with every text, how it goes on from there hardly: so one draft that is
+        right tells what more of them would bring.
     """
 
     def __init__(self, most_rows: Mapping[int, int]):
@@ -34,7 +54,9 @@ class DraftWidth:
         # By (width, class of numbers of rows).
         self._seconds: dict[tuple[int, int], float] = {}
         self._num_tried: dict[tuple[int, int], int] = {}
-        self._num_steps = 0
+        # By class of numbers of rows.
+        self._retries: dict[int, _Retries] = {}
+        self._num_prefills = 0
 
     def has_any(self, num_rows: int) -> bool:
         """Whether a step of at most so many decodes in a rank may have more than one token of each."""
@@ -55,30 +77,47 @@ class DraftWidth:
             if tried < TRIALS:
                 self._num_tried[width, size] = tried + 1
                 return width
+        if self._num_prefills >= num_rows:
+            self._num_prefills, self.kept[0] = 0, max(self.kept[0], _OF_NEW_TEXT)
         # A step may get less than was chosen: a width that none ever had has no time.
         known = [width for width in allowed if (width, size) in self._seconds]
         best = max(known, key=lambda width: self.expected(width, runs) / self._seconds[width, size], default=1)
-        self._num_steps += 1
-        num_retries, since = divmod(self._num_steps, RETRY_STEPS)
-        if since:
+        return self._retried(best, allowed, num_rows)
+
+    def _retried(self, best: int, allowed: list[int], num_rows: int) -> int:
+        """The best width, or the next wider or narrower one where a trial of it is due, by turns."""
+        retries = self._retries.setdefault(num_rows.bit_length(), _Retries(best))
+        if retries.best != best:
+            retries.best, retries.since, retries.interval = best, 0, RETRY_STEPS
+        retries.since += 1
+        if retries.since < retries.interval:
             return best
-        place = allowed.index(best) + (1 if num_retries % 2 else -1)
-        return allowed[min(max(place, 0), len(allowed) - 1)]
+        retries.since, retries.interval = 0, min(2 * retries.interval, MOST_RETRY_STEPS)
+        place = allowed.index(best)
+        wider = place == 0 or (retries.wider and place + 1 < len(allowed))
+        retries.wider = not wider
+        return allowed[place + 1 if wider else place - 1]
+
+    def prefilled(self) -> None:
+        """Told of a step that has a prompt's tokens: when there have been as many as rows, these are of other texts."""
+        self._num_prefills += 1
 
     def expected(self, width: int, runs: np.ndarray) -> float:
         """Tokens that a row is expected to bring in a step of this width; runs: as in `choose`."""
-        drafts = np.where(runs < 0, self.kept[: width - 1].sum(), np.minimum(runs, width - 1))
-        return 1.0 + float(drafts.mean())
+        guessed = np.cumprod(self.kept[: width - 1]).sum()
+        return 1.0 + float(np.where(runs < 0, guessed, np.minimum(runs, width - 1)).mean())
 
     def observe(self, width: int, num_rows: int, accepted: np.ndarray, seconds: float | None) -> None:
         """Told of a step of at most `num_rows` rows in a rank: drafts accepted of each row with guesses, i64[n], and
         how long it took, if known."""
-        if width > 1 and len(accepted):
-            share = (accepted[:, None] > np.arange(width - 1)).mean(axis=0)
-            self.kept[: width - 1] += (1 - (1 - _LATEST) ** len(accepted)) * (share - self.kept[: width - 1])
+        if width > 1:
+            place = np.arange(width - 1)
+            came, right = ((accepted[:, None] >= least).sum(axis=0) for least in (place, place + 1))
+            share = right / np.maximum(came, 1)
+            self.kept[: width - 1] += (1 - (1 - _LATEST_ROW) ** came) * (share - self.kept[: width - 1])
         if seconds is not None:
             key = width, num_rows.bit_length()
             before = self._seconds.get(key)
             # The first of its kind may have waited for something else; no single step counts for much.
-            seconds = seconds if before is None else before + _LATEST * (min(seconds, 4 * before) - before)
+            seconds = seconds if before is None else before + _LATEST_STEP * (min(seconds, 4 * before) - before)
             self._seconds[key] = seconds

@@ -103,7 +103,7 @@ class Packer:
         slot[:num_rows] = batch.slots
         num_scheduled[:num_rows] = batch.num_scheduled
         sample[:num_rows] = batch.sample
-        sample[: len(batch.is_forced)] += batch.is_forced
+        sample[: len(batch.is_forced)] += batch.is_forced + 2 * batch.is_guided
         start[:num_rows] = batch.start
         if batch.decode_token_ids is not None:
             layout.view(message, "token_ids")[: len(batch.decode_token_ids)] = batch.decode_token_ids

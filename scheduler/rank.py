@@ -245,6 +245,7 @@ class Rank:
             embeds=embeds,
             places=places,
             is_forced=self._drafts.is_forced,
+            is_guided=self._drafts.is_guided,
         )
 
     def update(

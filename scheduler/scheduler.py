@@ -233,7 +233,10 @@ class Scheduler:
         """Tokens of a decode of the step being put together: more than one where it has nothing but decodes."""
         counts = [rank.num_decodes for rank in self.ranks]
         rows = [count for count in counts if count is not None]
-        if len(rows) < len(counts) or not self.draft_width.has_any(max(rows)):
+        if len(rows) < len(counts):
+            self.draft_width.prefilled()
+            return 1
+        if not self.draft_width.has_any(max(rows)):
             return 1
         runs = [rank.look_ahead(self.config.widths[-1] - 1) for rank in self.ranks]
         width = self.draft_width.choose(max(rows), np.concatenate(runs))

@@ -1,9 +1,9 @@
 """What a compiled program does, counted from its HLO: operations of its products and bytes it moves to and from memory.
 
-A loop counts as often as the compiler says it runs, one whose trips are data as once. What kernels of ours do is not
-HLO and not counted, nor is a ragged product of XLA:TPU, whose work is data, too: it is written as a product of all rows
-with every matrix, masked, in a fusion that is given where groups start. Knows nothing of models:
-jaxengine.check.roofline says what a step needs.
+A loop counts as often as the compiler says it runs, one whose trips are data as once, and of the branches of a
+conditional the dearest. What kernels of ours do is not HLO and not counted, nor is a ragged product of XLA:TPU, whose
+work is data, too: it is written as a product of all rows with every matrix, masked, in a fusion that is given where
+groups start. Knows nothing of models: jaxengine.check.roofline says what a step needs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from jaxengine.check.hlo import PASSIVE, Instruction, Module, bytes_of
 
@@ -36,14 +36,16 @@ _FREE = PASSIVE | {"constant", "partition-id", "replica-id"}
 
 def operations(module: Module) -> dict[str, int]:
     """Operations of matrix products by the element type that they are computed in, the wider of the operands'."""
-    found: Counter[str] = Counter()
-    for body, times in _executed(module, fused=True):
-        by_name = {instruction.name: instruction for instruction in body}
+
+    def of_body(body: list[Instruction]) -> Counter[str]:
+        by_name, found = {instruction.name: instruction for instruction in body}, Counter()
         for instruction in body:
             if (product := _product(instruction, by_name)) is not None:
                 dtype, count = product
-                found[dtype] += times * count
-    return dict(found)
+                found[dtype] += count
+        return found
+
+    return dict(_executed(module, module.entry, of_body, fused=True))
 
 
 def _product(instruction: Instruction, by_name: Mapping[str, Instruction]) -> tuple[str, int] | None:
@@ -82,15 +84,20 @@ def moved_bytes(module: Module, leave_out: Collection[int]) -> int:
 
     leave_out: element counts of arrays (pools) that are never gone through as a whole and not counted.
     """
-    total = 0
-    for body, times in _executed(module, fused=False):
+
+    def of_body(body: list[Instruction]) -> Counter[str]:
         by_name = {instruction.name: instruction for instruction in body}
         fetched = {instruction.operands[0] for instruction in body if _fetches(instruction) and instruction.operands}
-        for instruction in body:
-            # XLA:TPU ends a program with fetching what its next run begins with: one of both fetches is made.
-            if not (_NEXT_RUN in instruction.rest and instruction.operands[0] in fetched):
-                total += times * _moved(module, instruction, by_name, leave_out)
-    return total
+        return Counter(
+            bytes=sum(
+                _moved(module, instruction, by_name, leave_out)
+                for instruction in body
+                # XLA:TPU ends a program with fetching what its next run begins with: one of both fetches is made.
+                if not (_NEXT_RUN in instruction.rest and instruction.operands[0] in fetched)
+            )
+        )
+
+    return _executed(module, module.entry, of_body, fused=False)["bytes"]
 
 
 def _fetches(instruction: Instruction) -> bool:
@@ -162,17 +169,22 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
     return total, in_place, any(inner.root and inner.name in names for inner in body)
 
 
-def _executed(module: Module, *, fused: bool) -> Iterator[tuple[list[Instruction], int]]:
-    """(computation, how often it runs) of all that the entry reaches; fused: with what is inside of fusions."""
-    pending = [(module.entry, 1)]
-    while pending:
-        name, times = pending.pop()
-        body = module.computations.get(name, [])
-        yield body, times
-        for instruction in body:
-            if not fused and (instruction.opcode == "fusion" or instruction.opcode.endswith("-start")):
-                continue
-            trips = _TRIPS.search(instruction.rest) if instruction.opcode == "while" else None
-            for one, several in _CALLED.findall(instruction.rest):
-                for called in _NAME.findall(one or several):
-                    pending.append((called, times * (int(trips[1]) if trips else 1)))
+def _executed(
+    module: Module, name: str, of_body: Callable[[list[Instruction]], Counter[str]], *, fused: bool
+) -> Counter[str]:
+    """What of_body counts in a computation and in all that it calls, as often as it does; fused: with what is inside of
+    fusions."""
+    body = module.computations.get(name, [])
+    total = of_body(body)
+    for instruction in body:
+        if not fused and (instruction.opcode == "fusion" or instruction.opcode.endswith("-start")):
+            continue
+        called = [each for found in _CALLED.findall(instruction.rest) for each in _NAME.findall(found[0] or found[1])]
+        counted = [_executed(module, each, of_body, fused=fused) for each in called]
+        if instruction.opcode == "conditional":
+            counted = [max(counted, key=Counter.total)]
+        trips = _TRIPS.search(instruction.rest) if instruction.opcode == "while" else None
+        for each in counted:
+            for key, count in each.items():
+                total[key] += count * (int(trips[1]) if trips else 1)
+    return total

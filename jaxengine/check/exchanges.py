@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flax import nnx
@@ -41,6 +41,7 @@ _WRITTEN = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
+_SCATTER = "reduce-scatter"
 _RAGGED = "ragged_all_to_all"  # a scope of its own where XLA has no such instruction
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _LAYER = re.compile(r"layer_(\d+)$")
@@ -57,7 +58,7 @@ class Exchange:
         on the CPU an all-to-all plays a ragged-all-to-all.
       opcode: of KINDS, as it was compiled.
       place: "layer 3", a scope of AROUND_LAYERS, or "" where nobody wrote it.
-      count: exchanges that the compiler combined in it.
+      count: exchanges that the compiler combined in it; 0 for one that completes another.
       elements: of its largest operand or result.
       num_bytes: of its operands or of its results, whichever are more.
       text: for messages.
@@ -74,18 +75,23 @@ class Exchange:
 
 def exchanges(module: Module) -> list[Exchange]:
     """Every exchange of a compiled module."""
-    found, chains, offloaded = [], set(), _offloaded_scopes(module)
+    found, chains, offloaded, scatters = [], set(), _offloaded_scopes(module), _scatters(module)
     for name, body in module.computations.items():
-        by_name = {instruction.name: instruction for instruction in body}
-        for instruction in body:
+        if name in scatters:
+            continue
+        by_name = {
+            each.name: replace(each, opcode=_SCATTER) if module.fused_in(each) in scatters else each for each in body
+        }
+        for instruction in by_name.values():
             if instruction.opcode.removesuffix("-start") not in KINDS:
                 continue
-            scope, count = offloaded.get(name, _scope(instruction)), len(instruction.operands)
+            scope, count = offloaded.get(name, _scope(instruction)), max(1, len(instruction.operands))
             if not scope and (sources := _scoped_sources(instruction, by_name)):
                 # XLA:TPU's form of a small reduce-scatter and what XLA:GPU combines have no scope, their operands do.
                 scattered = instruction.opcode == "all-reduce" and _is_only_sliced(instruction, body, module)
-                scope = f"{sources[0].rpartition('/')[0]}/{'reduce_scatter' if scattered else ''}"
-                count = len(sources)
+                completes = _sends_on_parts(instruction, by_name)
+                scope = f"{sources[0].rpartition('/')[0]}/{'reduce_scatter' if scattered or completes else ''}"
+                count = 0 if completes else 1 if instruction.opcode == _SCATTER else len(sources)
             # XLA:TPU runs some beside other work as a chain of fusions, each of which repeats the instruction.
             chain = _CHAIN.search(instruction.rest)
             link = chain and (chain[1], scope)
@@ -93,6 +99,26 @@ def exchanges(module: Module) -> list[Exchange]:
                 found.append(_exchange(instruction, by_name, scope, count))
             chains.add(link)
     return found
+
+
+def _scatters(module: Module) -> set[str]:
+    """Computations of fusions that are XLA:TPU's form of a large reduce-scatter: a sum of which a part is kept."""
+    return {
+        name
+        for name in module.fused
+        if any(each.opcode == "all-reduce" for each in module.computations[name])
+        and any(each.root and each.opcode == "dynamic-slice" for each in module.computations[name])
+    }
+
+
+def _sends_on_parts(instruction: Instruction, by_name: Mapping[str, Instruction]) -> bool:
+    """Whether it completes such a reduce-scatter, which gives devices parts of a size that suits its rings: rows behind
+    a device's own are its neighbour's."""
+    source = instruction if instruction.opcode.startswith("collective-permute") else None
+    while source is not None and source.opcode != _SCATTER:
+        own = source is instruction or source.opcode == "slice"
+        source = by_name.get(source.operands[0]) if own and source.operands else None
+    return source is not None
 
 
 def _offloaded_scopes(module: Module) -> dict[str, str]:
@@ -153,7 +179,7 @@ def _exchange(instruction: Instruction, by_name: Mapping[str, Instruction], scop
     # An asynchronous start lists its operands beside its results; XLA:CPU and GPU cut an all-to-all into pieces.
     whole = sum(results) if opcode == "all-to-all" and instruction.opcode == opcode else max(results, default=0)
     elements = max([whole, *(operand.elements for operand in operands)])
-    count = 1 if opcode.endswith("all-to-all") else max(1, count)
+    count = 1 if opcode.endswith("all-to-all") else count
     text = f"{instruction.opcode} {instruction.name} {instruction.type_text} in {scope or 'no scope'}"
     sizes = [sum(bytes_of(operand.type_text, on_chip=True)) for operand in operands]
     came_out = bytes_of(instruction.type_text, on_chip=True)

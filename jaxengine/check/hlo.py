@@ -93,10 +93,14 @@ class Module:
     fused: set[str] = field(default_factory=set)
     offloaded: set[str] = field(default_factory=set)
 
+    def fused_in(self, instruction: Instruction) -> str:
+        """The computation of a fusion; "" for other instructions."""
+        called = _FUSED.search(instruction.rest) if instruction.opcode == "fusion" else None
+        return called[1] if called else ""
+
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """What a fusion does; nothing for other instructions."""
-        called = _FUSED.search(instruction.rest) if instruction.opcode == "fusion" else None
-        return self.computations.get(called[1], []) if called else []
+        return self.computations.get(self.fused_in(instruction), [])
 
     def outside_fusions(self) -> Iterator[tuple[list[Instruction], Instruction]]:
         """(its computation, instruction) of all that is executed as a program of its own."""

@@ -53,12 +53,15 @@ class Engine:
         self.runner = runner
         self.masks = masks
         config = runner.config.scheduler_config(runner.plan.num_pages, runner.num_ranks, runner.windows)
+        proposer = None
         if (drafts := runner.config.speculative_config) is not None:
+            proposer = proposer_of(drafts)
             # Where stages follow each other the host knows all tokens of a row that it schedules.
-            proposer = proposer_of(drafts) if config.num_micro_batches > 1 else None
-            draft = None if proposer is None else proposer.propose_one
+            draft = proposer.propose_one if proposer is not None and config.num_micro_batches > 1 else None
             forced = None if masks is None else masks.forced
-            config = replace(config, guesses=drafts.guesses, draft=draft, forced=forced)
+            # The masks along a guess are made while the step with it is in flight.
+            guided = proposer is not None and draft is None and runner.config.max_in_flight > 1
+            config = replace(config, guesses=drafts.guesses, draft=draft, forced=forced, guided=guided)
         self.scheduler = Scheduler(config)
         self.stats = StepStats()
         self.request_stats = RequestStats(runner.config.max_model_len)
@@ -70,7 +73,7 @@ class Engine:
         self._idle_since = self.busy_since = time.monotonic()
         self.untold: set[Request] = set()
         self.adapters = AdapterStore(runner) if runner.config.enable_lora else None
-        self._rows = SlotRows(runner, self.scheduler, masks)
+        self._rows = SlotRows(runner, self.scheduler, masks, proposer)
 
     @property
     def has_unfinished(self) -> bool:
@@ -306,7 +309,7 @@ class Engine:
 
     def _advance(self, masks: RequestMasks, request: Request, token_id: int) -> None:
         if request.status is not RequestStatus.FINISHED:
-            masks.advance(request, token_id)
+            masks.advance(request, token_id, self._rows.guess)
         elif token_id < 0 and not self._rows.allows_any(request, masks.row(request, len(request.output_token_ids) - 1)):
             request.stop_reason = "no token is allowed by structured_outputs and the other parameters together"
 

@@ -6,11 +6,12 @@ in a step, not when one has. A slot's global number is rank * max_num_seqs + slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxengine.drafts.proposer import Proposer
 from jaxengine.engine.token_bias import Forbidden, TokenBias
 from jaxengine.grammars.request_masks import RequestMasks
 from jaxengine.runner.model_runner import ModelRunner
@@ -29,14 +30,26 @@ class _SlotBias(NamedTuple):
     forbidden: Forbidden
 
 
+class _Sampling(NamedTuple):
+    """A request that samples at `width` places of a row; is_guided: behind guesses, each under a mask of its own."""
+
+    request: Request
+    row: int
+    width: int
+    is_guided: bool
+
+
 class SlotRows:
     """Owns the rows of all slots, as far as the host decides them."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, masks: RequestMasks | None):
-        """masks: None where no request has any."""
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, masks: RequestMasks | None, proposer: Proposer | None = None
+    ):
+        """masks: None where no request has any; proposer: of guesses, where known tokens alone tell them."""
         self._runner = runner
         self._scheduler = scheduler
         self._masks = masks
+        self._proposer = proposer
         self._biases: dict[int, _SlotBias] = {}
 
     def sync(self, step: ScheduledStep) -> None:
@@ -46,6 +59,7 @@ class SlotRows:
         """
         params: list[tuple[int, np.ndarray]] = []
         masks: list[tuple[int, np.ndarray | None]] = []
+        places: list[tuple[int, int, np.ndarray]] = []
         for batch in step.batches:
             for request in batch.admitted:
                 if request.slot >= 0:  # it may have been aborted since
@@ -55,10 +69,15 @@ class SlotRows:
                     self._begin(request)
         self._runner.set_params(params)
         if self._masks is not None:
-            for request in self._sampling(step, MASK):
-                masks.append((self._slot(request), self._masks.row(request, self._num_output(request))))
-        self._runner.set_masks(masks)
-        for request in self._sampling(step, BIAS):
+            for each in self._sampling(step, MASK):
+                request, first = each.request, each.row * step.width
+                if each.is_guided:
+                    rows = enumerate(self._masks.rows(request, each.width), first)
+                    places += [(request.rank, place, words) for place, words in rows]
+                else:
+                    masks.append((self._slot(request), self._masks.row(request, self._num_output(each))))
+        self._runner.set_masks(masks, places)
+        for request, *_ in self._sampling(step, BIAS):
             before = self._biases[self._slot(request)]
             forbidden = self._forbidden(request, before.bias)
             if forbidden != before.forbidden:
@@ -66,17 +85,28 @@ class SlotRows:
 
     def is_behind(self, step: ScheduledStep) -> bool:
         """Whether a choice of this step depends on a token that is still being computed, and may be several."""
-        for request in self._sampling(step, LAST_TOKEN):
-            slots = self._scheduler.ranks[request.rank].slots
-            if slots.num_known[request.slot] < slots.num_tokens[request.slot] - 1 and not self._has_mask(request):
+        for each in self._sampling(step, LAST_TOKEN):
+            slots, slot = self._scheduler.ranks[each.request.rank].slots, each.request.slot
+            is_known = slots.num_known[slot] >= slots.num_tokens[slot] - (each.width if each.is_guided else 1)
+            # The masks of guesses depend on what these stand behind.
+            if not is_known and (each.is_guided or not self._has_mask(each)):
                 return True
         return False
+
+    def guess(self, request: Request, num_output: int) -> Sequence[int] | None:
+        """The drafts of a request with a grammar that the device has made, in the step in flight, behind so many tokens
+        of output; None if more are known, or the step has no guesses of it."""
+        slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
+        if self._proposer is None or slot < 0 or slots.num_known[slot] - slots.num_prompt[slot] != num_output:
+            return None
+        count = int(slots.num_tokens[slot] - slots.num_known[slot]) - 1
+        return self._proposer.propose_one(slots.known_token_ids(slot), count).tolist() if count > 0 else None
 
     def without_mask(self, step: ScheduledStep) -> list[Request]:
         """The requests whose choice in this step depends on a mask that has not come."""
         if self._masks is None:
             return []
-        return [request for request in self._sampling(step, MASK) if not self._has_mask(request)]
+        return [each.request for each in self._sampling(step, MASK) if not self._has_mask(each)]
 
     def allows_any(self, request: Request, mask: np.ndarray | None) -> bool:
         """Whether mask and bias of the token that a request sampled last left anything to sample."""
@@ -88,30 +118,33 @@ class SlotRows:
                 return bool(np.isfinite(bias.row(forbidden)[allowed > 0]).any())
         return True
 
-    def _has_mask(self, request: Request) -> bool:
-        """Whether a request has a mask, and the one is there of what the step being dispatched chooses last for it."""
-        if self._masks is None or request.params.grammar is None:
+    def _has_mask(self, each: _Sampling) -> bool:
+        """Whether a request has a mask, and the one is there of what the step being dispatched chooses last for it, or
+        in front of guesses."""
+        if self._masks is None or each.request.params.grammar is None:
             return False
-        return self._masks.has(request, self._num_output(request))
+        return self._masks.has(each.request, self._num_output(each))
 
-    def _num_output(self, request: Request) -> int:
-        """Tokens of output before the last one that the step being dispatched samples for a request."""
-        slots = self._scheduler.ranks[request.rank].slots
-        return int(slots.num_tokens[request.slot] - slots.num_prompt[request.slot]) - 1
+    def _num_output(self, each: _Sampling) -> int:
+        """Tokens of output before the last one that the step being dispatched samples for a request, or before the
+        first where there are guesses."""
+        slots, slot = self._scheduler.ranks[each.request.rank].slots, each.request.slot
+        return int(slots.num_tokens[slot] - slots.num_prompt[slot]) - (each.width if each.is_guided else 1)
 
     def _slot(self, request: Request) -> int:
         return request.rank * self._scheduler.config.max_num_seqs + request.slot
 
-    def _sampling(self, step: ScheduledStep, feature: int) -> Iterator[Request]:
+    def _sampling(self, step: ScheduledStep, feature: int) -> Iterator[_Sampling]:
         """The requests with a feature that sample in a step and still have the slot that they had in it."""
         if not step.features & feature:
             return
         for rank, batch in zip(self._scheduler.ranks, step.batches, strict=True):
             if batch.features & feature:
-                slots, rows = rank.slots, batch.sample
-                current = batch.slots[rows][rank.slots.epoch[batch.slots[rows]] == batch.epochs[rows]]
-                for slot in current[(slots.features[current] & feature) > 0].tolist():
-                    yield slots.requests[slot]
+                slots, own = rank.slots, batch.slots
+                chosen = batch.sample & (slots.epoch[own] == batch.epochs) & (slots.features[own] & feature > 0)
+                for row in np.flatnonzero(chosen).tolist():
+                    width = int(batch.num_scheduled[row]) if step.width > 1 else 1
+                    yield _Sampling(slots.requests[own[row]], row, width, step.width > 1 and bool(batch.is_guided[row]))
 
     def _begin(self, request: Request) -> None:
         """Counts and bias of a request that has just got its slot."""

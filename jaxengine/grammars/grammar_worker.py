@@ -31,13 +31,15 @@ class NextMask(NamedTuple):
     """i32[num_words], a bit for each token that may follow; None when the text can only end.
 
     seconds: what it took; None for one that came with a compilation. forced: tokens that must follow first, each the
-    only one allowed in its place; words are of what stands behind them.
+    only one allowed in its place; words are of what stands behind them. guessed: tokens of the guess behind these that
+    are allowed, each with the words of what may stand behind it.
     """
 
     key: int
     words: np.ndarray | None
     seconds: float | None
     forced: tuple[int, ...] = ()
+    guessed: tuple[tuple[int, np.ndarray], ...] = ()
 
 
 class GrammarFailure(NamedTuple):
@@ -52,8 +54,8 @@ class GrammarFailure(NamedTuple):
 class _Sequence:
     """A grammar in use.
 
-    opened: this process has compiled it; compiled: some process had; awaited: a mask is due; suspect: a process ended
-    while it worked on this one.
+    opened: this process has compiled it; compiled: some process had; awaited: a mask is due; guess: with it; suspect: a
+    process ended while it worked on this one.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class _Sequence:
     opened: bool = False
     compiled: bool = False
     awaited: bool = True
+    guess: Sequence[int] = ()
     suspect: bool = False
 
 
@@ -120,11 +123,12 @@ class GrammarWorker:
         else:
             self._open(key)
 
-    def advance(self, key: int, *token_ids: int) -> None:
-        """The sequence, whose mask has come, took tokens; the next mask is due then."""
+    def advance(self, key: int, *token_ids: int, guess: Sequence[int] = ()) -> None:
+        """The sequence, whose mask has come, took tokens, if any; the next mask is due then, and those along a guess of
+        what follows."""
         sequence = self._sequences[key]
         sequence.tokens += token_ids
-        sequence.awaited = True
+        sequence.awaited, sequence.guess = True, guess
         if sequence.opened:
             self._send_advance(key, list(token_ids))
 
@@ -189,7 +193,7 @@ class GrammarWorker:
         if not self._masking:
             self._masking_since = time.monotonic()
         self._masking.append(key)
-        self._send(Advance(key, tokens))
+        self._send(Advance(key, tokens, list(self._sequences[key].guess)))
 
     def _send(self, message: worker.Order) -> None:
         assert self._process is not None
@@ -236,8 +240,10 @@ class GrammarWorker:
         elif sequence.awaited:
             sequence.awaited = False
             words = np.frombuffer(message.words, "<i4") if message.words else None
-            seconds = None if message.opened else message.seconds
-            self._taken.append(NextMask(message.key, words, seconds, tuple(message.forced)))
+            seconds, forced = None if message.opened else message.seconds, tuple(message.forced)
+            masks = [np.frombuffer(each, "<i4") for each in message.guessed]
+            guessed = tuple(zip(sequence.guess[len(forced) :], masks, strict=False))
+            self._taken.append(NextMask(message.key, words, seconds, forced, guessed))
 
     def _check(self) -> None:
         """Ends a process that takes too long; all it has said has been read."""

@@ -4,16 +4,17 @@ A request waits beside the line until its grammar is compiled; from then on each
 device runs the forward pass whose token it is for. A grammar that is new is tried first; those that take long to
 compile are served by a process of their own, so that no other waits for them. A grammar that waits for the end of its
 output's reasoning is compiled like any other, and its first mask kept until then. Where a grammar allows one token
-only, that one and those that must come behind it are known before they are sampled, and so are their masks. Decides
-what a grammar's end or failure means for its request. Knows nothing of devices.
+only, that one and those that must come behind it are known before they are sampled, and so are their masks. Those along
+a guess of what comes are made with the mask in front of it. Decides what a grammar's end or failure means for its
+request. Knows nothing of devices, nor who guesses.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +25,13 @@ from jaxengine.grammars.trials import GrammarTrials
 from jaxengine.workers.process import wait_for_any
 from scheduler.errors import RequestError
 from scheduler.request import FinishReason, Request
+from scheduler.token_params import BIAS
 
 # A compilation is slow from here on.
 _SLOW_SECONDS = 0.25
+
+# (request, tokens of its output) -> the drafts that a step in flight has behind these; None if there is none with any.
+Guess = Callable[[Request, int], Sequence[int] | None]
 
 
 class MaskEnd(NamedTuple):
@@ -39,20 +44,33 @@ class MaskEnd(NamedTuple):
 
 @dataclass
 class _Known:
-    """What is known of the tokens that a request has not got yet: first come `forced`, each the only one allowed, of
-    which it has got num_taken meanwhile.
+    """What is known of the tokens that a request has not got yet: first come `forced`, each the only one allowed.
 
-    words: what may stand behind them, i32[num_words], None for every token; is_end: nothing may.
+    words: what may stand behind them, i32[num_words], None for every token; is_end: nothing may; guessed: what may
+    stand behind each token of a guess that goes on there; taken: tokens that the request has got since it became known.
     """
 
     forced: tuple[int, ...]
     words: np.ndarray | None
     is_end: bool = False
-    num_taken: int = 0
+    guessed: tuple[tuple[int, np.ndarray], ...] = ()
+    taken: list[int] = field(default_factory=list)
 
     def tells(self, place: int) -> bool:
         """Whether it is known what may stand `place` tokens behind those that the request has got."""
-        return self.num_taken + place < len(self.forced) + (not self.is_end)
+        return place < len(self.forced) + (not self.is_end)
+
+    def take(self, token_id: int) -> bool:
+        """Goes on behind the next token, if that is one of those known here."""
+        if self.forced:
+            self.forced = self.forced[1:]
+        elif self.guessed and self.guessed[0][0] == token_id:
+            (_, self.words), *rest = self.guessed
+            self.guessed = tuple(rest)
+        else:
+            return False
+        self.taken.append(token_id)
+        return True
 
 
 @dataclass
@@ -86,7 +104,7 @@ class RequestMasks:
             GrammarWorker(tokenizer, vocab_size, num_words, eos_token_ids, looks_ahead=looks_ahead) for _ in range(2)
         )
         self._trials = GrammarTrials(self.worker.start)
-        self._num_words = num_words
+        self._num_words, self._nothing = num_words, np.zeros(num_words, np.int32)
         self.num_masks = 0
         self.seconds = 0.0
         self._keys: dict[Request, int] = {}
@@ -94,6 +112,10 @@ class RequestMasks:
         self._workers: dict[Request, GrammarWorker] = {}
         self._num_tokens: dict[Request, int] = {}
         self._known: dict[Request, _Known] = {}
+        # The drafts that masks were asked for, with the tokens of output in front of them, and of those in flight how
+        # many will not come; None: that depends on what is sampled.
+        self._drafts: dict[Request, tuple[int, Sequence[int]]] = {}
+        self._surplus: dict[Request, int | None] = {}
         self._vocabulary = vocabulary
         self._watches: dict[Request, ReasoningWatch] = {}
         # Of the grammars that wait, and those whose time has come since `take`.
@@ -118,9 +140,10 @@ class RequestMasks:
         self.worker.launch()
         self._trials.add(key, request.client, grammar.kind, grammar.text, grammar.options)
 
-    def advance(self, request: Request, token_id: int) -> None:
+    def advance(self, request: Request, token_id: int, guess: Guess = lambda request, num_output: None) -> None:
         """A masked request took a token, and has not ended."""
         self._num_tokens[request] += 1
+        self._surplus.pop(request, None)
         taken: Sequence[int] | None = (token_id,)
         if (watch := self._watches.get(request)) is not None:
             taken = watch.read(token_id)
@@ -131,23 +154,30 @@ class RequestMasks:
             del self._watches[request], self._first_masks[request]
             if not taken:
                 self._begun.append(first)
-        known = self._known[request]
-        if known.num_taken < len(known.forced):
-            known.num_taken += 1
-            if known.tells(0):
-                return
+        known, num_output = self._known[request], self._num_tokens[request]
+        if known.take(token_id):
             taken = ()
+            if known.forced:
+                return
+        if known.is_end:
+            del self._known[request]
             self._begun.append(NextMask(self._keys[request], None, None))
+            return
+        drafts = guess(request, num_output)
+        if known.taken and not (taken or drafts):  # the mask is known, and that is all that is needed
+            return
         del self._known[request]
-        if taken:
-            self._workers[request].advance(self._keys[request], *known.forced, *taken)
+        if known.taken or taken:
+            if drafts is not None:
+                self._drafts[request] = num_output, drafts
+            self._workers[request].advance(self._keys[request], *known.taken, *taken, guess=drafts or ())
 
     def drop(self, request: Request) -> None:
         """Forgets a request, masked or not."""
         key = self._keys.pop(request, None)
         if key is not None:
             del self._requests[key], self._num_tokens[request]
-            for each in (self._known, self._watches, self._first_masks):
+            for each in (self._known, self._watches, self._first_masks, self._drafts, self._surplus):
                 each.pop(request, None)
             worker = self._workers.pop(request, None)
             if worker is None:
@@ -159,23 +189,49 @@ class RequestMasks:
         """i32[num_words]: what the request may take behind so many tokens of output, where that is known; None for
         every token."""
         known = self._known[request]
-        rest = known.forced[known.num_taken + num_output - self._num_tokens[request] :]
+        rest = known.forced[max(0, self._place(request, num_output)) :]
         return self._only(rest[0]) if rest else known.words
+
+    def rows(self, request: Request, width: int) -> list[np.ndarray]:
+        """i32[num_words] of each of its places in a step, `width` of them at most: what may stand behind its output,
+        and behind each of the guesses there. The last one allows nothing where that is not known."""
+        known = self._known[request]
+        masks = [*map(self._only, known.forced[:width]), *([] if known.words is None else [known.words])]
+        asked, drafts = self._drafts.get(request, (-1, ()))
+        self._surplus[request] = None
+        if asked != self._num_tokens[request]:  # of other drafts
+            return [*masks[: width - 1], self._nothing]
+        pairs = zip(known.forced, drafts, strict=False)
+        agree = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        if agree < len(known.forced):  # where it goes on as it must, and not as the drafts do
+            # A bias may forbid what must come, and so end the request.
+            self._surplus[request] = None if request.params.features & BIAS else width - 1 - agree
+            return masks[: agree + 1]
+        masks += [words for _, words in known.guessed]
+        return masks if len(masks) > len(drafts) else [*masks, self._nothing]
 
     def has(self, request: Request, num_output: int) -> bool:
         """Whether `row` can tell. Tokens of the output may be on their way, if they must be what they will be."""
-        known, place = self._known.get(request), num_output - self._num_tokens[request]
+        if (known := self._known.get(request)) is None or self._surplus.get(request, 0) is None:
+            return False
         # Bad words of several tokens have a say in what may be taken, and that is known token by token.
-        return known is not None and known.tells(place) and not (place and request.params.has_long_bad_words)
+        place = self._place(request, num_output)
+        return known.tells(place) and not (place and request.params.has_long_bad_words)
 
-    def forced(self, request: Request, num_output: int, most: int) -> tuple[int, ...]:
+    def forced(self, request: Request, num_output: int, most: int) -> Sequence[int] | None:
         """The tokens, at most so many, that must stand behind num_output of output, as far as it is known what may
-        stand behind each: what a step can be given before they are sampled."""
-        if request.params.has_long_bad_words or not self.has(request, num_output):
+        stand behind each: what a step can be given before they are sampled. None where guesses may stand there."""
+        if request.params.has_long_bad_words or request in self._watches:
             return ()
+        if not self.has(request, num_output):
+            return None
         known = self._known[request]
-        rest = known.forced[known.num_taken + num_output - self._num_tokens[request] :]
-        return rest[: min(most, len(rest) - known.is_end)]
+        rest = known.forced[self._place(request, num_output) :]
+        return rest[: min(most, len(rest) - known.is_end)] if rest else None
+
+    def _place(self, request: Request, num_output: int) -> int:
+        """How many tokens behind those that the request has got that is, of num_output that there may be."""
+        return num_output - self._num_tokens[request] - (self._surplus.get(request) or 0)
 
     def wait_for(self, requests: Iterable[Request], seconds: float) -> None:
         """Waits until something has become known about each of these; at most `seconds`."""
@@ -217,7 +273,7 @@ class RequestMasks:
                 events.ready.append(request)
                 continue
             if each.forced or each.words is not None:
-                self._known[request] = _Known(each.forced, each.words, is_end=each.words is None)
+                self._known[request] = _Known(each.forced, each.words, each.words is None, each.guessed)
                 events.ready.append(request)
             elif self._num_tokens[request] < request.params.min_tokens:
                 reason = (

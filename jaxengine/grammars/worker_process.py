@@ -29,9 +29,9 @@ _MAX_MEMORY_BYTES = 8 << 30
 # Compiled grammars that are kept for the next request with the same one.
 _MAX_CACHED = 16
 _MAX_REASON = 500
-# How far a mask looks ahead where only one token may follow, and for how long, of the thread's own time, until nobody
-# waits for a mask any more: well below what a step waits. Slow masks are not for looking ahead.
-_MAX_FORCED, _AHEAD_SECONDS, _QUICK_SECONDS = 32, 0.01, 0.001
+# How far a mask looks ahead where only one token may follow, or a guess, and for how long, of the thread's own time,
+# until nobody waits for a mask any more: well below what a step waits. Slow masks are not for looking ahead.
+_MAX_AHEAD, _AHEAD_SECONDS, _QUICK_SECONDS = 32, 0.01, 0.001
 # Of the library's, which no caller can follow, and ours.
 _ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "anyOf, or lenient, is"
 # Priorities of a thread that compiles, and after how many seconds it gets the second one: a hostile grammar must not
@@ -61,10 +61,11 @@ class Open(msgspec.Struct, tag=True, array_like=True):
 
 
 class Advance(msgspec.Struct, tag=True, array_like=True):
-    """Take more tokens and give the mask of the next one."""
+    """Take more tokens and give the mask of the next one; guess: what may follow these."""
 
     key: int
     tokens: list[int]
+    guess: list[int] = []
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
@@ -81,6 +82,7 @@ class Mask(msgspec.Struct, tag=True, array_like=True):
     """The tokens allowed after `num_tokens`, and after `forced` behind these, of which each is the only one allowed in
     its place; none are and words is empty when the grammar can only end there.
 
+    guessed: where `forced` are the first tokens of the guess, the masks behind each further one that is allowed.
     opened: the answer to an Open. seconds: what it took.
     """
 
@@ -89,6 +91,7 @@ class Mask(msgspec.Struct, tag=True, array_like=True):
     num_tokens: int
     forced: list[int]
     words: bytes
+    guessed: list[bytes]
     seconds: float
 
 
@@ -167,7 +170,7 @@ class Matchers:
         with self._lock:
             if message.key in self._expected:
                 self._matchers[message.key] = matcher, len(message.tokens)
-        return Mask(message.key, True, len(message.tokens), [], words, time.perf_counter() - start)
+        return Mask(message.key, True, len(message.tokens), [], words, [], time.perf_counter() - start)
 
     def advance(self, message: Advance, others_wait: bool = False) -> Mask | Failed:
         """Takes tokens and computes the next mask. others_wait: there were others when the last one was answered."""
@@ -181,12 +184,12 @@ class Matchers:
                 matcher, num_tokens = self._matchers[message.key]
                 num_tokens += len(message.tokens)
                 self._matchers[message.key] = matcher, num_tokens
-            forced, words = list[int](), self._next(matcher, message.tokens)
+            forced, words, guessed = list[int](), self._next(matcher, message.tokens), list[bytes]()
             if self._looks_ahead and time.thread_time() - begin < _QUICK_SECONDS:
-                forced, words = self._look_ahead(matcher, words)
+                forced, words, guessed = self._look_ahead(matcher, words, message.guess)
         except ValueError as error:
             return self._fail(message.key, False, error)
-        return Mask(message.key, False, num_tokens, forced, words, time.perf_counter() - start)
+        return Mask(message.key, False, num_tokens, forced, words, guessed, time.perf_counter() - start)
 
     def _fail(self, key: int, opened: bool, error: Exception) -> Failed:
         self.close(key)
@@ -218,28 +221,45 @@ class Matchers:
             raise GrammarError("no token of the vocabulary continues the text")
         return allowed.to_bytes(self._num_bytes, "little") if allowed & ~self._ends else b""
 
-    def _look_ahead(self, matcher: llguidance.LLMatcher, words: bytes) -> tuple[list[int], bytes]:
-        """The tokens that must come behind a mask, each the only one that the mask of its place allows, and the mask
-        behind them. The matcher stays where it is: what fails ahead fails when it is there."""
-        forced: list[int] = []
-        if (token := _only(words)) is None or self._ahead_seconds <= 0:
-            return forced, words
-        matcher, begin, taken = matcher.deep_copy(), time.thread_time(), 0.0
-        while token is not None and len(forced) < _MAX_FORCED and taken < self._ahead_seconds:
+    def _look_ahead(
+        self, matcher: llguidance.LLMatcher, words: bytes, guess: list[int]
+    ) -> tuple[list[int], bytes, list[bytes]]:
+        """The tokens that must come behind a mask, each the only one that the mask of its place allows, the mask behind
+        them, and those behind further tokens of the guess. The matcher stays where it is: what fails ahead fails when
+        it is there."""
+        run, masks, num_forced, taken = list[int](), [words], 0, 0.0
+        matcher_ahead, begin = None, time.thread_time()
+        while len(run) < _MAX_AHEAD and taken < self._ahead_seconds:
+            place = len(run)
+            token = _only(masks[-1]) if place == num_forced else None
+            is_forced = token is not None
+            if token is None:
+                if place >= len(guess) or run != guess[:place] or not _allows(masks[-1], guess[place]):
+                    break
+                token = guess[place]
             try:
-                words = self._next(matcher, [token])
+                matcher_ahead = matcher_ahead or matcher.deep_copy()
+                words = self._next(matcher_ahead, [token])
             except ValueError:
                 break
-            forced.append(token)
-            token, taken = _only(words), time.thread_time() - begin
+            if not (words or is_forced):  # the text may end there, which is to be chosen
+                break
+            run.append(token)
+            masks.append(words)
+            num_forced += is_forced
+            taken = time.thread_time() - begin
         self._ahead_seconds -= taken
-        return forced, words
+        return run[:num_forced], masks[num_forced], masks[num_forced + 1 :]
 
 
 def _only(words: bytes) -> int | None:
     """The token that a mask allows if it is one; None for several, and for none."""
     allowed = int.from_bytes(words, "little")
     return allowed.bit_length() - 1 if allowed and not allowed & (allowed - 1) else None
+
+
+def _allows(words: bytes, token_id: int) -> bool:
+    return token_id // 8 < len(words) and words[token_id // 8] >> token_id % 8 & 1 > 0
 
 
 def _be_nice(thread: int, value: int) -> None:

@@ -85,12 +85,13 @@ def init_state(
     history: int | None = None,
     adapters: bool = False,
     places: bool = False,
+    num_masks: int | None = None,
 ) -> DeviceState:
     """State of slots that nobody has used yet, with these states of layers.
 
     vocab_size: None where no tokens are sampled; experts: layers with experts and experts of a layer; pooled: size of
     what pooling keeps of a slot; history: positions of a slot whose tokens are kept, None for none; adapters: whether
-    slots may have any; places: whether layers turn queries and keys by places.
+    slots may have any; places: whether layers turn queries and keys by places; num_masks: as sampling.state.init_state.
     """
     slots = SlotState(
         page_table=jnp.zeros((num_groups * max_num_seqs, max_pages), jnp.int32),
@@ -108,7 +109,7 @@ def init_state(
         token_counts=jnp.zeros((max_num_seqs, vocab_size), jnp.int32),
         history=None if history is None else jnp.zeros((max_num_seqs, history), jnp.int32),
     )
-    return DeviceState(slots, tokens, sampling_state.init_state(max_num_seqs, vocab_size))
+    return DeviceState(slots, tokens, sampling_state.init_state(max_num_seqs, vocab_size, num_masks))
 
 
 def own_slots(slots: jax.Array, num_slots: int) -> jax.Array:

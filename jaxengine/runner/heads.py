@@ -117,15 +117,18 @@ def make_verify(spec: HeadSpec) -> Callable:
         slots: SlotState, tokens: TokenState, sampling: SamplingState, rows: SampledRows, logits: jax.Array
     ):
         drafts, num_drafts = rows.drafts, rows.num_drafts
-        assert drafts is not None and num_drafts is not None and rows.is_forced is not None
+        assert drafts is not None and num_drafts is not None
+        assert rows.is_forced is not None and rows.is_guided is not None
         width = drafts.shape[1] + 1
         slot = jnp.repeat(rows.slot, width)
         position = (rows.position[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
         flags = flags_of(rows.features[0])
         before = assumed_tokens(drafts), only_tokens(drafts, num_drafts, rows.is_forced)
-        own = _chosen(spec, logits, sampling, tokens, slot, position, flags, *before)
+        is_guided = jnp.repeat(rows.is_guided, width)
+        own = _chosen(spec, logits, sampling, tokens, slot, position, flags, *before, is_guided)
         with jax.named_scope("verify"):
-            found = verify(own.token_ids.reshape(-1, width), drafts, num_drafts, rows.is_sampled)
+            chosen = own.token_ids.reshape(-1, width)
+            found = verify(chosen, drafts, num_drafts, rows.is_sampled, rows.is_guided)
             target = jnp.where(rows.is_sampled, rows.slot, tokens.last_token.shape[0])
             num_computed = write_slots(slots.num_computed, target, rows.position - 1 + found.counts)
             kept = own.token_ids, found.is_kept.reshape(-1), flags
@@ -204,6 +207,7 @@ def _chosen(
     flags: SamplerFlags,
     assumed: jax.Array | None = None,
     only: jax.Array | None = None,
+    is_guided: jax.Array | None = None,
 ) -> SampleOutput:
     with jax.named_scope("sample"):
         return sample(
@@ -217,6 +221,7 @@ def _chosen(
             logprobs_mode=spec.logprobs_mode,
             assumed=assumed,
             only=only,
+            is_guided=is_guided,
         )
 
 

@@ -214,19 +214,30 @@ class ModelRunner:
         row = np.zeros(self.vocab_size, np.float32) if row is None else row
         self.change_state(BIAS_ROW, np.int32(slot), self._padded(row))
 
-    def set_masks(self, rows: list[tuple[int, np.ndarray | None]]) -> None:
-        """Sets which tokens slots may take: (slot, i32[num_mask_words]), distinct slots; None allows every token."""
-        rows = [(slot, row) for slot, row in rows if row is not None or self._has_mask[slot]]
-        programs = self._last.programs
+    def set_masks(
+        self, rows: list[tuple[int, np.ndarray | None]], places: list[tuple[int, int, np.ndarray]] | None = None
+    ) -> None:
+        """Sets which tokens slots may take: (slot, i32[num_mask_words]), distinct slots; None allows every token.
+
+        places: what may stand in places of the next step with drafts: (rank, row * width + place in the row, words).
+        """
+        programs, num_slots = self._last.programs, self.config.max_num_seqs
+        changed: list[tuple[int, np.ndarray | None]] = []
+        for slot, row in rows:
+            if row is not None or self._has_mask[slot]:
+                rank, own = divmod(slot, num_slots)
+                changed.append((rank * programs.num_masks + own, row))
+                self._has_mask[slot] = row is not None
+        changed += [(rank * programs.num_masks + num_slots + place, row) for rank, place, row in places or ()]
         parts, own_words = programs.num_vocab_parts, self.num_mask_words // programs.num_vocab_parts
-        for first in range(0, len(rows), NUM_MASK_ROWS):
-            slots = np.full(NUM_MASK_ROWS, len(self._has_mask), np.int32)
+        for first in range(0, len(changed), NUM_MASK_ROWS):
+            numbers = np.full(NUM_MASK_ROWS, self.num_ranks * programs.num_masks, np.int32)
             masks = np.full((NUM_MASK_ROWS, parts, programs.stored_mask_words // parts), -1, np.int32)
-            for index, (slot, row) in enumerate(rows[first : first + NUM_MASK_ROWS]):
-                slots[index], self._has_mask[slot] = slot, row is not None
+            for index, (number, row) in enumerate(changed[first : first + NUM_MASK_ROWS]):
+                numbers[index] = number
                 if row is not None:
                     masks[index, :, :own_words] = row.reshape(parts, own_words)
-            self.change_state(MASK_ROWS, slots, masks.reshape(NUM_MASK_ROWS, -1))
+            self.change_state(MASK_ROWS, numbers, masks.reshape(NUM_MASK_ROWS, -1))
 
     def set_token_counts(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
         """Tells penalties what a slot's prompt and output hold so far."""

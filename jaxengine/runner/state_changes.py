@@ -1,8 +1,8 @@
 """What the host changes on the devices between steps: a row of `STATE_CHANGES` for each program that does it.
 
-All name slots as numbered over all ranks: rank * max_num_seqs + the rank's own number, and rows of the page tables
-likewise; entries of slots that no rank has change nothing. A row says which stages have it and what it takes. Knows no
-requests.
+All name slots as numbered over all ranks: rank * max_num_seqs + the rank's own number, and rows of the page tables and
+masks likewise; entries of slots that no rank has change nothing. A row says which stages have it and what it takes.
+Knows no requests.
 """
 
 from __future__ import annotations
@@ -120,6 +120,12 @@ def _set_rope_deltas(state: DeviceState, slots: jax.Array, deltas: jax.Array) ->
     return state._replace(slots=state.slots._replace(rope_delta=written))
 
 
+def _set_masks(state: DeviceState, numbers: jax.Array, rows: jax.Array) -> DeviceState:
+    assert state.sampling is not None
+    own = own_slots(numbers, state.sampling.token_mask.shape[0])
+    return state._replace(sampling=sampling_state.set_mask_rows(state.sampling, own, rows))
+
+
 def _on_sampling(function: Callable) -> Callable[..., DeviceState]:
     """A change of the sampling parameters of some slots as a change of all that is kept."""
 
@@ -148,7 +154,7 @@ STATE_CHANGES = {
     ),
     BIAS_ROW: StateChange(_on_sampling(sampling_state.set_bias_row), _row_of_vocab(np.float32)),
     MASK_ROWS: StateChange(
-        _on_sampling(sampling_state.set_mask_rows),
+        _set_masks,
         lambda sizes: [
             ((NUM_MASK_ROWS,), np.int32, _EVERYWHERE),
             ((NUM_MASK_ROWS, sizes.stored_mask_words), np.int32, _ROWS_VOCAB),

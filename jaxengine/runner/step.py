@@ -43,6 +43,7 @@ class SampledRows(NamedTuple):
       drafts: i32[S, W - 1], behind which further tokens are to be chosen, of each row so many as num_drafts, i32[S],
         says; None in steps without. Logits are then of S * W places.
       is_forced: bool[S], rows each of whose drafts is the only token allowed in its place; None in steps without.
+      is_guided: bool[S], rows each of whose places has a mask of its own; likewise.
     """
 
     slot: jax.Array
@@ -52,6 +53,7 @@ class SampledRows(NamedTuple):
     drafts: jax.Array | None = None
     num_drafts: jax.Array | None = None
     is_forced: jax.Array | None = None
+    is_guided: jax.Array | None = None
 
 
 class Forwarded(NamedTuple):
@@ -73,8 +75,7 @@ class Forwarded(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The message's rows, i32[S] each; padding rows have slot R, no tokens and sample nothing. sample: above 1 where
-    the message has a row's drafts, and nothing else may stand in their places."""
+    """The message's rows, i32[S] each (StepLayout); padding rows have slot R, no tokens and sample nothing."""
 
     slot: jax.Array
     num_scheduled: jax.Array
@@ -311,7 +312,7 @@ def _rows_with_drafts(
     batch: ForwardBatch, rows: Rows, features: jax.Array, drafts: Drafts | None, width: int
 ) -> SampledRows:
     """What `verify` must know; drafts: None where every token behind a row's first one is one."""
-    num_drafts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample > 1
+    num_drafts, is_forced = jnp.maximum(rows.num_scheduled - 1, 0), rows.sample == 2
     if drafts is not None:
         num_drafts = jnp.where(is_forced, num_drafts, jnp.minimum(num_drafts, drafts.counts))
     return SampledRows(
@@ -322,6 +323,7 @@ def _rows_with_drafts(
         drafts=batch.token_ids[batch.logits_indices].reshape(-1, width)[:, 1:],
         num_drafts=num_drafts,
         is_forced=is_forced,
+        is_guided=rows.sample == 3,
     )
 
 

@@ -73,6 +73,7 @@ class StepPrograms:
       own_vocab_size: those of one device.
       num_vocab_parts: devices that share the vocabulary.
       stored_mask_words: of the mask of one slot as they store it, one part after the other.
+      num_masks: of a rank, one for each slot, and beside n-grams for each place of a step with drafts.
       description: everything static that the shapes do not tell; part of the key of a stored executable.
     """
 
@@ -114,6 +115,7 @@ class StepPrograms:
             self._is_read, self._streams = drafts.reads_hidden, drafts.streams or ()
         if drafts is not None and config.pipeline_parallel_size == 1:
             self._proposer = proposer_of(drafts)
+        self.num_masks = self._num_slots + max([0, *(each.num_tokens for each in buckets.wide if self._proposer)])
         self._experts = _count_experts(model)
         self.state_shapes: DeviceState = self._state_shapes()
         self._graph, abstract_params = nnx.split(model)
@@ -286,6 +288,7 @@ class StepPrograms:
             drafts=None if width == 1 else self._shape((ranks * num_rows, width - 1), np.int32, _RANKS),
             num_drafts=None if width == 1 else row,
             is_forced=None if width == 1 else self._shape((ranks * num_rows,), np.bool_, _RANKS),
+            is_guided=None if width == 1 else self._shape((ranks * num_rows,), np.bool_, _RANKS),
         )
         if not self._samples:
             pooled = self._shape((ranks * num_rows, self.model.config.hidden_size), np.float32, _RANKS)
@@ -322,7 +325,7 @@ class StepPrograms:
         states = state_rows(self.groups, self._num_slots + self._num_snapshots)
         counts = self._experts, self.packer.num_groups, self._kept_size
         history = self._max_model_len if self._keeps_history else None
-        return init_state(*sizes, *counts, states, history, bool(self.adapter_pools), self._places)
+        return init_state(*sizes, *counts, states, history, bool(self.adapter_pools), self._places, self.num_masks)
 
     def _state_shapes(self) -> DeviceState:
         def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -74,6 +74,7 @@ def sample(
     logprobs_mode: str,
     assumed: jax.Array | None = None,
     only: jax.Array | None = None,
+    is_guided: jax.Array | None = None,
 ) -> SampleOutput:
     """Chooses one token per row of logits f32[S, V].
 
@@ -83,6 +84,7 @@ def sample(
     (config.LOGPROBS_MODES): the raw ones report the given logits, the processed ones those that were drawn from,
     temperature and truncation included. assumed i32[S, k]: output tokens of each row that `token_counts` does not have
     yet, -1 for none. only i32[S]: where it is >= 0 the one token that a row may have, whatever its slot's mask says.
+    is_guided bool[S]: rows with masks of their own, those behind the slots' in their order.
     """
     rows = RowParams(
         *(
@@ -128,7 +130,7 @@ def sample(
     def choose_any() -> tuple[jax.Array, TokenLogprobs | None]:
         # Not in each branch that wants them: XLA:TPU would bring the table of all slots into VMEM for the branches, and
         # take it out again where their other operands need the room.
-        masks = _mask_rows(state, slots, flags.any_mask)
+        masks = _mask_rows(state, slots, is_guided, flags.any_mask)
         if only is not None:
             masks = jnp.where(only[:, None] >= 0, _only_rows(only - first_id(logits), masks.shape[1]), masks)
         masked = partial(_masked, logits, masks)
@@ -149,9 +151,14 @@ def _state_rows(array: jax.Array, slots: jax.Array) -> jax.Array:
     return array.at[slots].get(mode="fill", fill_value=0)
 
 
-def _mask_rows(state: SamplingState, slots: jax.Array, any_mask: jax.Array) -> jax.Array:
+def _mask_rows(state: SamplingState, slots: jax.Array, is_guided: jax.Array | None, any_mask: jax.Array) -> jax.Array:
     """u32[S, W]: `token_mask` of each row, every token where no row of the batch has one."""
-    masks = state.token_mask.at[slots].get(mode="fill", fill_value=-1)
+    num_slots, num_masks, rows = state.params.temperature.shape[0], state.token_mask.shape[0], slots
+    if num_masks > num_slots:
+        rows = jnp.where(slots < num_slots, slots, num_masks)
+        if is_guided is not None:
+            rows = jnp.where(is_guided, num_slots + jnp.arange(len(slots), dtype=jnp.int32), rows)
+    masks = state.token_mask.at[rows].get(mode="fill", fill_value=-1)
     return lax.bitcast_convert_type(jnp.where(any_mask, masks, -1), jnp.uint32)
 
 

@@ -51,15 +51,17 @@ class SamplingState(NamedTuple):
 
     params: RowParams  # [R] each
     logit_bias: jax.Array  # f32[R, V], added to the logits; -inf forbids the token
-    token_mask: jax.Array  # i32[R, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token
+    # i32[M, mask_words(V)], bit t % 32 of word t / 32 allows token t; all ones: every token. Of the R slots, and behind
+    # them of each place of the rows of a step that have masks for their drafts.
+    token_mask: jax.Array
 
 
-def init_state(max_num_seqs: int, vocab_size: int) -> SamplingState:
-    """Every slot greedy and neutral: R = max_num_seqs rows, 4 * V + V / 8 bytes each."""
+def init_state(max_num_seqs: int, vocab_size: int, num_masks: int | None = None) -> SamplingState:
+    """Every slot greedy and neutral: R = max_num_seqs rows, 4 * V + V / 8 bytes each; num_masks: M, at least R."""
     return SamplingState(
         RowParams(*(jnp.full(max_num_seqs, value, value.dtype) for value in NEUTRAL)),
         logit_bias=jnp.zeros((max_num_seqs, vocab_size), jnp.float32),
-        token_mask=jnp.full((max_num_seqs, mask_words(vocab_size)), -1, jnp.int32),
+        token_mask=jnp.full((num_masks or max_num_seqs, mask_words(vocab_size)), -1, jnp.int32),
     )
 
 
@@ -150,8 +152,8 @@ def set_bias_row(state: SamplingState, slot: jax.Array, row: jax.Array) -> Sampl
     return state._replace(logit_bias=set_row(state.logit_bias, slot, row))
 
 
-def set_mask_rows(state: SamplingState, slots: jax.Array, rows: jax.Array) -> SamplingState:
-    """Replaces token_mask rows: slots i32[M], distinct where they are < R, rows i32[M, W]. Slots >= R are dropped."""
-    written = slots[:, None] == jnp.arange(state.token_mask.shape[0], dtype=jnp.int32)
+def set_mask_rows(state: SamplingState, numbers: jax.Array, rows: jax.Array) -> SamplingState:
+    """Replaces token_mask rows: numbers i32[n], distinct where they are < M, rows i32[n, W]. Others are dropped."""
+    written = numbers[:, None] == jnp.arange(state.token_mask.shape[0], dtype=jnp.int32)
     chosen = rows[jnp.argmax(written, axis=0)]
     return state._replace(token_mask=jnp.where(jnp.any(written, axis=0)[:, None], chosen, state.token_mask))

@@ -47,10 +47,17 @@ def only_tokens(drafts: jax.Array, num_drafts: jax.Array, is_forced: jax.Array) 
     return jnp.pad(jnp.where(is_only, drafts, -1), ((0, 0), (0, 1)), constant_values=-1).reshape(-1)
 
 
-def verify(chosen: jax.Array, drafts: jax.Array, num_drafts: jax.Array, is_sampled: jax.Array) -> Verified:
-    """chosen i32[S, W], -1 for none; drafts i32[S, W - 1], of which num_drafts i32[S] are real."""
+def verify(
+    chosen: jax.Array, drafts: jax.Array, num_drafts: jax.Array, is_sampled: jax.Array, is_guided: jax.Array
+) -> Verified:
+    """chosen i32[S, W], -1 for none; drafts i32[S, W - 1], of which num_drafts i32[S] are real.
+
+    is_guided bool[S]: rows with a mask for each place, one without tokens where it is not known: a draft in front of
+    such a place does not count.
+    """
     width = chosen.shape[1]
     agree = (drafts == chosen[:, :-1]) & (jnp.arange(width - 1) < num_drafts[:, None])
+    agree &= (chosen[:, 1:] >= 0) | ~is_guided[:, None]
     num_accepted = jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     counts = jnp.where(is_sampled, 1 + num_accepted, 0)
     last = jnp.take_along_axis(chosen, num_accepted[:, None], axis=1)[:, 0]

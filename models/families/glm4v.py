@@ -25,5 +25,6 @@ class Glm4vForConditionalGeneration(Glm4ForCausalLM):
     def read_hf(cls, fields: ConfigFields) -> dict[str, Any]:
         text = text_fields(fields)
         heads, size = text.integer("num_attention_heads"), text.integer("hidden_size")
-        text = without_mrope(text.with_defaults(head_dim=size // heads, attention_bias=True, rms_norm_eps=1e-5))
+        text = without_mrope(text.with_defaults(head_dim=size // heads, rms_norm_eps=1e-5))
+        text = ConfigFields({**text.raw, "attention_bias": True})  # whatever it says: there are biases always
         return with_sight(super().read_hf(text), text, fields, read_glm4v)

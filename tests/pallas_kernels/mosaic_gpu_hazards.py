@@ -4,11 +4,15 @@ Each function is told of one operation of one warpgroup, in that warpgroup's ord
 operands count as read until it is awaited, so that a buffer handed back too early is a race. A lint adds what jax's
 interpreter does not model, or not in every release: shared memory that is written and then read by wgmma, by a TMA
 store or by another warpgroup without `commit_smem`; rewritten before `wait_smem_to_gmem`; loaded into while other
-warps of the same warpgroup may read it; stores still in flight when the kernel ends.
+warps of the same warpgroup may read it; stores still in flight when the kernel ends; read by a warpgroup that nobody
+has told that its load has come. The interpreter copies at once and in order, where TMA loads end as they please: a wait
+for a later load says nothing of an earlier one.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import defaultdict
 from typing import Any
 
@@ -37,13 +41,29 @@ class _Warpgroup:
         self.stores: list[list[Place]] = [[]]  # groups of TMA stores that still read shared memory, the last one open
         self.products: list[tuple] = []  # operands of wgmma operations not yet awaited, and what `end_product` wants
         self.reads: list[Place] = []  # what some of its four warps may still be reading
+        self.arrived: set[int] = set()  # numbers of the loads that it knows to have come
+
+
+class _Block:
+    """The TMA loads of a block: by number where each went to, by barrier those that who waits for it knows of."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, Place] = {}
+        self.told: dict[tuple, set[int]] = defaultdict(set)
+
+    def tell(self, barrier: Any, numbers: set[int]) -> None:
+        key = tuple(map(int, barrier))
+        self.told[key] = (self.told[key] | numbers) & self.places.keys()
 
 
 _WARPGROUPS: dict[tuple, _Warpgroup] = defaultdict(_Warpgroup)
+_BLOCKS: dict[tuple, _Block] = defaultdict(_Block)
+_LOCK, _NUMBERS = threading.Lock(), itertools.count()  # loads are what several warpgroups look at
 
 
 def clear() -> None:
     _WARPGROUPS.clear()
+    _BLOCKS.clear()
 
 
 def end_of_kernel() -> None:
@@ -60,6 +80,13 @@ def _found(where: Where, message: str) -> None:
     findings.add(f"{message} at {where.line()}")
 
 
+def _check_arrived(where: Where, place: Place) -> None:
+    with _LOCK:
+        own, known = _BLOCKS[where.block].places, _of(where).arrived
+        if any(number not in known and overlap([loaded], place) for number, loaded in own.items()):
+            _found(where, "shared memory read without a wait for the TMA load into it")
+
+
 def on_write(where: Where, key: Any, transforms: tuple) -> None:
     place = place_of(key, transforms)
     if any(overlap(group, place) for group in _of(where).stores):
@@ -68,12 +95,27 @@ def on_write(where: Where, key: Any, transforms: tuple) -> None:
 
 
 def on_read(where: Where, key: Any, transforms: tuple) -> None:
-    _of(where).reads.append(place_of(key, transforms))
+    place = place_of(key, transforms)
+    _check_arrived(where, place)
+    _of(where).reads.append(place)
 
 
-def on_load(where: Where, key: Any, transforms: tuple) -> None:
-    if overlap(_of(where).reads, place_of(key, transforms)):
+def on_load(where: Where, key: Any, transforms: tuple, barrier: Any) -> None:
+    place = place_of(key, transforms)
+    if overlap(_of(where).reads, place):
         _found(where, "shared memory read, then overwritten by this warpgroup's own TMA load without a barrier")
+    with _LOCK:
+        block, number = _BLOCKS[where.block], next(_NUMBERS)
+        block.places = {each: other for each, other in block.places.items() if not overlap([other], place)}
+        block.places[number] = place
+        block.tell(barrier, {number})
+
+
+def on_barrier_wait(where: Where, barrier: Any) -> None:
+    """A wait that is over: the warpgroup knows what all who arrived at the barrier knew, and of the loads behind it."""
+    with _LOCK:
+        block = _BLOCKS[where.block]
+        _of(where).arrived = (_of(where).arrived | block.told[tuple(map(int, barrier))]) & block.places.keys()
 
 
 def on_commit(where: Where) -> None:
@@ -81,13 +123,16 @@ def on_commit(where: Where) -> None:
     _of(where).reads.clear()
 
 
-def on_arrive(where: Where) -> None:
+def on_arrive(where: Where, barrier: Any) -> None:
     if _of(where).uncommitted:
         _found(where, "shared memory written, then handed over by barrier_arrive without commit_smem")
+    with _LOCK:
+        _BLOCKS[where.block].tell(barrier, _of(where).arrived)
 
 
 def on_store(where: Where, key: Any, transforms: tuple, *, closes: bool) -> None:
     place, stores = place_of(key, transforms), _of(where).stores
+    _check_arrived(where, place)
     if overlap(_of(where).uncommitted, place):
         _found(where, UNCOMMITTED.format("TMA"))
     stores[-1].append(place)
@@ -114,6 +159,7 @@ def on_product(where: Where, accumulator: Any, a: Any, a_transforms, b: Any, b_t
             operands.append(np.asarray(key, dtype))
             continue
         place = place_of(key, transforms)
+        _check_arrived(where, place)
         if overlap(_of(where).uncommitted, place):
             _found(where, UNCOMMITTED.format("wgmma"))
         operands.append(content(place, where).astype(dtype))

@@ -82,6 +82,12 @@ def _turned_back(eqn, values: list) -> tuple[Any, list] | None:
     return eqn, [values[0], value, *values[2:]]
 
 
+def _barrier(eqn, values: list) -> Any:
+    """The barrier that one waits for or arrives at."""
+    tree = eqn.params["transforms_treedef"]
+    return jaxpr_interpret._get_barrier_allocation_key_from_inval(values[0], tree, values[1 : 1 + tree.num_leaves])
+
+
 class _Interpreter(jaxpr_interpret.JaxprInterpreter):
     """One warpgroup: equations the base class cannot do are done here, the others watched and handed on."""
 
@@ -110,6 +116,8 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
                 single = core.Jaxpr([], inputs, outputs, [eqn], core.no_effects, debug_info)
                 token, out = super().interpret(single, token, *map(read, inputs))
                 env.update(zip(outputs, out, strict=True))
+                if eqn.primitive is gpu.barrier_wait_p:
+                    token = self._call(hazards.on_barrier_wait, eqn, token, _barrier(eqn, values))
                 continue
             env.update(zip(eqn.outvars, out, strict=True))
         return token, [read(variable) for variable in jaxpr.outvars]
@@ -132,12 +140,17 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return self._call(hazards.on_read, eqn, token, values[0], jax.tree.unflatten(params["tree"], values[1:]))
         if primitive is gpu.copy_gmem_to_smem_p:
             source, target = params["src_transforms_treedef"], params["dst_transforms_treedef"]
-            leaves = values[3 + source.num_leaves : 3 + source.num_leaves + target.num_leaves]
-            return self._call(hazards.on_load, eqn, token, values[1], jax.tree.unflatten(target, leaves))
+            begin = 3 + source.num_leaves
+            end = begin + target.num_leaves
+            transforms, tree = jax.tree.unflatten(target, values[begin:end]), params["barrier_transforms_treedef"]
+            barrier = jaxpr_interpret._get_barrier_allocation_key_from_inval(
+                values[2], tree, values[end : end + tree.num_leaves]
+            )
+            return self._call(hazards.on_load, eqn, token, values[1], transforms, barrier)
         if primitive is gpu.commit_smem_p:
             return call(hazards.on_commit)
         if primitive is gpu.barrier_arrive_p:
-            return call(hazards.on_arrive)
+            return self._call(hazards.on_arrive, eqn, token, _barrier(eqn, values))
         if primitive is gpu.copy_smem_to_gmem_p:
             tree = params["src_transforms_treedef"]
             transforms = jax.tree.unflatten(tree, values[2 : 2 + tree.num_leaves])

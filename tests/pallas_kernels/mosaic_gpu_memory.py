@@ -43,6 +43,11 @@ class Where:
             self.position = int(device), int(thread)
             self.warpgroup = (tuple(map(int, coordinates)), *self.position)
 
+    @property
+    def block(self) -> tuple:
+        """Whose shared memory it is."""
+        return self.warpgroup[:-1]
+
     def line(self) -> str:
         return source_info_util.summarize(self.source)
 

@@ -117,6 +117,7 @@ def _kind(problem: str) -> str:
         "it hangs": "hangs",
         "race (": "race",
         "nobody has waited": "not awaited",
+        "without a wait for": "not awaited",
         "without commit_smem": "not committed",
         "without a barrier": "not committed",
         "before wait_smem_to_gmem": "overwritten",

@@ -20,7 +20,7 @@ from pallas_kernels.attention.tpu.schedule import block_q_of
 from pallas_kernels.attention.tpu.tiles import SUBLANES, buffer_lanes, choose_blocks, choose_parts, fits_smem
 from pallas_kernels.attention.xla.schedule import block_kv_of
 from pallas_kernels.kv.pages import LANES
-from pallas_kernels.matmul.hopper import lora, quantized
+from pallas_kernels.matmul.hopper import lora, quantized, ring
 from pallas_kernels.tuning import HopperAttention, TpuAttention, Tuning, XlaAttention, tuning_of
 
 # (query, kv) heads, head dim, page size, bytes of an element, tokens, columns of the page table; then tokens of a run
@@ -151,9 +151,8 @@ def check_registers(producer: int, compute: int, *, num_computing: int) -> None:
 
 def test_other_hopper_kernels_ask_for_registers_that_are_there():
     check_registers(latent.LOADER_REGISTERS, latent.COMPUTE_REGISTERS, num_computing=latent.COMPUTING)
-    check_registers(quantized.PRODUCER_REGISTERS, quantized.COMPUTE_REGISTERS, num_computing=quantized.PRODUCER)
-    for registers in (lora.A_REGISTERS, lora.B_REGISTERS):
-        check_registers(*registers, num_computing=lora.PRODUCER)
+    for registers in (quantized.REGISTERS, lora.A_REGISTERS, lora.B_REGISTERS):
+        check_registers(*registers, num_computing=ring.PRODUCER)
 
 
 @pytest.mark.parametrize(

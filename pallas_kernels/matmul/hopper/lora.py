@@ -12,7 +12,7 @@ there can be; CTAs without one end at once. In both one warpgroup keeps a ring f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import lora_xla
+from pallas_kernels.matmul.hopper import ring
 from pallas_kernels.matmul.hopper.lora_shape import COLUMNS, Shape, why_xla
 from pallas_kernels.matmul.hopper.shape import BFLOAT16, MOST_SHARED_ROWS
 from pallas_kernels.matmul.lora import LoraVisits, slots_of_tile
@@ -31,7 +32,6 @@ from pallas_kernels.tuning import LoraTiles, Tuning, card_of_trace, tuning_of
 
 __all__ = ["lora_product", "why_xla"]
 
-PRODUCER = 2  # the warpgroup that loads
 # Of a lane of the warpgroup that loads and of those that compute: the first kernel's loads know where all slots are,
 # the second's products have two factors in registers.
 A_REGISTERS, B_REGISTERS = (72, 216), (40, 232)
@@ -71,45 +71,6 @@ class _Visits(NamedTuple):
     row_tile: Any
     slot_tile: Any
     slots: Any
-
-
-def _ring(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -> None:
-    """load(step, slot) for `count` steps as far ahead as there is room, and wait until all has been used."""
-
-    def body(step, carry):
-        slot = lax.rem(step, jnp.int32(stages))
-
-        @pl.when(step >= stages)
-        def _():
-            plgpu.barrier_wait(free.at[slot])
-
-        load(step, slot)
-        return carry
-
-    lax.fori_loop(0, count, body, jnp.int32(0))
-    # Every arrival must be observed before the CTA ends.
-    for slot in range(stages):
-
-        @pl.when(slot < count)
-        def _(slot=slot):
-            plgpu.barrier_wait(free.at[slot])
-
-
-def _share_work(registers: tuple[int, int] | None, load: Callable[[], None], compute: Callable[[Any], None]) -> None:
-    """What the warpgroups do; registers are dealt out anew where they are scarce."""
-    warpgroup = lax.axis_index("wg")
-
-    @pl.when(warpgroup == PRODUCER)
-    def _():
-        if registers is not None:
-            plgpu.set_max_registers(registers[0], action="decrease")
-        load()
-
-    @pl.when(warpgroup < PRODUCER)
-    def _():
-        if registers is not None:
-            plgpu.set_max_registers(registers[1], action="increase")
-        compute(warpgroup)
 
 
 def _times_a(shape: Shape, x: jax.Array, a: jax.Array, visits: LoraVisits, interpret: Any) -> jax.Array:
@@ -182,52 +143,29 @@ def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, coun
                 source = refs.x.at[pl.ds(rows, shape.tile_rows), columns]
                 plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot], full)
 
-            _ring(steps, shape.stages_of_a, refs.free, load)
+            ring.fill(steps, shape.stages_of_a, refs.free, load)
 
         def compute(warpgroup):
             outer = (split * shape.num_modules + module) * shape.slot_tiles + tile
-            _store_sums(shape, refs, _sum_of_a(shape, refs, warpgroup, steps), warpgroup, outer, rows)
+            columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-        _share_work(A_REGISTERS if shape.tile_rows > MOST_SHARED_ROWS else None, load, compute)
+            def target(first, count):
+                return refs.sums.at[outer, pl.ds(rows + first, count), columns]
+
+            ring.store_turned(_sum_of_a(shape, refs, warpgroup, steps), refs.sums_smem.at[warpgroup], target)
+
+        ring.share_work(A_REGISTERS if shape.tile_rows > MOST_SHARED_ROWS else None, load, compute)
 
 
 def _sum_of_a(shape: Shape, refs: _OfA, warpgroup, count):
     """f32 [64, tile rows]: of the warpgroup's columns, over `count` tiles of inputs."""
     own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-    def multiply(accumulator):
-        def add(step, carry):
-            slot = lax.rem(step, jnp.int32(shape.stages_of_a))
-            plgpu.barrier_wait(refs.full.at[slot])
-            plgpu.wgmma(accumulator, refs.a_smem.at[slot, own], refs.x_smem.at[slot].transpose((1, 0)))
-            plgpu.wgmma_wait(1)
+    def factors(slot):
+        return refs.a_smem.at[slot, own], refs.x_smem.at[slot].transpose((1, 0))
 
-            @pl.when(step > 0)
-            def _():
-                plgpu.barrier_arrive(refs.free.at[lax.rem(step - 1, jnp.int32(shape.stages_of_a))])
-
-            return carry
-
-        lax.fori_loop(0, count, add, jnp.int32(0))
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(refs.free.at[lax.rem(count - 1, jnp.int32(shape.stages_of_a))])
-        return accumulator[...]
-
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, shape.tile_rows), jnp.float32))
-
-
-def _store_sums(shape: Shape, refs: _OfA, total, warpgroup, outer, rows) -> None:
-    """Turn the warpgroup's part of a tile around, and send it."""
-    columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    for first in range(0, shape.tile_rows, shape.stored_rows):
-        count = min(shape.stored_rows, shape.tile_rows - first)
-        plgpu.wait_smem_to_gmem(0)
-        target = refs.sums_smem.at[warpgroup, pl.ds(0, count)]
-        turned = plgpu.layout_cast(total[:, first : first + count], plgpu.Layout.WGMMA_TRANSPOSED)
-        target.transpose((1, 0))[...] = turned
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(target, refs.sums.at[outer, pl.ds(rows + first, count), columns])
-    plgpu.wait_smem_to_gmem(0)
+    area = WARPGROUP_ROWS, shape.tile_rows
+    return ring.sum_of_products(count, shape.stages_of_a, refs.full, refs.free, factors, area)
 
 
 def _own_columns(shape: Shape, sums: jax.Array, place: jax.Array) -> jax.Array:
@@ -317,7 +255,7 @@ def _times_b_body(shape: Shape, *given: Any) -> None:
                 plgpu.copy_gmem_to_smem(refs.tile_of_row.at[own], refs.tile_of_row_smem, refs.ready.at[jnp.int32(0)])
                 source = refs.inner.at[own, pl.ds(module * COLUMNS, COLUMNS)]
                 plgpu.copy_gmem_to_smem(source, refs.inner_smem, refs.ready.at[jnp.int32(0)])
-                _ring(count, shape.stages_of_b, refs.free, partial(_load_b, shape, refs, b, column - begin, visit))
+                ring.fill(count, shape.stages_of_b, refs.free, partial(_load_b, shape, refs, b, column - begin, visit))
 
             begin = end
 
@@ -335,7 +273,7 @@ def _times_b_body(shape: Shape, *given: Any) -> None:
             plgpu.copy_smem_to_gmem(source, refs.added.at[pl.ds(rows + first, stored), columns])
         plgpu.wait_smem_to_gmem(0)
 
-    _share_work(B_REGISTERS if shape.parts > 1 else None, load, compute)
+    ring.share_work(B_REGISTERS if shape.parts > 1 else None, load, compute)
 
 
 def _load_b(shape: Shape, refs: _OfB, b, column, first, step, slot) -> None:

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import quantized_xla
+from pallas_kernels.matmul.hopper import ring
 from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, OUTPUTS, Shape, why_xla
 from pallas_kernels.matmul.nibbles import row_parts
 from pallas_kernels.matmul.rounding import RoundedRows
@@ -38,8 +39,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["multiply", "quantized_matmul", "why_xla"]
 
-PRODUCER = 2  # the warpgroup that loads
-PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
+REGISTERS = 40, 232  # of a lane of the warpgroup that loads and of those that compute
 
 
 def quantized_matmul(
@@ -207,42 +207,32 @@ class _Place(NamedTuple):
 
 
 def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
-    warpgroup = lax.axis_index("wg")
     first = place.split * shape.per_split
     count = jnp.minimum(shape.input_tiles - first, shape.per_split)
+    multiply = _multiply if shape.has_scales else _multiply_plain
 
-    # Registers are dealt out anew where they are scarce; else CTAs share a multiprocessor.
-    scarce = shape.tile_rows > MOST_SHARED_ROWS
+    def compute(warpgroup):
+        outputs = pl.ds(place.out_tile * OUTPUTS + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-    @pl.when(warpgroup == PRODUCER)
-    def _():
-        if scarce:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(shape, refs, place, first, count)
+        def target(first, count):
+            return refs.y.at[place.split, pl.ds(place.row_tile * shape.tile_rows + first, count), outputs]
 
-    @pl.when(warpgroup < PRODUCER)
-    def _():
-        if scarce:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        total = (_multiply if shape.has_scales else _multiply_plain)(shape, refs, warpgroup, count)
-        _store(shape, refs, total, warpgroup, place)
+        ring.store_turned(multiply(shape, refs, warpgroup, count), refs.y_smem.at[warpgroup], target)
+
+    registers = REGISTERS if shape.tile_rows > MOST_SHARED_ROWS else None
+    ring.share_work(registers, lambda: _load(shape, refs, place, first, count), compute)
 
 
 def _load(shape: Shape, refs: _Refs, place: _Place, first, count) -> None:
     """Bring `count` tiles from the `first` on, as far ahead as there is room."""
-    stages, padded, row_tile = shape.stages, shape.row_tiles * shape.tile_rows, place.row_tile
+    padded, row_tile = shape.row_tiles * shape.tile_rows, place.row_tile
     start = jnp.minimum(place.out_tile * (OUTPUTS // 8), (shape.out - OUTPUTS) // 8)
     outputs, own_rows = pl.ds(start * 8, OUTPUTS), pl.ds(row_tile * shape.tile_rows, shape.vector_rows)
     code_rows = pl.ds((place.matrix * (shape.out // 8) + start) * 8, OUTPUTS)
 
-    def load(step, carry):
-        slot, tile = lax.rem(step, jnp.int32(stages)), first + step
-        full, columns = refs.full.at[slot], pl.ds(tile * shape.columns, shape.columns)
-
-        @pl.when(step >= stages)
-        def _():
-            plgpu.barrier_wait(refs.free.at[slot])
-
+    def load(step, slot):
+        tile, full = first + step, refs.full.at[slot]
+        columns = pl.ds(tile * shape.columns, shape.columns)
         plgpu.copy_gmem_to_smem(refs.codes.at[code_rows, columns], refs.codes_smem.at[slot], full)
         for part in range(shape.packed):
             rows = pl.ds(part * padded + row_tile * shape.tile_rows, shape.tile_rows)
@@ -258,15 +248,8 @@ def _load(shape: Shape, refs: _Refs, place: _Place, first, count) -> None:
         ):
             if source is not None:
                 plgpu.copy_gmem_to_smem(source.at[part], target.at[slot], full)
-        return carry
 
-    lax.fori_loop(0, count, load, jnp.int32(0))
-    # Every arrival must be observed before the CTA ends.
-    for slot in range(stages):
-
-        @pl.when(slot < count)
-        def _(slot=slot):
-            plgpu.barrier_wait(refs.free.at[slot])
+    ring.fill(count, shape.stages, refs.free, load)
 
 
 def _multiply(shape: Shape, refs: _Refs, warpgroup, count):
@@ -309,26 +292,11 @@ def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, count):
     """As `_multiply`, of matrices without scales: one sum, and a product under way while the next tile is awaited."""
     own, rows_of_tile = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, shape.tile_rows)
 
-    def multiply(accumulator):
-        def add(step, carry):
-            slot = lax.rem(step, jnp.int32(shape.stages))
-            plgpu.barrier_wait(refs.full.at[slot])
-            rows = refs.x_smem.at[slot, rows_of_tile]
-            plgpu.wgmma(accumulator, refs.codes_smem.at[slot, own], rows.transpose((1, 0)))
-            plgpu.wgmma_wait(1)
+    def factors(slot):
+        return refs.codes_smem.at[slot, own], refs.x_smem.at[slot, rows_of_tile].transpose((1, 0))
 
-            @pl.when(step > 0)
-            def _():
-                plgpu.barrier_arrive(refs.free.at[lax.rem(step - 1, jnp.int32(shape.stages))])
-
-            return carry
-
-        lax.fori_loop(0, count, add, jnp.int32(0))
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(refs.free.at[lax.rem(count - 1, jnp.int32(shape.stages))])
-        return accumulator[...]
-
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, shape.tile_rows), jnp.float32))
+    area = WARPGROUP_ROWS, shape.tile_rows
+    return ring.sum_of_products(count, shape.stages, refs.full, refs.free, factors, area)
 
 
 def _by_output(vector, area):
@@ -347,18 +315,3 @@ def _widened(codes) -> list[Any]:
     if codes.dtype == E4M3:
         codes = codes.astype(jnp.float16)  # what the card converts it to
     return [codes.astype(jnp.bfloat16)]
-
-
-def _store(shape: Shape, refs: _Refs, total, warpgroup, place: _Place) -> None:
-    """Turn the warpgroup's part of a tile around, and send it."""
-    outputs = pl.ds(place.out_tile * OUTPUTS + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    for first in range(0, shape.tile_rows, shape.stored_rows):
-        count = min(shape.stored_rows, shape.tile_rows - first)
-        plgpu.wait_smem_to_gmem(0)
-        target = refs.y_smem.at[warpgroup, pl.ds(0, count)]
-        piece = total[:, first : first + count].astype(shape.stored_dtype)
-        target.transpose((1, 0))[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        rows = pl.ds(place.row_tile * shape.tile_rows + first, count)
-        plgpu.copy_smem_to_gmem(target, refs.y.at[place.split, rows, outputs])
-    plgpu.wait_smem_to_gmem(0)

@@ -78,12 +78,20 @@ def test_loops_and_what_is_inside_of_fusions():
 """
     known = '%l = (bf16[8,64]) while(%p), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}'
     once = "%l = (bf16[8,64]) while(%p), condition=%c, body=%body"
-    branches = "%l = f32[8,128]{1,0} conditional(%i, %p, %p), branch_computations={%body, %fused}"
     product, moved = 2 * 8 * 64 * 128, 2 * (8 * 64 + 64 * 128) + 4 * 8 * 128
     assert operations(module(P, known, more=inside)) == {"bf16": 5 * product}
     assert moved_bytes(module(P, known, more=inside), ()) == 5 * moved
     assert operations(module(P, once, more=inside)) == {"bf16": product}
-    assert operations(module(P, branches, more=inside)) == {"bf16": 2 * product}
+    # Of branches the dearest one, wherever it stands.
+    inside += f"\n%many (p: bf16[8,64]) -> (bf16[8,64]) {{\n  {P}\n  {known}\n}}\n"
+    for branches in (
+        "branch_computations={%body, %many}",
+        "branch_computations={%many, %body, %body}",
+        "true_computation=%body, false_computation=%many",
+    ):
+        either = module(P, f"%l = (bf16[8,64]) conditional(%i, %p, %p), {branches}", more=inside)
+        assert operations(either) == {"bf16": 5 * product}
+        assert moved_bytes(either, ()) == 5 * moved
 
 
 FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {

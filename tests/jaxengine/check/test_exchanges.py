@@ -87,6 +87,35 @@ def test_a_small_reduce_scatter_of_a_tpu():
     assert by_place(found(product, summed, "%s = f32[8]{0} add(%a, %a)")) == {"layer 1": {"all-reduce": 1}}
 
 
+def test_a_large_reduce_scatter_of_a_tpu():
+    """As libtpu 0.0.52 writes it for eight of 64 v6e: parts are a few rows larger than they should be, and devices send
+    on what is their neighbour's. The sum in it is exchanged as a reduce-scatter is."""
+    text = f"""HloModule m
+
+%all-reduce-scatter (input: bf16[4096,8]) -> bf16[528,8] {{
+  %input = bf16[4096,8]{{1,0}} parameter(0)
+  %pad = bf16[4224,8]{{1,0}} pad(%input, %zero), padding=0_128x0_0
+  %all-reduce.1 = bf16[4224,8]{{1,0}} all-reduce(%pad), to_apply=%sum
+  ROOT %own = bf16[528,8]{{1,0}} dynamic-slice(%all-reduce.1, %i, %j), dynamic_slice_sizes={{528,8}}
+}}
+
+ENTRY %main (y: bf16[4096,8]) -> bf16[512,8] {{
+  %y = bf16[4096,8]{{1,0}} add(%p, %q), {at(f"{MLP}/dot_general")}
+  %fusion = bf16[528,8]{{1,0}} fusion(%y), kind=kCustom, calls=%all-reduce-scatter
+  %slice = bf16[112,8]{{1,0}} slice(%fusion), slice={{[416:528], [0:8]}}
+  %sent = (bf16[112,8]{{1,0}}, bf16[112,8]{{1,0}}, u32[], u32[]) collective-permute-start(%slice)
+  %got = bf16[112,8]{{1,0}} collective-permute-done(%sent)
+}}
+"""
+    both = exchanges(parse(text))
+    assert by_place(both) == {"layer 1": {"reduce-scatter": 1}}
+    assert counts(both) == {"reduce-scatter": 1, "collective-permute": 1}
+    assert [each.elements for each in both] == [4096 * 8, 112 * 8] and both[0].num_bytes == 2 * 4096 * 8
+    # A permutation of anything else is nobody's part.
+    other = exchanges(parse(text.replace("slice(%fusion)", "slice(%y)")))
+    assert by_place(other) == {"layer 1": {"reduce-scatter": 1, "collective-permute": 1}}
+
+
 def test_an_exchange_counts_as_what_was_written():
     """XLA:TPU sums zeros and a part instead of gathering small parts."""
     summed = found(f"%a = f32[8]{{0}} all-reduce(%x), to_apply=%sum, {at(f'{MLP}/all_gather')}")

@@ -19,6 +19,7 @@ from models.weights.orbax import load_checkpoint
 from models.weights.safetensors import SafetensorsCheckpoint
 from sharding.layout import ONE_DEVICE
 from sharding.mesh import make_mesh
+from tests.fixtures import quantized_models
 from tests.fixtures.adapters import merged, write_adapter
 from tests.fixtures.picture_checkpoints import whole_checkpoint
 
@@ -89,9 +90,26 @@ def test_a_model_that_sees(tmp_path):
     options = ["--disable-log-stats", "--dtype", "float32"]
     assert main(["convert", str(folder), "--model", str(model), *options]) == 0
     assert {file.name for file in model.glob("*.json")} <= {file.name for file in folder.iterdir()}
+    read = assert_same_weights(folder, model)
+    assert len(jax.tree.leaves(read)) > len(jax.tree.leaves(read["layers"]))
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8 block"])
+def test_a_quantised_model(tmp_path, name):
+    """Its codes and scales, and what says what they are."""
+    model, folder = quantized_models.write(tmp_path, name), tmp_path / "converted"
+    assert main(["convert", str(model), str(folder), "--disable-log-stats", "--dtype", "float32"]) == 0
+    assert read_folder(folder).quantization == read_folder(model).quantization is not None
+    read = assert_same_weights(folder, model)
+    assert {np.dtype("uint8"), np.dtype("float8_e4m3fn")} & {leaf.dtype for leaf in jax.tree.leaves(read)}
+
+
+def assert_same_weights(folder, model):
+    """Those of a converted folder are the model's own, bit for bit, and returned."""
     abstract, source = build_model(read_folder(model), Build("float32")), SafetensorsCheckpoint(model)
     stored = load_checkpoint(folder, abstract, mesh=make_mesh(ONE_DEVICE, jax.devices()[:1]))
     read = load_params(abstract, source)
     source.close()
-    assert len(jax.tree.leaves(stored)) == len(jax.tree.leaves(read)) > len(jax.tree.leaves(read["layers"]))
+    assert len(jax.tree.leaves(stored)) == len(jax.tree.leaves(read))
     assert all(map(np.array_equal, jax.tree.leaves(stored), jax.tree.leaves(read)))
+    return read

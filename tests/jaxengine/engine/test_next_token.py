@@ -4,10 +4,12 @@ model does: of checkpoints made so that it does, by the hidden states alone, or 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
@@ -94,6 +96,21 @@ def one_layer(folder) -> str:
     return write(folder, drawn | again | head | {"model.layers.1.eh_proj.weight": joined})
 
 
+def in_blocks(folder: str) -> str:
+    """The checkpoint with matrices as DeepSeek-V3 stores them: e4m3 with a scale a block, what joins as it was."""
+    model, stored = Path(folder), {}
+    for name, value in load_file(model / "model.safetensors").items():
+        stored[name] = value
+        if "_proj" in name and "eh_proj" not in name:
+            scale = np.abs(value).max() / np.float32(448)
+            stored[name] = (value / scale).astype(ml_dtypes.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = np.full((1, 1), scale, np.float32)
+    save_file(stored, model / "model.safetensors")
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (model / "config.json").write_text(json.dumps(TINY | {"quantization_config": blocks}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def options(executables_dir):
     known = {"load_format": "auto", "skip_tokenizer_init": True, "num_gpu_blocks_override": 40}
@@ -131,6 +148,18 @@ def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, draft
     metrics = {metric.name: metric.value for metric in drafting.get_metrics()}
     assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:prefix_cache_hits"] > 0
     assert drafting.core.engine.scheduler.num_free_pages == 40
+
+
+def test_a_quantised_layer_of_a_quantised_model(tmp_path, options):
+    model = in_blocks(one_layer(tmp_path / "model"))
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    plain, drafting = (LLM(model, **options, **more) for more in ({}, {"speculative_config": drafts}))
+    rng = np.random.default_rng(3)
+    prompts = [{"prompt_token_ids": [0, *rng.integers(1, SIZE, length).tolist()]} for length in range(3, 15)]
+    params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)] * len(prompts)
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    force(drafting, 2)
+    assert accepted_share(drafting, prompts, params, expected) > 0.95
 
 
 @pytest.mark.thorough("minutes of compiling")

@@ -34,6 +34,7 @@ EMBEDDED = ("glm4v_vision", "llama4_sees_vision", "pixtral_vision", "llava_next_
 REFUSED = {
     ("qwen2_5_vl_vision", "tp 2, weights"): "^tensor_parallel_size is 2; allowed: 1 for this model",
     ("qwen3_5_pictures_vision", "pp 2"): "^none of the layers 0 to 0 of a stage attends",
+    ("qwen3_5_moe_pictures_vision", "pp 2"): "^none of the layers 0 to 0 of a stage attends",
     ("qwen3_vl_moe_vision", "pp 2"): "^the first 2 layers add parts of pictures, but the first stage has 1",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from functools import partial
 
 import jax
 import numpy as np
@@ -14,8 +13,9 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import SpeculativeConfig
-from jaxengine.drafts.ngram import Ngram
 from jaxengine.engine import engine as engine_module
+from jaxengine.engine.slot_rows import SlotRows
+from jaxengine.grammars.grammar_worker import GrammarWorker, NextMask
 from tests.fixtures.drawn_weights import checkpoint
 from tests.sharding.parallel_cases import OPTIONS, write_tokenizer
 from tests.sharding.parallel_models import DENSE
@@ -215,6 +215,58 @@ def test_what_a_grammar_leaves_no_choice_comes_at_once(engines, thorough, monkey
     assert drafting.core.engine.scheduler.num_free_pages == 40
 
 
+def guided_workload(temperature: float):
+    """Grammars that leave a choice, behind prompts that say what comes, some of it, or something else."""
+    spoken = '{"property_0":true,"property_1":false}'
+    kinds = [
+        ("ab" * 4, "[ab]{30}", {"logit_bias": {ord("a") - 33: 60.0}, "logprobs": 2}),  # all guesses are right
+        ("abc", "([ab]{5}[cd]){5}", {"logit_bias": {ord("a") - 33: 60.0, ord("c") - 33: 60.0}}),  # cut by the grammar
+        ("0123" * 3, "[0-9]{24}", {"logprobs": 1}),  # few are right
+        (spoken + spoken[:2], None, {"logprobs": 0}),  # the guess is what must come, and goes on
+        ('{"prop{"prop', None, {"penalties": None}),  # it is not
+        ("a0b0a0", "a(0000b|0000c)[ab]{8}", {"stop": ["ab"], "include_stop_str_in_output": True}),
+        ("ab" * 4, "[ab]{30}", {"bad_words": ["ab"]}),  # no guesses
+        (spoken, None, {"bad_words": ["y"]}),  # what must come may not
+        ("ab" * 4, None, {"structured_outputs": None}),
+    ]
+    prompts, params = [], []
+    for index, (prompt, regex, own) in enumerate(kinds * 2):
+        own = own | {"repetition_penalty": 1.2, "frequency_penalty": 0.1} if own.pop("penalties", 1) is None else own
+        grammar = {"regex": regex} if regex else {"json": names(2), "disable_any_whitespace": True}
+        chosen = {"temperature": temperature, "seed": index, "max_tokens": 38, "structured_outputs": grammar}
+        params.append(SamplingParams(**chosen | own))
+        prompts.append({"prompt_token_ids": [ord(char) - 33 for char in prompt[: 20 + index]]})
+    return prompts, params
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_guesses_under_a_grammar(engines, temperature, monkeypatch):
+    """The same tokens: in a crowd that is preempted, alone in fewer steps, and where masks of guesses do not come."""
+    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
+    plain, drafting = engines
+    prompts, params = guided_workload(temperature)
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    stats = drafting.core.engine.stats
+    force(drafting, 8)
+    drafting.reset_prefix_cache()
+    assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
+    for index, most in ((0, 0.45), (1, 0.6), (3, 0.45)):
+        steps, drafts = stats.num_steps, stats.drafts.num_tokens
+        found = drafting.generate(prompts[index], params[index], use_tqdm=False)
+        assert_same(found, expected[index : index + 1])
+        assert stats.num_steps - steps < most * len(found[0].outputs[0].token_ids)
+        assert stats.drafts.num_tokens > drafts
+    rng, guess, take = np.random.default_rng(2), SlotRows.guess, GrammarWorker.take
+
+    def cut(each):
+        return each._replace(guessed=each.guessed[: rng.integers(3)]) if isinstance(each, NextMask) else each
+
+    monkeypatch.setattr(SlotRows, "guess", lambda *given: guess(*given) if rng.random() < 0.7 else None)
+    monkeypatch.setattr(GrammarWorker, "take", lambda self: [*map(cut, take(self))])
+    assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
+    assert {each.name: each.value for each in drafting.get_metrics()}["jaxengine:compilations_since_ready"] == 0
+
+
 def test_a_grammar_needs_no_guesses(engines, executables_dir, monkeypatch):
     """A method that guesses nothing: what must come comes at once, other requests take steps of one token."""
     monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)
@@ -266,28 +318,6 @@ def test_families(family, executables_dir, thorough):
             expected = plain.generate(prompts, params, use_tqdm=False)
             assert_same(drafting.generate(prompts, params, use_tqdm=False), expected)
         assert sum(num_accepted(drafting)) > 10
-
-
-def test_ngrams_are_what_followed_the_same_tokens_before():
-    proposer = Ngram(longest=3, shortest=2)
-    for known, drafts in (
-        ([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2, 3]),
-        ([1, 2, 9, 4, 8, 2, 9, 7, 1, 2, 9], [4, 8, 2, 9, 7]),  # three tokens go before two
-        ([2, 9, 4, 2, 9, 5, 7, 2, 9], [5, 7, 2, 9, 5]),  # the latest of equals; what is too short is repeated
-        ([7, 7, 7], [7, 7, 7, 7, 7]),
-        ([1, 2, 3, 2], []),
-        ([5], []),
-    ):
-        assert proposer.propose_one(np.array(known, np.int32), 5).tolist() == drafts
-    rng = np.random.default_rng(0)
-    propose = jax.jit(partial(proposer.propose, count=5))
-    for _ in range(20):
-        lengths = rng.integers(1, 40, 8)
-        history = rng.integers(0, 4, (8, 40)).astype(np.int32)
-        found = propose(history, lengths.astype(np.int32))
-        for row, length in enumerate(lengths):
-            drafts = proposer.propose_one(history[row, :length], 5).tolist()
-            assert found.token_ids[row, : found.counts[row]].tolist() == drafts
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ Each engine serves the two recorded prompts, greedily, whose tokens must be thos
 twenty others, greedy and seeded, whose tokens must be those of the first engine serving them one by one. Modes: alone,
 a crowd in a pool so small that requests are preempted all the time, the same again with prefix hits, chunks of 5, 16
 and 512 tokens, and two devices by each kind of parallelism that splits the model. It forces eight devices on the CPU.
-Results are added to those that the JSON file has (benchmarks/results/families.json is kept); the exit status is 1 when
-a token differs. `--haste` compiles as tests do (tests/haste.py), which takes half the time.
+A refusal counts as "not split" where it is of what the mode asks for and says why the model cannot be split so; any
+other fails the row. Results are added to those that the JSON file has (benchmarks/results/families.json is kept); the
+exit status is 1 when a token differs or a row failed. `--haste` compiles as tests do (tests/haste.py), which takes half
+the time.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -44,9 +47,9 @@ PAGE_SIZE = 4
 TOLERANCE = 1e-4
 
 
-def options(length: int, windows: list[int | None], chunk: int = 32) -> dict[str, Any]:
-    """Room for one request of any length, in every cache group, and little more."""
-    pages = most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk) + 4
+def options(length: int, windows: list[int | None], chunk: int = 32, *, requests: float = 1) -> dict[str, Any]:
+    """Room for one request of any length, or several, in every cache group, and little more."""
+    pages = int(requests * most_pages(length, windows, page_size=PAGE_SIZE, chunk=chunk)) + 4
     return {
         "skip_tokenizer_init": True,
         "dtype": "float32",
@@ -60,8 +63,8 @@ def options(length: int, windows: list[int | None], chunk: int = 32) -> dict[str
     }
 
 
+EQUAL, NOTHING, NEVER = "equal", "did not happen", "never: its windows give back what they take"
 MODES: dict[str, dict[str, Any]] = {
-    "preempted": {},
     "chunks of 5": {"long_prefill_token_threshold": 5},
     "chunks of 16": {"long_prefill_token_threshold": 16},
     "chunks of 512": {"chunk": 512},
@@ -71,21 +74,43 @@ MODES: dict[str, dict[str, Any]] = {
     "ep 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
 
+# Why a model cannot be split, by the option that asks for it, as the engine says it.
+NOT_SPLIT = {
+    "tensor_parallel_size": r"allowed: \d.* for this model \(.* cannot be split evenly over ",
+    "pipeline_parallel_size": r"at most \d+ layers$|^none of the layers .* attends|^the first \d+ layers add parts ",
+    "enable_expert_parallel": r"allowed: False: \w+ has no experts$",
+}
+
+
+def is_not_split(error: ValueError, changes: dict[str, Any]) -> bool:
+    """Whether an engine says with it that the model cannot be split as a mode's options ask."""
+    param = error.param if isinstance(error, ConfigError) else ""
+    return param in changes and re.search(NOT_SPLIT.get(param, "$^"), str(error)) is not None
+
 
 class Workload:
-    """The recorded prompts, then others, of which some begin as the first recorded one does."""
+    """Prompts with the tokens that are known to follow greedily, then others, of which some begin as the first does."""
 
-    def __init__(self, folder: Path, length: int, vocab_size: int):
-        with np.load(folder / "golden.npz", allow_pickle=False) as golden:
-            self.prompts = [golden[f"token_ids_{index}"].tolist() for index in range(2)]
-            self.greedy = [golden[f"greedy_{index}"].tolist() for index in range(2)]
-        self.params = [self._params(max(1, len(tokens))) for tokens in self.greedy]
+    def __init__(self, prompts: list[list[int]], greedy: list[list[int]], length: int, vocab_size: int):
+        self.prompts, self.greedy = list(prompts), greedy
+        self.params = [self._params(max(1, len(tokens))) for tokens in greedy]
         rng, most = np.random.default_rng(1), length - 13
         for index in range(NUM_OTHERS):
             own = rng.integers(0, vocab_size, int(rng.integers(1, 24))).tolist()
             shared = self.prompts[0][:20] if index % 3 == 0 else []
             self.prompts.append((shared + own)[:most])
             self.params.append(self._params(12, temperature=0.9 * (index % 2), seed=index))
+        asked = zip(self.prompts, self.params, strict=True)
+        self.longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in asked)
+
+    @classmethod
+    def recorded(cls, folder: Path, length: int, vocab_size: int) -> Workload:
+        """With the prompts of a folder's goldens."""
+        with np.load(folder / "golden.npz", allow_pickle=False) as golden:
+            prompts, greedy = (
+                [golden[f"{kind}_{index}"].tolist() for index in range(2)] for kind in ("token_ids", "greedy")
+            )
+        return cls(prompts, greedy, length, vocab_size)
 
     @staticmethod
     def _params(count: int, temperature: float = 0.0, seed: int | None = None) -> SamplingParams:
@@ -103,7 +128,7 @@ class Workload:
         return [list(output.outputs[0].token_ids) for output in done]
 
     def wrong(self, tokens: list[list[int]]) -> list[int]:
-        """Recorded prompts that went on otherwise than with transformers."""
+        """Prompts that went on otherwise than is known."""
         return [
             index
             for index, expected in enumerate(self.greedy)
@@ -124,7 +149,7 @@ def logits_error(name: str) -> float:
 
 
 def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
-    """What came out in each mode: "equal", "not split", or what differs."""
+    """What came out in each mode: "equal", "not split" and why, "refused" and why, or what differs."""
     raw = json.loads((FOLDER / name / "config.json").read_text())
     text = raw.get("text_config", raw)
     length = min(256, text["max_position_embeddings"])
@@ -134,42 +159,67 @@ def examine(name: str, cache: str, only: list[str]) -> dict[str, str]:
         (model / "config.json").write_text(json.dumps(raw))
         for file in folder.glob("model*.safetensors*"):
             shutil.copy(file, model)
-        workload = Workload(FOLDER / name, length, text["vocab_size"])
-        shared = {"model": str(model), "compile_cache_dir": cache}
-        config = read_folder(model)
-        if config.keeps_states:
-            shared["num_state_snapshots"] = 24
-        windows = [window for window, _ in group_layers([layer.reach for layer in config.attending])]
-        first = LLM(**options(length, windows), **shared)
-        expected = workload.run(first, alone=True)
-        rows = {"alone": _verdict(workload.wrong(expected))}
-        for mode, changes in MODES.items():
-            if only and mode not in only:
-                continue
-            changes = dict(changes)
-            chosen = options(length, windows, changes.pop("chunk", 32))
-            try:
-                llm = LLM(**chosen, **shared, **changes)
-            except (ConfigError, ValueError) as error:
-                if mode[:3] not in ("tp ", "pp ", "ep "):
-                    raise
-                rows[mode] = f"not split: {error}"[:200]
-                continue
-            found = workload.run(llm)
-            rows[mode] = _verdict(_differing(found, expected))
-            if mode == "preempted":
-                if not llm.core.engine.scheduler.num_preemptions:
-                    rows[mode] = "nothing was preempted"
-                again, hits = workload.run(llm), llm.core.engine.scheduler.num_prefix_hits
-                rows["prefix hits"] = _verdict(_differing(again, expected)) if hits else "no prefix was hit"
-                if not llm.core.engine.scheduler.config.enable_prefix_caching:
-                    rows["prefix hits"] = f"not cached, {_verdict(_differing(again, expected))}"
-            compilations = llm.core.engine.runner.compiles.count
-            if compilations:
-                rows[mode] = f"{compilations} compilations while serving"
-            llm.shutdown()
-        first.shutdown()
+        return serve(model, Workload.recorded(FOLDER / name, length, text["vocab_size"]), length, cache, only)
+
+
+def serve(model: Path, workload: Workload, length: int, cache: str, only: list[str]) -> dict[str, str]:
+    """What came out of a checkpoint in each mode: see `examine`."""
+    longest = min(length, workload.longest + 1)
+    shared = {"model": str(model), "compile_cache_dir": cache}
+    config = read_folder(model)
+    if config.keeps_states:
+        shared["num_state_snapshots"] = 24
+    windows = [window for window, _ in group_layers([layer.reach for layer in config.attending])]
+    first = LLM(**options(length, windows), **shared)
+    expected = workload.run(first, alone=True)
+    rows = {"alone": _verdict(workload.wrong(expected))}
+    # What makes requests give way depends on how much of them windows and states give back.
+    pools = [
+        options(length, windows),
+        *(options(longest, windows, requests=count) for count in (1.5, 2, 1, 1.25, 3)),
+    ]
+    if not only or "preempted" in only:
+        for pool in pools:
+            found = _crowded(LLM(**pool, **shared), workload, expected)
+            rows |= {mode: verdict for mode, verdict in found.items() if rows.get(mode, NOTHING) == NOTHING}
+            if NOTHING not in rows.values():
+                break
+        if rows["preempted"] == NOTHING and windows and None not in windows:
+            rows["preempted"] = NEVER
+    for mode, changes in MODES.items():
+        if only and mode not in only:
+            continue
+        changes = dict(changes)
+        chosen = options(length, windows, changes.pop("chunk", 32))
+        try:
+            llm = LLM(**chosen, **shared, **changes)
+        except ValueError as error:  # a ConfigError is one, and any refusal is a row
+            rows[mode] = f"{'not split' if is_not_split(error, changes) else 'refused'}: {error}"[:200]
+            continue
+        rows[mode] = _ended(llm, _verdict(_differing(workload.run(llm), expected)))
+    first.shutdown()
     return rows
+
+
+def _crowded(llm: LLM, workload: Workload, expected: list[list[int]]) -> dict[str, str]:
+    """The workload in a small pool, and once more with what is left there of the first time."""
+    scheduler = llm.core.engine.scheduler
+    preempted = _verdict(_differing(workload.run(llm), expected))
+    if preempted == EQUAL and not scheduler.num_preemptions:
+        preempted = NOTHING
+    again = _verdict(_differing(workload.run(llm), expected))
+    if again == EQUAL and scheduler.config.enable_prefix_caching and not scheduler.num_prefix_hits:
+        again = NOTHING
+    if not scheduler.config.enable_prefix_caching:
+        again = f"not cached, {again}"
+    return {"preempted": preempted, "prefix hits": _ended(llm, again)}
+
+
+def _ended(llm: LLM, verdict: str) -> str:
+    """The verdict on an engine that has served, which ends here."""
+    compilations = llm.core.engine.runner.compiles.count
+    llm.shutdown()
+    return f"{compilations} compilations while serving" if compilations else verdict
 
 
 def _differing(found: list[list[int]], expected: list[list[int]]) -> list[int]:
@@ -177,13 +227,13 @@ def _differing(found: list[list[int]], expected: list[list[int]]) -> list[int]:
 
 
 def _verdict(wrong: list[int]) -> str:
-    return f"requests {wrong} differ" if wrong else "equal"
+    return f"requests {wrong} differ" if wrong else EQUAL
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--only", nargs="+", default=[], choices=["logits", *MODES])
+    parser.add_argument("--only", nargs="+", default=[], choices=["logits", "preempted", *MODES])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--executables", default=str(Path(".cache") / "executables"))
     parser.add_argument("--haste", action="store_true")
@@ -201,7 +251,7 @@ def _run(args: argparse.Namespace) -> bool:
         modes = examine(name, args.executables, args.only) if args.only != ["logits"] else {}
         bad |= error > TOLERANCE
         bad |= any(
-            found not in ("equal", "not cached, equal") and not found.startswith("not split")
+            found not in (EQUAL, f"not cached, {EQUAL}", NEVER) and not found.startswith("not split")
             for found in modes.values()
         )
         print(f"{name}: logits {error:.1e}" + "".join(f", {mode} {found}" for mode, found in modes.items()), flush=True)

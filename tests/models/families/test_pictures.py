@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.fixtures.picture_cases import PROMPTS
+from tests.fixtures.picture_cases import PROMPTS, SECOND_SHAPES
 from tests.models.families.pictures import Run, load, prepared, see
 from tests.models.families.test_golden import assert_close
 
-# Of the others' parts: Qwen3-VL's tower and prompts, and a tower that is the others' without what they add.
-FURTHER = frozenset(("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision"))
+# Of the others' parts: Qwen3-VL's tower and prompts, a tower that is the others' without what they add, second shapes.
+FURTHER = frozenset(
+    ("qwen3_vl_moe_vision", "qwen3_5_pictures_vision", "qwen2_vl_vision", "pixtral_vision", *SECOND_SHAPES)
+)
 # With windows, and with learned positions; the others' patches know less of their neighbours.
 PACKED = frozenset(("qwen2_5_vl_vision", "qwen3_vl_vision"))
 

@@ -8,6 +8,7 @@ from tests.pallas_kernels.worker import Job
 SECONDS = 45
 
 _KERNEL, _SHAPE, _GROUPS = "matmul/hopper/quantized", "matmul/hopper/shape", "matmul/hopper/grouped"
+_RING = "matmul/hopper/ring"
 
 
 def _on(*cases: str) -> tuple[Job, ...]:
@@ -128,7 +129,7 @@ MUTANTS = [
         "        codes",
         _BYTES,
     ),
-    Mutant("tiles overwritten early", _KERNEL, "@pl.when(step >= stages)", "@pl.when(step < 0)", _BYTES),
+    Mutant("tiles overwritten early", _RING, "@pl.when(step >= stages)", "@pl.when(step < 0)", _BYTES),
     Mutant(
         "tiles handed back before they are read",
         _KERNEL,
@@ -136,20 +137,18 @@ MUTANTS = [
         "        plgpu.barrier_arrive(refs.free.at[slot])\n        codes = refs.codes_smem.at[slot, own]\n",
         _BYTES,
     ),
-    Mutant("result not committed", _KERNEL, "plgpu.commit_smem()\n        rows", "rows", _TILE),
+    Mutant("result not committed", _RING, "        plgpu.commit_smem()\n", "", _TILE),
     Mutant(
         "result overwritten as it leaves",
-        _KERNEL,
-        "        plgpu.wait_smem_to_gmem(0)\n        target",
-        "        target",
+        _RING,
+        "        plgpu.wait_smem_to_gmem(0)\n        part",
+        "        part",
         _TILE,
     ),
-    Mutant(
-        "result still leaving at the end", _KERNEL, "outputs])\n    plgpu.wait_smem_to_gmem(0)\n", "outputs])\n", _TILE
-    ),
+    Mutant("result still leaving at the end", _RING, "count))\n    plgpu.wait_smem_to_gmem(0)\n", "count))\n", _TILE),
     Mutant(
         "second part of a tile of rows the first's",
-        _KERNEL,
+        _RING,
         "total[:, first : first + count]",
         "total[:, :count]",
         _TILE,
@@ -177,19 +176,19 @@ MUTANTS = [
     ),
     Mutant(
         "tiles of plain matrices not waited for",
-        _KERNEL,
-        "            plgpu.barrier_wait(refs.full.at[slot])\n            rows",
-        "            rows",
+        _RING,
+        "            plgpu.barrier_wait(full.at[slot])\n",
+        "",
         _SEVERAL,
     ),
     Mutant(
         "tiles of plain matrices handed back before they are read",
-        _KERNEL,
-        "            rows = refs.x_smem.at[slot, rows_of_tile]\n",
-        "            plgpu.barrier_arrive(refs.free.at[slot])\n            rows = refs.x_smem.at[slot, rows_of_tile]\n",
+        _RING,
+        "            plgpu.wgmma(accumulator, *factors(slot))\n",
+        "            plgpu.barrier_arrive(free.at[slot])\n            plgpu.wgmma(accumulator, *factors(slot))\n",
         _SEVERAL,
     ),
-    Mutant("tile handed back before there was one", _KERNEL, "@pl.when(step > 0)", "@pl.when(step >= 0)", _SEVERAL),
+    Mutant("tile handed back before there was one", _RING, "@pl.when(step > 0)", "@pl.when(step >= 0)", _SEVERAL),
     Mutant(
         "every tile the first of its group",
         _GROUPS,

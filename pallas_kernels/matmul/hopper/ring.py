@@ -1,0 +1,102 @@
+"""What products on a Hopper GPU share: one warpgroup keeps a ring of tiles in shared memory filled by TMA, two compute.
+
+A slot of the ring has two barriers: `full` when its tiles have come, `free` when both have read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+PRODUCER = 2  # the warpgroup that loads
+
+
+def share_work(registers: tuple[int, int] | None, load: Callable[[], None], compute: Callable[[Any], None]) -> None:
+    """load() in one warpgroup, compute(warpgroup) in the two others.
+
+    registers: of a lane of the one and of the others, dealt out anew where they are scarce; else CTAs share a
+    multiprocessor.
+    """
+    warpgroup = lax.axis_index("wg")
+
+    @pl.when(warpgroup == PRODUCER)
+    def _():
+        if registers is not None:
+            plgpu.set_max_registers(registers[0], action="decrease")
+        load()
+
+    @pl.when(warpgroup < PRODUCER)
+    def _():
+        if registers is not None:
+            plgpu.set_max_registers(registers[1], action="increase")
+        compute(warpgroup)
+
+
+def fill(count: Any, stages: int, free: Any, load: Callable[[Any, Any], None]) -> None:
+    """load(step, slot) for `count` steps as far ahead as there is room, and wait until all has been used."""
+
+    def body(step, carry):
+        slot = lax.rem(step, jnp.int32(stages))
+
+        @pl.when(step >= stages)
+        def _():
+            plgpu.barrier_wait(free.at[slot])
+
+        load(step, slot)
+        return carry
+
+    lax.fori_loop(0, count, body, jnp.int32(0))
+    # Every arrival must be observed before the CTA ends.
+    for slot in range(stages):
+
+        @pl.when(slot < count)
+        def _(slot=slot):
+            plgpu.barrier_wait(free.at[slot])
+
+
+def sum_of_products(
+    count: Any, stages: int, full: Any, free: Any, factors: Callable[[Any], tuple[Any, Any]], area: tuple[int, int]
+) -> Any:
+    """f32 area: the sum over `count` steps of factors(slot), one product under way while the next tiles are awaited."""
+
+    def multiply(accumulator):
+        def add(step, carry):
+            slot = lax.rem(step, jnp.int32(stages))
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.wgmma(accumulator, *factors(slot))
+            plgpu.wgmma_wait(1)
+
+            @pl.when(step > 0)
+            def _():
+                plgpu.barrier_arrive(free.at[lax.rem(step - 1, jnp.int32(stages))])
+
+            return carry
+
+        lax.fori_loop(0, count, add, jnp.int32(0))
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(free.at[lax.rem(count - 1, jnp.int32(stages))])
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(area, jnp.float32))
+
+
+def store_turned(total: Any, staged: Any, target: Callable[[int, int], Any]) -> None:
+    """Turn the warpgroup's part of a tile, f32 [64, rows], around, and send it.
+
+    staged: shared memory [stored rows, 64] of the warpgroup alone. target: where `count` rows from the `first` on go.
+    """
+    rows, most = total.shape[1], staged.shape[0]
+    for first in range(0, rows, most):
+        count = min(most, rows - first)
+        plgpu.wait_smem_to_gmem(0)
+        part = staged.at[pl.ds(0, count)]
+        piece = total[:, first : first + count].astype(staged.dtype)
+        part.transpose((1, 0))[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(part, target(first, count))
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,63 @@
+"""What the matrix of families takes for a model that is not split: refusals as the engine makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.config.platforms import PLATFORMS
+from jaxengine.runner.devices import build_split, choose_devices
+from models.config.model_config import ModelConfig
+from models.registry import read_folder
+from sharding.layout import MeshLayout
+from sharding.stages import Stage
+from tests.fixtures.drawn_weights import FOLDER
+from tests.models.families.matrix import MODES, is_not_split
+
+MODEL = read_folder(FOLDER / "llama")
+ONE_LAYER = replace(MODEL, attention=MODEL.attention[:1])
+ODD_HEADS = replace(MODEL, attention=tuple(replace(each, num_heads=3, num_kv_heads=3) for each in MODEL.attention))
+STATE: Any = object()
+FIRST_KEEPS_A_STATE = replace(MODEL, attention=(replace(MODEL.attention[0], state=STATE), *MODEL.attention[1:]))
+
+
+def opened(model: ModelConfig, mode: str, stage: Stage | None = None, mesh: MeshLayout | None = None) -> None:
+    """What of an engine's start may refuse to split the model."""
+    resolved = EngineConfig.from_options(**MODES[mode]).resolved(model, PLATFORMS["cpu"])
+    stage = stage or Stage(0, len(model.attention))
+    build_split(model, resolved, mesh or resolved.mesh_layout(model), stage)
+
+
+def too_few_devices() -> None:
+    choose_devices(EngineConfig.from_options(**MODES["tp 2"]), ["a device"], None)
+
+
+def other() -> None:
+    raise ConfigError("num_gpu_blocks_override", 3, "at least 4")
+
+
+def accident() -> None:
+    raise ValueError("a weight cannot be split evenly over what nobody asked for")
+
+
+@pytest.mark.parametrize(
+    ("mode", "start", "not_split"),
+    [
+        ("tp 2", lambda: opened(ODD_HEADS, "tp 2", mesh=MeshLayout(model=2)), True),
+        ("ep 2", lambda: opened(MODEL, "ep 2"), True),
+        ("pp 2", lambda: opened(ONE_LAYER, "pp 2"), True),
+        ("pp 2", lambda: opened(FIRST_KEEPS_A_STATE, "pp 2", Stage(0, 1, is_last=False)), True),
+        ("dp 2", lambda: opened(MODEL, "ep 2"), False),
+        ("tp 2", too_few_devices, False),
+        ("tp 2", other, False),
+        ("tp 2", accident, False),
+    ],
+)
+def test_only_a_refusal_of_the_split_says_that_a_model_is_not_split(mode: str, start: Callable, not_split: bool):
+    with pytest.raises(ValueError) as refused:
+        start()
+    assert is_not_split(refused.value, MODES[mode]) == not_split
