@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Rows that are brought back to the order of the tokens at a time.
-_MIXED_ROWS = 2048
+# Results that are brought back to the order of the tokens all at once.
+_MOST_TURNED = 2048
 # Rows of a block. Fewer than the least are not worth a loop; beyond the most, reading an expert's weights once more
 # for the rows of the next block is little beside using them.
 _LEAST_ROWS, _MOST_ROWS = 128, 4096
@@ -28,20 +28,22 @@ def tokens_per_expert(ids: jax.Array, num_experts: int) -> jax.Array:
 def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
     """Results y [T * k, D], row i of token order[i] // k, and weights f32[T, k] to f32[T, D].
 
-    One addition after the other, in the order of k: no token's sum depends on another's. Memory beside the result is
-    for the rows of some tokens.
+    One addition after the other, in the order of k: no token's sum depends on another's.
     """
-    num_picked = weights.shape[1]
-
-    def of_token(parts: tuple[jax.Array, jax.Array]) -> jax.Array:
-        weights, rows = parts[0], y[parts[1]]
-        mixed = jnp.zeros(y.shape[1])
-        for k in range(num_picked):
-            mixed = mixed + weights[k] * rows[k]
+    places, num_picked = jnp.argsort(order), weights.shape[1]
+    if y.shape[0] <= _MOST_TURNED:
+        rows = y[places].reshape(*weights.shape, -1)
+        mixed = weights[:, :1] * rows[:, 0]
+        for k in range(1, num_picked):
+            mixed = mixed + weights[:, k, None] * rows[:, k]
         return mixed
-
-    places = jnp.argsort(order).reshape(weights.shape)
-    return lax.map(of_token, (weights, places), batch_size=max(1, _MIXED_ROWS // num_picked))
+    places = places.reshape(weights.shape)
+    mixed = weights[:, :1] * y[places[:, 0]]
+    for k in range(1, num_picked):
+        # XLA:TPU stores what it brings into another order: one result of each token at a time.
+        mixed, place = lax.optimization_barrier((mixed, places[:, k]))
+        mixed = mixed + weights[:, k, None] * y[place]
+    return mixed
 
 
 def rows_of_block(most: int, average: int) -> int:

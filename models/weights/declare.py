@@ -82,8 +82,8 @@ class ParamDecl:
     Attributes:
       axes: logical axes of the weight, sharding.rules' words.
       init_std: scale of dummy weights; None means that all are `init_value`.
-      row_major: rows are read one by one, so each is stored in one piece. A TPU would else choose columns where that
-        saves padding, and then turn the whole weight around in every step.
+      row_major: rows, or the matrices of a stack, are read one by one, so each is stored in one piece. A TPU would else
+        choose another order where that saves padding, and then turn the whole weight around in every step.
       turned_on_gpu: a matrix whose columns are each stored in one piece on Hopper GPUs, as their kernels read it.
     """
 

@@ -55,10 +55,10 @@ def test_every_row_is_added_once_and_in_order(sizes):
         np.testing.assert_array_equal(got, wanted, err_msg=str(block))
 
 
-@pytest.mark.parametrize("rows", [1, 12, 1000])
-def test_tokens_are_mixed_alike_however_many_at_a_time(rows, monkeypatch):
-    """Three rows of each of nine tokens, brought back to their order one, four and all of nine tokens at a time."""
-    monkeypatch.setattr(expert_rows, "_MIXED_ROWS", rows)
+@pytest.mark.parametrize("most", [3 * TOKENS - 1, 3 * TOKENS])
+def test_tokens_are_mixed_alike_however_many_there_are(most, monkeypatch):
+    """Three rows of each of nine tokens, brought back to their order one by one and at once."""
+    monkeypatch.setattr(expert_rows, "_MOST_TURNED", most)
     rng = np.random.default_rng(0)
     order = rng.permutation(3 * TOKENS)
     y, weights = (rng.standard_normal(shape).astype(np.float32) for shape in ((3 * TOKENS, WIDTH), (TOKENS, 3)))
