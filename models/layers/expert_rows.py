@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Results that are brought back to the order of the tokens all at once.
+# Results that TPUs, too, bring back to the order of the tokens all at once.
 _MOST_TURNED = 2048
 # Rows of a block. Fewer than the least are not worth a loop; beyond the most, reading an expert's weights once more
 # for the rows of the next block is little beside using them.
@@ -30,17 +30,24 @@ def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
 
     One addition after the other, in the order of k: no token's sum depends on another's.
     """
-    places, num_picked = jnp.argsort(order), weights.shape[1]
+    places = jnp.argsort(order).reshape(weights.shape)
     if y.shape[0] <= _MOST_TURNED:
-        rows = y[places].reshape(*weights.shape, -1)
-        mixed = weights[:, :1] * rows[:, 0]
-        for k in range(1, num_picked):
-            mixed = mixed + weights[:, k, None] * rows[:, k]
-        return mixed
-    places = places.reshape(weights.shape)
+        return _mixed_at_once(y, weights, places)
+    return lax.platform_dependent(y, weights, places, tpu=_mixed_one_by_one, default=_mixed_at_once)
+
+
+def _mixed_at_once(y: jax.Array, weights: jax.Array, places: jax.Array) -> jax.Array:
+    rows = y[places]
+    mixed = weights[:, :1] * rows[:, 0]
+    for k in range(1, weights.shape[1]):
+        mixed = mixed + weights[:, k, None] * rows[:, k]
+    return mixed
+
+
+def _mixed_one_by_one(y: jax.Array, weights: jax.Array, places: jax.Array) -> jax.Array:
+    """XLA:TPU stores what it brings into another order: one result of each token at a time."""
     mixed = weights[:, :1] * y[places[:, 0]]
-    for k in range(1, num_picked):
-        # XLA:TPU stores what it brings into another order: one result of each token at a time.
+    for k in range(1, weights.shape[1]):
         mixed, place = lax.optimization_barrier((mixed, places[:, k]))
         mixed = mixed + weights[:, k, None] * y[place]
     return mixed

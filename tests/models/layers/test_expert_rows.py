@@ -55,17 +55,18 @@ def test_every_row_is_added_once_and_in_order(sizes):
         np.testing.assert_array_equal(got, wanted, err_msg=str(block))
 
 
-@pytest.mark.parametrize("most", [3 * TOKENS - 1, 3 * TOKENS])
-def test_tokens_are_mixed_alike_however_many_there_are(most, monkeypatch):
-    """Three rows of each of nine tokens, brought back to their order one by one and at once."""
-    monkeypatch.setattr(expert_rows, "_MOST_TURNED", most)
+@pytest.mark.parametrize("form", [mix, expert_rows._mixed_at_once, expert_rows._mixed_one_by_one])
+def test_tokens_are_mixed_alike_in_every_form(form, monkeypatch):
+    """Three rows of each of nine tokens, brought back to their order at once, or one by one as a TPU has them."""
+    monkeypatch.setattr(expert_rows, "_MOST_TURNED", 0)
     rng = np.random.default_rng(0)
     order = rng.permutation(3 * TOKENS)
     y, weights = (rng.standard_normal(shape).astype(np.float32) for shape in ((3 * TOKENS, WIDTH), (TOKENS, 3)))
     wanted = np.zeros((TOKENS, WIDTH), np.float32)
     for row in np.argsort(order):  # those of a token in the order of its experts
         wanted[order[row] // 3] += weights.ravel()[order[row]] * y[row]
-    got = mix(*map(jnp.asarray, (y, weights, order)))
+    places = order if form is mix else np.argsort(order).reshape(weights.shape)
+    got = form(*map(jnp.asarray, (y, weights, places)))
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
