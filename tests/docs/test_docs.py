@@ -135,8 +135,8 @@ def test_options_that_are_named_exist(name):
 
 
 def options_of_benchmarks() -> set[str]:
-    """What `python -m benchmarks.x` takes, read from their sources."""
-    files = (*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests").glob("*.py"))
+    """What `python -m benchmarks.x`, or tests' own commands, take, read from their sources."""
+    files = (*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests").rglob("matrix.py"))
     sources = "".join(path.read_text() for path in files)
     return set(re.findall(r'"(--[a-z][\w-]+)"', sources))
 
