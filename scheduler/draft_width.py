@@ -24,8 +24,9 @@ MOST_RETRY_STEPS = 32
 # than machines do.
 _LATEST_STEP = 0.1
 _LATEST_ROW = 0.3
-# The least that is expected of the first draft of rows whose texts are new.
-_OF_NEW_TEXT = 0.5
+# The least that is expected of the first draft of rows whose texts are new, and what is left of that with each new text
+# until one is right.
+_OF_NEW_TEXT, _LEFT = 0.5, 0.85
 
 
 @dataclass
@@ -56,7 +57,7 @@ class DraftWidth:
         self._num_tried: dict[tuple[int, int], int] = {}
         # By class of numbers of rows.
         self._retries: dict[int, _Retries] = {}
-        self._num_prefills = 0
+        self._num_prefills, self._of_new_text = 0, _OF_NEW_TEXT
 
     def has_any(self, num_rows: int) -> bool:
         """Whether a step of at most so many decodes in a rank may have more than one token of each."""
@@ -78,7 +79,8 @@ class DraftWidth:
                 self._num_tried[width, size] = tried + 1
                 return width
         if self._num_prefills >= num_rows:
-            self._num_prefills, self.kept[0] = 0, max(self.kept[0], _OF_NEW_TEXT)
+            self._num_prefills, self.kept[0] = 0, max(self.kept[0], self._of_new_text)
+            self._of_new_text *= _LEFT
         # A step may get less than was chosen: a width that none ever had has no time.
         known = [width for width in allowed if (width, size) in self._seconds]
         best = max(known, key=lambda width: self.expected(width, runs) / self._seconds[width, size], default=1)
@@ -115,6 +117,8 @@ class DraftWidth:
             came, right = ((accepted[:, None] >= least).sum(axis=0) for least in (place, place + 1))
             share = right / np.maximum(came, 1)
             self.kept[: width - 1] += (1 - (1 - _LATEST_ROW) ** came) * (share - self.kept[: width - 1])
+            if right[0]:
+                self._of_new_text = _OF_NEW_TEXT
         if seconds is not None:
             key = width, num_rows.bit_length()
             before = self._seconds.get(key)

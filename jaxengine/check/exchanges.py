@@ -86,12 +86,14 @@ def exchanges(module: Module) -> list[Exchange]:
             if instruction.opcode.removesuffix("-start") not in KINDS:
                 continue
             scope, count = offloaded.get(name, _scope(instruction)), max(1, len(instruction.operands))
+            if instruction.opcode == _SCATTER:
+                count = 1  # of what a fusion takes besides, nothing is sent
             if not scope and (sources := _scoped_sources(instruction, by_name)):
                 # XLA:TPU's form of a small reduce-scatter and what XLA:GPU combines have no scope, their operands do.
                 scattered = instruction.opcode == "all-reduce" and _is_only_sliced(instruction, body, module)
                 completes = _sends_on_parts(instruction, by_name)
                 scope = f"{sources[0].rpartition('/')[0]}/{'reduce_scatter' if scattered or completes else ''}"
-                count = 0 if completes else 1 if instruction.opcode == _SCATTER else len(sources)
+                count = 0 if completes else count if instruction.opcode == _SCATTER else len(sources)
             # XLA:TPU runs some beside other work as a chain of fusions, each of which repeats the instruction.
             chain = _CHAIN.search(instruction.rest)
             link = chain and (chain[1], scope)

@@ -27,8 +27,8 @@ WEIGHTS_SLACK = 1.1
 ROWS_SLACK = {"tpu": 3, "cuda": 24, "cpu": 12}
 # Where states fit on the chip XLA:TPU brings all of a layer there and back, those of snapshots and of no sequence too.
 STATES_SLACK = 1.5
-# Of the weights of a step with codes its temporaries are less, what goes into products and comes out of them apart: no
-# matrix is widened as a whole.
+# Of the codes of a step its temporaries are less, what goes into products and comes out of them apart: no layer's
+# matrices are widened as a whole.
 WIDENED_SHARE = 1 / 8
 # Tables, messages and the state of slots.
 SMALL_BYTES = 8 << 20
@@ -100,7 +100,7 @@ def _more_than_needed(row: dict[str, Any], target: Target) -> list[str]:
         )
     # XLA:CPU brings what it multiplies into float32.
     if needs["quantized_bytes"] and target.backend != "cpu":
-        most = int(WIDENED_SHARE * needs["weight_bytes"]) + needs["row_bytes"]
+        most = int(WIDENED_SHARE * needs["quantized_bytes"]) + needs["row_bytes"]
         if (temporaries := row["workspace_bytes"]) > most:
             found.append(f"temporaries of {temporaries:,} bytes beside codes, at most {most:,} are the model's")
     rows = ROWS_SLACK[target.backend] * needs["row_bytes"]

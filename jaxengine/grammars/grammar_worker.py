@@ -124,7 +124,7 @@ class GrammarWorker:
             self._open(key)
 
     def advance(self, key: int, *token_ids: int, guess: Sequence[int] = ()) -> None:
-        """The sequence, whose mask has come, took tokens, if any; the next mask is due then, and those along a guess of
+        """The sequence, whose mask has come, took tokens; the next mask is due then, and those along a guess of
         what follows."""
         sequence = self._sequences[key]
         sequence.tokens += token_ids

@@ -288,6 +288,23 @@ def test_answers_take_hardly_longer_than_at_the_best_width(cost):
         assert seconds(ANSWERS[name], lambda: choice.choose(1, GUESSES[:1]), observe) < 1.2 * best[name], name
 
 
+def test_short_texts_without_a_right_draft():
+    """Each of a few steps: fewer and fewer of them have drafts, until one is right."""
+    choice, cost = DraftWidth({2: 64, 4: 64, 8: 64}), {1: 1.0, 2: 1.3, 4: 1.7, 8: 2.5}
+
+    def num_wide(right):
+        choice.prefilled()
+        widths = []
+        for _ in range(5):
+            widths.append(choice.choose(1, GUESSES[:1]))
+            choice.observe(widths[-1], 1, np.array([min(right, widths[-1] - 1)]), cost[widths[-1]])
+        return sum(width > 1 for width in widths)
+
+    wrong = [num_wide(0) for _ in range(20)]
+    assert sum(wrong[-10:]) <= 3
+    assert sum(num_wide(7) for _ in range(12)) > 20
+
+
 def test_width_knows_what_must_be_right():
     """Guesses have been wrong all the time; runs are worth what they are long, and no more."""
     choice, cost = DraftWidth({2: 64, 4: 64, 8: 64}), {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9}

@@ -57,8 +57,8 @@ CODES = NEEDS | {"needs": WORK | {"quantized_bytes": 50 << 20}}
         (NEEDS | {"operations": {"bf16": 900_000, "f32": 90_000}}, 1_000_000, "of a bfloat16 model in f32: 90,000"),
         (NEEDS | {"dtype": "float32", "operations": {"f32": 990_000}}, 1_000_000, ""),
         (NEEDS | {"moved_bytes": 120 << 20}, 1_000_000, "moves 125,829,120 bytes"),
-        (CODES | {"workspace_bytes": 12 << 20}, 1_000_000, ""),
-        (CODES, 1_000_000, "temporaries of 13,631,488 bytes beside codes, at most 13,107,209"),
+        (CODES | {"workspace_bytes": 6 << 20}, 1_000_000, ""),
+        (CODES, 1_000_000, "temporaries of 13,631,488 bytes beside codes, at most 6,553,609"),
         ({"error": "XlaRuntimeError: no"}, 1_000_000, "does not compile: XlaRuntimeError"),
     ],
 )

@@ -228,6 +228,7 @@ def guided_workload(temperature: float):
         ("ab" * 4, "[ab]{30}", {"bad_words": ["ab"]}),  # no guesses
         (spoken, None, {"bad_words": ["y"]}),  # what must come may not
         ("ab" * 4, None, {"structured_outputs": None}),
+        ("ab" * 4, None, {"structured_outputs": {"regex": "[ab]{30}", "reasoning_end": "b"}}),
     ]
     prompts, params = [], []
     for index, (prompt, regex, own) in enumerate(kinds * 2):

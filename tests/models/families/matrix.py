@@ -64,6 +64,7 @@ def options(length: int, windows: list[int | None], chunk: int = 32, *, requests
 
 
 EQUAL, NOTHING, NEVER = "equal", "did not happen", "never: its windows give back what they take"
+FIRST = "compared with by the others"  # where nothing else is known
 MODES: dict[str, dict[str, Any]] = {
     "chunks of 5": {"long_prefill_token_threshold": 5},
     "chunks of 16": {"long_prefill_token_threshold": 16},
@@ -172,7 +173,7 @@ def serve(model: Path, workload: Workload, length: int, cache: str, only: list[s
     windows = [window for window, _ in group_layers([layer.reach for layer in config.attending])]
     first = LLM(**options(length, windows), **shared)
     expected = workload.run(first, alone=True)
-    rows = {"alone": _verdict(workload.wrong(expected))}
+    rows = {"alone": _verdict(workload.wrong(expected)) if any(workload.greedy) else FIRST}
     # What makes requests give way depends on how much of them windows and states give back.
     pools = [
         options(length, windows),
@@ -181,7 +182,10 @@ def serve(model: Path, workload: Workload, length: int, cache: str, only: list[s
     if not only or "preempted" in only:
         for pool in pools:
             found = _crowded(LLM(**pool, **shared), workload, expected)
-            rows |= {mode: verdict for mode, verdict in found.items() if rows.get(mode, NOTHING) == NOTHING}
+            # What is wrong in any pool stays.
+            for mode, each in found.items():
+                if rows.get(mode, NOTHING) == NOTHING or not each.endswith((NOTHING, EQUAL)):
+                    rows[mode] = each
             if NOTHING not in rows.values():
                 break
         if rows["preempted"] == NOTHING and windows and None not in windows:
@@ -197,7 +201,7 @@ def serve(model: Path, workload: Workload, length: int, cache: str, only: list[s
             rows[mode] = f"{'not split' if is_not_split(error, changes) else 'refused'}: {error}"[:200]
             continue
         rows[mode] = _ended(llm, _verdict(_differing(workload.run(llm), expected)))
-    first.shutdown()
+    rows["alone"] = _ended(first, rows["alone"])
     return rows
 
 

@@ -68,6 +68,9 @@ def test_tokens_are_mixed_alike_in_every_form(form, monkeypatch):
     places = order if form is mix else np.argsort(order).reshape(weights.shape)
     got = form(*map(jnp.asarray, (y, weights, places)))
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    # In any other order the last one is lost.
+    numbers = np.float32([1e8, -1e8, 1])[np.argsort(np.argsort(order)) * 0 + order % 3][:, None]
+    np.testing.assert_array_equal(form(numbers, np.ones_like(weights), places), 1)
 
 
 def test_blocks_are_of_the_groups_that_have_rows():
