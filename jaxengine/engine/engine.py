@@ -59,8 +59,7 @@ class Engine:
             # Where stages follow each other the host knows all tokens of a row that it schedules.
             draft = proposer.propose_one if proposer is not None and config.num_micro_batches > 1 else None
             forced = None if masks is None else masks.forced
-            # The masks along a guess are made while the step with it is in flight.
-            guided = proposer is not None and draft is None and runner.config.max_in_flight > 1
+            guided = drafts.guides(runner.config.pipeline_parallel_size, runner.config.max_in_flight)
             config = replace(config, guesses=drafts.guesses, draft=draft, forced=forced, guided=guided)
         self.scheduler = Scheduler(config)
         self.stats = StepStats()

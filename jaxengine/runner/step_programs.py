@@ -73,7 +73,7 @@ class StepPrograms:
       own_vocab_size: those of one device.
       num_vocab_parts: devices that share the vocabulary.
       stored_mask_words: of the mask of one slot as they store it, one part after the other.
-      num_masks: of a rank, one for each slot, and beside n-grams for each place of a step with drafts.
+      num_masks: of a rank, one for each slot, and where guesses have masks for each place of a step with drafts.
       description: everything static that the shapes do not tell; part of the key of a stored executable.
     """
 
@@ -113,9 +113,9 @@ class StepPrograms:
         self._streams: tuple[int, ...] = ()
         if drafts is not None:
             self._is_read, self._streams = drafts.reads_hidden, drafts.streams or ()
-        if drafts is not None and config.pipeline_parallel_size == 1:
-            self._proposer = proposer_of(drafts)
-        self.num_masks = self._num_slots + max([0, *(each.num_tokens for each in buckets.wide if self._proposer)])
+            self._proposer = proposer_of(drafts) if config.pipeline_parallel_size == 1 else None
+        guided = drafts is not None and drafts.guides(config.pipeline_parallel_size, config.max_in_flight)
+        self.num_masks = self._num_slots + max([0, *(each.num_tokens for each in buckets.wide if guided)])
         self._experts = _count_experts(model)
         self.state_shapes: DeviceState = self._state_shapes()
         self._graph, abstract_params = nnx.split(model)
