@@ -38,7 +38,7 @@ class Peer:
     uninstall: tuple[str, ...] = ()
 
 
-OURS = Peer("jaxengine", "run_jaxengine.py", (), ("float32", "bfloat16"))
+OURS = Peer("jaxengine", "run_jaxengine.py", (), ("float32", "bfloat16", "q4_1"))
 PEERS = {
     peer.name: peer
     for peer in (

@@ -2,7 +2,7 @@
 
 Every engine is a process of its own, in a virtual environment of its own, that stays loaded while it waits. In each
 round each of them runs the workload once, so that a slow minute of the machine is everybody's; the fastest round
-counts. A ratio compares the best form of the weights each engine has, and W1 also float32 with float32.
+counts. A ratio compares the best form of the weights each engine has, and W1 also each form with the same one.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str
         "output_tok_s": round(tokens / seconds, 1),
         "first_token_ms": round(first * 1e3, 1) if first is not None else None,
         "decode_tok_s": round((tokens - 1) / (seconds - first), 1) if single else None,
+        "peak_rss_mib": round(done["peak_rss"] / 2**20),
         "version": engine.version,
     }
 
@@ -129,11 +130,11 @@ def compare(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ratios = []
     for workload in dict.fromkeys(row["workload"] for row in figures):
         rows = [row for row in figures if row["workload"] == workload]
-        same = [row for row in rows if row["weights"] == "float32"]
         ratios += _ratios(workload, "best of each", rows, "output_tok_s")
-        if workload == "W1":
-            ratios += _ratios(workload, "float32", same, "output_tok_s")
-            ratios += _ratios(workload, "float32", same, "decode_tok_s")
+        for weights in dict.fromkeys(row["weights"] for row in rows) if workload == "W1" else ():
+            same = [row for row in rows if row["weights"] == weights]
+            ratios += _ratios(workload, weights, same, "output_tok_s")
+            ratios += _ratios(workload, weights, same, "decode_tok_s")
     ratios += _own_gain(figures)
     return ratios
 

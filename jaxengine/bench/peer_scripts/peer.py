@@ -5,14 +5,16 @@ The script's argument is the job: {"gguf": path, "variant": name, "threads": n, 
 Its first line says it is ready: {"version": text, "load_seconds": s}. Then each line in is a workload:
 {"prompts": [[id, ...], ...], "max_tokens": n, "prefix": tokens all prompts share, "share_prefix": whether the engine
 may compute that prefix once}, and each line out what it took: {"seconds": s, "output_tokens": n, "first_token_seconds":
-mean or null}, or {"skipped": why}. Nothing may be remembered from one workload to the next. Standard library only: it
-runs in the interpreter of the engine measured.
+mean or null, "peak_rss": bytes that the process held at most so far, files that it maps among them}, or {"skipped":
+why}. Nothing may be remembered from one workload to the next. Standard library only: it runs in the interpreter of the
+engine measured.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -32,4 +34,6 @@ def serve(load: Callable[[dict[str, Any]], tuple[str, Callable[[Workload], Measu
     version, run = load(job)
     print(json.dumps({"version": version, "load_seconds": time.perf_counter() - start}), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), file=answers, flush=True)
+        done = run(json.loads(line))
+        done["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+        print(json.dumps(done), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""Our own engine, behind the same protocol as its peers. Variants: float32, bfloat16.
+"""Our own engine, behind the same protocol as its peers. Variants: float32, bfloat16, and q4_1 for the file as it is.
 
 Each workload starts with an empty prefix cache; `share_prefix` false switches the cache off for good.
 """
@@ -19,16 +19,17 @@ def load(job):
     from jaxengine.bench import engine_run, workloads
 
     engines = {}
+    kept = {"dtype": "float32", "quantization": "gguf"} if job["variant"] == "q4_1" else {"dtype": job["variant"]}
 
     def engine(prefix_caching: bool) -> jaxengine.LLM:
         if prefix_caching not in engines:
             engines.clear()
             engines[prefix_caching] = jaxengine.LLM(
                 model=job["gguf"],
-                dtype=job["variant"],
                 enable_prefix_caching=prefix_caching,
                 max_model_len=2048,
                 skip_tokenizer_init=True,
+                **kept,
                 **job.get("options", {}),
             )
         return engines[prefix_caching]

@@ -49,6 +49,7 @@ def test_a_peer_answers_each_workload_whatever_it_prints(echo, tmp_path):
         assert process.version == "1.2 float32" and process.load_seconds >= 0
         for count in (1, 3):
             done = process.run({"prompts": [[1]] * count, "max_tokens": 5})
+            assert 2**20 < done.pop("peak_rss") < 2**30
             assert done == {"seconds": 2.0, "output_tokens": 5 * count, "first_token_seconds": None}
     assert "more noise" in (tmp_path / "log").read_text()
     assert process._process.returncode is not None

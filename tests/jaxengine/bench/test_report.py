@@ -47,12 +47,13 @@ def row(workload, engine, weights, rate, decode=None):
     }
 
 
-def test_ratios_compare_the_best_of_each_and_w1_in_float32_too():
+def test_ratios_compare_the_best_of_each_and_w1_in_the_same_form_too():
     figures = [
         row("W1", "jaxengine", "float32", 50.0, 60.0),
         row("W1", "jaxengine", "bfloat16", 80.0, 100.0),
         row("W1", "llama.cpp", "float32", 40.0, 50.0),
         row("W1", "llama.cpp", "q4_1", 100.0, 120.0),
+        row("W1", "jaxengine", "q4_1", 70.0, 90.0),
         row("W3", "jaxengine", "float32", 300.0),
         row("W3-no-sharing", "jaxengine", "float32", 50.0),
     ]
@@ -61,6 +62,8 @@ def test_ratios_compare_the_best_of_each_and_w1_in_float32_too():
         ("W1", "best of each", "output_tok_s"): 0.8,
         ("W1", "float32", "output_tok_s"): 1.25,
         ("W1", "float32", "decode_tok_s"): 1.2,
+        ("W1", "q4_1", "output_tok_s"): 0.7,
+        ("W1", "q4_1", "decode_tok_s"): 0.75,
         ("W3", "float32", "output_tok_s"): 6.0,
     }
 
