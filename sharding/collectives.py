@@ -177,7 +177,7 @@ def sum_parts(x: jax.Array, axis: str) -> jax.Array:
 
 
 def any_device(predicate: jax.Array) -> jax.Array:
-    """Whether it holds anywhere on the mesh, bool[]: devices that exchange data must take the same branch."""
+    """Whether each holds anywhere on the mesh, bool[...]: devices that exchange data must take the same branch."""
     over = tuple(name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1)
     return lax.psum(predicate.astype("int32"), over) > 0 if over else predicate
 

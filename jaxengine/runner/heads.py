@@ -83,8 +83,8 @@ def make_sample(spec: HeadSpec) -> Callable:
         kept = own.token_ids, rows.is_sampled, flags
         tokens = _remember(tokens, target, own.token_ids, rows.slot, rows.position, *kept)
         with jax.named_scope("results"):
-            scores = _stack_scores(TokenLogprobs(*own[1:]), flags.any_logprobs)
-            return tokens, SampleOutput(stack_ranks(own.token_ids), *scores)
+            token_ids, scores = _stack(own.token_ids, TokenLogprobs(*own[1:]), flags.any_logprobs)
+            return tokens, SampleOutput(token_ids, *scores)
 
     return sample_rows
 
@@ -134,9 +134,9 @@ def make_verify(spec: HeadSpec) -> Callable:
             kept = own.token_ids, found.is_kept.reshape(-1), flags
             tokens = _remember(tokens, target, found.last, slot, position, *kept)
         with jax.named_scope("results"):
-            scores = _stack_scores(TokenLogprobs(*own[1:]), flags.any_logprobs)
-            told = map(stack_ranks, (found.counts, num_drafts))
-            output = VerifyOutput(stack_ranks(own.token_ids), *scores, *told)
+            told = own.token_ids, found.counts, num_drafts
+            (token_ids, *told), scores = _stack(told, TokenLogprobs(*own[1:]), flags.any_logprobs)
+            output = VerifyOutput(token_ids, *scores, *told)
         return slots._replace(num_computed=num_computed), tokens, output
 
     return verify_rows
@@ -188,13 +188,21 @@ def make_pool(spec: HeadSpec) -> Callable:
     return pool_prompts
 
 
-def _stack_scores(scores: TokenLogprobs, wanted: jax.Array) -> TokenLogprobs:
-    """`stack_ranks`, without an exchange where nobody asked."""
+def _stack(told: Any, scores: TokenLogprobs, wanted: jax.Array) -> tuple[Any, TokenLogprobs]:
+    """`stack_ranks` of both, without an exchange of scores where nobody asked.
+
+    All in one conditional: what of it lay beside another with exchanges, XLA:CPU would begin in any order, each device
+    in its own (tests/sharding/exchange_order.py).
+    """
     ranks = num_shards("batch")
     if ranks == 1:
-        return jax.tree.map(stack_ranks, scores)
-    nothing = [jnp.zeros((ranks, *leaf.shape), leaf.dtype) for leaf in scores]
-    return lax.cond(wanted, lambda: TokenLogprobs(*map(stack_ranks, scores)), lambda: TokenLogprobs(*nothing))
+        return jax.tree.map(stack_ranks, (told, scores))
+
+    def without() -> tuple[Any, TokenLogprobs]:
+        nothing = [jnp.zeros((ranks, *leaf.shape), leaf.dtype) for leaf in scores]
+        return jax.tree.map(stack_ranks, told), TokenLogprobs(*nothing)
+
+    return lax.cond(wanted, lambda: jax.tree.map(stack_ranks, (told, scores)), without)
 
 
 def _chosen(

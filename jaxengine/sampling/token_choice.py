@@ -44,14 +44,16 @@ def lowest_kept(
     kth = jnp.take_along_axis(candidates, jnp.clip(top_k - 1, 0, num_candidates - 1), axis=1)
     kept = jnp.where((top_k > 0) & (top_k < num_tokens), kth, -jnp.inf)
     far = (top_k > num_candidates) & (top_k < num_tokens)
+    # Both at once: what is exchanged beside a conditional with exchanges has no order on XLA:CPU.
+    any_far, any_top_p = any_device(jnp.stack([jnp.any(far), jnp.any(top_p < 1)]))
     kept = lax.cond(
-        any_device(jnp.any(far)),
+        any_far,
         lambda: jnp.where(far, _search_top_k(logits, best, top_k, candidates[:, -1:]), kept),
         lambda: kept,
     )
     kept = jnp.maximum(kept, best + temperature * jnp.log(min_p))
     return lax.cond(
-        any_device(jnp.any(top_p < 1)),
+        any_top_p,
         lambda: _top_p(logits, best, temperature, top_p, kept, candidates),
         lambda: kept,
     )

@@ -26,8 +26,7 @@ from typing import Any
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # XLA:CPU has as many threads as devices at least: with two, each may wait for the other in another exchange.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
 
 import numpy as np
 
