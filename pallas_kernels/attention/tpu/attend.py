@@ -72,8 +72,8 @@ def ragged_paged_attention(
     head_of = functools.partial(lax.slice_in_dim, start_index=0, limit_index=num_seqs)
     # By themselves, or XLA would copy what it reads and updates in one go.
     run_o, run_lse = lax.optimization_barrier((head_of(o), head_of(lse)))
-    heads = jax.tree.map(head_of, (q, q_rest, tree_mask))
-    single_o, single_lse = call(*heads, schedule.single, block_q=1)
+    rest_head, tree_head = (None if x is None else head_of(x) for x in (q_rest, tree_mask))
+    single_o, single_lse = call(head_of(q), rest_head, tree_head, schedule.single, block_q=1)
     is_single = (jnp.arange(num_seqs) < jnp.minimum(batch.num_decode, batch.num_seqs))[:, None]
     # Updated in place: a select over all tokens would read and write the results of the runs once more.
     o = o.at[:num_seqs].set(jnp.where(is_single[..., None], single_o, run_o))
@@ -140,8 +140,8 @@ def _attend(
     if q_rest is not None and num_kv_heads > 1:  # each head has a place of its own in its window
         q, q_rest = jnp.concatenate((q, q_rest), axis=-1), None
     arrange = functools.partial(_arrange_queries, plan=plan, num_kv_heads=num_kv_heads, padded_tokens=padded_tokens)
-    o_dtype = q.dtype
-    queries, rest = (None if x is None else arrange(x.astype(plan.operand_dtype)) for x in (q, q_rest))
+    queries = arrange(q.astype(plan.operand_dtype))
+    rest = None if q_rest is None else arrange(q_rest.astype(plan.operand_dtype))
     o, lse = _call_kernel(
         walk,
         *_place_page_table(batch.page_table, sizes),
@@ -152,7 +152,7 @@ def _attend(
         None if tree_mask is None else _pad_rows(lax.bitcast_convert_type(tree_mask, jnp.int32), padded_tokens),
         kv.data,
         plan=plan,
-        o_dtype=o_dtype,
+        o_dtype=q.dtype,
         vmem_limit_bytes=sizes.vmem_limit_bytes,
         interpret=interpret,
         body=body,
