@@ -235,7 +235,7 @@ class Compiler:
             row["needs"] = {"operations": most, **dataclasses.asdict(program.products)}
             row["dtype"] = program.dtype
         if program.num_attentions and self.request.platform is None:
-            row["attentions"] = program.num_attentions
+            row |= {"attentions": program.num_attentions, "latent_bytes": program.latent_bytes}
         if self.target.flops:
             row["roofline_us"] = program.work.seconds(self.target.hbm_bandwidth, self.target.flops) * 1e6
         log = Path(self.request.log)

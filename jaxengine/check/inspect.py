@@ -22,7 +22,7 @@ _SHARED = re.compile(r"call ptr @mosaic_gpu_get_function\(.*, i32 (\d+), i32 \d+
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Bytes of device memory: in all, and of it what is neither argument nor donated nor code."""
+    """Bytes of device memory: in all, and of it what is neither argument nor donated nor code, results among it."""
     analysis = compiled.memory_analysis()
     workspace = workspace_bytes(analysis)
     # The compiler's own peak leaves the scratch arena out on CPU, the arena can leave a copy out on TPU.
@@ -32,6 +32,7 @@ def memory(compiled: Any) -> dict[str, int]:
         "peak_bytes": peak,
         "argument_bytes": analysis.argument_size_in_bytes,
         "workspace_bytes": workspace,
+        "result_bytes": workspace - analysis.temp_size_in_bytes,
         "code_bytes": code,
     }
 

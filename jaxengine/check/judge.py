@@ -30,6 +30,9 @@ STATES_SLACK = 1.5
 # Of the codes of a step its temporaries are less, what goes into products and comes out of them apart: no layer's
 # matrices are widened as a whole.
 WIDENED_SHARE = 1 / 8
+# Attention over latents has its result beside its query, and no copy of either: half of one, or so much for small ones.
+LATENT_SHARE = 1 / 2
+LATENT_BYTES = 64 << 20
 # Tables, messages and the state of slots.
 SMALL_BYTES = 8 << 20
 MIB = 2**20
@@ -61,6 +64,10 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
         found.append(
             f"{row['attention_kernels']} of {row['attentions']} layers attend with a kernel, the others with XLA"
         )
+    if row.get("latent_bytes") and not target.plain_attention:
+        most = max(int(LATENT_SHARE * row["latent_bytes"]), LATENT_BYTES)
+        if (temporaries := row["workspace_bytes"] - row["result_bytes"]) > most:
+            found.append(f"temporaries of {temporaries / MIB:,.1f} MiB beside the result, at most {most / MIB:,.1f}")
     if "needs" in row:
         found.extend(_more_than_needed(row, target))
     found.extend(f"copies {copy}" for copy in row["copies"])

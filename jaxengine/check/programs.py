@@ -94,6 +94,7 @@ class Program:
       expected: what devices may tell each other in it; None for a kernel, which runs on one.
       products: what its matrix products need; None where it has none to speak of.
       num_attentions: layers that attend in it, each with a kernel where the platform has one.
+      latent_bytes: of attention over latents, the bytes of its query in the latents' space, as many as its result's.
       dtype: of the model.
       block: what is profiled in it; None for what the engine runs.
     """
@@ -110,6 +111,7 @@ class Program:
     expected: Expected | None
     products: Products | None = None
     num_attentions: int = 0
+    latent_bytes: int = 0
     dtype: str = ""
     block: Block | None = None
 
@@ -256,26 +258,23 @@ class StagePrograms:
             return self._on_one_device(jax.ShapeDtypeStruct((bucket.num_tokens, count, head_dim), jnp.dtype(dtype)))
 
         def kernel(name: str, function: Callable, arguments: tuple[Any, ...], donate: tuple[int, ...], work: Work):
-            name = f"{name}, {bucket}"
             work = Work(work.num_bytes // shared.model, work.flops // shared.model)
-            one, count = self._one_device, int(name.startswith("attention"))
-            return Program(
-                name, one, False, False, function, arguments, donate, work, precious, None, num_attentions=count
-            )
+            common = False, False, function, arguments, donate, work, precious, None
+            return Program(f"{name}, {bucket}", self._one_device, *common)
 
         for spec, attention in {attention_spec(each, shared): each for each in config.attending}.items():
 
-            def attend(q, kv, batch, schedule, sinks=None, spec=spec):
-                return ragged_paged_attention(q, kv, batch, spec=spec, schedule=schedule, sinks=sinks)
+            def attend(q, q_rest, kv, batch, schedule, sinks, spec=spec):
+                return ragged_paged_attention(q, kv, batch, spec=spec, q_rest=q_rest, schedule=schedule, sinks=sinks)
 
             plan = partial(attention_schedule, spec=spec, num_tokens=bucket.num_tokens, **paging)
             schedule = self._on_one_device(jax.eval_shape(plan, batch))
-            arguments = heads(spec.num_q_heads, spec.head_dim), kv, batch, schedule
-            if attention.sinks:
-                sinks = jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32)
-                arguments = *arguments, self._on_one_device(sinks)
+            q, q_rest = (heads(spec.num_q_heads, dim) if dim else None for dim in spec.query_dims)
+            sinks = jax.ShapeDtypeStruct((spec.num_q_heads,), jnp.float32) if attention.sinks else None
+            arguments = q, q_rest, kv, batch, schedule, self._on_one_device(sinks)
             work = attention_work(attention, bucket, kv_dtype, dtype, self._context)
-            yield kernel(f"attention{_limit(spec)}", attend, arguments, (), work)
+            program = kernel(f"attention{_limit(spec)}", attend, arguments, (), work)
+            yield replace(program, num_attentions=1, latent_bytes=part_bytes(q) if spec.values_in_keys else 0)
 
         def write(kv, k, v, slot_mapping, schedule):
             return kv_cache_update(kv, k, v, slot_mapping, schedule=schedule)

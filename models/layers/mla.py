@@ -84,14 +84,14 @@ class LatentAttention(nnx.Module):
                     apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q_rope, k_rope)
                 )
         with jax.named_scope("absorb"):
-            q = jnp.concatenate([self.w_uk.batched_matmul(q, contract=0).astype(x.dtype), q_rope], axis=-1)
+            q = self.w_uk.batched_matmul(q, contract=0).astype(x.dtype)
         ragged = pages.in_pool(kv.page_size)
         with jax.named_scope("kv_cache_update"):
             keys = jnp.concatenate([kv_latent[:, None], k_rope], axis=-1)
             kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
         with jax.named_scope("ragged_paged_attention"):
-            o = cast(jax.Array, ragged_paged_attention(q, kv, ragged, spec=spec, schedule=step.schedule))
+            o = ragged_paged_attention(q, kv, ragged, spec=spec, q_rest=q_rope, schedule=step.schedule)
         with jax.named_scope("values"):
-            o = self.w_uv.batched_matmul(o, contract=1).astype(x.dtype)
+            o = self.w_uv.batched_matmul(cast(jax.Array, o), contract=1).astype(x.dtype)
         with jax.named_scope("o_proj"):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv

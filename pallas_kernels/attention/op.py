@@ -58,6 +58,7 @@ def ragged_paged_attention(
     batch: RaggedBatch,
     *,
     spec: AttentionSpec,
+    q_rest: jax.Array | None = None,
     schedule: Any = None,
     sinks: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
@@ -66,6 +67,9 @@ def ragged_paged_attention(
     tuning: Tuning | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend q [T, N, H] to the pages of each token's sequence; returns o [T, N, Hv] in q's dtype (and lse f32 [T, N]).
+
+    Where values lie in keys, q [T, N, Hv] is what meets them and `q_rest` [T, N, H - Hv] what meets the rest of a key:
+    they are made apart, and joining them would copy both.
 
     The step's keys and values must already be in the pool. Token i of a sequence has position
     kv_len - q_len + i and sees the keys up to it (all keys if not `spec.causal`), the last `spec.window` of them
@@ -83,7 +87,7 @@ def ragged_paged_attention(
     platform = platform or kv.layout
     if platform != kv.layout:
         raise ValueError(f"ragged_paged_attention: platform {platform!r} cannot read a pool of layout {kv.layout!r}")
-    _check_query(q, kv, spec)
+    _check_query(q, q_rest, kv, spec)
     num_tokens = q.shape[0]
     check_batch(batch, num_tokens)
     if sinks is not None and (sinks.shape != (spec.num_q_heads,) or sinks.dtype != jnp.float32):
@@ -98,13 +102,17 @@ def ragged_paged_attention(
         )
     elif tuning is not None:
         raise ValueError("ragged_paged_attention: give tuning to attention_schedule: a schedule brings its own")
-    o, lse = attend(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask)
+    o, lse = attend(q, kv, batch, schedule, spec=spec, q_rest=q_rest, sinks=sinks, tree_mask=tree_mask)
     return (o, lse) if return_lse else o
 
 
-def _check_query(q: jax.Array, kv: KVPages, spec: AttentionSpec) -> None:
-    if q.ndim != 3 or q.shape[0] < 1 or q.shape[1:] != (spec.num_q_heads, spec.head_dim):
-        raise ValueError(f"q must be [T, {spec.num_q_heads}, {spec.head_dim}] with T >= 1, got {list(q.shape)}")
+def _check_query(q: jax.Array, q_rest: jax.Array | None, kv: KVPages, spec: AttentionSpec) -> None:
+    width, rest_width = spec.query_dims
+    if q.ndim != 3 or q.shape[0] < 1 or q.shape[1:] != (spec.num_q_heads, width):
+        raise ValueError(f"q must be [T, {spec.num_q_heads}, {width}] with T >= 1, got {list(q.shape)}")
+    wanted = f"{q.dtype}{[*q.shape[:2], rest_width]}" if rest_width else "None"
+    if wanted != (got := "None" if q_rest is None else f"{q_rest.dtype}{list(q_rest.shape)}"):
+        raise ValueError(f"q_rest must be {wanted}, got {got}")
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"q must be float32, bfloat16 or float16, got {q.dtype}")
     held, asked = (

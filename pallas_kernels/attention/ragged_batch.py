@@ -78,6 +78,12 @@ class AttentionSpec:
         """Query heads per kv head."""
         return self.num_q_heads // self.num_kv_heads
 
+    @property
+    def query_dims(self) -> tuple[int, int]:
+        """Columns of a query, and of its rest: what meets the part of a key behind its value, where that lies in it."""
+        dim = self.v_head_dim if self.values_in_keys else self.head_dim
+        return dim, self.head_dim - dim
+
 
 def check_batch(batch: RaggedBatch, num_tokens: int) -> None:
     """Raises ValueError unless the arrays of `batch` are int32 and agree in S, W and T."""

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.mosaic_gpu import WARPGROUP_ROWS
@@ -55,8 +56,11 @@ class Implementation:
     def schedule(self, batch, spec, **options: Any) -> Any:
         return self._kernel("attention_schedule")(batch, spec, **options, tuning=self._tuning())
 
-    def attend(self, q, kv, batch, schedule, **options) -> tuple[jax.Array, jax.Array]:
-        return self._kernel("ragged_paged_attention")(q, kv, batch, schedule, **options, **self._options())
+    def attend(self, q, kv, batch, schedule, *, spec, **options) -> tuple[jax.Array, jax.Array]:
+        if spec.values_in_keys:
+            q, options["q_rest"] = jnp.split(q, (spec.v_head_dim,), axis=-1)
+        options |= {"spec": spec, **self._options()}
+        return self._kernel("ragged_paged_attention")(q, kv, batch, schedule, **options)
 
     def update(self, kv: KVPages, k, v, slot_mapping) -> KVPages:
         schedule = self._kernel("kv_update_schedule")(slot_mapping, page_size=kv.page_size, tuning=self._tuning())

@@ -23,6 +23,7 @@ from tests.pallas_kernels.problems import Case, build
 
 CASE = Case("mixed", MIXED_Q, MIXED_KV)
 SPEC = CASE.spec
+LATENT = AttentionSpec(4, 2, 16, 12, 1.0, values_in_keys=True)
 
 
 # XLA for GPUs is the CPU's code on another layout.
@@ -118,6 +119,9 @@ def public(q=(96, 4, 16), q_dtype=jnp.float32, kv_dtype="float32", spec=SPEC, fi
     ("call", "message"),
     [
         (lambda: public(q=(96, 3, 16)), r"q must be \[T, 4, 16\] with T >= 1, got \[96, 3, 16\]"),
+        (lambda: public(q_rest=jnp.zeros((96, 4, 4))), r"q_rest must be None, got float32\[96, 4, 4\]"),
+        (lambda: public(spec=LATENT), r"q must be \[T, 4, 12\] with T >= 1, got \[96, 4, 16\]"),
+        (lambda: public(spec=LATENT, q=(96, 4, 12)), r"q_rest must be float32\[96, 4, 4\], got None"),
         (lambda: public(q_dtype=jnp.int32), "q must be float32, bfloat16 or float16, got int32"),
         (lambda: public(q=(95, 4, 16)), r"slot_mapping must have shape \(95,\)"),
         (lambda: public(field="kv_lens", value=jnp.zeros(8)), "RaggedBatch.kv_lens must be int32, got float32"),

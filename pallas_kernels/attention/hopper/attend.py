@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.hopper import schedule as kernel_schedule
 from pallas_kernels.attention.hopper.decode import DecodeShape, decode_partials
-from pallas_kernels.attention.hopper.latent import LatentShape, latent_partials, why_not_latent
-from pallas_kernels.attention.hopper.merge import merge_partials
+from pallas_kernels.attention.hopper.latent import LatentShape, latent_attention, why_not_latent
+from pallas_kernels.attention.hopper.merge import merge_partials, merge_parts
 from pallas_kernels.attention.hopper.prefill import prefill_attention
 from pallas_kernels.attention.hopper.schedule import DECODE_KEYS, tiled_heads
 from pallas_kernels.attention.ragged_batch import AttentionSpec, RaggedBatch
@@ -102,6 +102,7 @@ def ragged_paged_attention(
     spec: AttentionSpec,
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
+    q_rest: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """o [T, N, H] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them.
@@ -124,13 +125,15 @@ def ragged_paged_attention(
             schedule = xla_schedule.attention_schedule(
                 batch, spec, num_tokens=num_tokens, page_size=page_size, tuning=schedule.tuning
             )
-        return xla_attend.ragged_paged_attention(q, kv, batch, schedule, spec=spec, sinks=sinks, tree_mask=tree_mask)
+        options = {"spec": spec, "sinks": sinks, "tree_mask": tree_mask, "q_rest": q_rest}
+        return xla_attend.ragged_paged_attention(q, kv, batch, schedule, **options)
     assert isinstance(schedule, kernel_schedule.Schedule)
     prefill, sizes = schedule.prefill, schedule.tuning.hopper_attention
-    o, lse = decode_attention(q, kv, batch, schedule.decode, spec=spec, sinks=sinks, sizes=sizes, interpret=interpret)
+    options: dict[str, Any] = {"spec": spec, "sinks": sinks, "sizes": sizes, "interpret": interpret}
+    o, lse = decode_attention(q, q_rest, kv, batch, schedule.decode, **options)
     if prefill is None:
         return o, lse
-    run_o, run_lse = prefill_attention(q, kv, batch, prefill, spec=spec, sinks=sinks, sizes=sizes, interpret=interpret)
+    run_o, run_lse = prefill_attention(q, kv, batch, prefill, **options)
     in_run = (prefill.token_item < prefill.items.shape[0])[:, None]
     return jnp.where(in_run[..., None], run_o, o), jnp.where(in_run, run_lse, lse)
 
@@ -142,6 +145,7 @@ def _log_once(reason: str) -> None:
 
 def decode_attention(
     q: jax.Array,
+    q_rest: jax.Array | None,
     kv: KVPages,
     batch: RaggedBatch,
     items: kernel_schedule.DecodeItems,
@@ -152,35 +156,41 @@ def decode_attention(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """o [T, N, Hv] and lse f32 [T, N] of the tokens that stand in rows of `items`, 0 and -inf for all others."""
-    num_tokens, num_q_heads, head_dim = q.shape
+    num_tokens, num_q_heads, _ = q.shape
     num_rows, width = items.row_tokens.shape
     stored_heads = spec.num_kv_heads
     if spec.values_in_keys:
         spec = tiled_heads(spec)
         tiles = spec.num_kv_heads // stored_heads
         shape = LatentShape(spec, tiles, kv.page_size, width, q.dtype, sizes.decode_stages)
-        attend = functools.partial(latent_partials, shape=shape)
     else:
         shape = DecodeShape(spec, kv.page_size, width, q.dtype, kv.dtype, sizes.decode_stages)
-        attend = functools.partial(decode_partials, shape=shape)
     num_kv_heads, group = spec.num_kv_heads, spec.group_size
     padding = shape.rows - width * group
     is_identity = num_rows == num_tokens and width == 1  # a row per token, in order
-    rows = q if is_identity else q[jnp.minimum(items.row_tokens, num_tokens - 1)]
-    rows = rows.reshape(num_rows, width, num_kv_heads, group, head_dim).swapaxes(1, 2)
-    rows = rows.reshape(num_rows, num_kv_heads, width * group, head_dim)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(-1, head_dim)
+
+    def by_row(x):
+        rows = x if is_identity else x[jnp.minimum(items.row_tokens, num_tokens - 1)]
+        rows = rows.reshape(num_rows, width, num_kv_heads, group, -1).swapaxes(1, 2)
+        rows = rows.reshape(num_rows, num_kv_heads, width * group, -1)
+        return jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(-1, rows.shape[-1])
+
     scale = jnp.full((num_kv_heads,), spec.sm_scale, jnp.float32)
     if kv.k_scale is not None:
         scale = scale * kv.k_scale
-    v_scale = jnp.ones((num_kv_heads,), jnp.float32) if kv.v_scale is None else kv.v_scale
     if sinks is not None:
         sinks = jnp.tile(sinks.reshape(num_kv_heads, group), (1, width))
         sinks = jnp.pad(sinks, ((0, 0), (0, padding)), constant_values=-jnp.inf)
 
-    pool = kv.data.reshape(-1, head_dim)
-    partials = attend(rows, pool, batch.page_table, scale, items, interpret=interpret)
-    o, lse = merge_partials(*partials, items, sinks, v_scale, q.dtype, sizes=sizes, interpret=interpret)
+    pool = kv.data.reshape(-1, spec.head_dim)
+    if isinstance(shape, LatentShape):
+        queries, options = (by_row(q), by_row(q_rest)), {"shape": shape, "interpret": interpret}
+        results = latent_attention(*queries, pool, batch.page_table, scale, items, **options)
+        o, lse = merge_parts(*results, items, sinks, sizes=sizes, interpret=interpret)
+    else:
+        partials = decode_partials(by_row(q), pool, batch.page_table, scale, items, shape, interpret)
+        v_scale = jnp.ones((num_kv_heads,), jnp.float32) if kv.v_scale is None else kv.v_scale
+        o, lse = merge_partials(*partials, items.pair_items, sinks, v_scale, q.dtype, sizes=sizes, interpret=interpret)
 
     def by_token(x, fill):
         x = x.reshape(num_rows, num_kv_heads, shape.rows, *x.shape[2:])[:, :, : width * group]

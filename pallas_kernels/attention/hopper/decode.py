@@ -55,6 +55,7 @@ class DecodeShape:
 
     parts = 2  # a block of the pool is keys and values
     head_tiles = 1  # of query heads that share a kv head
+    rest = 0  # columns of queries in an operand of their own
 
     @property
     def rows(self) -> int:
@@ -192,7 +193,9 @@ def load(shape: Any, refs: Any, first, end) -> None:
             plgpu.barrier_wait(refs.q_free.at[slot])
 
         query_rows = pl.ds(refs.items[item, DECODE_PAIR] * rows, rows)
-        plgpu.copy_gmem_to_smem(refs.q.at[query_rows], refs.q_smem.at[slot, pl.ds(0, rows)], refs.q_full.at[slot])
+        operands = [(refs.q, refs.q_smem), *([(refs.q_rest, refs.q_rest_smem)] if shape.rest else [])]
+        for source, target in operands:
+            plgpu.copy_gmem_to_smem(source.at[query_rows], target.at[slot, pl.ds(0, rows)], refs.q_full.at[slot])
         low = lax.div(refs.items[item, DECODE_BEGIN], jnp.int32(page_size))
         high = lax.div(refs.items[item, DECODE_END] - 1, jnp.int32(page_size))
 

@@ -1,11 +1,11 @@
 """Attention over latents on a Hopper GPU: split-KV, in Mosaic GPU, of keys that begin with their values.
 
-Owns the kernel that turns `DecodeItems` over latents into partial softmaxes, for decodes, verified tokens and prefill
-alike; merge.py makes results of them. A block of keys is loaded once and is keys and values both. Its width (512 + 64
-in DeepSeek-AI 2024, arXiv:2405.04434) makes 64 rows of results more than one warpgroup has registers for, so two share
-them, as in FlashMLA (DeepSeek-AI 2025): each has the scores of half of the keys and half of the columns of the values,
-and what the other needs, row maxima and weights, goes through shared memory. Nothing is computed twice. A third
-warpgroup keeps the ring of blocks filled by TMA.
+Owns the kernel that turns `DecodeItems` over latents into results, for decodes, verified tokens and prefill alike. Of
+pairs that several items share it leaves parts, which merge.py puts together. A block of keys is loaded once and is keys
+and values both. Its width (512 + 64 in DeepSeek-AI 2024, arXiv:2405.04434) makes 64 rows of results more than one
+warpgroup has registers for, so two share them, as in FlashMLA (DeepSeek-AI 2025): each has the scores of half of the
+keys and half of the columns of the values, and what the other needs, row maxima and weights, goes through shared
+memory. Nothing is computed twice. A third warpgroup keeps the ring of blocks filled by TMA.
 
 The M = 64 rows of a wgmma are the new tokens of a row times up to 64 query heads; more heads are several tiles, each a
 (row, kv head) pair of its own to the schedule. The pool [P, K, page * H] is seen as rows [P * K * page, H].
@@ -30,6 +30,7 @@ from pallas_kernels.attention.hopper.schedule import (
     DECODE_FIRST_BLOCK,
     DECODE_HEAD,
     DECODE_KEYS,
+    DECODE_PAIR,
     DECODE_POSITION,
     DecodeItems,
 )
@@ -40,6 +41,7 @@ from pallas_kernels.mosaic_gpu import (
     WARPGROUP_ROWS,
     launch,
     swizzle_of,
+    swizzled,
     tiles,
 )
 
@@ -69,6 +71,11 @@ class LatentShape:
         return -(-self.tokens * self.spec.group_size // 8) * 8
 
     @property
+    def rest(self) -> int:
+        """Columns of a key behind its value, for which queries are an operand of their own."""
+        return self.spec.head_dim - self.spec.v_head_dim
+
+    @property
     def boxes(self) -> int:
         """TMA boxes that bring the keys of a block."""
         return max(DECODE_KEYS // self.page_size, 1)
@@ -91,6 +98,8 @@ def why_not_latent(spec: AttentionSpec) -> str | None:
     dims = f"values of {spec.v_head_dim} in keys of {spec.head_dim}"
     if spec.head_dim > 576 or spec.v_head_dim > 512:
         return f"{dims}: more than 512 in 576"
+    if spec.head_dim == spec.v_head_dim:
+        return f"{dims}: no rest of a key"
     if spec.head_dim % 32 or spec.v_head_dim % (COMPUTING * swizzle_of(spec.head_dim, jnp.dtype("bfloat16")) // 2):
         return f"{dims}: half of the values is not a whole number of swizzled tiles of a key"
     return None
@@ -99,15 +108,20 @@ def why_not_latent(spec: AttentionSpec) -> str | None:
 class _Refs(NamedTuple):
     """Operands, results and shared memory of the kernel, in launch order."""
 
-    q: Any  # [R * K * M, H]
+    q: Any  # [R * K * M, Hv]
+    q_rest: Any  # [R * K * M, H - Hv]
     pool: Any  # rows [P * K * page, H]
     page_table: Any  # i32 [S, W]
     scale: Any  # f32 [K]
     cta_items: Any
     items: Any
-    o: Any  # [I, M, Hv]
-    lse: Any  # f32 [I, M]
-    q_smem: Any  # [queries, 64, H], then the results of the rows
+    item_parts: Any
+    o: Any  # [R * K, M, Hv]
+    lse: Any  # f32 [R * K, M]
+    part_o: Any  # [2 C, M, Hv]
+    part_lse: Any  # f32 [2 C, M]
+    q_smem: Any  # [queries, 64, Hv], then the results of the rows
+    q_rest_smem: Any  # [queries, 64, H - Hv]
     kv_smem: Any  # [blocks, block, H]
     weight_smem: Any  # [64, block]
     statistics_smem: (
@@ -123,39 +137,45 @@ class _Refs(NamedTuple):
     totals_there: Any
 
 
-def latent_partials(
+def latent_attention(
     q: jax.Array,
+    q_rest: jax.Array,
     pool: jax.Array,
     page_table: jax.Array,
     scale: jax.Array,
     items: DecodeItems,
     shape: LatentShape,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Softmax of every item: mean values [I, M, Hv] in q's dtype, their log-sum-exp in base 2 f32 [I, M], and 1 in its
-    shape: what merge.py takes for partial sums, maxima and denominators.
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Softmax of every pair that is one item, and of each of `items.cuts`' parts: mean values [R * K, M, Hv] and
+    [2 C, M, Hv] in q's dtype, each with its log-sum-exp in base 2, f32 [R * K, M] and [2 C, M]. Other pairs and parts
+    may hold anything.
 
-    q: [R * K * M, H] with M = shape.rows and K = shape.spec.num_kv_heads. pool: rows [P * (K / head_tiles) * page, H].
-    scale: f32 [K], what a product of query and key is multiplied by, log2(e) not included.
+    q: [R * K * M, Hv] with M = shape.rows and K = shape.spec.num_kv_heads. q_rest: [R * K * M, H - Hv].
+    pool: rows [P * (K / head_tiles) * page, H]. scale: f32 [K], what a product of query and key is multiplied by,
+    log2(e) not included.
     """
-    num_items, rows, spec = items.items.shape[0], shape.rows, shape.spec
+    rows, spec, cuts = shape.rows, shape.spec, items.cuts
     blocks, queries = shape.stages()
-    o, lse = launch(
+    swizzle = swizzle_of(spec.head_dim, shape.dtype)  # of both operands of a product
+    o, lse, part_o, part_lse = launch(
         lambda *refs: _body(shape, _Refs(*refs)),
-        *(q, pool, page_table, scale, items.cta_items, items.items),
+        *(q, q_rest, pool, page_table, scale, items.cta_items, items.items, cuts.item_parts),
         name="paged_attention_latent",
         outputs=[
-            jax.ShapeDtypeStruct((num_items, rows, spec.v_head_dim), shape.dtype),
-            jax.ShapeDtypeStruct((num_items, rows), jnp.float32),
+            jax.ShapeDtypeStruct((count, rows, *columns), dtype)
+            for count in (items.pair_items.shape[0] - 1, 2 * cuts.pairs.shape[0])
+            for columns, dtype in (((spec.v_head_dim,), shape.dtype), ((), jnp.float32))
         ],
         scratch=[
-            tiles((queries, WARPGROUP_ROWS, spec.head_dim), shape.dtype),
+            swizzled((queries, WARPGROUP_ROWS, spec.v_head_dim), shape.dtype, swizzle),
+            swizzled((queries, WARPGROUP_ROWS, shape.rest), shape.dtype, swizzle),
             tiles((blocks, DECODE_KEYS, spec.head_dim), shape.dtype),
             plgpu.SMEM((WARPGROUP_ROWS, DECODE_KEYS), shape.dtype),
             plgpu.SMEM((2 * COMPUTING * WARPGROUP_ROWS,), jnp.float32),
             plgpu.Barrier(num_barriers=blocks, num_arrivals=shape.boxes),
             plgpu.Barrier(num_barriers=blocks, num_arrivals=COMPUTING),
-            plgpu.Barrier(num_barriers=queries),
+            plgpu.Barrier(num_barriers=queries, num_arrivals=2),
             plgpu.Barrier(num_barriers=queries, num_arrivals=COMPUTING),
             *[plgpu.Barrier(num_arrivals=COMPUTING)] * 4,
         ],
@@ -164,7 +184,7 @@ def latent_partials(
         interpret=interpret,
         reduction_scratch_bytes=REDUCTION_BYTES,
     )
-    return o, lse, jnp.ones_like(lse)
+    return (o, lse), (part_o, part_lse)
 
 
 def _body(shape: LatentShape, refs: _Refs) -> None:
@@ -204,12 +224,15 @@ def _attend(shape: LatentShape, refs: _Refs, own: int, first, end) -> None:
             start = block * DECODE_KEYS
             # The place of the queries is made to depend on the block: what describes it to 36 instructions would
             # otherwise be kept in 72 registers from block to block, and others spilled for it.
-            q = refs.q_smem.at[q_slot + lax.div(block, jnp.int32(1 << 30))]
+            place = q_slot + lax.div(block, jnp.int32(1 << 30))
             _zero_unseen(shape, refs, own, slot, begin - start, stop - start)
 
             def multiply(accumulator):
-                keys = refs.kv_smem.at[slot, pl.ds(own * half, half)]
-                plgpu.wgmma(accumulator, q, keys.transpose((1, 0)))
+                width = 0
+                for queries in (refs.q_smem.at[place], refs.q_rest_smem.at[place]):
+                    keys = refs.kv_smem.at[slot, pl.ds(own * half, half), pl.ds(width, queries.shape[1])]
+                    plgpu.wgmma(accumulator, queries, keys.transpose((1, 0)))
+                    width += queries.shape[1]
                 return accumulator[...]
 
             products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, half), jnp.float32))
@@ -286,7 +309,7 @@ def _zero_unseen(shape: LatentShape, refs: _Refs, own: int, slot, begin, end) ->
 
 
 def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest, total) -> None:
-    """Send the warpgroup's columns of an item's rows, and their log-sum-exp, to global memory.
+    """Send the warpgroup's columns of an item's rows, and their log-sum-exp, to their pair's place or their part's.
 
     By way of the queries' place, which neither warpgroup reads any more since they met over the last block.
     """
@@ -301,9 +324,15 @@ def _store(shape: LatentShape, refs: _Refs, own: int, item, q_slot, acc, largest
     if own == 0:
         refs.statistics_smem[pl.ds(0, WARPGROUP_ROWS)] = largest + jnp.log2(total)
     plgpu.commit_smem()
-    if own == 0:
-        plgpu.copy_smem_to_gmem(refs.statistics_smem.at[pl.ds(0, shape.rows)], refs.lse.at[item])
-    for row in range(0, shape.rows, BOX_ROWS):  # of a part of the columns no more rows are contiguous
-        rows = pl.ds(row, BOX_ROWS)
-        plgpu.copy_smem_to_gmem(refs.q_smem.at[q_slot, rows, columns], refs.o.at[item, rows, columns])
+
+    def send(o, lse, place) -> None:
+        if own == 0:
+            plgpu.copy_smem_to_gmem(refs.statistics_smem.at[pl.ds(0, shape.rows)], lse.at[place])
+        for row in range(0, shape.rows, BOX_ROWS):  # of a part of the columns no more rows are contiguous
+            rows = pl.ds(row, BOX_ROWS)
+            plgpu.copy_smem_to_gmem(refs.q_smem.at[q_slot, rows, columns], o.at[place, rows, columns])
+
+    part = refs.item_parts[item]
+    pl.when(part < 0)(lambda: send(refs.o, refs.lse, refs.items[item, DECODE_PAIR]))
+    pl.when(part >= 0)(lambda: send(refs.part_o, refs.part_lse, part))
     plgpu.wait_smem_to_gmem(0)

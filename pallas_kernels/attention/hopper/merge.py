@@ -46,7 +46,7 @@ def merge_partials(
     o: jax.Array,
     largest: jax.Array,
     total: jax.Array,
-    items: DecodeItems,
+    pair_items: jax.Array,
     sinks: jax.Array | None,
     v_scale: jax.Array,
     dtype: Any,
@@ -56,11 +56,11 @@ def merge_partials(
 ) -> tuple[jax.Array, jax.Array]:
     """Output [R * K, M, H] of `dtype` and log-sum-exp f32 [R * K, M] of every pair.
 
-    o, largest, total: of `decode_partials` or `latent_partials`. sinks: f32 [K, M] logits, None for none.
+    o, largest, total: of `decode_partials`. pair_items: of DecodeItems. sinks: f32 [K, M] logits, None for none.
     v_scale: f32 [K] multiplies the output. A row that saw nothing gives 0, and -inf unless it has a sink.
     """
     stages = sizes.merge_stages
-    num_pairs, num_rows, width = items.pair_items.shape[0] - 1, largest.shape[1], o.shape[2]
+    num_pairs, num_rows, width = pair_items.shape[0] - 1, largest.shape[1], o.shape[2]
     base2 = jnp.full((v_scale.shape[0], num_rows), NOTHING) if sinks is None else jnp.maximum(sinks * LOG2E, NOTHING)
     # A row that is wider than a TMA box is several rows, alike in all else.
     parts = pl.cdiv(width, BOX_COLUMNS)
@@ -69,7 +69,7 @@ def merge_partials(
     o = o.reshape(o.shape[0], -1, head_dim)
     out, largest, total = launch(
         lambda *refs: _body(_Refs(*refs)),
-        *(o, largest, total, items.pair_items, base2, v_scale),
+        *(o, largest, total, pair_items, base2, v_scale),
         name="paged_attention_merge",
         outputs=[
             jax.ShapeDtypeStruct((num_pairs, rows, head_dim), dtype),
@@ -88,6 +88,35 @@ def merge_partials(
         interpret=interpret,
     )
     return out.reshape(num_pairs, num_rows, width), (largest / LOG2E + jnp.log(total))[:, ::parts]
+
+
+def merge_parts(
+    whole: tuple[jax.Array, jax.Array],
+    parts: tuple[jax.Array, jax.Array],
+    items: DecodeItems,
+    sinks: jax.Array | None,
+    *,
+    sizes: HopperAttention,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Output [R * K, M, H] and log-sum-exp f32 [R * K, M] of every pair, as `merge_partials` has them.
+
+    whole, parts: of `latent_attention`. Few pairs are cut: merged, they are put where the whole ones lie.
+    """
+    cuts, (o, lse), (part_o, part_lse) = items.cuts, whole, parts
+    merged_o, merged_lse = merge_partials(
+        *(part_o, part_lse, jnp.ones_like(part_lse), cuts.bounds, None, jnp.ones((1,), jnp.float32), o.dtype),
+        sizes=sizes,
+        interpret=interpret,
+    )
+    there = (items.pair_items[1:] > items.pair_items[:-1])[:, None]
+    o = jnp.where(there[..., None], o.at[cuts.pairs].set(merged_o, mode="drop"), 0)
+    lse = jnp.where(there, (lse / LOG2E).at[cuts.pairs].set(merged_lse, mode="drop"), -jnp.inf)
+    if sinks is None:
+        return o, lse
+    with_sink = jnp.logaddexp(lse, jnp.tile(sinks, (lse.shape[0] // sinks.shape[0], 1)))
+    share = jnp.exp(lse - jnp.where(with_sink > -jnp.inf, with_sink, 0.0))
+    return (o * share[..., None]).astype(o.dtype), with_sink
 
 
 def _body(refs: _Refs) -> None:

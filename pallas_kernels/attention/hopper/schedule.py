@@ -53,12 +53,21 @@ PREFILL_END = 5  # one past the last key that any of them sees
 ITEM_FIELDS = 8  # columns of both tables (prefill: 6 and 7 are 0): an item is one aligned 32-byte read
 
 
+class Cuts(NamedTuple):
+    """The items of pairs that have several, in line order: parts. C cuts at most, one for each CTA."""
+
+    item_parts: jax.Array  # i32 [I] place of an item among the parts, -1 if it is a pair as a whole
+    pairs: jax.Array  # i32 [C] pair that a cut is the first to fall into, R * K for any other cut
+    bounds: jax.Array  # i32 [C + 1] its parts: [bounds[c], bounds[c + 1])
+
+
 class DecodeItems(NamedTuple):
     """R rows of up to Q tokens, I items in line order; items past the last hold anything."""
 
     cta_items: jax.Array  # i32 [C + 1] CTA c takes the items [cta_items[c], cta_items[c + 1])
     items: jax.Array  # i32 [I, ITEM_FIELDS]
     pair_items: jax.Array  # i32 [R * K + 1] items of a pair: [pair_items[p], pair_items[p + 1]), none for an empty row
+    cuts: Cuts
     row_tokens: jax.Array  # i32 [R, Q] the row's tokens, T where there is none
     token_places: jax.Array  # i32 [T] row * Q + index of a token, R * Q if no row holds it
 
@@ -188,8 +197,8 @@ def _visible_keys(position, counts, kv_lens, spec: AttentionSpec) -> tuple[jax.A
     return begin, end
 
 
-def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Put the pairs in line and cut it: `cta_items`, `items` and `pair_items` of DecodeItems."""
+def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax.Array, jax.Array, jax.Array, Cuts]:
+    """Put the pairs in line and cut it: `cta_items`, `items`, `pair_items` and `cuts` of DecodeItems."""
     num_heads, num_ctas, pair_cost = spec.num_kv_heads, sizes.num_ctas, sizes.pair_cost
     pairs = jax.tree.map(lambda x: jnp.repeat(x, num_heads), rows)
     num_pairs = pairs.seqs.shape[0]
@@ -227,12 +236,20 @@ def _cut(rows: _Pairs, spec: AttentionSpec, sizes: HopperAttention) -> tuple[jax
     end_block = jnp.where(last_of_pair, (pairs.first_block + pairs.num_blocks)[pair], jnp.roll(first, -1))
     fields = (pair, pairs.seqs[pair], pair % num_heads, first, end_block)
     items = jnp.stack([*fields, pairs.begin[pair], pairs.end[pair], pairs.position[pair]], axis=-1)
-    return cta_items, items, before
+    counts = before[1:] - before[:-1]
+    is_part = counts[pair] > 1
+    is_first = inside & (cut_pairs != jnp.roll(jnp.where(inside, cut_pairs, -1), 1).at[:1].set(-1))
+    cuts_of_pairs = Cuts(
+        jnp.where(is_part, jnp.cumsum(is_part, dtype=jnp.int32) - 1, -1),
+        jnp.pad(jnp.where(is_first, cut_pairs, num_pairs), (0, 1), constant_values=num_pairs),
+        _starts(jnp.pad(jnp.where(is_first, counts[of], 0), (0, 1))),
+    )
+    return cta_items, items, before, cuts_of_pairs
 
 
-def _starts(mask: jax.Array) -> jax.Array:
-    """i32 [n + 1]: how many of mask [n] are true before each index."""
-    return jnp.pad(jnp.cumsum(mask, dtype=jnp.int32), (1, 0))
+def _starts(counts: jax.Array) -> jax.Array:
+    """i32 [n + 1]: the sum of counts [n], or how many of a mask are true, before each index."""
+    return jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
 
 
 def _inside_before(inside: jax.Array, cut_pairs: jax.Array) -> jax.Array:

@@ -49,6 +49,7 @@ def ragged_paged_attention(
     spec: AttentionSpec,
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
+    q_rest: jax.Array | None = None,
     interpret: Any = False,
     body: Callable = attention_kernel,
 ) -> tuple[jax.Array, jax.Array]:
@@ -65,14 +66,14 @@ def ragged_paged_attention(
         _attend, kv=kv, batch=batch, spec=spec, sinks=sinks, sizes=schedule.sizes, interpret=interpret, body=body
     )
     if schedule.runs is None:
-        return call(q, tree_mask, schedule.single, block_q=1)
+        return call(q, q_rest, tree_mask, schedule.single, block_q=1)
     block_q = schedules.block_q_of(schedule.sizes, num_tokens, spec.group_size)
-    o, lse = call(q, tree_mask, schedule.runs, block_q=block_q)
+    o, lse = call(q, q_rest, tree_mask, schedule.runs, block_q=block_q)
     head_of = functools.partial(lax.slice_in_dim, start_index=0, limit_index=num_seqs)
     # By themselves, or XLA would copy what it reads and updates in one go.
     run_o, run_lse = lax.optimization_barrier((head_of(o), head_of(lse)))
-    tree_head = None if tree_mask is None else head_of(tree_mask)
-    single_o, single_lse = call(head_of(q), tree_head, schedule.single, block_q=1)
+    rest_head, tree_head = (None if x is None else head_of(x) for x in (q_rest, tree_mask))
+    single_o, single_lse = call(head_of(q), rest_head, tree_head, schedule.single, block_q=1)
     is_single = (jnp.arange(num_seqs) < jnp.minimum(batch.num_decode, batch.num_seqs))[:, None]
     # Updated in place: a select over all tokens would read and write the results of the runs once more.
     o = o.at[:num_seqs].set(jnp.where(is_single[..., None], single_o, run_o))
@@ -81,6 +82,7 @@ def ragged_paged_attention(
 
 def _attend(
     q: jax.Array,
+    q_rest: jax.Array | None,
     tree_mask: jax.Array | None,
     walk: Walk,
     *,
@@ -135,12 +137,11 @@ def _attend(
             page_size=kv.page_size,
         ),
     )
-    # The end of a latent comes from elsewhere than its beginning, and would be joined to it for the kernel alone.
+    if q_rest is not None and num_kv_heads > 1:  # each head has a place of its own in its window
+        q, q_rest = jnp.concatenate((q, q_rest), axis=-1), None
     arrange = functools.partial(_arrange_queries, plan=plan, num_kv_heads=num_kv_heads, padded_tokens=padded_tokens)
-    o_dtype, q = q.dtype, q.astype(plan.operand_dtype)
-    split = q.shape[2] // LANES * LANES if num_kv_heads == 1 else 0
-    rest = arrange(q[..., split:]) if 0 < split < q.shape[2] else None
-    queries = arrange(q if rest is None else q[..., :split])
+    queries = arrange(q.astype(plan.operand_dtype))
+    rest = None if q_rest is None else arrange(q_rest.astype(plan.operand_dtype))
     o, lse = _call_kernel(
         walk,
         *_place_page_table(batch.page_table, sizes),
@@ -151,7 +152,7 @@ def _attend(
         None if tree_mask is None else _pad_rows(lax.bitcast_convert_type(tree_mask, jnp.int32), padded_tokens),
         kv.data,
         plan=plan,
-        o_dtype=o_dtype,
+        o_dtype=q.dtype,
         vmem_limit_bytes=sizes.vmem_limit_bytes,
         interpret=interpret,
         body=body,

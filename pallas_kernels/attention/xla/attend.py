@@ -35,8 +35,11 @@ def ragged_paged_attention(
     spec: AttentionSpec,
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
+    q_rest: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """o [T, N, Hv] in q's dtype and lse f32 [T, N]; arguments as the public operation has checked them."""
+    if q_rest is not None:
+        q = jnp.concatenate((q, q_rest), axis=-1)
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv.data.shape[1]  # inside shard_map fewer than the spec of the pool says
     # bfloat16 queries over a bfloat16 pool: both products take bfloat16 operands, sums stay float32.
