@@ -188,7 +188,7 @@ def test_those_who_wait_share_the_time_to_look_ahead(monkeypatch):
         matchers.expect(key)
         matchers.open(Open(key, "regex", "ab{50}c", {}, []))
     found = [len(matchers.advance(Advance(key, [ord("a")]), others_wait=key in (1, 2)).forced) for key in range(4)]
-    assert found == [5, 0, 0, 5]
+    assert found == [4, 0, 0, 4]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -355,6 +355,26 @@ def test_who_ends_the_process_twice_fails(worker, keys):
     (failure,) = next_of(worker, guilty[0])
     assert failure == GrammarFailure(guilty[0], True, "twice ended the process that worked on it")
     go_on(worker, *other)
+
+
+@pytest.mark.parametrize("ends", [1, 2])
+def test_a_process_that_ends_before_it_is_ready_is_started_once_more(keys, ends):
+    worker, key = GrammarWorker("byte", BYTES.vocab_size, NUM_WORDS, [EOS]), next(keys)
+    worker.open(key, *GRAMMARS["regex"])
+    for _ in range(ends):
+        lost = worker._process
+        lost.process.kill()
+        lost.process.wait(5)
+        while worker._process is lost:
+            worker.wait(0.01)
+    if ends == 2:
+        (failure,) = next_of(worker, key)
+        assert failure == GrammarFailure(key, False, "the process that computes masks does not start")
+        key = next(keys)  # the next one may try as often
+        worker.open(key, *GRAMMARS["regex"])
+    take_mask(worker, key, matcher_of(GRAMMARS["regex"]))
+    assert worker._num_lost_starts == 0
+    worker.shutdown()
 
 
 def test_closed_sequences_say_nothing(worker, keys):
