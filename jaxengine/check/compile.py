@@ -248,7 +248,7 @@ class Compiler:
             row["copies"] = hlo.copies(module, program.precious)
             found = exchanges.exchanges(module)
             row |= {"collectives": exchanges.counts(found), "exchanges": exchanges.by_place(found)}
-            row["exchanged_bytes"] = sum(exchange.num_bytes for exchange in found)
+            row["exchanged_bytes"] = exchanges.exchanged_bytes(found)
             row["wrong_exchanges"] = [] if program.expected is None else exchanges.wrong(found, program.expected)
             row["operations"] = counts.operations(module)
             row["moved_bytes"] = counts.moved_bytes(module, program.precious.pools)

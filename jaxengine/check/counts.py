@@ -20,10 +20,8 @@ _CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s|ensions)"?[=:][\[{]"?([\d,"
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
 _RAGGED = re.compile(r'op_name="[^"]*ragged_dot_general"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(
-    r"(?:body|calls|to_apply|true_computation|false_computation)=(%?[\w.\-<>]+)|branch_computations=\{([^}]*)\}"
-)
-_NAME = re.compile(r"[\w.\-<>]+")
+_ALIASED = re.compile(r"output_to_operand_aliasing=\{\{\}: \((\d+), ")
+_ESTIMATED = re.compile(r'"cost_estimate":\{"bytes_accessed":"(\d+)"')
 _NEXT_RUN = "cross_program_prefetch_index="
 _GEMM = '"__cublas'
 # These read no more of their first operand than they give back.
@@ -115,6 +113,11 @@ def _moved(
     operands = [by_name[name] for name in names if name in by_name]
     sizes = [0 if operand.elements in leave_out else sum(bytes_of(operand.type_text)) for operand in operands]
     result = 0 if instruction.elements in leave_out else sum(bytes_of(instruction.type_text))
+    if (aliased := _ALIASED.search(instruction.rest)) and (estimated := _ESTIMATED.search(instruction.rest)):
+        # What a kernel updates in place it need not go through as a whole: all that it touches is what it says.
+        place = [operand.name for operand in operands].index(instruction.operands[int(aliased[1])])
+        result = min(sizes[place] + result, int(estimated[1]))
+        sizes[place] = 0
     if opcode.endswith("-start"):  # the results repeat the operands
         if opcode in _OFFLOADED:  # a slice of what goes in
             come_out = slice(len(operands), len(operands) + 1)
@@ -179,10 +182,9 @@ def _executed(
     for instruction in body:
         if not fused and (instruction.opcode == "fusion" or instruction.opcode.endswith("-start")):
             continue
-        called = [each for found in _CALLED.findall(instruction.rest) for each in _NAME.findall(found[0] or found[1])]
-        counted = [_executed(module, each, of_body, fused=fused) for each in called]
+        counted = [_executed(module, each, of_body, fused=fused) for each in instruction.called]
         if instruction.opcode == "conditional":
-            counted = [max(counted, key=Counter.total)]
+            counted = [max(counted, key=Counter.total, default=Counter())]
         trips = _TRIPS.search(instruction.rest) if instruction.opcode == "while" else None
         for each in counted:
             for key, count in each.items():

@@ -56,7 +56,11 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-<>]+) = (.*?) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _FUSED = re.compile(r"calls=%?([\w.\-<>]+)")
-_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-<>]+)|branch_computations=\{([^}]*)\}")
+_CALLED = re.compile(
+    r"(?:body|calls|to_apply|true_computation|false_computation)=(%?[\w.\-<>]+)"
+    r"|(?:branch|called)_computations=\{([^}]*)\}"
+)
+_NAME = re.compile(r"[\w.\-<>]+")
 _INDEX = re.compile(r"index=(\d+)")
 _MOSAIC = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"')
 _ATTENDS = re.compile(r'op_name="(?:[^"]*?/(layer_\d+)/)?[^"]*paged_attention_')
@@ -84,6 +88,11 @@ class Instruction:
     @property
     def operands(self) -> list[str]:
         return _OPERAND.findall(self.rest.partition("), ")[0])
+
+    @property
+    def called(self) -> list[str]:
+        """The computations that it runs; of a conditional its branches, of a loop its body."""
+        return [name for found in _CALLED.findall(self.rest) for name in _NAME.findall("".join(found))]
 
 
 @dataclass
@@ -258,12 +267,7 @@ def _given(module: Module) -> _Given:
     for body in module.computations.values():
         by_name = {inner.name: inner for inner in body}
         for instruction in (each for each in body if each.opcode == "conditional"):
-            branches = [
-                name
-                for found in _BRANCHES.findall(instruction.rest)
-                for name in re.findall(r"[\w.\-<>]+", "".join(found))
-            ]
-            for branch, operand in zip(branches, instruction.operands[1:], strict=False):
+            for branch, operand in zip(instruction.called, instruction.operands[1:], strict=False):
                 parameter = next(
                     (each for each in module.computations.get(branch, []) if each.opcode == "parameter"), None
                 )

@@ -124,8 +124,8 @@ class SpeculativeConfig:
         return self.method != GRAMMAR
 
     def guides(self, num_stages: int, max_in_flight: int) -> bool:
-        """Whether guesses have masks under a grammar: those that devices look up, made while the step is in flight."""
-        return self.guesses and not self.has_model and num_stages == 1 and max_in_flight > 1
+        """Whether guesses have masks under a grammar: those of the devices, made while the step is in flight."""
+        return self.guesses and num_stages == 1 and max_in_flight > 1
 
     @property
     def reads_hidden(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -308,7 +309,8 @@ class Engine:
 
     def _advance(self, masks: RequestMasks, request: Request, token_id: int) -> None:
         if request.status is not RequestStatus.FINISHED:
-            masks.advance(request, token_id, self._rows.guess)
+            newest = self._in_flight[-1] if self._in_flight else None
+            masks.advance(request, token_id, partial(self._rows.guess, newest))
         elif token_id < 0 and not self._rows.allows_any(request, masks.row(request, len(request.output_token_ids) - 1)):
             request.stop_reason = "no token is allowed by structured_outputs and the other parameters together"
 

@@ -54,6 +54,14 @@ class InFlight:
         scores = self.pending.logprobs()
         return [rows._replace(scores=_scores_at(scores, rows.rank, rows.rows[rows.scored])) for rows in emitted]
 
+    def drafts_of(self, request: Request) -> list[int]:
+        """What a model or a head on the devices has drafted for a request of the step."""
+        batches = self.step.batches
+        if (drafts := self.pending.drafts(len(batches))) is None:
+            return []
+        rows = np.flatnonzero(batches[request.rank].slots == request.slot)
+        return drafts[request.rank, rows[0]].tolist() if len(rows) else []
+
     def prompt_scores(self) -> list[PromptScores]:
         """Logprobs of the prompts."""
         if not self.prompts:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxengine.drafts.proposer import Proposer
+from jaxengine.engine.in_flight import InFlight
 from jaxengine.engine.token_bias import Forbidden, TokenBias
 from jaxengine.grammars.request_masks import RequestMasks
 from jaxengine.runner.model_runner import ModelRunner
@@ -93,14 +94,18 @@ class SlotRows:
                 return True
         return False
 
-    def guess(self, request: Request, num_output: int) -> Sequence[int] | None:
-        """The drafts of a request with a grammar that the device has made, in the step in flight, behind so many tokens
-        of output; None if more are known, or the step has no guesses of it."""
+    def guess(self, step: InFlight | None, request: Request, num_output: int) -> Sequence[int] | None:
+        """The drafts of a request with a grammar that the device has made, in the step dispatched last, behind so many
+        tokens of output; None if more are known, or the step has no guesses of it."""
         slots, slot = self._scheduler.ranks[request.rank].slots, request.slot
-        if self._proposer is None or slot < 0 or slots.num_known[slot] - slots.num_prompt[slot] != num_output:
+        if step is None or slot < 0 or slots.num_known[slot] - slots.num_prompt[slot] != num_output:
             return None
         count = int(slots.num_tokens[slot] - slots.num_known[slot]) - 1
-        return self._proposer.propose_one(slots.known_token_ids(slot), count).tolist() if count > 0 else None
+        if count <= 0:
+            return None
+        if self._proposer is not None:
+            return self._proposer.propose_one(slots.known_token_ids(slot), count).tolist()
+        return step.drafts_of(request)[:count] or None
 
     def without_mask(self, step: ScheduledStep) -> list[Request]:
         """The requests whose choice in this step depends on a mask that has not come."""

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 60.0
 COMPILE_SECONDS = 10.0  # twice what trials allow
 MASK_SECONDS = 1.0
+# Times that a process may end before it is ready, until nobody waits for another one.
+_MAX_STARTS = 2
 
 
 class NextMask(NamedTuple):
@@ -92,6 +94,7 @@ class GrammarWorker:
         self._sequences: dict[int, _Sequence] = {}
         self._taken: list[NextMask | GrammarFailure] = []
         self._process: WorkerProcess | None = None
+        self._num_lost_starts = 0
 
     @property
     def process(self) -> WorkerProcess | None:
@@ -176,7 +179,7 @@ class GrammarWorker:
         self._process.send(self.start)
         self._compiling: collections.deque[int] = collections.deque()
         self._masking: collections.deque[int] = collections.deque()
-        self._is_ready, self._no_start = False, "the process that computes masks does not start"
+        self._is_ready, self._refusal = False, ""
         self._launched = self._compiling_since = self._masking_since = time.monotonic()
         for key in self._sequences:
             self._open(key)
@@ -216,10 +219,10 @@ class GrammarWorker:
     def _handle(self, message: worker.Answer) -> None:
         now = time.monotonic()
         if isinstance(message, Ready):
-            self._is_ready, self._compiling_since = True, now
+            self._is_ready, self._num_lost_starts, self._compiling_since = True, 0, now
             return
         if isinstance(message, Failed) and message.key < 0:
-            self._no_start = f"the tokenizer cannot be used: {message.reason}"
+            self._refusal = f"the tokenizer cannot be used: {message.reason}"
             return
         if message.opened:
             self._compiling.popleft()
@@ -259,7 +262,11 @@ class GrammarWorker:
     def _lose(self) -> None:
         """The process has ended by itself, or was killed by others: who is there for the second time has done it."""
         if not self._is_ready:
-            self._give_up(self._no_start)
+            self._num_lost_starts += 1
+            if self._refusal or self._num_lost_starts == _MAX_STARTS:
+                self._give_up(self._refusal or "the process that computes masks does not start")
+            else:
+                self._replace({})
             return
         working = [key for keys in (self._compiling, self._masking) for key in [*keys][:1] if key in self._sequences]
         guilty = [key for key in working if self._sequences[key].suspect]
@@ -280,6 +287,7 @@ class GrammarWorker:
     def _give_up(self, reason: str) -> None:
         """Fails everybody; the next sequence tries again."""
         self._kill()
+        self._num_lost_starts = 0
         for key in list(self._sequences):
             self._fail(key, reason)
 

@@ -61,7 +61,8 @@ class _Known:
         return place < len(self.forced) + (not self.is_end)
 
     def take(self, token_id: int) -> bool:
-        """Goes on behind the next token, if that is one of those known here."""
+        """Goes on behind the next token; whether it is known what may stand there."""
+        self.taken.append(token_id)
         if self.forced:
             self.forced = self.forced[1:]
         elif self.guessed and self.guessed[0][0] == token_id:
@@ -69,7 +70,6 @@ class _Known:
             self.guessed = tuple(rest)
         else:
             return False
-        self.taken.append(token_id)
         return True
 
 
@@ -144,33 +144,42 @@ class RequestMasks:
         """A masked request took a token, and has not ended."""
         self._num_tokens[request] += 1
         self._surplus.pop(request, None)
-        taken: Sequence[int] | None = (token_id,)
-        if (watch := self._watches.get(request)) is not None:
-            taken = watch.read(token_id)
-            first = self._first_masks[request]
-            if taken is None:
-                self._known[request] = _Known((), watch.mask(first.words))
-                return
-            del self._watches[request], self._first_masks[request]
-            if not taken:
-                self._begun.append(first)
-        known, num_output = self._known[request], self._num_tokens[request]
-        if known.take(token_id):
-            taken = ()
-            if known.forced:
-                return
+        if request in self._watches:
+            self._reason_on(request, token_id, guess)
+        else:
+            self._go_on(request, token_id, guess)
+
+    def _reason_on(self, request: Request, token_id: int, guess: Guess) -> None:
+        """The grammar may begin with this token, or behind it."""
+        watch, first = self._watches[request], self._first_masks[request]
+        if (taken := watch.read(token_id)) is None:
+            self._known[request] = _Known((), watch.mask(first.words))
+            return
+        del self._watches[request], self._first_masks[request]
+        if taken:
+            self._ask(request, taken, guess(request, self._num_tokens[request]))
+        else:
+            del self._known[request]
+            self._begun.append(first)
+
+    def _go_on(self, request: Request, token_id: int, guess: Guess) -> None:
+        """Another token of the grammar's text."""
+        known = self._known[request]
+        is_known = known.take(token_id)
+        if known.forced:
+            return
         if known.is_end:
             del self._known[request]
             self._begun.append(NextMask(self._keys[request], None, None))
-            return
-        drafts = guess(request, num_output)
-        if known.taken and not (taken or drafts):  # the mask is known, and that is all that is needed
-            return
+        elif (drafts := guess(request, self._num_tokens[request])) or not is_known:
+            self._ask(request, known.taken, drafts)
+
+    def _ask(self, request: Request, taken: Sequence[int], drafts: Sequence[int] | None) -> None:
+        """Has the next mask made, behind what the worker has not been told of, and those along drafts."""
         del self._known[request]
-        if known.taken or taken:
-            if drafts is not None:
-                self._drafts[request] = num_output, drafts
-            self._workers[request].advance(self._keys[request], *known.taken, *taken, guess=drafts or ())
+        if drafts is not None:
+            self._drafts[request] = self._num_tokens[request], drafts
+        self._workers[request].advance(self._keys[request], *taken, guess=drafts or ())
 
     def drop(self, request: Request) -> None:
         """Forgets a request, masked or not."""

@@ -227,9 +227,9 @@ class Matchers:
         """The tokens that must come behind a mask, each the only one that the mask of its place allows, the mask behind
         them, and those behind further tokens of the guess. The matcher stays where it is: what fails ahead fails when
         it is there."""
-        run, masks, num_forced, taken = list[int](), [words], 0, 0.0
+        run, masks, num_forced = list[int](), [words], 0
         matcher_ahead, begin = None, time.thread_time()
-        while len(run) < _MAX_AHEAD and taken < self._ahead_seconds:
+        while len(run) < _MAX_AHEAD and time.thread_time() - begin < self._ahead_seconds:
             place = len(run)
             token = _only(masks[-1]) if place == num_forced else None
             is_forced = token is not None
@@ -247,8 +247,7 @@ class Matchers:
             run.append(token)
             masks.append(words)
             num_forced += is_forced
-            taken = time.thread_time() - begin
-        self._ahead_seconds -= taken
+        self._ahead_seconds -= time.thread_time() - begin  # of what failed, too
         return run[:num_forced], masks[num_forced], masks[num_forced + 1 :]
 
 

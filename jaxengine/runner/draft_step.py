@@ -157,8 +157,9 @@ def unpack_rows(spec: DraftSpec, state: DeviceState, buffer: jax.Array) -> Rows:
     places = (jnp.cumsum(count) - count)[:, None] + jnp.arange(1, spec.width, dtype=jnp.int32)
     given = layout.view(buffer, "token_ids")[jnp.minimum(places, layout.num_tokens - 1)]
     forced = jnp.where(jnp.arange(1, spec.width) < count[:, None], given, -1)
-    # What a step tells of logprobs it tells of the tokens that the model itself draws.
-    flags = flags_of(header["features"])._replace(any_logprobs=jnp.zeros((), jnp.bool_))
+    # What a step tells of logprobs it tells of the tokens that the model itself draws; masks are not known yet.
+    nothing = jnp.zeros((), jnp.bool_)
+    flags = flags_of(header["features"])._replace(any_logprobs=nothing, any_mask=nothing)
     return Rows(slot, count, start, tokens.last_token[index], table, header["num_seqs"], forced, flags)
 
 

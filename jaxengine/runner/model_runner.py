@@ -157,7 +157,8 @@ class ModelRunner:
         """Dispatches the forward pass whose message this is, i32[ranks, size]; the other processes do the same."""
         # Engines of several processes have no wide buckets (jaxengine.config.speculation).
         self._peers.announce("forward", (message,), num_tokens=bucket.num_tokens, num_seqs=bucket.num_seqs)
-        return PendingStep(bucket, self._peers.run(lambda: self._forward(bucket, message)), self._fetch)
+        forwarded = self._peers.run(lambda: self._forward(bucket, message))
+        return PendingStep(bucket, forwarded, self._fetch, self._last.drafts)
 
     def encode(self, encodes: Sequence[Sequence[Encode]]) -> None:
         """Dispatches the encoding of each rank's pictures, before the forward pass that is the first to need them."""

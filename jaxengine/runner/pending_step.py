@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from jaxengine.drafts.proposer import Drafts
 from jaxengine.runner.heads import PoolOutput, VerifyOutput
 from jaxengine.runner.step import Forwarded
 from jaxengine.sampling.logprobs import TokenLogprobs
@@ -24,9 +25,16 @@ class PendingStep:
       forwarded: what the forward pass left; None once the sampler has taken it.
     """
 
-    def __init__(self, bucket: Bucket, forwarded: Forwarded, fetch: Callable[[jax.Array], np.ndarray] = np.asarray):
-        """fetch: waits for a result."""
+    def __init__(
+        self,
+        bucket: Bucket,
+        forwarded: Forwarded,
+        fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
+        drafts: Drafts | None = None,
+    ):
+        """fetch: waits for a result. drafts: that were made before it, on the devices."""
         self.bucket = bucket
+        self._drafts = drafts
         self.forwarded: Forwarded | None = forwarded
         self.sampled: SampleOutput | VerifyOutput | PoolOutput | None = None
         self.scored: TokenLogprobs | None = None
@@ -52,6 +60,13 @@ class PendingStep:
         assert self.sampled is not None
         token_ids, width = self._fetch(self.sampled.token_ids), self.bucket.width
         return token_ids if width == 1 else token_ids.reshape(len(token_ids), -1, width)
+
+    def drafts(self, num_ranks: int) -> np.ndarray | None:
+        """i32[ranks, rows, W - 1], what a model or a head has drafted for the step, None where neither has; waits for
+        that alone."""
+        if self._drafts is None:
+            return None
+        return self._fetch(self._drafts.token_ids).reshape(num_ranks, -1, self.bucket.width - 1)
 
     def verified(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Of a step with drafts, tokens that each row has got and drafts it had, i32[ranks, rows] both; else None."""

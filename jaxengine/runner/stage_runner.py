@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxengine.drafts.proposer import Drafts
 from jaxengine.runner.drafter import Drafter
 from jaxengine.runner.encoder import PLACE, EncoderInput, PlaceInput
 from jaxengine.runner.encoder_programs import EncoderPrograms
@@ -43,6 +44,7 @@ class StageRunner:
         """params: the model's weights, an nnx.State or its leaves."""
         self.programs = programs
         self.drafter = drafter
+        self.drafts: Drafts | None = None
         self.kv_scales: KVScales | None = None
         self._cache_dir = cache_dir
         self._backend = programs.mesh.devices.flat[0].platform
@@ -178,12 +180,11 @@ class StageRunner:
         """Dispatches the stage's part of a forward pass: hidden states for the next stage, or Forwarded."""
         if bucket not in self._forwards:  # enforce_eager: compiled when it first occurs
             self.compile_forward(bucket)
-        drafts = None
         if self.drafter is not None:
             # Sent once for the programs before, of and behind the forward pass.
             sent: Any = jax.device_put(message, self.programs.message_shape(bucket).sharding)
-            drafts, message = self.drafter.precede(bucket, self._params, self._state, sent), sent
-        last_token = known_tokens(self._state.tokens, bucket, drafts)
+            self.drafts, message = self.drafter.precede(bucket, self._params, self._state, sent), sent
+        last_token = known_tokens(self._state.tokens, bucket, self.drafts)
         arguments = (self._params, self._kv, self._state.slots, last_token, message)
         if hidden is not None:
             arguments = (*arguments, self._receive(hidden))

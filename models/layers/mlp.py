@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from models.build import Build
 from models.forward_batch import Adapters
@@ -95,7 +97,7 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array, rows: Rows) -> jax.Array:
         """[T, D] -> [T, D]; padding costs and gets what tokens do."""
         with jax.named_scope("gate_up"):
-            inner = self._activated(self.gate_up(x, rows))
+            inner = self._activated(self.gate_up(x, rows, out_dtype=self._out_dtype(x)), x.dtype)
         with jax.named_scope("down"):
             return self.down(inner, rows)
 
@@ -103,10 +105,24 @@ class GatedMLP(nnx.Module):
         """x[T, D], gathered already with its adapters, to what this device adds to the result, f32[T, D]; of an MLP
         without biases."""
         with jax.named_scope("gate_up"):
-            inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=x.dtype))
+            inner = self._activated(self.gate_up.partial(x, adapters, out_dtype=self._out_dtype(x)), x.dtype)
         with jax.named_scope("down"):
             return self.down.partial(inner, adapters)
 
-    def _activated(self, gate_up: jax.Array) -> jax.Array:
-        gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-        return (self.activation(gate) * up).astype(gate_up.dtype)
+    def _out_dtype(self, x: jax.Array) -> Any:
+        """Of gate and up. What adapters add to in a conditional XLA:TPU would round in a pass that writes a copy, so
+        that `_activated` rounds it."""
+        return x.dtype if self.gate_up.lora is None else jnp.float32
+
+    def _activated(self, gate_up: jax.Array, dtype: Any) -> jax.Array:
+        # Parted while they are narrow: what is made float32 as a whole XLA:TPU writes as that.
+        gate, up = (_rounded(part, dtype) for part in jnp.split(gate_up, 2, axis=-1))
+        return (self.activation(gate) * up).astype(dtype)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in float32, with the values that it has in dtype."""
+    if x.dtype == dtype:
+        return x.astype(jnp.float32)
+    kind = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)

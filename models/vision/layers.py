@@ -184,7 +184,7 @@ class TowerMLP(nnx.Module):
         """[P, D] -> [P, D]"""
         inner = self.up(x)
         if self.gated:
-            gate, up = jnp.split(inner.astype(jnp.float32), 2, axis=-1)
+            gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
             return self.down((self.activation(gate) * up).astype(x.dtype))
         return self.down(self.activation(inner.astype(jnp.float32)).astype(x.dtype))
 

@@ -12,6 +12,11 @@ from jaxengine.check.hlo import Module, attending_places, parse
 LAYOUT = "{1,0:T(8,128)(2,1)}"
 
 
+KERNEL = 'custom-call(%p, %w, %w), custom_call_target="tpu_custom_call"'
+IN_PLACE = "output_to_operand_aliasing={{}: (2, {})}"
+SAYS = 'backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"%d","flops":"0"}}}'
+
+
 def module(*lines: str, more: str = "") -> Module:
     body = "\n".join(f"  {line}" for line in lines)
     return parse(f"HloModule m\n\n{more}\nENTRY %main (p: f32[1]) -> f32[1] {{\n{body}\n}}\n")
@@ -92,6 +97,8 @@ def test_loops_and_what_is_inside_of_fusions():
         either = module(P, f"%l = (bf16[8,64]) conditional(%i, %p, %p), {branches}", more=inside)
         assert operations(either) == {"bf16": 5 * product}
         assert moved_bytes(either, ()) == 5 * moved
+    without = module(P, "%l = (bf16[8,64]) conditional(%i, %p, %p), branch_computations={}", more=inside)
+    assert operations(without) == {} and moved_bytes(without, ()) == 0
 
 
 FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
@@ -141,6 +148,11 @@ FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
         ("%y = bf16[64,128]{1,0} scatter(%w, %i, %p), to_apply=%r", 2 * 1024),
         # A kernel with blocks of one array in several places.
         ('%y = bf16[8,64]{1,0} custom-call(%p, %w, %w, %p), custom_call_target="tpu_custom_call"', 18 * 1024),
+        # One that says how much it touches of what it updates in place, which is not more than there is.
+        (f"%y = bf16[64,128]{{1,0}} {KERNEL}, {IN_PLACE}, {SAYS % 3072}", 1024 + 3072),
+        (f"%y = bf16[64,128]{{1,0}} {KERNEL}, {IN_PLACE}, {SAYS % (1 << 30)}", 33 * 1024),
+        (f"%y = bf16[64,128]{{1,0}} {KERNEL}, {IN_PLACE}", 33 * 1024),
+        (f"%y = bf16[64,128]{{1,0}} {KERNEL}, {SAYS % 3072}", 33 * 1024),
         # Two rows are read, and written to a place that is not read.
         ("%y = bf16[8,64]{1,0} fusion(%p, %w), kind=kLoop, calls=%fused", 256 + 256 + 256),
         # A row is looked up in a fusion within the fusion.
@@ -151,6 +163,13 @@ FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
 )
 def test_what_crosses_the_memory(line, expected):
     assert moved_bytes(module(P, W, line, more=FUSED), ()) == expected
+
+
+def test_a_copy_beside_what_a_kernel_updates_in_place_is_found():
+    kernel = f"%y = bf16[64,128]{{1,0}} {KERNEL}, {IN_PLACE}, {SAYS % 3072}"
+    copied = "%w.1 = bf16[64,128]{1,0} copy(%w)"
+    assert moved_bytes(module(P, W, kernel), ()) == 4096
+    assert moved_bytes(module(P, W, copied, kernel.replace("%w", "%w.1")), ()) == 4096 + 2 * 64 * 128 * 2
 
 
 def test_a_pool_is_left_out():

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxengine.check.exchanges import Expected, by_place, counts, exchanges, layer_exchanges, scales, wrong
+import pytest
+
+from jaxengine.check.exchanges import (
+    Expected,
+    by_place,
+    counts,
+    exchanged_bytes,
+    exchanges,
+    layer_exchanges,
+    scales,
+    wrong,
+)
 from jaxengine.check.hlo import parse
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import EngineConfig
@@ -95,7 +106,7 @@ def test_a_large_reduce_scatter_of_a_tpu():
 %all-reduce-scatter (input: bf16[4096,8]) -> bf16[528,8] {{
   %input = bf16[4096,8]{{1,0}} parameter(0)
   %pad = bf16[4224,8]{{1,0}} pad(%input, %zero), padding=0_128x0_0
-  %all-reduce.1 = bf16[4224,8]{{1,0}} all-reduce(%pad), to_apply=%sum
+  %all-reduce.1 = bf16[4224,8]{{1,0}} all-reduce(%pad), replica_groups=[2,8]<=[16], to_apply=%sum
   ROOT %own = bf16[528,8]{{1,0}} dynamic-slice(%all-reduce.1, %i, %j), dynamic_slice_sizes={{528,8}}
 }}
 
@@ -114,6 +125,61 @@ ENTRY %main (y: bf16[4096,8]) -> bf16[512,8] {{
     # A permutation of anything else is nobody's part.
     other = exchanges(parse(text.replace("slice(%fusion)", "slice(%y)")))
     assert by_place(other) == {"layer 1": {"reduce-scatter": 1, "collective-permute": 1}}
+    listed = text.replace("[2,8]<=[16]", "{{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}")
+    assert by_place(exchanges(parse(listed))) == by_place(both)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("%sum = bf16[64,8]{1,0} all-reduce(%in)", "%own = bf16[8,8]{1,0} dynamic-slice(%in, %i, %j)"),  # of another
+        ("%sum = bf16[64,8]{1,0} all-reduce(%in)", "%own = bf16[16,8]{1,0} dynamic-slice(%sum, %i, %j)"),  # too much
+        ("%sum = bf16[64,8]{1,0} all-reduce(%in)", "%own = bf16[64,8]{1,0} dynamic-slice(%sum, %i, %j)"),  # all of it
+        ("%sum = bf16[64,8]{1,0} all-gather(%in)", "%own = bf16[8,8]{1,0} dynamic-slice(%sum, %i, %j)"),
+    ],
+)
+def test_a_sum_of_which_devices_keep_no_part_of_their_own_is_one(lines):
+    """Eight devices add up; only the first one's result is made."""
+    kind = lines[0].partition("} ")[2].partition("(")[0]
+    fused = f"%y = bf16[64,8]{{1,0}} fusion(%x), kind=kCustom, calls=%fused, {at(f'{MLP}/psum')}"
+    text = f"""HloModule m
+
+%fused (p: f32[1]) -> f32[1] {{
+  %in = bf16[64,8]{{1,0}} parameter(0)
+  {lines[0]}, replica_groups=[1,8]<=[8]
+  ROOT {lines[1]}
+}}
+
+ENTRY %main (p: f32[1]) -> f32[1] {{
+  {fused}
+}}
+"""
+    assert counts(exchanges(parse(text))) == {kind: 1}
+
+
+def test_of_a_conditionals_branches_the_dearest_counts():
+    """What nobody wrote is found in all of them."""
+    scope, text = at(f"{MLP}/cond/psum"), "HloModule m\n"
+    for name, size, number in (("small", 8, 3), ("large", 64, 2), ("none", 1, 0)):
+        lines = [f"  %{name}{i} = f32[{size}]{{0}} all-reduce(%p), {scope}" for i in range(number)]
+        text += "\n".join(
+            ["", f"%{name} (p: f32[1]) -> f32[1] {{", *lines, "  ROOT %r = f32[1]{0} parameter(0)", "}", ""]
+        )
+    text += f"""
+ENTRY %main (p: f32[1]) -> f32[1] {{
+  %a = f32[8]{{0}} all-reduce(%p), {scope}
+  %c = f32[1]{{0}} conditional(%i, %p, %p, %p), branch_computations={{%small, %large, %none}}
+}}
+"""
+    one, wanted = exchanges(parse(text)), Expected(({}, {"all-reduce": 3}), 64, 4 * 64)
+    assert by_place(one) == {"layer 1": {"all-reduce": 3}} and exchanged_bytes(one) == 4 * (8 + 2 * 64)
+    assert wrong(one, wanted) == []
+    (nobody,) = wrong(exchanges(parse(text.replace(scope, "", 1))), wanted)
+    assert nobody.startswith("nobody wrote all-reduce small0")
+    # One within a branch of another, and one without branches.
+    nested = text.replace("%large1 =", "%d = f32[1]{0} conditional(%i, %p), branch_computations={%small}\n  %large1 =")
+    assert by_place(exchanges(parse(nested.replace("={%small, ", "={%none, ")))) == {"layer 1": {"all-reduce": 6}}
+    assert by_place(exchanges(parse(text.replace("{%small, %large, %none}", "{}")))) == {"layer 1": {"all-reduce": 6}}
 
 
 def test_an_exchange_counts_as_what_was_written():

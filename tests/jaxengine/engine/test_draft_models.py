@@ -13,9 +13,17 @@ from jaxengine import LLM, SamplingParams
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import DRAFT_MODEL, SpeculativeConfig
+from jaxengine.engine import engine as engine_module
 from models.registry import read_hf
 from tests.fixtures.drawn_weights import checkpoint
-from tests.jaxengine.engine.test_speculation import assert_same, force, make_folder, names, workload
+from tests.jaxengine.engine.test_speculation import (
+    assert_same,
+    force,
+    guided_workload,
+    make_folder,
+    names,
+    workload,
+)
 from tests.sharding.parallel_cases import OPTIONS
 from tests.sharding.parallel_models import DENSE
 
@@ -31,7 +39,9 @@ KNOWN = {"skip_tokenizer_init": True, "load_format": "auto", "num_gpu_blocks_ove
 
 
 def drafted(llm) -> tuple[int, np.ndarray]:
-    """Drafts so far, and those that were right by their place."""
+    """Drafts so far, and those that were right by their place; of steps in flight, too."""
+    while llm.core.engine.has_unfinished:
+        llm.core.engine.step()
     drafts = llm.core.engine.stats.drafts
     return drafts.num_tokens, drafts.accepted.copy()
 
@@ -85,7 +95,8 @@ def own(options, thorough):
 
 def test_a_model_that_drafts_for_itself_is_always_right(plain, own, thorough):
     for temperature in (0.0, 0.7, 1.0) if thorough else (0.7,):
-        prompts, params = workload(temperature)
+        pairs = [pair for pair in zip(*workload(temperature), strict=True) if pair[1].structured_outputs is None]
+        prompts, params = ([*each] for each in zip(*pairs, strict=True))
         expected = plain.generate(prompts, params, use_tqdm=False)
         for width in (2, 4, 8, None) if thorough else (8, 2):
             force(own, width)
@@ -115,6 +126,23 @@ def test_a_draft_model_knows_what_a_grammar_left_no_choice(plain, own):
     expected = plain.generate(known, params, use_tqdm=False)
     assert accepted_share(own, known, params, expected) >= 0.99
     assert own.core.engine.scheduler.num_prefix_hits - hits > 60
+
+
+def test_guesses_of_a_draft_model_under_a_grammar(plain, own, monkeypatch):
+    """They are read from the devices; where the model chooses what it may all are right, else they end there."""
+    monkeypatch.setattr(engine_module, "_MASK_SECONDS", 60.0)  # a mask that is late costs no steps
+    prompts, params = guided_workload(0.7)
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    force(own, 8)
+    own.reset_prefix_cache()
+    assert_same(own.generate(prompts, params, use_tqdm=False), expected)
+    stats = own.core.engine.stats
+    for index, most in ((0, 0.45), (3, 0.45), (1, 1.0)):
+        steps, tokens = stats.num_steps, stats.drafts.num_tokens
+        assert_same(own.generate(prompts[index], params[index], use_tqdm=False), expected[index : index + 1])
+        assert stats.num_steps - steps < most * len(expected[index].outputs[0].token_ids)
+        assert stats.drafts.num_tokens > tokens
+    assert {each.name: each.value for each in own.get_metrics()}["jaxengine:compilations_since_ready"] == 0
 
 
 def test_a_stop_string_cuts_what_a_draft_model_drafts(plain, own):

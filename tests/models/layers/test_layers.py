@@ -12,7 +12,7 @@ from models.config.rope import Rope, RopeScaling, rope_frequencies
 from models.layers.attention import query_temperature
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
-from models.layers.mlp import MLP, GatedMLP, relu_squared
+from models.layers.mlp import MLP, GatedMLP, _rounded, relu_squared
 from models.layers.norm import HeadsRMSNorm, LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm, UnbiasedLayerNorm
 from models.layers.rope import apply_rope, rope_table
 from models.layers.rows import Rows
@@ -182,3 +182,11 @@ def test_yarn_scales_cos_and_sin():
     yarn = RopeScaling("yarn", 4.0, 32, attention_factor=1.25)
     cos, sin = rope_table(jnp.arange(3), Rope(16, scaling=yarn))
     np.testing.assert_allclose(np.hypot(cos, sin), 1.25, rtol=1e-6)
+
+
+def test_values_are_rounded_as_a_narrower_dtype_would():
+    drawn = np.random.default_rng(0).standard_normal(4096) * 10.0 ** np.arange(-38, 26, 1 / 64)
+    ties = np.float32(1) + np.arange(8, dtype=np.float32) * np.float32(2**-8)
+    x = jnp.asarray(np.concatenate([drawn, ties, -ties, [0.0, -0.0, np.inf, 3.4e38]]), jnp.float32)
+    assert (_rounded(x, jnp.bfloat16) == x.astype(jnp.bfloat16).astype(jnp.float32)).all()
+    assert (_rounded(x, jnp.bfloat16) != x).any()
