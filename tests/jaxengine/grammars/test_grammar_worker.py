@@ -283,7 +283,8 @@ def test_a_long_compilation_gives_way_to_everybody_and_the_next_one_begins_anew(
                 found.append(int(path.read_text().rpartition(")")[2].split()[16]))
         return sorted(found)
 
-    seen = []
+    others = [os.nice(0)] * 3  # these tests' own
+    seen, lowest = [], [*others, 19]
     for repeats in range(80, 100):  # mostly the second is enough
         key = next(keys)
         worker.open(key, "regex", f"((((a{{{repeats}}}){{100}}){{100}}){{100}})", {})
@@ -291,7 +292,7 @@ def test_a_long_compilation_gives_way_to_everybody_and_the_next_one_begins_anew(
             seen.append(priorities())
             worker.wait(0.005)
         next_of(worker, key)
-        if [0, 0, 0, 19] in seen and [0, 0, 0, 10] in seen[seen.index([0, 0, 0, 19]) :]:
+        if lowest in seen and [*others, 10] in seen[seen.index(lowest) :]:
             break
     else:
         pytest.fail(f"seen were {seen}")
