@@ -4,9 +4,9 @@ Each function is told of one operation of one warpgroup, in that warpgroup's ord
 operands count as read until it is awaited, so that a buffer handed back too early is a race. A lint adds what jax's
 interpreter does not model, or not in every release: shared memory that is written and then read by wgmma, by a TMA
 store or by another warpgroup without `commit_smem`; rewritten before `wait_smem_to_gmem`; loaded into while other
-warps of the same warpgroup may read it; stores still in flight when the kernel ends; read by a warpgroup that nobody
-has told that its load has come. The interpreter copies at once and in order, where TMA loads end as they please: a wait
-for a later load says nothing of an earlier one.
+warps of the same warpgroup may read it; stores still in flight when the kernel ends; read, written or loaded into by a
+warpgroup that nobody has told that a load into it has come. The interpreter copies at once and in order, where TMA
+loads end as they please: a wait for a later load says nothing of an earlier one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from tests.pallas_kernels.mosaic_gpu_memory import (
     end_product,
     overlap,
     place_of,
+    within,
+    without,
 )
 
 UNCOMMITTED = "shared memory written, then read by {} without commit_smem"
@@ -45,10 +47,11 @@ class _Warpgroup:
 
 
 class _Block:
-    """The TMA loads of a block: by number where each went to, by barrier those that who waits for it knows of."""
+    """The TMA loads of a block: by number where each went to, as far as no later one did, and by barrier those that who
+    waits for it knows of."""
 
     def __init__(self) -> None:
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, list[Place]] = {}
         self.told: dict[tuple, set[int]] = defaultdict(set)
 
     def tell(self, barrier: Any, numbers: set[int]) -> None:
@@ -80,15 +83,16 @@ def _found(where: Where, message: str) -> None:
     findings.add(f"{message} at {where.line()}")
 
 
-def _check_arrived(where: Where, place: Place) -> None:
+def _check_arrived(where: Where, place: Place, done: str = "read") -> None:
     with _LOCK:
         own, known = _BLOCKS[where.block].places, _of(where).arrived
-        if any(number not in known and overlap([loaded], place) for number, loaded in own.items()):
-            _found(where, "shared memory read without a wait for the TMA load into it")
+        if any(number not in known and overlap(loaded, place) for number, loaded in own.items()):
+            _found(where, f"shared memory {done} without a wait for the TMA load into it")
 
 
 def on_write(where: Where, key: Any, transforms: tuple) -> None:
     place = place_of(key, transforms)
+    _check_arrived(where, place, "written")
     if any(overlap(group, place) for group in _of(where).stores):
         _found(where, "shared memory rewritten before wait_smem_to_gmem")
     _of(where).uncommitted.append(place)
@@ -100,14 +104,16 @@ def on_read(where: Where, key: Any, transforms: tuple) -> None:
     _of(where).reads.append(place)
 
 
-def on_load(where: Where, key: Any, transforms: tuple, barrier: Any) -> None:
-    place = place_of(key, transforms)
+def on_load(where: Where, key: Any, transforms: tuple, barrier: Any, *, shape: tuple[int, ...]) -> None:
+    """shape: of the whole buffer."""
+    place = within(place_of(key, transforms), shape)
     if overlap(_of(where).reads, place):
         _found(where, "shared memory read, then overwritten by this warpgroup's own TMA load without a barrier")
+    _check_arrived(where, place, "loaded into")
     with _LOCK:
         block, number = _BLOCKS[where.block], next(_NUMBERS)
-        block.places = {each: other for each, other in block.places.items() if not overlap([other], place)}
-        block.places[number] = place
+        left = {each: [part for one in parts for part in without(one, place)] for each, parts in block.places.items()}
+        block.places = {each: parts for each, parts in left.items() if parts} | {number: [place]}
         block.tell(barrier, {number})
 
 

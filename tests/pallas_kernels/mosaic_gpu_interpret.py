@@ -146,7 +146,8 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             barrier = jaxpr_interpret._get_barrier_allocation_key_from_inval(
                 values[2], tree, values[end : end + tree.num_leaves]
             )
-            return self._call(hazards.on_load, eqn, token, values[1], transforms, barrier)
+            shape = eqn.invars[1].aval.shape
+            return self._call(hazards.on_load, eqn, token, values[1], transforms, barrier, shape=shape)
         if primitive is gpu.commit_smem_p:
             return call(hazards.on_commit)
         if primitive is gpu.barrier_arrive_p:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
 from jax._src.pallas.mosaic.interpret import utils
-from jax._src.pallas.mosaic.interpret.race_detection_state import _ranges_overlap
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
@@ -80,7 +79,45 @@ def place_of(key: Any, transforms: tuple) -> Place:
 
 
 def overlap(places: list[Place], other: Place) -> bool:
-    return any(place.buffer == other.buffer and _ranges_overlap(place.range, other.range) for place in places)
+    return any(place.buffer == other.buffer and all(a < b for a, b in _common(place, other)) for place in places)
+
+
+def within(place: Place, shape: tuple[int, ...]) -> Place:
+    """A place of a buffer of this shape, with the end of every axis."""
+    bounds = zip(_bounds(place, len(shape)), shape, strict=True)
+    return place._replace(range=tuple(slice(start, min(stop, size)) for (start, stop), size in bounds))
+
+
+def without(place: Place, other: Place) -> list[Place]:
+    """The parts of a place that another one does not cover."""
+    if not overlap([place], other):
+        return [place]
+    parts, common = [], _common(place, other)
+    rest = _bounds(place, len(common))
+    for axis, (begin, end) in enumerate(common):
+        start, stop = rest[axis]
+        for bounds in ((start, begin), (end, stop)):
+            if bounds[0] < bounds[1]:
+                parts.append(
+                    place._replace(range=tuple(slice(*each) for each in [*rest[:axis], bounds, *rest[axis + 1 :]]))
+                )
+        rest[axis] = begin, end
+    return parts
+
+
+def _common(place: Place, other: Place) -> list[tuple[int, int]]:
+    """(start, stop) of what two places have in common, axis by axis."""
+    num_axes = max(len(place.range), len(other.range))
+    pairs = zip(_bounds(place, num_axes), _bounds(other, num_axes), strict=True)
+    return [(max(a, c), min(b, d)) for (a, b), (c, d) in pairs]
+
+
+def _bounds(place: Place, num_axes: int) -> list[tuple[int, int]]:
+    """(start, stop) of a place's axes; where it has all of one the stop is beyond every end."""
+    ranges = [each if isinstance(each, slice) else slice(each, each + 1) for each in place.range]
+    ranges += [slice(None)] * (num_axes - len(ranges))
+    assert all(each.step in (None, 1) for each in ranges), "parts with gaps"
+    return [(0, 1 << 30) if each == slice(None) else (each.start, each.stop) for each in ranges]
 
 
 def content(place: Place, where: Where) -> np.ndarray:
