@@ -230,7 +230,7 @@ def test_groups_are_summed_for_fewer_rows_than_half_of_one_on_tpus(rows, group, 
 
 def test_kernels_reserve_what_their_tiles_take_on_tpus():
     rows = tpu.prepared(jnp.zeros((8, 4096), jnp.bfloat16), None, jnp.int8, 32, jnp.bfloat16, TpuProducts(), 8)
-    codes, scales = jax.ShapeDtypeStruct((4096, 512), jnp.int8), jax.ShapeDtypeStruct((32, 512), jnp.float32)
+    codes, scales = jnp.zeros((4096, 512), jnp.int8), jnp.zeros((32, 512), jnp.float32)
     held = 2 * (4096 * 512 + 8 * 32 * 512 + 8 * 4096 * 2)
     limit = tpu.vmem_limit((8, 512), rows, codes, scales, None, TpuProducts().vmem_limit_bytes)
     assert held + (4 << 20) < limit < held + (12 << 20)
