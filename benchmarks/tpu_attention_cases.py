@@ -34,6 +34,7 @@ def ours(
     decode: bool,
     part: str,
     trips: int,
+    kv_dtype: str = "bfloat16",
 ) -> Case:
     """One grid step of our kernel, which does `part` `trips` times, at the block sizes of a step of `num_tokens`.
 
@@ -48,7 +49,7 @@ def ours(
         page_size=page_size,
         max_pages=max_pages,
         dtype=jnp.bfloat16,
-        kv_dtype="bfloat16",
+        kv_dtype=kv_dtype,
         part=part,
         trips=trips,
     )

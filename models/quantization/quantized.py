@@ -62,8 +62,8 @@ class QuantizedWeight(nnx.Module):
         def part(kind: str, rows: int, dtype: str, **init: Any) -> nnx.Param:
             axis = axes[-2] if rows > 1 else None
             tensors = tuple(source.tensor(kind) for source in sources)
-            # As kernels read them: a TPU would store a stack by groups where these are no multiple of eight.
-            init["row_major"] = num_experts is not None and rows > 1 and kind in (SCALES, ZEROS)
+            # As kernels read them: a TPU would store some by outputs, or a stack by groups, where that saves padding.
+            init["row_major"] = rows > 1 and (count > 1 or num_experts is not None)
             decl = ParamDecl((*axes[:-2], axis, axes[-1]), tensors, transposed=True, num_experts=num_experts, **init)
             return declare((*stack, rows, out), jnp.dtype(dtype), decl)
 

@@ -17,15 +17,13 @@ from pallas_kernels.matmul.tpu.widened import SPAN, chunk_of
 from pallas_kernels.tuning import TpuProducts
 
 _COLUMNS = (512, 256, 1024)  # the usual ones first: of those that come to the same the first is kept
-# Sums of groups are as large as the result for each group: beyond so many rows they are never the cheaper form.
-_MOST_SUM_ROWS = 128
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Widths of tiles in both forms, those that come to the same left out."""
     usual, found = TpuProducts(), set()
     dtypes = jnp.bfloat16, jnp.dtype(problem.codes)
-    for by_sums in (True, False) if problem.rows <= _MOST_SUM_ROWS else (False,):
+    for by_sums in (True, False) if problem.rows <= problem.group // 2 else (False,):
         for columns in _COLUMNS:
             sum_rows = max(usual.sum_rows, problem.rows) if by_sums else min(usual.sum_rows, problem.rows - 1) or 1
             chosen = {"columns": columns, "sum_rows": sum_rows}

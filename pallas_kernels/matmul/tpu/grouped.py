@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.matmul import quantized_groups_xla
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
-from pallas_kernels.matmul.tpu.quantized import PreparedRows, clear, group_sums, prepared, tiles
+from pallas_kernels.matmul.tpu.quantized import PreparedRows, clear, group_sums, prepared, tiles, vmem_limit
 from pallas_kernels.matmul.tpu.widened import add_product, why_not_aligned
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
@@ -100,6 +100,7 @@ def _call(
 ) -> jax.Array:
     (num_rows, size), (num_groups, count, out) = rows.values.shape, scales.shape
     _, columns = tiles(tile_rows, size, out, count, rows.values.dtype, codes.dtype, sizes)
+    limit = vmem_limit((tile_rows, columns), rows, codes, scales, zeros, sizes.vmem_limit_bytes)
     visits = visits_of(group_sizes, num_rows, tile_rows)
 
     def of_rows(array: jax.Array | None) -> pl.BlockSpec | None:
@@ -126,9 +127,7 @@ def _call(
             scratch_shapes=[pltpu.VMEM((tile_rows, columns), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((num_rows, out), out_dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=sizes.vmem_limit_bytes
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=limit),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size * out,
             bytes_accessed=min(num_rows, num_groups) * of_codes + rows.values.nbytes + 4 * num_rows * out,

@@ -21,6 +21,8 @@ from pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, why_
 from pallas_kernels.tuned import product_sizes
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
+_WORKSPACE = 8 << 20  # bytes beside a kernel's operands and results: a chunk widened, a product; as many for zeros
+
 
 def quantized_matmul(
     x: jax.Array,
@@ -74,7 +76,8 @@ def prepared(
     x: jax.Array, x_scales: jax.Array | None, codes: Any, num_scales: int, dtype: Any, sizes: TpuProducts, at_once: int
 ) -> PreparedRows:
     """Rows [M, in], `at_once` in a tile, for a matrix with codes of this dtype and `num_scales` groups of inputs."""
-    by_sums = at_once <= sizes.sum_rows
+    # Sums are as large as the rows for each group, widened weights as a group.
+    by_sums = at_once <= min(sizes.sum_rows, x.shape[1] // num_scales // 2)
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
     count = x_scales.shape[1]
@@ -114,6 +117,7 @@ def _call(
 ) -> jax.Array:
     (num_rows, size), (count, out) = rows.values.shape, scales.shape
     tile_rows, columns = tiles(num_rows, size, out, count, rows.values.dtype, codes.dtype, sizes)
+    limit = vmem_limit((tile_rows, columns), rows, codes, scales, zeros, sizes.vmem_limit_bytes)
 
     def of_rows(array: jax.Array | None) -> pl.BlockSpec | None:
         return None if array is None else pl.BlockSpec((tile_rows, array.shape[1]), lambda m, n: (m, 0))
@@ -133,9 +137,7 @@ def _call(
         out_specs=pl.BlockSpec((tile_rows, columns), lambda m, n: (m, n)),
         out_shape=jax.ShapeDtypeStruct((num_rows, out), out_dtype),
         scratch_shapes=[pltpu.VMEM((tile_rows, columns), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=sizes.vmem_limit_bytes
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=limit),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size * out,
             bytes_accessed=passes * of_codes + rows.values.nbytes + num_rows * out * jnp.dtype(out_dtype).itemsize,
@@ -170,14 +172,12 @@ def tiles(
     """Rows and columns of the tile that is made at a time, all inputs of which are in VMEM, twice."""
     rows, columns = min(num_rows, sizes.rows), min(out, sizes.columns * per_byte(codes_dtype))
 
-    def of_rows() -> int:
-        return rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
+    def bytes_of() -> tuple[int, int]:
+        return _tile_bytes(rows, columns, size, num_scales, x_dtype, codes_dtype)
 
-    def of_columns() -> int:
-        return columns * (size // per_byte(codes_dtype) + 8 * num_scales)
-
-    while 2 * (of_rows() + of_columns()) > sizes.tile_bytes:
-        if columns > LANES and of_columns() >= of_rows():
+    while sum(bytes_of()) > sizes.tile_bytes:
+        of_rows, of_columns = bytes_of()
+        if columns > LANES and of_columns >= of_rows:
             columns = max(columns // 2 // LANES, 1) * LANES
         elif rows > 2 * SUBLANES:
             rows = max(rows // 2 // (2 * SUBLANES), 1) * 2 * SUBLANES
@@ -186,3 +186,18 @@ def tiles(
         else:
             break
     return rows, columns
+
+
+def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: Any, codes_dtype: Any) -> tuple[int, int]:
+    """Of rows with their results and of a matrix's columns, as the kernel holds them: of two tiles."""
+    of_rows = rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
+    return 2 * of_rows, 2 * columns * (size // per_byte(codes_dtype) + 8 * num_scales)
+
+
+def vmem_limit(
+    tile: tuple[int, int], rows: PreparedRows, codes: jax.Array, scales: jax.Array, zeros: Any, most: int
+) -> int:
+    """What a kernel with such tiles may take: XLA holds nothing between kernels in what one of them reserves."""
+    size, count = rows.values.shape[1], scales.shape[-2]
+    held = sum(_tile_bytes(*tile, size, count, rows.values.dtype, codes.dtype))
+    return min(held + _WORKSPACE * (1 if zeros is None else 2), most)

@@ -37,3 +37,12 @@ def test_codes_and_experts_are_counted_apart():
     # 90 groups are no multiple of eight: where the compiler has the choice, a step begins with turning scales around.
     scales = [param.decl for param in declared_params(model) if param.path[-1] == "scales"]
     assert len(scales) == 2 and all(decl.row_major for decl in scales)
+
+
+def test_codes_with_scales_of_groups_lie_as_kernels_read_them():
+    """2112 outputs are no multiple of 128 lanes: a v5p or tpu7x would store such codes by outputs, and turn them round
+    in every layer of every step."""
+    model = build_model(model_config("deepseek-v3-fp8:1"), Build("bfloat16"))
+    params = {param.name: param for param in declared_params(model) if param.path[-1] in ("codes", "scales")}
+    assert params["layers.0.attention.down.weight.codes"].shape == (7168, 2112)
+    assert all(param.decl.row_major for param in params.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -279,3 +280,6 @@ def test_columns_of_codes_are_in_one_piece_on_hopper_cards(platform, capability,
     assert order_of(decl, sharding) == order
     stack = ParamDecl(("experts", "embed", "mlp"), (Source("up.weight", 4),), num_experts=4, turned_on_gpu=True)
     assert order_of(stack, sharding) == (None if order is None else (0, 2, 1))
+    # What TPUs' kernels read row by row is turned there, too.
+    both = replace(stack, row_major=True)
+    assert order_of(both, sharding) == ((0, 1, 2) if order is None else (0, 2, 1))

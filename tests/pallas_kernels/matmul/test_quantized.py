@@ -218,3 +218,31 @@ def test_a_tpu_without_products_of_eight_bits_makes_none(int8_products):
     assert kinds == ({"int8"} if int8_products == 2 else {"bfloat16"})
     expected = np.asarray(x, np.float32) @ np.asarray(codes, np.float32) / 8
     np.testing.assert_allclose(call(*operands), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "by_sums"), [(16, 32, True), (17, 32, False), (64, 128, True), (65, 128, False)]
+)
+def test_groups_are_summed_for_fewer_rows_than_half_of_one_on_tpus(rows, group, by_sums):
+    x = jnp.zeros((rows, 256), jnp.bfloat16)
+    assert tpu.prepared(x, None, jnp.int8, 256 // group, jnp.bfloat16, TpuProducts(), rows).by_sums == by_sums
+
+
+def test_kernels_reserve_what_their_tiles_take_on_tpus():
+    rows = tpu.prepared(jnp.zeros((8, 4096), jnp.bfloat16), None, jnp.int8, 32, jnp.bfloat16, TpuProducts(), 8)
+    codes, scales = jnp.zeros((4096, 512), jnp.int8), jnp.zeros((32, 512), jnp.float32)
+    held = 2 * (4096 * 512 + 8 * 32 * 512 + 8 * 4096 * 2)
+    limit = tpu.vmem_limit((8, 512), rows, codes, scales, None, TpuProducts().vmem_limit_bytes)
+    assert held + (4 << 20) < limit < held + (12 << 20)
+    assert limit < tpu.vmem_limit((8, 512), rows, codes, scales, scales, TpuProducts().vmem_limit_bytes)
+    assert tpu.vmem_limit((512, 4096), rows, codes, scales, None, 1 << 20) == 1 << 20
+
+
+@pytest.mark.parametrize(("rows", "size", "group"), [(16, 512, 128), (5, 256, 128), (12, 384, 128), (3, 96, 32)])
+def test_groups_of_rows_have_scales_of_their_own(rows, size, group):
+    x = np.random.default_rng(rows).standard_normal((rows, size)).astype(np.float32)
+    found = rounded_rows(jnp.asarray(x), dynamic_scales(largest_values(jnp.asarray(x), group), "int8"), "int8")
+    np.testing.assert_allclose(found.scales, np.abs(x.reshape(rows, -1, group)).max(2) / 127, rtol=1e-6)
+    scales = np.repeat(found.scales, group, axis=1)
+    np.testing.assert_allclose(found.codes, np.round(x / scales))
+    np.testing.assert_allclose(found.widened(jnp.float32), found.codes * scales)
