@@ -1,8 +1,8 @@
 """Declared parameters to real arrays, straight into their sharding: each process reads what its devices hold.
 
 A block of a weight is put together on the host in the checkpoint's orientation and handed to its devices already in the
-weight's own dtype; the transposition to [in, out] happens on that one copy. Host memory beyond the parts themselves
-stays near one weight. Knows nothing of file formats.
+weight's own dtype; the transposition to [in, out] happens on that one copy, which a CPU keeps. Host memory beyond the
+parts themselves stays near one weight. Knows nothing of file formats.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from models.causal_lm import CausalLM
 from models.quantization.rules import Quantization
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
+from models.weights.huge_pages import HugePages
 from models.weights.kv_scales import KV_SCALES
 from models.weights.parts import (
     Block,
@@ -80,7 +81,8 @@ def load_params(
         num_parts(param, mesh)
     whole = _whole(model_abstract)
     source = QuantizedSource(source, whole)
-    loader = _Loader(source, mesh, _check_names(whole, source))
+    on_host = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform == "cpu"
+    loader = _Loader(source, mesh, _check_names(whole, source), HugePages() if on_host else None)
     total = sum(param.num_bytes for param in params)
     done, loaded = 0, []
     for param in params:
@@ -93,11 +95,17 @@ def load_params(
 
 @dataclass(frozen=True)
 class _Loader:
-    """One checkpoint on its way to one mesh. tied_copy: the head is there too and must equal the embedding."""
+    """One checkpoint on its way to one mesh.
+
+    Attributes:
+      tied_copy: the head is there too and must equal the embedding.
+      memory: where weights of CPUs stay; None for devices with memory of their own.
+    """
 
     source: WeightSource
     mesh: Mesh | None
     tied_copy: bool
+    memory: HugePages | None
 
     def load(self, param: DeclaredParam) -> jax.Array:
         sharding, arrays = sharding_of(param, self.mesh), []
@@ -107,13 +115,16 @@ class _Loader:
                 host = host.swapaxes(-1, -2)
             for device, columns in block.devices:
                 place = None if device is None else SingleDeviceSharding(device)
-                arrays.append(put(_columns(param, host, columns), param.decl, place))
+                arrays.append(put(self._placed(_columns(param, host, columns)), param.decl, place))
             # Transfers are asynchronous: waiting here keeps at most one block's host copy alive.
             jax.block_until_ready(arrays)
             del host
         if sharding is None:
             return arrays[0]
         return jax.make_array_from_single_device_arrays(param.shape, sharding, arrays, dtype=param.dtype)
+
+    def _placed(self, array: np.ndarray) -> np.ndarray:
+        return array if self.memory is None else self.memory.copy(array)
 
     def _read_block(self, param: DeclaredParam, block: Block) -> np.ndarray:
         """In the checkpoint's orientation and the weight's dtype: [experts, rows, columns] without those not there."""
