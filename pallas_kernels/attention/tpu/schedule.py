@@ -46,7 +46,7 @@ class Schedule:
 
 def block_q_of(sizes: TpuAttention, num_tokens: int, group_size: int) -> int:
     """Tokens per tile of `runs`: smaller where few tokens or large groups would make most rows of a tile idle."""
-    wanted = min(sizes.max_block_q, num_tokens // 8, sizes.run_rows // group_size)
+    wanted = min(sizes.max_block_q, num_tokens // sizes.run_tiles, sizes.run_rows // group_size)
     return max(1 << max(wanted, 1).bit_length() - 1, sizes.min_block_q)
 
 
