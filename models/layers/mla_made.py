@@ -27,7 +27,8 @@ from pallas_kernels.tuning import Tuning, tuning_of
 # Where it has been seen to pay: a layout of pages -> as elsewhere.
 LAYOUTS = ("tpu",)
 PAGE = 16  # tokens of a page of what is made: a row begins with a page
-PIECE = 1024  # keys of what came before that are made at a time
+PIECE = 2048  # keys of what came before that are attended to at a time, and
+BLOCK = 512  # those that are made at a time
 HEADS = 8  # most heads whose keys and values are made at a time
 
 
@@ -54,13 +55,14 @@ class MadeRows(NamedTuple):
 
 
 def least_tokens(latent: Latent) -> int | None:
-    """New tokens of a row from which on making its keys and values takes fewer operations; None for never.
+    """New tokens of a row from which on its keys and values are made; None for never.
 
-    A key costs C U to make; what each query then saves on it is what both products of attention are narrower.
+    A key costs C U to make; what each query then saves on it is that both products of attention are narrower. From
+    twice as many queries as make up for it: kernels work on tiles of many tokens, which few fill badly.
     """
     made = latent.qk_nope_head_dim + latent.v_head_dim
     saved = 2 * latent.kv_lora_rank - made
-    return -(-latent.kv_lora_rank * made // saved) if saved > 0 else None
+    return -(-2 * latent.kv_lora_rank * made // saved) if saved > 0 else None
 
 
 def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
@@ -86,7 +88,9 @@ def made_rows(attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch
     least = None if latent is None else least_tokens(latent)
     if latent is None or least is None or num_tokens < least:
         return None
-    if kv.layout not in LAYOUTS or is_quantized(kv.spec) or spec.window is not None or spec.chunk is not None:
+    if kv.layout not in LAYOUTS or is_quantized(kv.spec) or BLOCK % kv.page_size:
+        return None
+    if spec.window is not None or spec.chunk is not None:
         return None
     most = min(num_seqs, num_tokens // least)
     index = jnp.arange(num_seqs, dtype=jnp.int32)
@@ -149,7 +153,7 @@ def _tuning(layout: str) -> Tuning:
     """The usual sizes, but for larger tiles of tokens: no two heads share a key, so that only tokens make one worth
     reading."""
     tuning = tuning_of(layout)
-    return replace(tuning, tpu_attention=replace(tuning.tpu_attention, max_block_q=512, run_tiles=2))
+    return replace(tuning, tpu_attention=replace(tuning.tpu_attention, max_block_q=256, run_tiles=2))
 
 
 def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
@@ -184,45 +188,56 @@ def attend_made(
     most = made.num_before.shape[0]
     slots = made.slot_tokens[:, None]
     own_keys = jnp.where(slots >= 0, keys.astype(kv.dtype).astype(dtype)[jnp.maximum(made.slot_tokens, 0)], 0)
-    # Pieces are whole pages of the pool.
-    columns = PIECE // kv.page_size
+    columns = BLOCK // kv.page_size
     table = jnp.pad(page_table, ((0, most), (0, -page_table.shape[1] % columns)))
     table = lax.dynamic_slice_in_dim(table, made.num_short, most)
     table = jnp.clip(table, 0, kv.num_pages - 1)
     num_pieces = -(-made.num_before // PIECE)
     ends = jnp.cumsum(num_pieces, dtype=jnp.int32)
 
-    def some_heads(o: jax.Array, group: jax.Array) -> tuple[jax.Array, None]:
+    def some_heads(carry: tuple[jax.Array, jax.Array], group: jax.Array):
+        o, rows = carry
         first = group * heads
         q_group = jnp.concatenate([lax.dynamic_slice_in_dim(part, first, heads, axis=1) for part in q], axis=-1)
         joined = _joined(weights, first, latent, heads)
 
-        def attend(latents: jax.Array, batch: RaggedBatch, spec: AttentionSpec, schedule: Any):
-            rows = jnp.matmul(latents, joined, preferred_element_type=jnp.float32).astype(dtype)
-            pool = pages_of(rows.reshape(-1, heads, spec.head_dim + spec.v_head_dim), spec.head_dim, PAGE, kv.layout)
+        def made_of(latents: jax.Array) -> jax.Array:
+            return jnp.matmul(latents, joined, preferred_element_type=jnp.float32).astype(dtype)
+
+        def attend(rows: jax.Array, batch: RaggedBatch, spec: AttentionSpec, schedule: Any):
+            pool = pages_of(rows.reshape(len(rows), heads, -1), spec.head_dim, PAGE, kv.layout)
             result, lse = ragged_paged_attention(q_group, pool, batch, spec=spec, schedule=schedule, return_lse=True)
             return result.astype(jnp.float32), lse
 
         def piece(carry):
-            number, total, lse = carry
+            number, total, lse, rows = carry
             row = jnp.sum(number >= ends, dtype=jnp.int32)
             index = number - (ends - num_pieces)[row]
             count = jnp.minimum(made.num_before[row] - index * PIECE, PIECE)
-            ids = lax.dynamic_slice(table, (row, index * columns), (1, columns))[0]
-            latents = export_pages(kv, ids).reshape(PIECE, -1)
-            latents = jnp.where(jnp.arange(PIECE)[:, None] < count, latents.astype(dtype), 0)
+
+            def make(block, rows):
+                ids = lax.dynamic_slice(table, (row, index * (PIECE // kv.page_size) + block * columns), (1, columns))
+                latents = export_pages(kv, ids[0]).reshape(BLOCK, -1)
+                there = block * BLOCK + jnp.arange(BLOCK)[:, None] < count
+                new = made_of(jnp.where(there, latents.astype(dtype), 0))
+                return lax.dynamic_update_slice_in_dim(rows, new, block * BLOCK, axis=0)
+
+            rows = lax.fori_loop(0, -(-count // BLOCK), make, rows)
             which = row + jnp.where(index == num_pieces[row] - 1, most, 0)
             schedule = jax.tree.map(lambda each: each[which], made.piece_schedules)
-            part, part_lse = attend(latents, _piece(made.rows, row, count), piece_spec, schedule)
-            return number + 1, *_merged((total, lse), (part, part_lse), (made.token_row == row)[:, None])
+            part = attend(rows, _piece(made.rows, row, count), piece_spec, schedule)
+            return number + 1, *_merged((total, lse), part, (made.token_row == row)[:, None]), rows
 
-        total, lse = attend(own_keys, made.rows, own_spec, made.own_schedule)
-        _, total, _ = lax.while_loop(lambda carry: carry[0] < ends[-1], piece, (jnp.int32(0), total, lse))
+        total, lse = attend(made_of(own_keys), made.rows, own_spec, made.own_schedule)
+        start = jnp.int32(0), total, lse, rows
+        _, total, _, rows = lax.while_loop(lambda carry: carry[0] < ends[-1], piece, start)
         before = lax.dynamic_slice_in_dim(o, first, heads, axis=1)
         new = jnp.where((made.token_row >= 0)[:, None, None], total.astype(dtype), before)
-        return lax.dynamic_update_slice_in_dim(o, new, first, axis=1), None
+        return (lax.dynamic_update_slice_in_dim(o, new, first, axis=1), rows), None
 
-    return lax.scan(some_heads, o, jnp.arange(spec.num_q_heads // heads, dtype=jnp.int32))[0]
+    rows = jnp.zeros((PIECE, heads * (own_spec.head_dim + own_spec.v_head_dim)), dtype)
+    (o, _), _ = lax.scan(some_heads, (o, rows), jnp.arange(spec.num_q_heads // heads, dtype=jnp.int32))
+    return o
 
 
 def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, heads: int) -> jax.Array:
