@@ -100,13 +100,20 @@ class LatentAttention(nnx.Module):
         if (made := step.made) is None:
             return self._absorbed(q, kv, ragged, step.schedule)
         num_tokens, num_heads = q[0].shape[:2]
-        with jax.named_scope("absorbed"):
-            o = lax.cond(
-                made.num_short > 0,
-                lambda: self._absorbed(q, kv, ragged._replace(num_seqs=made.num_short), made.schedule),
-                lambda: jnp.zeros((num_tokens, num_heads, self.latent.v_head_dim), keys.dtype),
-            )
-        with jax.named_scope("made"):
+        num_seqs = len(ragged.kv_lens)
+        short = ragged._replace(num_seqs=made.num_short)
+
+        def nothing():
+            return jnp.zeros((num_tokens, num_heads, self.latent.v_head_dim), keys.dtype)
+
+        def decodes():
+            few = short._replace(slot_mapping=short.slot_mapping[:num_seqs])
+            o = self._absorbed((q[0][:num_seqs], q[1][:num_seqs]), kv, few, made.decode_schedule)
+            return jnp.pad(o, ((0, num_tokens - num_seqs), (0, 0), (0, 0)))
+
+        with jax.named_scope("short_rows"):
+            o = lax.switch(made.short_form, (nothing, decodes, lambda: self._absorbed(q, kv, short, made.schedule)))
+        with jax.named_scope("made_rows"):
             attend = partial(attend_made, latent=self.latent, spec=self.spec)
             return lax.cond(
                 made.rows.num_seqs > 0,

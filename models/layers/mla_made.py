@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from models.config.attention import LayerAttention, Latent
+from models.config.attention import Latent, LayerAttention
 from models.quantization.scheme import Weight
 from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
 from pallas_kernels.kv.pages import KVPages, export_pages, is_quantized, pages_of
 from pallas_kernels.tuning import Tuning, tuning_of
 
-# Where it has been seen to pay: a layout of pages -> as elsewhere.
+# Of pages, where rows are made. Hopper's kernels take no values narrower than keys; on CPUs nobody has seen it pay.
 LAYOUTS = ("tpu",)
 PAGE = 16  # tokens of a page of what is made: a row begins with a page
 PIECE = 2048  # keys of what came before that are attended to at a time, and
@@ -36,9 +36,11 @@ class MadeRows(NamedTuple):
     """Rows of a step whose keys and values are made, the last ones; worked out once for all layers. L rows at most.
 
     Attributes:
-      short: the batch that the other rows are, and `schedule` what attention to it is told.
-      first: i32[], the first row; and token_row: i32[T], the row of each of their tokens counted from it, -1 of others.
-      rows: their new tokens among themselves, in pages of PAGE; own_schedule is theirs.
+      num_short: i32[], the rows before them. schedule: of attention to the latents of these; decode_schedule: the same
+        of their first S tokens, which are all where these rows are decodes.
+      short_form: i32[], 0 where there are none of these rows, 1 where they are decodes, else 2.
+      rows: the new tokens of made rows among themselves, in pages of PAGE; own_schedule is theirs.
+      token_row: i32[T], which of the L rows a token is of, -1 of no such row.
       slot_tokens: i32[n], the token in each slot of these pages, -1 in empty ones.
       num_before: i32[L], keys before the new tokens.
       piece_schedules: of each row for a whole piece, then of each for its last one, [2 * L, ...].
@@ -46,6 +48,8 @@ class MadeRows(NamedTuple):
 
     num_short: jax.Array
     schedule: Any
+    decode_schedule: Any
+    short_form: jax.Array
     rows: RaggedBatch
     own_schedule: Any
     token_row: jax.Array
@@ -79,11 +83,14 @@ def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> Attention
     )
 
 
-def made_rows(attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int):
+def made_rows(
+    attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int
+) -> MadeRows | None:
     """MadeRows of a step of T = num_tokens tokens; None where it can have none, or where it would not pay.
 
     spec: that of attention over latents.
     """
+    assert batch.num_decode is not None
     latent, num_seqs = attention.latent, batch.kv_lens.shape[0]
     least = None if latent is None else least_tokens(latent)
     if latent is None or least is None or num_tokens < least:
@@ -120,7 +127,7 @@ def made_rows(attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch
         page_table=starts[:, None] + jnp.arange(-(-num_tokens // PAGE), dtype=jnp.int32),
         slot_mapping=jnp.full((num_tokens,), -1, jnp.int32),
         num_seqs=num_rows,
-        num_decode=jnp.zeros_like(num_rows),
+        num_decode=None,
     )
 
     tuning = _tuning(kv.layout)
@@ -135,11 +142,13 @@ def made_rows(attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch
         jnp.tile(jnp.arange(most, dtype=jnp.int32), 2), jnp.concatenate([jnp.full_like(last, PIECE), last])
     )
     short = batch._replace(num_seqs=num_short)
+    sizes: dict[str, Any] = {"page_size": kv.page_size, "platform": kv.layout}
+    decodes = short._replace(slot_mapping=short.slot_mapping[:num_seqs])
     return MadeRows(
         num_short=num_short,
-        schedule=attention_schedule(
-            short, spec, num_tokens=num_tokens, page_size=kv.page_size, platform=kv.layout
-        ),
+        schedule=attention_schedule(short, spec, num_tokens=num_tokens, **sizes),
+        decode_schedule=attention_schedule(decodes, spec, num_tokens=num_seqs, **sizes),
+        short_form=jnp.where(num_short == 0, 0, jnp.where(num_short <= batch.num_decode, 1, 2)),
         rows=own,
         own_schedule=schedule(own, causal=True),
         token_row=jnp.where(in_rows, jnp.sum(tokens[:, None] >= cu_q_lens[1:], axis=1, dtype=jnp.int32), -1),
@@ -157,7 +166,7 @@ def _tuning(layout: str) -> Tuning:
 
 
 def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
-    """One row and `count` keys of a piece, whose pages lie in order."""
+    """Of L rows one, with `count` keys that came before it, i32[]: those of a piece, whose pages lie in order."""
     return rows._replace(
         cu_q_lens=lax.dynamic_slice_in_dim(rows.cu_q_lens, row, 2),
         kv_lens=count[None],
@@ -184,7 +193,7 @@ def attend_made(
     [T, C + R]. weights: what makes keys and values, W^UK and W^UV. page_table: i32[S, W], of the pool's latents.
     """
     own_spec, piece_spec = (made_spec(latent, spec, causal=causal) for causal in (True, False))
-    heads, num_tokens, dtype = own_spec.num_q_heads, o.shape[0], o.dtype
+    heads, dtype = own_spec.num_q_heads, o.dtype
     most = made.num_before.shape[0]
     slots = made.slot_tokens[:, None]
     own_keys = jnp.where(slots >= 0, keys.astype(kv.dtype).astype(dtype)[jnp.maximum(made.slot_tokens, 0)], 0)

@@ -16,6 +16,7 @@ from models.layers import mla_made
 from models.layers.attention import StepInputs, attention_spec
 from models.layers.mla import LatentAttention
 from models.layers.rows import Rows
+from models.quantization.plain import PlainWeight
 from pallas_kernels.attention.op import RaggedBatch, attention_schedule
 from pallas_kernels.kv.pages import KVSpec, alloc, import_pages
 
@@ -26,6 +27,7 @@ NUM_TOKENS, NUM_SEQS, PAGE_SIZE, NUM_PAGES, WIDTH = 64, 8, 8, 60, 14
 MIXED = [(1, 12), (1, 39), (LEAST - 1, 5), (LEAST, 0), (11, 70), (20, 32)]  # new tokens and those before
 BATCHES = {
     "mixed": (MIXED, 3),
+    "decodes and long ones": ([(1, 0), (1, 23), (9, 33), (30, 10)], 2),
     "none long": ([(1, 20), (LEAST - 1, 40)], 2),
     "all long": ([(9, 33), (16, 0), (39, 64)], 0),
     "a long one before a short one": ([(12, 40), (2, 9), (30, 17)], 2),
@@ -51,6 +53,7 @@ def test_made_rows_are_what_absorbed_ones_are(layout):
     rng = np.random.default_rng(0)
     layer = LatentAttention(ATTENTION, 16, source="a", build=Build("float32"))
     for weight in (layer.w_uk, layer.w_uv):
+        assert isinstance(weight, PlainWeight)
         weight.values[...] = jnp.asarray(rng.standard_normal(weight.values.shape, np.float32))
     spec = attention_spec(ATTENTION)
     pool = alloc(KVSpec(NUM_PAGES, PAGE_SIZE, 1, 34, 32, "float32", values_in_keys=True), layout=layout)
@@ -61,12 +64,13 @@ def test_made_rows_are_what_absorbed_ones_are(layout):
         sizes = {"num_tokens": NUM_TOKENS, "page_size": PAGE_SIZE, "platform": layout}
         step = StepInputs(Rows(batch.slot_mapping >= 0, None), None, attention_schedule(batch, spec, **sizes))
         made = mla_made.made_rows(ATTENTION, spec, batch, kv, NUM_TOKENS)
+        assert made is not None
         absorbed, both = (
             layer._attend((q, q_rope), keys, kv, batch, each) for each in (step, step._replace(made=made))
         )
         return absorbed, both, made.num_short
 
-    for rows, num_short in list(BATCHES.values())[: 1 if layout == "tpu" else None]:
+    for rows, num_short in list(BATCHES.values())[: 2 if layout == "tpu" else None]:
         batch, keys, pages = drawn(rng, rows)
         q, q_rope = (rng.standard_normal((NUM_TOKENS, 4, width), np.float32) for width in (4, 2))
         absorbed, both, short = attend(q, q_rope, keys, pages, batch)
@@ -94,4 +98,5 @@ def drawn(rng: np.random.Generator, rows: list[tuple[int, int]]) -> tuple[Ragged
         keys[cu[row] : cu[row + 1]] = values[before:]
         slots[cu[row] : cu[row + 1]] = (np.array(own)[where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE)[before:]
     decodes = sum(new == 1 for new, _ in rows)
-    return RaggedBatch(cu, lens, table, slots, np.int32(len(rows)), np.int32(decodes)), keys, pages
+    batch = cu, lens, table, slots, np.int32(len(rows)), np.int32(decodes)
+    return RaggedBatch(*map(jnp.asarray, batch)), keys, pages
