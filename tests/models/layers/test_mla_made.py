@@ -34,7 +34,7 @@ BATCHES = {
 }
 
 
-@pytest.fixture(params=["cpu", "tpu"])
+@pytest.fixture(params=["cpu", pytest.param("tpu", marks=pytest.mark.thorough("interpreted"))])
 def layout(request, monkeypatch):
     monkeypatch.setattr(mla_made, "LAYOUTS", ("cpu", "tpu"))
     for name, value in {"PIECE": 32, "BLOCK": 16, "HEADS": 2}.items():
