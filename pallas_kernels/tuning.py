@@ -43,6 +43,7 @@ class TpuAttention(_Sizes):
     """Of attention.tpu. `single` tiles hold one token and are bound by bandwidth, `run` tiles several."""
 
     max_block_q: int = 128  # tokens of a run tile
+    run_tiles: int = 8  # that the tokens of a step make at least, unless they are smallest tiles
     min_block_q: int = 16  # rows of a bfloat16 tile: with fewer the heads of a group could not be stacked as they are
     run_rows: int = 512  # query rows (tokens x heads of a group) that keep the matrix unit busy on one tile of keys
     single_tiles: int = 8  # of a grid step

@@ -188,7 +188,8 @@ class Rank:
 
     def commit(self) -> ScheduledBatch:
         """Counts the step as done and describes it."""
-        s, decodes, prefills = self.slots, self._decodes, self._prefills
+        # Chunks that the model may attend to in another form than short ones come last (models.layers.mla_made).
+        s, decodes, prefills = self.slots, self._decodes, sorted(self._prefills, key=lambda chunk: chunk[1])
         num_decode, num_rows = len(decodes), len(decodes) + len(prefills)
         slots, counts, start, sample = decodes, *(column[:num_rows] for column in self._decode_columns)
         if prefills:

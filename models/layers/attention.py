@@ -36,12 +36,14 @@ class StepInputs(NamedTuple):
       rope: cos and sin, each f32[T, rotary_dim / 2]; None without rope.
       schedule: of pallas_kernels.attention.op.attention_schedule.
       temperature: f32[T] that queries are multiplied with, None for not at all.
+      made: of models.layers.mla_made.made_rows; None where no row has keys and values made of latents.
     """
 
     rows: Rows
     rope: tuple[jax.Array, jax.Array] | None
     schedule: Any
     temperature: jax.Array | None = None
+    made: Any = None
 
 
 class LayerPages(NamedTuple):

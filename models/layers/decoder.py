@@ -30,6 +30,7 @@ from models.layers.classify import LabelScores
 from models.layers.embedding import Embedding, own_logits, vocab_source
 from models.layers.linear import Linear
 from models.layers.lora import with_visits
+from models.layers.mla_made import made_rows
 from models.layers.moe import ExpertLoad
 from models.layers.norm import NormClass, RMSNorm
 from models.layers.rope import rope_table
@@ -269,11 +270,20 @@ class Decoder(nnx.Module):
                     platform=kv.layout,
                     kv_limits=limits,
                 )
+        made = {}
+        if limits is None and len(batch.logits_indices) < len(batch.token_ids):  # not of decodes alone
+            for attention, spec in specs.items():
+                with jax.named_scope("made_rows"):
+                    made[attention] = made_rows(attention, spec, batch.ragged[0], kv, batch.token_ids.shape[0])
         adapters = with_visits(batch.adapters, self.build.lora, kv.layout)
         rows = Rows(batch.ragged[0].slot_mapping >= 0, adapters)
         return {
             attention: StepInputs(
-                rows, tables[attention.rope], schedules.get(specs.get(attention)), temperatures[attention.temperature]
+                rows,
+                tables[attention.rope],
+                schedules.get(specs.get(attention)),
+                temperatures[attention.temperature],
+                made.get(attention),
             )
             for attention in attentions
         }

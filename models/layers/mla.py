@@ -10,21 +10,23 @@ affair.
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from models.build import Build
 from models.config.attention import LayerAttention
 from models.config.fields import ModelConfigError
 from models.layers.attention import LayerPages, StepInputs, attention_spec
 from models.layers.linear import Linear
+from models.layers.mla_made import attend_made
 from models.layers.norm import RMSNorm
 from models.layers.rope import apply_rope
 from models.weights.declare import Source
-from pallas_kernels.attention.op import ragged_paged_attention
+from pallas_kernels.attention.op import RaggedBatch, ragged_paged_attention
 from pallas_kernels.kv.pages import KVPages
 from pallas_kernels.kv.update import kv_cache_update
 
@@ -83,15 +85,48 @@ class LatentAttention(nnx.Module):
                 q_rope, k_rope = (
                     apply_rope(part, *step.rope, interleaved=self.interleaved) for part in (q_rope, k_rope)
                 )
-        with jax.named_scope("absorb"):
-            q = self.w_uk.batched_matmul(q, contract=0).astype(x.dtype)
         ragged = pages.in_pool(kv.page_size)
         with jax.named_scope("kv_cache_update"):
             keys = jnp.concatenate([kv_latent[:, None], k_rope], axis=-1)
             kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
-        with jax.named_scope("ragged_paged_attention"):
-            o = ragged_paged_attention(q, kv, ragged, spec=spec, q_rest=q_rope, schedule=step.schedule)
-        with jax.named_scope("values"):
-            o = self.w_uv.batched_matmul(cast(jax.Array, o), contract=1).astype(x.dtype)
+        o = self._attend((q, q_rope), keys[:, 0], kv, ragged, step)
         with jax.named_scope("o_proj"):
             return self.out(o.reshape(x.shape[0], -1), step.rows), kv
+
+    def _attend(
+        self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs
+    ) -> jax.Array:
+        """Values [T, N, Hv] of queries without rope and with it, [T, N, .] each; keys: of this step, [T, C + R]."""
+        if (made := step.made) is None:
+            return self._absorbed(q, kv, ragged, step.schedule)
+        num_tokens, num_heads = q[0].shape[:2]
+        num_seqs = len(ragged.kv_lens)
+        short = ragged._replace(num_seqs=made.num_short)
+
+        def nothing():
+            return jnp.zeros((num_tokens, num_heads, self.latent.v_head_dim), keys.dtype)
+
+        def decodes():
+            few = short._replace(slot_mapping=short.slot_mapping[:num_seqs])
+            o = self._absorbed((q[0][:num_seqs], q[1][:num_seqs]), kv, few, made.decode_schedule)
+            return jnp.pad(o, ((0, num_tokens - num_seqs), (0, 0), (0, 0)))
+
+        with jax.named_scope("short_rows"):
+            o = lax.switch(made.short_form, (nothing, decodes, lambda: self._absorbed(q, kv, short, made.schedule)))
+        with jax.named_scope("made_rows"):
+            attend = partial(attend_made, latent=self.latent, spec=self.spec)
+            return lax.cond(
+                made.rows.num_seqs > 0,
+                lambda o: attend(o, q, keys, (self.w_uk, self.w_uv), kv, ragged.page_table, made),
+                lambda o: o,
+                o,
+            )
+
+    def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
+        """The same of all rows, by attention to latents."""
+        with jax.named_scope("absorb"):
+            latent_q = self.w_uk.batched_matmul(q[0], contract=0).astype(q[0].dtype)
+        with jax.named_scope("ragged_paged_attention"):
+            o = ragged_paged_attention(latent_q, kv, ragged, spec=self.spec, q_rest=q[1], schedule=schedule)
+        with jax.named_scope("values"):
+            return self.w_uv.batched_matmul(cast(jax.Array, o), contract=1).astype(latent_q.dtype)

@@ -28,7 +28,7 @@ class RaggedBatch(NamedTuple):
     page_table: jax.Array  # [S, W] pool rows of each sequence, in order (vLLM: block_table)
     slot_mapping: jax.Array  # [T] flat pool slot (page * page_size + offset) of each new token, -1 = padding
     num_seqs: jax.Array  # [] live rows
-    num_decode: jax.Array  # [] rows [0, num_decode) have exactly one new token
+    num_decode: jax.Array | None  # [] rows [0, num_decode) have exactly one new token; None: a batch of runs alone
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class AttentionSpec:
 def check_batch(batch: RaggedBatch, num_tokens: int) -> None:
     """Raises ValueError unless the arrays of `batch` are int32 and agree in S, W and T."""
     for field, array in zip(batch._fields, batch, strict=True):
-        if array.dtype != "int32":
+        if array is not None and array.dtype != "int32":
             raise ValueError(f"RaggedBatch.{field} must be int32, got {array.dtype}")
     if batch.page_table.ndim != 2 or 0 in batch.page_table.shape:
         raise ValueError(f"RaggedBatch.page_table must be [S, W] with S, W >= 1, got {batch.page_table.shape}")
@@ -100,6 +100,8 @@ def check_batch(batch: RaggedBatch, num_tokens: int) -> None:
         "num_seqs": (),
         "num_decode": (),
     }
+    if batch.num_decode is None:
+        del wanted["num_decode"]
     for field, shape in wanted.items():
         if getattr(batch, field).shape != shape:
             raise ValueError(

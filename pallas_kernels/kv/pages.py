@@ -267,6 +267,22 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
     return jnp.max(k, axis=(0, 2)), None if spec.values_in_keys else jnp.max(v, axis=(0, 2))
 
 
+def pages_of(rows: jax.Array, head_dim: int, page_size: int, layout: str) -> KVPages:
+    """A pool of the dtype of rows [n * page_size, K, head_dim + Hv], keys with values behind them, which fill its pages
+    in order."""
+    num_tokens, num_heads, width = rows.shape
+    spec = KVSpec(num_tokens // page_size, page_size, num_heads, head_dim, width - head_dim, rows.dtype.name)
+    rows = to_storage(rows, spec, layout)
+    if layout == "tpu":
+        data = rows.reshape(spec.num_pages, page_size, -1)
+        data = jnp.pad(data, ((0, 0), (0, 0), (0, -data.shape[2] % LANES)))
+    else:
+        pages = rows.reshape(spec.num_pages, page_size, num_heads, width).swapaxes(1, 2)
+        tiles = [part.reshape(*pages.shape[:2], -1) for part in jnp.split(pages, (head_dim,), axis=3)]
+        data = jnp.concatenate(tiles, axis=2)
+    return KVPages(data, None, None, spec, layout)
+
+
 def _parts(spec: KVSpec) -> int:
     """What a canonical page holds of a head: 2, keys and values, or 1, keys with the values in them."""
     if spec.values_in_keys:

@@ -97,7 +97,7 @@ def test_same_step_shares_a_prefix():
     loop.scheduler.add_request(make("a", prompt))
     loop.scheduler.add_request(make("b", prompt))
     (batch,) = loop.step().batches
-    assert batch.num_scheduled.tolist() == [10, 2]
+    assert batch.num_scheduled.tolist() == [2, 10]  # long chunks come last
     loop.run()
     for request in loop.finished:
         check_output(request)
@@ -198,7 +198,7 @@ def test_poisoned_row_ends_alone():
     loop.scheduler.add_request(bad)
     step = loop.scheduler.schedule()
     tokens, _ = loop.device.execute(loop.packer.pack(step))
-    tokens[0, 1] = -1
+    tokens[0, list(step.batches[0].slots).index(bad.slot)] = -1
     assert loop.scheduler.update(step, tokens).finished == [bad]
     assert (bad.finish_reason, bad.stop_reason) == ("error", "logits are not finite")
     loop.run()

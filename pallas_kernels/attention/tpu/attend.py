@@ -66,9 +66,12 @@ def ragged_paged_attention(
         _attend, kv=kv, batch=batch, spec=spec, sinks=sinks, sizes=schedule.sizes, interpret=interpret, body=body
     )
     if schedule.runs is None:
+        assert schedule.single is not None
         return call(q, q_rest, tree_mask, schedule.single, block_q=1)
     block_q = schedules.block_q_of(schedule.sizes, num_tokens, spec.group_size)
     o, lse = call(q, q_rest, tree_mask, schedule.runs, block_q=block_q)
+    if schedule.single is None or batch.num_decode is None:
+        return o, lse
     head_of = functools.partial(lax.slice_in_dim, start_index=0, limit_index=num_seqs)
     # By themselves, or XLA would copy what it reads and updates in one go.
     run_o, run_lse = lax.optimization_barrier((head_of(o), head_of(lse)))

@@ -39,14 +39,14 @@ class Walk(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    single: Walk
+    single: Walk | None
     runs: Walk | None
     sizes: TpuAttention = field(metadata={"static": True})  # that the tiles were cut to
 
 
 def block_q_of(sizes: TpuAttention, num_tokens: int, group_size: int) -> int:
     """Tokens per tile of `runs`: smaller where few tokens or large groups would make most rows of a tile idle."""
-    wanted = min(sizes.max_block_q, num_tokens // 8, sizes.run_rows // group_size)
+    wanted = min(sizes.max_block_q, num_tokens // sizes.run_tiles, sizes.run_rows // group_size)
     return max(1 << max(wanted, 1).bit_length() - 1, sizes.min_block_q)
 
 
@@ -72,8 +72,10 @@ def attention_schedule(
     live = index < batch.num_seqs
     if not has_runs(num_tokens, num_seqs):
         return Schedule(_walk(batch, spec, live, num_tokens, 1, page_size), None, sizes)
-    single = _walk(batch, spec, live & (index < batch.num_decode), num_seqs, 1, page_size)
     block_q = block_q_of(sizes, num_tokens, spec.group_size)
+    if batch.num_decode is None:
+        return Schedule(None, _walk(batch, spec, live, num_tokens, block_q, page_size), sizes)
+    single = _walk(batch, spec, live & (index < batch.num_decode), num_seqs, 1, page_size)
     runs = _walk(batch, spec, live & (index >= batch.num_decode), num_tokens, block_q, page_size)
     return Schedule(single, runs, sizes)
 

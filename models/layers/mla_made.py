@@ -1,0 +1,279 @@
+"""Multi-head latent attention with keys and values of heads, made of the latents (section 2.1.1 of arXiv:2405.04434).
+
+Attending to latents takes most operations for each pair of a query and a key, and none to make keys. So a row (a
+sequence of the step) of many new tokens has the keys and values of its heads made, for a few heads at a time and those
+alone: of its new tokens first, then of what came before, in pieces whose results are merged. Which rows are many is
+said by the latent's shape, so that a row's form depends on nothing else in the step.
+
+Owns which rows these are, and their keys. The products around are mla.py's, attention is pallas_kernels' affair: what
+is made lies in small pools of its own, which are forgotten with the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models.config.attention import Latent, LayerAttention
+from models.quantization.scheme import Weight
+from pallas_kernels.attention.op import AttentionSpec, RaggedBatch, attention_schedule, ragged_paged_attention
+from pallas_kernels.kv.pages import KVPages, export_pages, is_quantized, pages_of
+from pallas_kernels.tuning import Tuning, tuning_of
+
+# Of pages, where rows are made. Hopper's kernels take no values narrower than keys; on CPUs nobody has seen it pay.
+LAYOUTS = ("tpu",)
+PAGE = 16  # tokens of a page of what is made: a row begins with a page
+PIECE = 2048  # keys of what came before that are attended to at a time, and
+BLOCK = 512  # those that are made at a time
+HEADS = 8  # most heads whose keys and values are made at a time
+
+
+class MadeRows(NamedTuple):
+    """Rows of a step whose keys and values are made, the last ones; worked out once for all layers. L rows at most.
+
+    Attributes:
+      num_short: i32[], the rows before them. schedule: of attention to the latents of these; decode_schedule: the same
+        of their first S tokens, which are all where these rows are decodes.
+      short_form: i32[], 0 where there are none of these rows, 1 where they are decodes, else 2.
+      rows: the new tokens of made rows among themselves, in pages of PAGE; own_schedule is theirs.
+      token_row: i32[T], which of the L rows a token is of, -1 of no such row.
+      slot_tokens: i32[n], the token in each slot of these pages, -1 in empty ones.
+      num_before: i32[L], keys before the new tokens.
+      piece_schedules: of each row for a whole piece, then of each for its last one, [2 * L, ...].
+    """
+
+    num_short: jax.Array
+    schedule: Any
+    decode_schedule: Any
+    short_form: jax.Array
+    rows: RaggedBatch
+    own_schedule: Any
+    token_row: jax.Array
+    slot_tokens: jax.Array
+    num_before: jax.Array
+    piece_schedules: Any
+
+
+def least_tokens(latent: Latent) -> int | None:
+    """New tokens of a row from which on its keys and values are made; None for never.
+
+    A key costs C U to make; what each query then saves on it is that both products of attention are narrower. From
+    twice as many queries as make up for it: kernels work on tiles of many tokens, which few fill badly.
+    """
+    made = latent.qk_nope_head_dim + latent.v_head_dim
+    saved = 2 * latent.kv_lora_rank - made
+    return -(-2 * latent.kv_lora_rank * made // saved) if saved > 0 else None
+
+
+def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
+    """Attention of as many of a device's heads as are made at a time; spec: over latents."""
+    heads = max(count for count in range(1, min(HEADS, spec.num_q_heads) + 1) if spec.num_q_heads % count == 0)
+    return AttentionSpec(
+        num_q_heads=heads,
+        num_kv_heads=heads,
+        head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim,
+        v_head_dim=latent.v_head_dim,
+        sm_scale=spec.sm_scale,
+        soft_cap=spec.soft_cap,
+        causal=causal,
+    )
+
+
+def made_rows(
+    attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int
+) -> MadeRows | None:
+    """MadeRows of a step of T = num_tokens tokens; None where it can have none, or where it would not pay.
+
+    spec: that of attention over latents.
+    """
+    assert batch.num_decode is not None
+    latent, num_seqs = attention.latent, batch.kv_lens.shape[0]
+    least = None if latent is None else least_tokens(latent)
+    if latent is None or least is None or num_tokens < least:
+        return None
+    if kv.layout not in LAYOUTS or is_quantized(kv.spec) or BLOCK % kv.page_size:
+        return None
+    if spec.window is not None or spec.chunk is not None:
+        return None
+    most = min(num_seqs, num_tokens // least)
+    index = jnp.arange(num_seqs, dtype=jnp.int32)
+    q_lens = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    is_short = (index < batch.num_seqs) & (q_lens < least)
+    num_short = jnp.max(jnp.where(is_short, index + 1, 0))
+    num_rows = batch.num_seqs - num_short
+
+    def of_rows(column: jax.Array, count: int) -> jax.Array:
+        return lax.dynamic_slice_in_dim(jnp.pad(column, (0, most), mode="edge"), num_short, count)
+
+    cu_q_lens = of_rows(batch.cu_q_lens, most + 1)
+    live = jnp.arange(most, dtype=jnp.int32) < num_rows
+    q_lens = jnp.where(live, cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    num_before = jnp.where(live, of_rows(batch.kv_lens, most) - q_lens, 0)
+    ends = jnp.cumsum(-(-q_lens // PAGE), dtype=jnp.int32)
+    starts = ends - -(-q_lens // PAGE)
+    num_pages = -(-num_tokens // PAGE) + most
+    slots = jnp.arange(num_pages * PAGE, dtype=jnp.int32)
+    row = jnp.minimum(jnp.sum(slots[:, None] >= ends * PAGE, axis=1, dtype=jnp.int32), most - 1)
+    offset = slots - starts[row] * PAGE
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    in_rows = (tokens >= cu_q_lens[0]) & (tokens < cu_q_lens[0] + jnp.sum(q_lens))
+    own = RaggedBatch(
+        cu_q_lens=cu_q_lens,
+        kv_lens=q_lens,
+        page_table=starts[:, None] + jnp.arange(-(-num_tokens // PAGE), dtype=jnp.int32),
+        slot_mapping=jnp.full((num_tokens,), -1, jnp.int32),
+        num_seqs=num_rows,
+        num_decode=None,
+    )
+
+    tuning = _tuning(kv.layout)
+
+    def schedule(batch: RaggedBatch, *, causal: bool) -> Any:
+        each = made_spec(latent, spec, causal=causal)
+        sizes: dict[str, Any] = {"num_tokens": num_tokens, "page_size": PAGE, "platform": kv.layout, "tuning": tuning}
+        return attention_schedule(batch, each, **sizes)
+
+    last = num_before - (-(-num_before // PIECE) - 1) * PIECE
+    pieces = jax.vmap(lambda row, count: schedule(_piece(own, row, count), causal=False))(
+        jnp.tile(jnp.arange(most, dtype=jnp.int32), 2), jnp.concatenate([jnp.full_like(last, PIECE), last])
+    )
+    short = batch._replace(num_seqs=num_short)
+    sizes: dict[str, Any] = {"page_size": kv.page_size, "platform": kv.layout}
+    decodes = short._replace(slot_mapping=short.slot_mapping[:num_seqs])
+    return MadeRows(
+        num_short=num_short,
+        schedule=attention_schedule(short, spec, num_tokens=num_tokens, **sizes),
+        decode_schedule=attention_schedule(decodes, spec, num_tokens=num_seqs, **sizes),
+        short_form=jnp.where(num_short == 0, 0, jnp.where(num_short <= batch.num_decode, 1, 2)),
+        rows=own,
+        own_schedule=schedule(own, causal=True),
+        token_row=jnp.where(in_rows, jnp.sum(tokens[:, None] >= cu_q_lens[1:], axis=1, dtype=jnp.int32), -1),
+        slot_tokens=jnp.where(offset < q_lens[row], cu_q_lens[row] + offset, -1),
+        num_before=num_before,
+        piece_schedules=pieces,
+    )
+
+
+def _tuning(layout: str) -> Tuning:
+    """The usual sizes, but for larger tiles of tokens: no two heads share a key, so that only tokens make one worth
+    reading."""
+    tuning = tuning_of(layout)
+    return replace(tuning, tpu_attention=replace(tuning.tpu_attention, max_block_q=256, run_tiles=2))
+
+
+def _piece(rows: RaggedBatch, row: jax.Array, count: jax.Array) -> RaggedBatch:
+    """Of L rows one, with `count` keys that came before it, i32[]: those of a piece, whose pages lie in order."""
+    return rows._replace(
+        cu_q_lens=lax.dynamic_slice_in_dim(rows.cu_q_lens, row, 2),
+        kv_lens=count[None],
+        page_table=jnp.arange(PIECE // PAGE, dtype=jnp.int32)[None],
+        num_seqs=jnp.ones_like(count),
+    )
+
+
+def attend_made(
+    o: jax.Array,
+    q: tuple[jax.Array, jax.Array],
+    keys: jax.Array,
+    weights: tuple[Weight, Weight],
+    kv: KVPages,
+    page_table: jax.Array,
+    made: MadeRows,
+    *,
+    latent: Latent,
+    spec: AttentionSpec,
+) -> jax.Array:
+    """o [T, N, Hv] with the results of the rows' tokens in place of what was there.
+
+    q: a head's queries without rope and those with, [T, N, .] each. keys: this step's latents and their rotated parts,
+    [T, C + R]. weights: what makes keys and values, W^UK and W^UV. page_table: i32[S, W], of the pool's latents.
+    """
+    own_spec, piece_spec = (made_spec(latent, spec, causal=causal) for causal in (True, False))
+    heads, dtype = own_spec.num_q_heads, o.dtype
+    most = made.num_before.shape[0]
+    slots = made.slot_tokens[:, None]
+    own_keys = jnp.where(slots >= 0, keys.astype(kv.dtype).astype(dtype)[jnp.maximum(made.slot_tokens, 0)], 0)
+    columns = BLOCK // kv.page_size
+    table = jnp.pad(page_table, ((0, most), (0, -page_table.shape[1] % columns)))
+    table = lax.dynamic_slice_in_dim(table, made.num_short, most)
+    table = jnp.clip(table, 0, kv.num_pages - 1)
+    num_pieces = -(-made.num_before // PIECE)
+    ends = jnp.cumsum(num_pieces, dtype=jnp.int32)
+
+    def some_heads(carry: tuple[jax.Array, jax.Array], group: jax.Array):
+        o, rows = carry
+        first = group * heads
+        q_group = jnp.concatenate([lax.dynamic_slice_in_dim(part, first, heads, axis=1) for part in q], axis=-1)
+        joined = _joined(weights, first, latent, heads)
+
+        def made_of(latents: jax.Array) -> jax.Array:
+            return jnp.matmul(latents, joined, preferred_element_type=jnp.float32).astype(dtype)
+
+        def attend(rows: jax.Array, batch: RaggedBatch, spec: AttentionSpec, schedule: Any):
+            pool = pages_of(rows.reshape(len(rows), heads, -1), spec.head_dim, PAGE, kv.layout)
+            result, lse = ragged_paged_attention(q_group, pool, batch, spec=spec, schedule=schedule, return_lse=True)
+            return result.astype(jnp.float32), lse
+
+        def piece(carry):
+            number, total, lse, rows = carry
+            row = jnp.sum(number >= ends, dtype=jnp.int32)
+            index = number - (ends - num_pieces)[row]
+            count = jnp.minimum(made.num_before[row] - index * PIECE, PIECE)
+
+            def make(block, rows):
+                ids = lax.dynamic_slice(table, (row, index * (PIECE // kv.page_size) + block * columns), (1, columns))
+                latents = export_pages(kv, ids[0]).reshape(BLOCK, -1)
+                there = block * BLOCK + jnp.arange(BLOCK)[:, None] < count
+                new = made_of(jnp.where(there, latents.astype(dtype), 0))
+                return lax.dynamic_update_slice_in_dim(rows, new, block * BLOCK, axis=0)
+
+            rows = lax.fori_loop(0, -(-count // BLOCK), make, rows)
+            which = row + jnp.where(index == num_pieces[row] - 1, most, 0)
+            schedule = jax.tree.map(lambda each: each[which], made.piece_schedules)
+            part = attend(rows, _piece(made.rows, row, count), piece_spec, schedule)
+            return number + 1, *_merged((total, lse), part, (made.token_row == row)[:, None]), rows
+
+        total, lse = attend(made_of(own_keys), made.rows, own_spec, made.own_schedule)
+        start = jnp.int32(0), total, lse, rows
+        _, total, _, rows = lax.while_loop(lambda carry: carry[0] < ends[-1], piece, start)
+        before = lax.dynamic_slice_in_dim(o, first, heads, axis=1)
+        new = jnp.where((made.token_row >= 0)[:, None, None], total.astype(dtype), before)
+        return (lax.dynamic_update_slice_in_dim(o, new, first, axis=1), rows), None
+
+    rows = jnp.zeros((PIECE, heads * (own_spec.head_dim + own_spec.v_head_dim)), dtype)
+    (o, _), _ = lax.scan(some_heads, (o, rows), jnp.arange(spec.num_q_heads // heads, dtype=jnp.int32))
+    return o
+
+
+def _joined(weights: tuple[Weight, Weight], first: jax.Array, latent: Latent, heads: int) -> jax.Array:
+    """[C + R, heads * (H + Hv)]: what makes the key and, behind it, the value of each head of a latent and the rotated
+    part behind it, which all heads share. So what is made lies as in a page, and nothing is joined for every key."""
+    sizes = latent.qk_nope_head_dim, latent.v_head_dim
+    of_keys, of_values = (
+        weight.rows(first * size + jnp.arange(heads * size)).reshape(heads, size, -1)
+        for weight, size in zip(weights, sizes, strict=True)
+    )
+    rope = latent.qk_rope_head_dim
+    nothing = jnp.zeros((heads, rope, latent.kv_lora_rank), of_keys.dtype)
+    above = jnp.concatenate([of_keys, nothing, of_values], axis=1)
+    as_it_is = jnp.pad(jnp.eye(rope, dtype=of_keys.dtype), (sizes, (0, 0)))
+    below = jnp.broadcast_to(as_it_is, (heads, *as_it_is.shape))
+    return jnp.concatenate([above, below], axis=2).reshape(-1, latent.kv_lora_rank + rope).T
+
+
+def _merged(all_before: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array], member: jax.Array):
+    """Results [T, N, Hv] and log-sum-exps [T, N] over two sets of keys, of which tokens that are no member [T, 1] see
+    the first alone."""
+    (o, lse), (more, more_lse) = all_before, part
+    more_lse, more = jnp.where(member, more_lse, -jnp.inf), jnp.where(member[..., None], more, 0.0)
+    largest = jnp.maximum(lse, more_lse)
+    shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+    weight, more_weight = jnp.exp(lse - shift), jnp.exp(more_lse - shift)
+    total = weight + more_weight
+    share = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1.0), 0.0)
+    merged = o * (weight * share)[..., None] + more * (more_weight * share)[..., None]
+    return merged, shift + jnp.log(total)

@@ -1,0 +1,102 @@
+"""Keys and values made of latents against attention to the latents themselves, on plain XLA and the TPU's kernels."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from models.build import Build
+from models.config.attention import Latent, LayerAttention
+from models.layers import mla_made
+from models.layers.attention import StepInputs, attention_spec
+from models.layers.mla import LatentAttention
+from models.layers.rows import Rows
+from models.quantization.plain import PlainWeight
+from pallas_kernels.attention.op import RaggedBatch, attention_schedule
+from pallas_kernels.kv.pages import KVSpec, alloc, import_pages
+
+LATENT = Latent(kv_lora_rank=32, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)
+ATTENTION = LayerAttention(num_heads=4, num_kv_heads=1, head_dim=34, rope=None, latent=LATENT)
+LEAST = 8  # 2 * 32 * 7 / (2 * 32 - 7), rounded up
+NUM_TOKENS, NUM_SEQS, PAGE_SIZE, NUM_PAGES, WIDTH = 64, 8, 8, 60, 14
+MIXED = [(1, 12), (1, 39), (LEAST - 1, 5), (LEAST, 0), (11, 70), (20, 32)]  # new tokens and those before
+BATCHES = {
+    "mixed": (MIXED, 3),
+    "decodes and long ones": ([(1, 0), (1, 23), (9, 33), (30, 10)], 2),
+    "none long": ([(1, 20), (LEAST - 1, 40)], 2),
+    "all long": ([(9, 33), (16, 0), (39, 64)], 0),
+    "a long one before a short one": ([(12, 40), (2, 9), (30, 17)], 2),
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("tpu", marks=pytest.mark.thorough("interpreted"))])
+def layout(request, monkeypatch):
+    monkeypatch.setattr(mla_made, "LAYOUTS", ("cpu", "tpu"))
+    for name, value in {"PIECE": 32, "BLOCK": 16, "HEADS": 2}.items():
+        monkeypatch.setattr(mla_made, name, value)
+    with pltpu.force_tpu_interpret_mode() if request.param == "tpu" else nullcontext():
+        yield request.param
+
+
+def test_the_break_even_is_of_the_shape():
+    deepseek = Latent(512, 128, 64, 128)
+    assert mla_made.least_tokens(LATENT) == LEAST and mla_made.least_tokens(deepseek) == 342
+    assert mla_made.least_tokens(Latent(16, 16, 8, 16)) is None
+
+
+def test_made_rows_are_what_absorbed_ones_are(layout):
+    rng = np.random.default_rng(0)
+    layer = LatentAttention(ATTENTION, 16, source="a", build=Build("float32"))
+    for weight in (layer.w_uk, layer.w_uv):
+        assert isinstance(weight, PlainWeight)
+        weight.values[...] = jnp.asarray(rng.standard_normal(weight.values.shape, np.float32))
+    spec = attention_spec(ATTENTION)
+    pool = alloc(KVSpec(NUM_PAGES, PAGE_SIZE, 1, 34, 32, "float32", values_in_keys=True), layout=layout)
+
+    @jax.jit
+    def attend(q, q_rope, keys, pages, batch):
+        kv = import_pages(pool, jnp.arange(NUM_PAGES), pages)
+        sizes = {"num_tokens": NUM_TOKENS, "page_size": PAGE_SIZE, "platform": layout}
+        step = StepInputs(Rows(batch.slot_mapping >= 0, None), None, attention_schedule(batch, spec, **sizes))
+        made = mla_made.made_rows(ATTENTION, spec, batch, kv, NUM_TOKENS)
+        assert made is not None
+        absorbed, both = (
+            layer._attend((q, q_rope), keys, kv, batch, each) for each in (step, step._replace(made=made))
+        )
+        return absorbed, both, made.num_short
+
+    for rows, num_short in list(BATCHES.values())[: 2 if layout == "tpu" else None]:
+        batch, keys, pages = drawn(rng, rows)
+        q, q_rope = (rng.standard_normal((NUM_TOKENS, 4, width), np.float32) for width in (4, 2))
+        absorbed, both, short = attend(q, q_rope, keys, pages, batch)
+        assert int(short) == num_short
+        np.testing.assert_allclose(both, absorbed, rtol=2e-5, atol=2e-5)
+        num_tokens = sum(new for new, _ in rows)
+        assert np.abs(absorbed[:num_tokens]).max() > 0.1 and not np.any(both[num_tokens:])
+
+
+def drawn(rng: np.random.Generator, rows: list[tuple[int, int]]) -> tuple[RaggedBatch, np.ndarray, np.ndarray]:
+    """A step's batch, its latents [T, 34], and all pages with NaN where nobody has written."""
+    free = list(rng.permutation(NUM_PAGES))
+    pages = np.full((NUM_PAGES, PAGE_SIZE, 1, 1, 34), np.nan, np.float32)
+    keys = np.zeros((NUM_TOKENS, 34), np.float32)
+    cu, lens = np.zeros(NUM_SEQS + 1, np.int32), np.zeros(NUM_SEQS, np.int32)
+    table, slots = np.full((NUM_SEQS, WIDTH), -1, np.int32), np.full(NUM_TOKENS, -1, np.int32)
+    for row, (new, before) in enumerate(rows):
+        cu[row + 1 :] += new
+        lens[row] = new + before
+        count = -(-lens[row] // PAGE_SIZE)
+        table[row, :count] = own = [free.pop() for _ in range(count)]
+        values = rng.standard_normal((lens[row], 34), np.float32)
+        where = np.arange(lens[row])
+        pages[np.array(own)[where // PAGE_SIZE], where % PAGE_SIZE, 0, 0] = values
+        keys[cu[row] : cu[row + 1]] = values[before:]
+        slots[cu[row] : cu[row + 1]] = (np.array(own)[where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE)[before:]
+    decodes = sum(new == 1 for new, _ in rows)
+    batch = cu, lens, table, slots, np.int32(len(rows)), np.int32(decodes)
+    return RaggedBatch(*map(jnp.asarray, batch)), keys, pages
