@@ -62,11 +62,12 @@ def least_tokens(latent: Latent) -> int | None:
     """New tokens of a row from which on its keys and values are made; None for never.
 
     A key costs C U to make; what each query then saves on it is that both products of attention are narrower. From
-    twice as many queries as make up for it: kernels work on tiles of many tokens, which few fill badly.
+    four times as many queries as make up for it: few fill tiles of many tokens badly, and programs of steps that hold
+    no such row stay as small as they are.
     """
     made = latent.qk_nope_head_dim + latent.v_head_dim
     saved = 2 * latent.kv_lora_rank - made
-    return -(-2 * latent.kv_lora_rank * made // saved) if saved > 0 else None
+    return -(-4 * latent.kv_lora_rank * made // saved) if saved > 0 else None
 
 
 def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
