@@ -105,7 +105,7 @@ class TpuProducts(_Sizes):
     group_rows: int = 256  # of a tile where groups have matrices of their own
     tile_bytes: int = 40 << 20  # for the operands of two tiles
     vmem_limit_bytes: int = 56 << 20
-    sum_rows: int = 64  # up to so many sums of groups are scaled, with more the matrix is
+    sum_rows: int = 64  # up to so many, or half a group, sums of groups are scaled, with more the matrix is
     int8_products: int = 2  # times those of bfloat16 in the same time; 1 where there are none
 
 

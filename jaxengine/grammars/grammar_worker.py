@@ -266,6 +266,7 @@ class GrammarWorker:
             if self._refusal or self._num_lost_starts == _MAX_STARTS:
                 self._give_up(self._refusal or "the process that computes masks does not start")
             else:
+                logger.warning("the process that computes masks ended before it was ready; another one is started")
                 self._replace({})
             return
         working = [key for keys in (self._compiling, self._masking) for key in [*keys][:1] if key in self._sequences]

@@ -271,7 +271,7 @@ class Decoder(nnx.Module):
                     kv_limits=limits,
                 )
         made = {}
-        if limits is None and len(batch.logits_indices) < len(batch.token_ids):  # not of decodes alone
+        if limits is None and len(batch.logits_indices) < len(batch.token_ids):  # else rows have one token each
             for attention, spec in specs.items():
                 with jax.named_scope("made_rows"):
                     made[attention] = made_rows(attention, spec, batch.ragged[0], kv, batch.token_ids.shape[0])

@@ -3,7 +3,7 @@
 Attending to latents takes most operations for each pair of a query and a key, and none to make keys. So a row (a
 sequence of the step) of many new tokens has the keys and values of its heads made, for a few heads at a time and those
 alone: of its new tokens first, then of what came before, in pieces whose results are merged. Which rows are many is
-said by the latent's shape, so that a row's form depends on nothing else in the step.
+said by the latent's shape, so that a chunk's form depends on its own length alone.
 
 Owns which rows these are, and their keys. The products around are mla.py's, attention is pallas_kernels' affair: what
 is made lies in small pools of its own, which are forgotten with the step.

@@ -121,7 +121,7 @@ class GatedMLP(nnx.Module):
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in float32, with the values that it has in dtype."""
+    """x in float32, with the values that it has in dtype, but for subnormals of float16."""
     if x.dtype == dtype:
         return x.astype(jnp.float32)
     kind = jnp.finfo(dtype)

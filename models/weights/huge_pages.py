@@ -6,8 +6,10 @@ addresses. Knows nothing of weights.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
+import jax
 import numpy as np
 
 _PIECE_BYTES = 64 << 20
@@ -28,6 +30,8 @@ class HugePages:
         # A matrix larger than a piece does not end the one that others have begun.
         self._free = max(self._free, free[size:], key=len) if free is not self._free else free[size:]
         placed = free[: array.nbytes].view(array.dtype).reshape(array.shape)
+        if not array.flags.c_contiguous:  # XLA turns a matrix around in blocks, NumPy number by number
+            array = np.asarray(jax.device_put(array, jax.local_devices(backend="cpu")[0]))
         placed[...] = array
         return placed
 
@@ -35,5 +39,6 @@ class HugePages:
 def _piece(size: int) -> np.ndarray:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)

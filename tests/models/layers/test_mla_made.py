@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 
 import jax
@@ -10,9 +11,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxengine.check.programs import open_stages
+from jaxengine.check.shapes import model_config
+from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.platforms import PLATFORMS
 from models.build import Build
 from models.config.attention import Latent, LayerAttention
-from models.layers import mla_made
+from models.layers import mla, mla_made
 from models.layers.attention import StepInputs, attention_spec
 from models.layers.mla import LatentAttention
 from models.layers.rows import Rows
@@ -47,6 +52,44 @@ def test_the_break_even_is_of_the_shape():
     deepseek = Latent(512, 128, 64, 128)
     assert mla_made.least_tokens(LATENT) == LEAST and mla_made.least_tokens(deepseek) == 683
     assert mla_made.least_tokens(Latent(16, 16, 8, 16)) is None
+
+
+WINDOWED = dataclasses.replace(attention_spec(ATTENTION), window=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "spec", "num_tokens", "has_some"),
+    [
+        ({}, attention_spec(ATTENTION), NUM_TOKENS, True),
+        ({}, attention_spec(ATTENTION), LEAST - 1, False),
+        ({}, WINDOWED, NUM_TOKENS, False),
+        ({"dtype": "int8"}, attention_spec(ATTENTION), NUM_TOKENS, False),
+        ({"page_size": 24}, attention_spec(ATTENTION), NUM_TOKENS, False),
+        ({"layout": "gpu"}, attention_spec(ATTENTION), NUM_TOKENS, False),
+    ],
+)
+def test_who_has_made_rows(monkeypatch, change, spec, num_tokens, has_some):
+    monkeypatch.setattr(mla_made, "LAYOUTS", ("cpu",))
+    wanted = {"page_size": PAGE_SIZE, "dtype": "float32", "layout": "cpu"} | change
+    kv = KVSpec(NUM_PAGES, wanted["page_size"], 1, 34, 32, wanted["dtype"], values_in_keys=True)
+    pool = jax.eval_shape(lambda: alloc(kv, layout=wanted["layout"]))
+    batch, *_ = drawn(np.random.default_rng(0), MIXED)
+    assert (mla_made.made_rows(ATTENTION, spec, batch, pool, num_tokens) is not None) == has_some
+
+
+@pytest.mark.parametrize(("name", "expected"), [("mixed T=1024", True), ("mixed T=512", False), ("decode", False)])
+def test_steps_that_hold_such_rows_have_them(monkeypatch, name, expected):
+    seen = []
+    monkeypatch.setattr(mla_made, "LAYOUTS", ("cpu",))
+    monkeypatch.setattr(mla, "attend_made", lambda o, *rest, **sizes: seen.append(o.shape) or o)
+    config = EngineConfig(max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=1024)
+    (stage,) = open_stages(model_config("deepseek-v3:1"), config, PLATFORMS["cpu"], jax.devices()[:1])
+    bucket = next(bucket for bucket in stage.buckets(short=False) if str(bucket).startswith(name))
+    program = stage.forward(bucket, 64)
+    jax.clear_caches()  # layers are traced once
+    with jax.set_mesh(program.mesh):
+        jax.eval_shape(program.function, *program.arguments)
+    assert seen == ([(1024, 128, 128)] if expected else [])
 
 
 def test_made_rows_are_what_absorbed_ones_are(layout):

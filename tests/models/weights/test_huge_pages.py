@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import weakref
 from pathlib import Path
 
@@ -27,6 +29,15 @@ def test_arrays_are_copied_whole(monkeypatch):
         assert copy.dtype == array.dtype and copy.flags.c_contiguous
         np.testing.assert_array_equal(copy.astype(np.float32), array.astype(np.float32))
         assert array.size == 0 or jax.device_put(copy).unsafe_buffer_pointer() == copy.ctypes.data
+
+
+def test_a_kernel_without_huge_pages_has_others(monkeypatch):
+    class Memory(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    np.testing.assert_array_equal(HugePages().copy(np.arange(9)), np.arange(9))
 
 
 def test_a_piece_goes_with_the_last_array_in_it(monkeypatch):
