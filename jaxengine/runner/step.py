@@ -212,6 +212,7 @@ def _state_rows(
     """
     if not state.states:
         return None
+    assert ragged.num_decode is not None
     num_slots, num_rows = state.num_computed.shape[0], state.states[0][0].shape[0]
     live = (slot < num_slots) & (count > 0)
     reads, saves = jnp.where(live & (start > 0), slot, -1), jnp.full_like(slot, num_rows)
