@@ -120,7 +120,7 @@ def figure(workload: str, engine: PeerProcess, done: dict[str, Any]) -> dict[str
         "output_tok_s": round(tokens / seconds, 1),
         "first_token_ms": round(first * 1e3, 1) if first is not None else None,
         "decode_tok_s": round((tokens - 1) / (seconds - first), 1) if single else None,
-        "peak_rss_mib": round(done["peak_rss"] / 2**20),
+        "peak_rss_mib": round(done["peak_rss"] / 2**20) if done["peak_rss"] is not None else None,
         "version": engine.version,
     }
 

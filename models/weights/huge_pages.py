@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 _PIECE_BYTES = 64 << 20
+_BAND_BYTES = 4 << 20
 # XLA takes an array that begins at a multiple of this over as it is; all others it copies.
 _ALIGNMENT = 64
 
@@ -30,9 +31,13 @@ class HugePages:
         # A matrix larger than a piece does not end the one that others have begun.
         self._free = max(self._free, free[size:], key=len) if free is not self._free else free[size:]
         placed = free[: array.nbytes].view(array.dtype).reshape(array.shape)
-        if not array.flags.c_contiguous:  # XLA turns a matrix around in blocks, NumPy number by number
-            array = np.asarray(jax.device_put(array, jax.local_devices(backend="cpu")[0]))
-        placed[...] = array
+        if array.flags.c_contiguous or not array.size:
+            placed[...] = array
+            return placed
+        # XLA turns a matrix around in blocks, NumPy number by number. In bands, so that it is not held twice.
+        cpu, step = jax.local_devices(backend="cpu")[0], max(1, _BAND_BYTES * len(array) // array.nbytes)
+        for begin in range(0, len(array), step):
+            placed[begin : begin + step] = np.asarray(jax.device_put(array[begin : begin + step], cpu))
         return placed
 
 

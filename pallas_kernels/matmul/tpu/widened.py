@@ -1,9 +1,9 @@
 """A tile of a quantised matrix times rows, in VMEM: what the dense and the grouped kernel have in common.
 
-Two forms, of which a tuning table chooses by the chip and the number of rows, at most half
-a group of them for the first. "sums": codes are multiplied as they are
-and the sum of each group of inputs is scaled, which is exact but costs what the result's size is, for each group.
-"weights": codes are widened and scaled first, rounded to bfloat16, which costs what the matrix's size is, once.
+Two forms, of which a tuning table chooses by the chip and the number of rows. "sums", of half a group's rows at
+most: codes are multiplied as they are and the sum of each group of inputs is scaled, which is exact but costs what the
+result's size is, for each group. "weights": codes are widened and scaled first, rounded to bfloat16, which costs what
+the matrix's size is, once.
 """
 
 from __future__ import annotations
