@@ -12,6 +12,7 @@ from jaxengine.runner.device_state import DeviceState
 from jaxengine.runner.draft_programs import DraftPrograms
 from jaxengine.runner.executables import ExecutableCache
 from jaxengine.runner.memory import workspace_bytes
+from jaxengine.runner.parts import Executable
 from jaxengine.runner.program import Program
 from jaxengine.runner.program_needs import foresee, held_by
 from jaxengine.runner.step import Forwarded
@@ -33,7 +34,7 @@ class Drafter:
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
         self._params = jax.tree.leaves(params)
         self._programs: dict[tuple[str, Bucket], Program] = {}
-        self._compiled: dict[tuple[str, Bucket], jax.stages.Compiled] = {}
+        self._compiled: dict[tuple[str, Bucket], Executable] = {}
         self._newest: tuple[Bucket, jax.Array] | None = None
 
     @property
@@ -64,8 +65,8 @@ class Drafter:
         for buckets in ([bucket for bucket in target.packer.buckets if bucket not in wide], sorted(wide)):
             for make in (self.programs.before, self.programs.after):
                 if (program := make(max(buckets), weights, kept)) is not None:
-                    own_held, own = foresee(program, self.executables, self.programs.description, self._backend)
-                    held, workspace = held + len(buckets) * own_held, max(workspace, own)
+                    own = foresee(program, self.executables, self.programs.description, self._backend)
+                    held, workspace = held + len(buckets) * own.held_as_whole, max(workspace, own.workspace)
         return held, workspace
 
     def plan_pool(self, num_pages: int) -> None:
@@ -103,6 +104,6 @@ class Drafter:
             step = forwarded.rows, forwarded.read, message
             self._kept = self._compiled["after", bucket](weights, self._kept, state, *step)
 
-    def _get(self, program: Program) -> jax.stages.Compiled:
+    def _get(self, program: Program) -> Executable:
         how = {"donate": program.donate, "description": self.programs.description}
         return self.executables.get(program.name, program.function, program.arguments, program.results, **how)

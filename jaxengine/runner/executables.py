@@ -19,9 +19,9 @@ from typing import Any
 
 import jax
 import jaxlib.version
-from jax.experimental import serialize_executable
 
 from jaxengine.runner.executable_files import ExecutableFiles, file_name
+from jaxengine.runner.parts import Executable, compile_parts, load, serialize
 from jaxengine.runner.program_sources import source_digest
 from models.cache import kernel_modules, platform_of
 
@@ -95,8 +95,8 @@ class ExecutableCache:
         *,
         donate: tuple[int, ...],
         description: str = "",
-    ) -> jax.stages.Compiled:
-        """The compiled program.
+    ) -> Executable:
+        """The compiled program, on one CPU in parts where jaxengine.runner.parts says so.
 
         Args:
           name: for messages.
@@ -116,11 +116,21 @@ class ExecutableCache:
         self.on_compile()
         # What has no arguments runs where its results are to lie.
         places = None if jax.tree.leaves(arguments) else jax.tree.map(lambda leaf: leaf.sharding, results)
-        lowered = jax.jit(function, donate_argnums=donate, out_shardings=places).lower(*arguments)
-        compiled = compile_program(lowered, self._devices[0].platform)
+        compiled = self.compile(function, arguments, donate=donate, places=places)
         self.num_compiled += 1
         self._store(file, compiled)
         return compiled
+
+    def compile(
+        self, function: Callable, arguments: Sequence[Any], *, donate: tuple[int, ...], places: Any = None
+    ) -> Executable:
+        """As `get` compiles it, kept nowhere. places: the shardings of the results, None for those that follow."""
+        backend = self._devices[0].platform
+        traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
+        in_parts = None
+        if backend == "cpu" and len(self._devices) == 1:
+            in_parts = compile_parts(traced, arguments, donate, lambda lowered: compile_program(lowered, backend))
+        return in_parts or compile_program(traced.lower(), backend)
 
     def stored_bytes(
         self, name: str, arguments: Sequence[Any], results: Any, *, donate: tuple[int, ...], description: str = ""
@@ -147,22 +157,22 @@ class ExecutableCache:
         structure = str(jax.tree.structure((arguments, results)))
         return file_name(repr((environment, devices, name, donate, shapes, structure, description)))
 
-    def _load(self, name: str, file: str, in_tree: Any, out_tree: Any) -> jax.stages.Compiled | None:
+    def _load(self, name: str, file: str, in_tree: Any, out_tree: Any) -> Executable | None:
         payload = self._files.read(file)
         if payload is None:
             return None
         devices = tuple(self._devices)
         try:
-            return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
+            return load(payload, in_tree, out_tree, devices)
         except Exception as error:  # whatever the runtime dislikes about the file, compiling again is the answer
             logger.warning("the executable %s (%s) cannot be used and is compiled again: %s", name, file, error)
             return None
 
-    def _store(self, file: str, compiled: jax.stages.Compiled) -> None:
+    def _store(self, file: str, compiled: Executable) -> None:
         if not self._files.can_keep():
             return
         try:
-            payload, _, _ = serialize_executable.serialize(compiled)
+            payload = serialize(compiled)
         except ValueError as error:
             logger.warning("this platform's executables cannot be stored, every start will compile: %s", error)
             return

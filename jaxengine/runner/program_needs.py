@@ -4,25 +4,34 @@ files."""
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
-from jax.experimental import serialize_executable
 
-from jaxengine.runner.executables import ExecutableCache, compile_program
+from jaxengine.runner.executables import ExecutableCache
 from jaxengine.runner.memory import held_bytes, workspace_bytes
+from jaxengine.runner.parts import Executable, serialized_bytes
 from jaxengine.runner.program import Program
 
 
-def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> tuple[int, int]:
-    """Bytes that a program of this size will hold, and will need while it runs: it is compiled to tell.
+class Foreseen(NamedTuple):
+    """Bytes of a program of this size: what it will hold, what another one would that is not in parts
+    (jaxengine.runner.parts), and what it will need while it runs."""
+
+    held: int
+    held_as_whole: int
+    workspace: int
+
+
+def foresee(program: Program, executables: ExecutableCache, description: str, backend: str) -> Foreseen:
+    """It is compiled to tell.
 
     description: as ExecutableCache.get has it; backend as `jax.default_backend` names it.
     """
 
     @functools.cache
-    def stand_in() -> jax.stages.Compiled:
-        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
-        return compile_program(lowered, backend)
+    def stand_in() -> Executable:
+        return executables.compile(program.function, program.arguments, donate=program.donate)
 
     def workspace() -> int:
         analysis = stand_in().memory_analysis()
@@ -30,12 +39,13 @@ def foresee(program: Program, executables: ExecutableCache, description: str, ba
         return workspace_bytes(analysis)
 
     key = program.arguments, description
-    held = executables.get_number("held", *key, lambda: _held_bytes(stand_in(), backend))
-    return held, executables.get_number("workspace", *key, workspace)
+    held = executables.get_number("held", *key, lambda: _held_bytes(stand_in(), backend)[0])
+    whole = executables.get_number("held as a whole", *key, lambda: _held_bytes(stand_in(), backend)[1])
+    return Foreseen(held, whole, executables.get_number("workspace", *key, workspace))
 
 
 def held_by(
-    program: Program, compiled: jax.stages.Compiled, executables: ExecutableCache, description: str, backend: str
+    program: Program, compiled: Executable, executables: ExecutableCache, description: str, backend: str
 ) -> int:
     """Bytes that a compiled program holds. Arguments as `foresee`'s."""
 
@@ -44,17 +54,17 @@ def held_by(
         stored = executables.stored_bytes(
             program.name, program.arguments, program.results, donate=program.donate, description=description
         )
-        return _held_bytes(compiled, backend, stored)
+        return _held_bytes(compiled, backend, stored)[0]
 
     return executables.get_number(f"held by {program.name}", program.arguments, description, measure)
 
 
-def _held_bytes(compiled: jax.stages.Compiled, backend: str, stored: int = 0) -> int:
-    """stored: bytes of the program's file, 0 where there is none."""
+def _held_bytes(compiled: Executable, backend: str, stored: int = 0) -> tuple[int, int]:
+    """What it holds, and would as a whole. stored: bytes of the program's file, 0 where there is none."""
     analysis = compiled.memory_analysis()
     code = 0 if analysis is None else analysis.generated_code_size_in_bytes
     try:
-        stored = stored or (0 if code else len(serialize_executable.serialize(compiled)[0]))
+        own, whole = (stored, stored) if stored or code else serialized_bytes(compiled)
     except (ValueError, jax.errors.JaxRuntimeError):  # a platform whose executables cannot be stored
-        stored = 0
-    return held_bytes(code, stored, backend)
+        own, whole = 0, 0
+    return held_bytes(code, own, backend), held_bytes(code, whole, backend)

@@ -20,6 +20,7 @@ from jaxengine.runner.encoder_programs import EncoderPrograms
 from jaxengine.runner.executables import ExecutableCache
 from jaxengine.runner.heads import HEADS
 from jaxengine.runner.memory import StageNeeds, device_memory, memory_in_use, workspace_bytes
+from jaxengine.runner.parts import LEAST_TOKENS, Executable
 from jaxengine.runner.program import Program
 from jaxengine.runner.program_needs import foresee, held_by
 from jaxengine.runner.step import Forwarded
@@ -56,9 +57,9 @@ class StageRunner:
         self.executables = ExecutableCache(cache_dir, devices, family=type(programs.model))
         self._ranks = named_sharding(programs.mesh, ("batch",))
         self._params = jax.tree.leaves(params)
-        self._forwards: dict[Bucket, jax.stages.Compiled] = {}
-        self._heads: dict[tuple[str, int], jax.stages.Compiled] = {}
-        self._encoders: dict[int, jax.stages.Compiled] = {}
+        self._forwards: dict[Bucket, Executable] = {}
+        self._heads: dict[tuple[str, int], Executable] = {}
+        self._encoders: dict[int, Executable] = {}
         self._changes = {name: self._compile(change) for name, change in programs.state_changes().items()}
         write = programs.write_adapter(self._params) if programs.adapter_pools else None
         self._write_adapter = None if write is None else self._compile(write)
@@ -116,15 +117,17 @@ class StageRunner:
         programs = self.programs
         kv = programs.kv_shapes(programs.num_columns)
         program = programs.forward(max(programs.packer.buckets), self._params, kv)
-        held, forward = foresee(program, self.executables, programs.description, self._backend)
+        needs = foresee(program, self.executables, programs.description, self._backend)
         of_drafts, drafts = (0, 0) if self.drafter is None else self.drafter.foresee_needs(self._params)
-        forward = max(forward, drafts)
+        forward = max(needs.workspace, drafts)
         for name, size in programs.heads():
             self.compile_head(name, size)
         if programs.encoder is not None:
             for size in programs.encoder.layout.programs:
                 self.compile_encoder(size)
-        held = held * len(programs.packer.buckets) + of_drafts + self._held_beside_forwards
+        sizes = [bucket.num_tokens for bucket in programs.packer.buckets]
+        held = sum(needs.held if size >= LEAST_TOKENS else needs.held_as_whole for size in sizes)
+        held += of_drafts + self._held_beside_forwards
         return StageNeeds(held, forward + self._bytes_beside_forward, programs.state_bytes, self.encoder_bytes)
 
     def plan_pool(self, num_pages: int) -> None:
@@ -274,7 +277,7 @@ class StageRunner:
         ]
         return sum(changes) + sum(heads) + write + sum(encoders)
 
-    def _held(self, program: Program, compiled: jax.stages.Compiled) -> int:
+    def _held(self, program: Program, compiled: Executable) -> int:
         """Bytes that a compiled program holds."""
         return held_by(program, compiled, self.executables, self.programs.description, self._backend)
 
@@ -290,7 +293,7 @@ class StageRunner:
         state = sum(map(part_bytes, jax.tree.leaves(self.programs.state_shapes)))
         return state - self.programs.state_bytes + max(heads, default=0) + max(encoders, default=0)
 
-    def _compile(self, program: Program) -> jax.stages.Compiled:
+    def _compile(self, program: Program) -> Executable:
         return self.executables.get(
             program.name,
             program.function,

@@ -156,7 +156,7 @@ class Decoder(nnx.Module):
                 given = [(of_layer(pool, num_paged), pages[index])] if attention.attends else []
                 given += [] if place is None else [(kept[place], batch.state_rows)]
                 parts = given[0] if len(given) == 1 else tuple(zip(*given, strict=True))
-                x, own, load = _run_layer(graph, state, x, *parts, steps[attention])
+                x, own, load = run_layer(graph, state, x, *parts, steps[attention])
                 left = [own] if len(given) == 1 else list(own)
                 if attention.attends:
                     pool, num_paged = replace(pool, data=left.pop(0).data), num_paged + 1
@@ -319,7 +319,7 @@ def _with_part(x: jax.Array, batch: ForwardBatch, part: int) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(
+def run_layer(
     graph: Any, state: nnx.State, x: jax.Array, kv: KVPages, pages: LayerPages, step: StepInputs
 ) -> tuple[jax.Array, KVPages, nnx.State]:
     """One layer as a function of its weights, and its ExpertLoad if it has experts.
@@ -329,3 +329,7 @@ def _run_layer(
     layer = nnx.merge(graph, state)
     x, kv = layer(x, kv, pages, step)
     return x, kv, nnx.pop(layer, ExpertLoad)
+
+
+# The name that a layer's call has in a trace. Its first result is x [T, D].
+LAYER = "run_layer"
