@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Largest code of each dtype. int8 is symmetric, without -128.
+# Largest code of each dtype, and the least. No scale made of a largest value leads to -128; a static one may.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+LEAST = {"int8": -128.0, "float8_e4m3fn": -448.0}
 _TILE = 8, 128  # rows and columns that a TPU stores together
 
 
@@ -47,7 +48,7 @@ def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
     """Rows x [M, in] with scales f32 [M, n] or [1, 1] to the nearest codes, ties to even. Too large values saturate."""
     scales = jnp.broadcast_to(scales, (x.shape[0], scales.shape[1]))
     values = _by_group(x.astype(jnp.float32), scales.shape[1])
-    values = _as_rows(jnp.clip(values / _of_groups(scales, values), -LARGEST[dtype], LARGEST[dtype]))
+    values = _as_rows(jnp.clip(values / _of_groups(scales, values), LEAST[dtype], LARGEST[dtype]))
     return RoundedRows((jnp.round(values) if dtype == "int8" else values).astype(dtype), scales)
 
 
