@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # Largest code of each dtype, and the least. No scale made of a largest value leads to -128; a static one may.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -39,9 +40,14 @@ def largest_values(x: jax.Array, group: int) -> jax.Array:
     return _as_rows(jnp.max(jnp.abs(_by_group(x.astype(jnp.float32), x.shape[1] // group)), axis=3, keepdims=True))
 
 
-def dynamic_scales(largest: jax.Array, dtype: str) -> jax.Array:
-    """The scales with which the largest values just fit into codes of `dtype`; 1 for zeros."""
-    return jnp.where(largest > 0, largest / LARGEST[dtype], 1.0)
+def dynamic_scales(largest: jax.Array, dtype: str, *, powers: bool = False) -> jax.Array:
+    """The scales with which the largest values just fit into codes of `dtype`; 1 for zeros. powers: of two only."""
+    scales = jnp.where(largest > 0, largest / LARGEST[dtype], 1.0)
+    if not powers:
+        return scales
+    # Up to the next number without a mantissa; one that has none stays.
+    bits = lax.bitcast_convert_type(scales, jnp.uint32) + jnp.uint32(0x7FFFFF)
+    return lax.bitcast_convert_type(bits & jnp.uint32(0xFF800000), jnp.float32)
 
 
 def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:

@@ -4,9 +4,10 @@
 
 A format's checkpoint of two layers is served alone, in crowds, preempted, with prefix hits, in chunks, and over two
 devices. Alone, two prompts must go on as NumPy does with the weights that an independent reading makes of the files
-and, where the format says so, with rows rounded as its publication says (readings.py and emulation.py here). Results
-are added to those that the JSON file has (benchmarks/results/formats.json is kept); the exit status is 1 when a token
-differs. --experts: of a model with experts.
+and, where the format says so, with rows rounded as its publication says (readings.py and emulation.py here); prompts
+are drawn whose tokens do not hang on a value that is, but for float32's rounding, in the middle between two codes.
+Results are added to those that the JSON file has (benchmarks/results/formats.json is kept); the exit status is 1 when a
+token differs. --experts: of a model with experts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy as np
 from tests.fixtures import quantized_models
 from tests.haste import in_haste
 from tests.models.families.matrix import EQUAL, NEVER, Workload, serve
-from tests.models.quantization.emulation import decoder_of
+from tests.models.quantization.emulation import decoder_of, settled
 
 LENGTH, LAYERS, COUNT = 64, 2, 16
 
@@ -39,11 +40,9 @@ def examine(name: str, cache: str, *, experts: bool) -> dict[str, str]:
     rng = np.random.default_rng(3)
     with tempfile.TemporaryDirectory() as temporary:
         folder = quantized_models.write(Path(temporary), name, experts=experts, num_layers=LAYERS)
-        vocab_size = quantized_models.CONFIG["vocab_size"]
-        prompts = [rng.integers(0, vocab_size, count).tolist() for count in (29, 9)]
-        reference = decoder_of(folder)
-        greedy = [reference.greedy(prompt, COUNT) for prompt in prompts]
-        return serve(folder, Workload(prompts, greedy, LENGTH, vocab_size), LENGTH, cache, [])
+        reference, vocab_size = decoder_of(folder), quantized_models.CONFIG["vocab_size"]
+        prompts, greedy = zip(*(settled(reference, rng, length, COUNT) for length in (29, 9)), strict=True)
+        return serve(folder, Workload(list(prompts), list(greedy), LENGTH, vocab_size), LENGTH, cache, [])
 
 
 def main() -> int:

@@ -50,6 +50,7 @@ def rows() -> np.ndarray:
     drawn[4, 7] = 127
     drawn[5, 48:96] = 0
     drawn[6] *= F32(700)
+    drawn[7, 0] = 448
     return drawn
 
 
@@ -59,6 +60,7 @@ ROUNDINGS = {
     "token": (Rounding("float"), 112),
     "token, bound": (Rounding("float", bound=1.5), 112),
     "groups": (Rounding("float", 16), 16),
+    "groups, powers of two": (Rounding("float", 16, powers=True), 16),
     "groups of int8": (Rounding("int", 56), 56),
     "static": (Rounding("float", static=F32(0.011)), 112),
     "static int8": (Rounding("int", static=F32(0.011)), 112),
@@ -74,7 +76,8 @@ def test_rows_are_rounded_as_published(name):
         scales = jnp.full((1, 1), rounding.static)
     else:
         largest = largest_values(jnp.asarray(x), group)
-        scales = dynamic_scales(largest if rounding.bound is None else jnp.minimum(largest, rounding.bound), dtype)
+        largest = largest if rounding.bound is None else jnp.minimum(largest, rounding.bound)
+        scales = dynamic_scales(largest, dtype, powers=rounding.powers)
     found = rounded_rows(jnp.asarray(x), scales, dtype)
     codes, expected = rounding.codes(x)
     np.testing.assert_array_equal(np.asarray(found.codes, np.float64), codes)

@@ -20,12 +20,9 @@ from models.weights.safetensors import SafetensorsCheckpoint
 from sharding.layout import MeshLayout
 from tests.fixtures.quantized_models import FORMATS, shapes_of, write
 from tests.models.quantization import readings
-from tests.models.quantization.emulation import decoder_of
+from tests.models.quantization.emulation import FLIPPED, MIDDLE, decoder_of
 
 PROMPTS = np.random.default_rng(0).integers(0, 48, (4, 13))
-# Sums of float32 move a value by less than so much of the largest code, and a code that is another one for it the
-# logits by less than so much of the largest: 16 of 2600 tokens differed by 2e-4 to 6e-2, of rows within 2.6e-7.
-MIDDLE, FLIPPED = 4e-7, 0.1
 WITH_EXPERTS = ("ct float tensor static", "ct int channel token", "ct packed 4 asymmetric", "fp8 block", "gptq 4")
 CASES = [(name, False) for name in FORMATS] + [(name, True) for name in WITH_EXPERTS]
 
