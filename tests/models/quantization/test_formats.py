@@ -22,6 +22,8 @@ from tests.fixtures.quantized_models import FORMATS, shapes_of, write
 from tests.models.quantization import readings
 from tests.models.quantization.emulation import FLIPPED, MIDDLE, decoder_of
 
+# What float32 sums in another order are off by, of the largest logit; zero points lose most.
+SUMS = 1e-5
 PROMPTS = np.random.default_rng(0).integers(0, 48, (4, 13))
 WITH_EXPERTS = ("ct float tensor static", "ct int channel token", "ct packed 4 asymmetric", "fp8 block", "gptq 4")
 CASES = [(name, False) for name in FORMATS] + [(name, True) for name in WITH_EXPERTS]
@@ -163,9 +165,9 @@ def test_a_model_computes_what_the_checkpoint_says(written, name, experts, paged
         exact = reference.logits(prompt.tolist())
         assert np.ptp(exact) > 1
         errors = np.abs(got - exact).max(axis=1) / np.abs(exact).max()
-        assert errors[reference.near > MIDDLE].max(initial=0) < 2e-6, errors
+        assert errors[reference.near > MIDDLE].max(initial=0) < SUMS, errors
         assert errors.max() < FLIPPED, errors
-        clear = errors < 2e-6
+        clear = errors < SUMS
         num_clear += clear.sum()
         np.testing.assert_array_equal(got.argmax(1)[clear], exact.argmax(1)[clear])
     assert num_clear > 0.9 * np.size(PROMPTS)
