@@ -200,6 +200,7 @@ def read_hf(raw: Mapping[str, Any], pooler: Pooler | None = None) -> ModelConfig
     if pooler is not None and not fields.boolean("is_causal", True):
         raise fields.fail("is_causal", "true or absent: tokens see only those before them")
     stored = fields.value(QUANTIZATION, None)
+    stored = fields.value("compression_config", None) if stored is None else stored  # as compressed-tensors once had it
     if stored is None and (text := fields.mapping("text_config")) is not None:
         stored = text.get(QUANTIZATION)
     names = model.checkpoint_names

@@ -8,7 +8,7 @@ from typing import Any
 
 from models.quantization import mxfp4, nvfp4
 from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
-from models.quantization.rules import Quantization, bad, block_size, group_size, names_in, one_of, refuse
+from models.quantization.rules import LINEAR, Quantization, bad, block_size, group_size, names_in, one_of, refuse
 from models.quantization.stored import Activation, Stored
 from models.quantization.words import Packed
 
@@ -22,16 +22,24 @@ _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 def read(settings: Mapping[str, Any]) -> Quantization:
     """Raises ModelConfigError for what is not read."""
     one_of(settings, "quantization_status", ("compressed", "frozen"), "compressed")
-    refuse(settings, "transform_config")
+    refuse(settings, "transform_config", "moe_sparsity_config")
     sparsity = settings.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise bad("sparsity_config", sparsity, "absent or dense: sparse weights are not supported")
-    groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups or not all(isinstance(each, Mapping) for each in groups.values()):
+    groups, kv_dtype = settings.get("config_groups"), _kv_dtype(settings.get("kv_cache_scheme"))
+    if not isinstance(groups, Mapping) or not all(isinstance(each, Mapping) for each in groups.values()):
         raise bad("config_groups", groups, "a mapping of groups")
-    rules = tuple((names_in(group, "targets"), _stored(group, settings)) for group in groups.values())
-    kv_dtype = _kv_dtype(settings.get("kv_cache_scheme"))
+    if not groups and kv_dtype is None:
+        raise bad("config_groups", groups, "a mapping of groups, empty only beside a kv_cache_scheme")
+    chosen = {name: _stored(group, settings) for group in groups.values() for name in names_in(group, "targets")}
+    rules = tuple(((name,), chosen[name]) for name in sorted(chosen, key=_precedence))
     return Quantization(METHOD, rules, names_in(settings, "ignore"), with_heads=True, kv_dtype=kv_dtype)
+
+
+def _precedence(target: str) -> tuple[bool, bool, str]:
+    """Modules' own names go before regular expressions and these before classes, whichever group has them, and each
+    kind by the alphabet (compressed_tensors.utils.match.match_targets)."""
+    return target == LINEAR, target.startswith("re:"), target
 
 
 def _kv_dtype(scheme: Any) -> str | None:
@@ -51,12 +59,13 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     if not isinstance(weights, Mapping):
         raise bad("weights", weights, "a mapping in every group")
     kept = one_of({"format": group.get("format") or settings.get("format")}, "format", FORMATS)
+    weights = {**weights, "strategy": _strategy(weights)}
     kind = one_of(weights, "type", ("int", "float"), "int")
     symmetric = one_of(weights, "symmetric", (True, False), True)
     one_of(weights, "dynamic", (False,), False)
     name = f"{METHOD} {kept}"
     if kept in (NVFP4, MXFP4):
-        return _four_bit_floats(name, kept, group, kind, symmetric)
+        return _four_bit_floats(name, kept, weights, group.get("input_activations"), symmetric)
     activation = _activation(group.get("input_activations"))
     if kept == PACKED:
         if kind != "int" or activation is not None:
@@ -81,13 +90,19 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     return EightBits(name, _DTYPES[kind], strategy, activation, block)
 
 
-def _four_bit_floats(name: str, kept: str, group: Mapping[str, Any], kind: str, symmetric: bool) -> Stored:
-    weights = group["weights"]
-    if kind != "float" or not symmetric:
+def _strategy(weights: Mapping[str, Any]) -> Any:
+    """`strategy`, or what its absence stands for."""
+    if (said := weights.get("strategy")) is not None:
+        return said
+    group = weights.get("group_size")
+    return TENSOR if group is None else CHANNEL if group == -1 else "group"
+
+
+def _four_bit_floats(name: str, kept: str, weights: Mapping[str, Any], rows: Any, symmetric: bool) -> Stored:
+    if weights.get("type") != "float" or not symmetric:
         raise bad("weights", dict(weights), f"symmetric and of type 'float' for {kept}")
-    if group.get("input_activations") is not None:
-        text = f"absent for {kept}: rows of four bits are not supported"
-        raise bad("input_activations", group["input_activations"], text)
+    if rows is not None:
+        raise bad("input_activations", rows, f"absent for {kept}: rows of four bits are not supported")
     one_of(weights, "num_bits", (4,))
     one_of(weights, "strategy", ("tensor_group" if kept == NVFP4 else "group",))
     one_of(weights, "group_size", (nvfp4.GROUP if kept == NVFP4 else mxfp4.GROUP,))

@@ -20,7 +20,10 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     static = one_of(settings, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if block is not None and static:
         raise bad("activation_scheme", "static", "'dynamic' beside weight_block_size")
-    activation = Activation(_E4M3, group=None if block is None else block[1], static=static)
+    powers = one_of(settings, "scale_fmt", ("ue8m0", ""), "") == "ue8m0"
+    if powers and static:
+        raise bad("scale_fmt", "ue8m0", "absent beside static scales")
+    activation = Activation(_E4M3, group=None if block is None else block[1], static=static, powers=powers)
     stored = EightBits(METHOD, _E4M3, TENSOR if block is None else BLOCK, activation, block)
     listed = names_in(settings, "modules_to_not_convert") + names_in(settings, "ignored_layers")
     return Quantization(METHOD, (((LINEAR,), stored),), listed=listed)

@@ -129,7 +129,7 @@ class QuantizedWeight(nnx.Module):
         largest = self._largest(x, x.shape[1])
         if self.activation.bound is not None:
             largest = jnp.minimum(largest, self.activation.bound)
-        return rounded_rows(x, dynamic_scales(largest, dtype), dtype)
+        return rounded_rows(x, dynamic_scales(largest, dtype, powers=self.activation.powers), dtype)
 
     def _largest(self, x: jax.Array, size: int) -> jax.Array:
         """What scales of rows [M, in] are made of, f32 [M, n]."""

@@ -31,10 +31,11 @@ class Quantization:
 
     Attributes:
       method: vLLM's name for the kind of checkpoint, or how one that is not quantised is rounded.
-      rules: names of modules and how they are stored; the first that fits counts. A name is a module's, LINEAR for
-        every matrix, or "re:" and a regular expression that must fit its beginning.
+      rules: names of modules and how they are stored, None for as they are; the first that fits counts. A name is a
+        module's, LINEAR for every matrix, or "re:" and a regular expression that must fit its beginning.
       ignored: such names of modules that are stored as they are, whatever the rules say.
-      listed: further ones as transformers has them: a part of a name between dots, with "*" for anything.
+      listed: further ones as transformers has them: a part of a name between dots, which may end in one, with "*" for
+        anything.
       with_heads: whether LINEAR stands for the head too.
       prefixes: beginnings of the checkpoint's names, and what the model has instead.
       suffixes: ends of the names of the checkpoint's modules, likewise.
@@ -43,7 +44,7 @@ class Quantization:
     """
 
     method: str
-    rules: tuple[tuple[tuple[str, ...], Stored], ...]
+    rules: tuple[tuple[tuple[str, ...], Stored | None], ...]
     ignored: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
     with_heads: bool = False
@@ -91,7 +92,7 @@ def _chosen(quantization: Quantization, module: str) -> Scheme:
     linear = quantization.with_heads or module not in HEADS
     for targets, stored in quantization.rules:
         if any(linear if entry == LINEAR else _fits(entry, name) for entry in targets for name in names):
-            return Quantized(stored)
+            return _PLAIN if stored is None else Quantized(stored)
     return _PLAIN
 
 
@@ -100,7 +101,8 @@ def _fits(entry: str, name: str) -> bool:
 
 
 def _is_listed(entry: str, name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in (entry, f"{entry}.*", f"*.{entry}", f"*.{entry}.*"))
+    part = entry.strip(".")
+    return any(fnmatchcase(name, pattern) for pattern in (part, f"{part}.*", f"*.{part}", f"*.{part}.*"))
 
 
 def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
@@ -112,15 +114,15 @@ def names_in(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) > _MAX_PATTERNS:
         raise bad(field, entries, f"a list of at most {_MAX_PATTERNS} names")
     for entry in entries:
-        if not isinstance(entry, str) or len(entry) > _MAX_PATTERN:
-            raise bad(field, entry, f"names of at most {_MAX_PATTERN} characters")
-        if entry.startswith("re:"):
-            _check_pattern(field, entry)
+        check_name(field, entry)
     return tuple(entries)
 
 
-def _check_pattern(field: str, entry: str) -> None:
-    if fault := pattern_fault(entry[3:]):
+def check_name(field: str, entry: Any) -> None:
+    """Raises ModelConfigError for what is no name of modules, or a regular expression that might take forever."""
+    if not isinstance(entry, str) or len(entry) > _MAX_PATTERN:
+        raise bad(field, entry, f"names of at most {_MAX_PATTERN} characters")
+    if entry.startswith("re:") and (fault := pattern_fault(entry[3:])):
         raise bad(field, entry, fault)
 
 

@@ -29,16 +29,18 @@ class Activation:
       group: inputs that share a scale, which is made of their largest value; None for the whole row.
       static: the checkpoint has one scale for all rows (tensor `input_scale` or `activation_scale` of the module).
       bound: values beyond it do not make a scale larger.
+      powers: scales are powers of two, the least that will do (DeepSeek-V3.1's "ue8m0").
     """
 
     dtype: str
     group: int | None = None
     static: bool = False
     bound: float | None = None
+    powers: bool = False
 
     def __str__(self) -> str:
         how = "static" if self.static else "dynamic" if self.group is None else f"dynamic, groups of {self.group}"
-        return f"{self.dtype} ({how})"
+        return f"{self.dtype} ({how}{', powers of two' if self.powers else ''})"
 
 
 class StoredModule(NamedTuple):

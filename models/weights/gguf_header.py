@@ -34,6 +34,11 @@ MAX_ITEMS = 1 << 21
 ITEMS_OF_A_LIST = 4
 MAX_TENSORS = 1 << 17
 
+# ggml's names of types that are not read, for the error.
+OTHER_TYPES = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
+OTHER_TYPES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
+OTHER_TYPES |= {28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"}
+
 STRING, ARRAY, BOOL = 8, 9, 7
 # Value types of one fixed size, by GGUF's number.
 SCALARS: dict[int, np.dtype] = {
@@ -210,7 +215,8 @@ def _read_tensor_entry(cursor: _Cursor) -> TensorInfo:
     kind = cursor.integer(4, name)
     if kind not in FORMATS:
         known = ", ".join(block_format.name for block_format in FORMATS.values())
-        raise cursor.fail(f"tensor type {kind} is not supported; supported: {known}", name)
+        shown = f"{OTHER_TYPES[kind]} ({kind})" if kind in OTHER_TYPES else kind
+        raise cursor.fail(f"tensor type {shown} is not supported; supported: {known}", name)
     block_format = FORMATS[kind]
     # GGUF lists the fastest dimension first, and a block never crosses rows.
     if dims[0] % block_format.values:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-# Largest code of each dtype. int8 is symmetric, without -128.
+# Largest code of each dtype, and the least. No scale made of a largest value leads to -128; a static one may.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+LEAST = {"int8": -128.0, "float8_e4m3fn": -448.0}
 _TILE = 8, 128  # rows and columns that a TPU stores together
 
 
@@ -38,16 +40,21 @@ def largest_values(x: jax.Array, group: int) -> jax.Array:
     return _as_rows(jnp.max(jnp.abs(_by_group(x.astype(jnp.float32), x.shape[1] // group)), axis=3, keepdims=True))
 
 
-def dynamic_scales(largest: jax.Array, dtype: str) -> jax.Array:
-    """The scales with which the largest values just fit into codes of `dtype`; 1 for zeros."""
-    return jnp.where(largest > 0, largest / LARGEST[dtype], 1.0)
+def dynamic_scales(largest: jax.Array, dtype: str, *, powers: bool = False) -> jax.Array:
+    """The scales with which the largest values just fit into codes of `dtype`; 1 for zeros. powers: of two only."""
+    scales = jnp.where(largest > 0, largest / LARGEST[dtype], 1.0)
+    if not powers:
+        return scales
+    # Up to the next number without a mantissa; one that has none stays.
+    bits = lax.bitcast_convert_type(scales, jnp.uint32) + jnp.uint32(0x7FFFFF)
+    return lax.bitcast_convert_type(bits & jnp.uint32(0xFF800000), jnp.float32)
 
 
 def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
     """Rows x [M, in] with scales f32 [M, n] or [1, 1] to the nearest codes, ties to even. Too large values saturate."""
     scales = jnp.broadcast_to(scales, (x.shape[0], scales.shape[1]))
     values = _by_group(x.astype(jnp.float32), scales.shape[1])
-    values = _as_rows(jnp.clip(values / _of_groups(scales, values), -LARGEST[dtype], LARGEST[dtype]))
+    values = _as_rows(jnp.clip(values / _of_groups(scales, values), LEAST[dtype], LARGEST[dtype]))
     return RoundedRows((jnp.round(values) if dtype == "int8" else values).astype(dtype), scales)
 
 

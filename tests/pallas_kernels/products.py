@@ -21,7 +21,10 @@ from tests.pallas_kernels.matmul.test_quantized import ERROR, error, matrix_of, 
 # Several tiles of rows and of columns in small problems.
 SMALL = TpuProducts(rows=32, columns=128)
 SUMMED = 3e-5  # nothing is rounded but sums, and those of zeros to 16 bits
-ROUNDED_TWICE = 3e-3  # rows with scales of groups, widened to bfloat16 as the matrix is
+# Rows with scales of groups, widened to bfloat16 as the matrix is: 1.55e-3 of theirs and 1.64e-3 of the matrix make
+# 2.27e-3. To scale each group's sums by the rows' scales instead would leave the matrix's alone, and costs a pass over
+# the result for each group.
+ROUNDED_TWICE = 2.5e-3
 
 
 class Product(NamedTuple):

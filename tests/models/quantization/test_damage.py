@@ -12,7 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from models.build import Build
 from models.config.fields import ModelConfigError
+from models.quantization.quantized import Quantized
 from models.quantization.rules import Quantization
+from models.quantization.stored import Activation
 from models.registry import build_model, read_folder, read_hf
 from models.weights import load
 from models.weights.errors import ModelFileError
@@ -123,6 +125,7 @@ CHANGED = {
     "config_groups": {},
     "quantization_status": "initialized",
     "sparsity_config": {"format": "sparse-24-bitmask"},
+    "moe_sparsity_config": {"num_active_experts": 2},
 }
 
 
@@ -145,7 +148,22 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
         ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size must be -1 or"),
         ({"quant_method": "gptq", "bits": 3, "sym": False}, "checkpoint_format is 'gptq', of 3 bits with sym false"),
         ({"quant_method": "gptq", "bits": 5}, "bits must be 2 or 3 or 4 or 8, got 5"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down.*": {}}}, "dynamic must be absent or empty"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "format must be 'gemm' or 'GEMM', got 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "backend must be another one, .*got 'llm-awq'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": ["x"]}, "dynamic must be a mapping of regular expressions"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(a+)+": {}}}, "dynamic must be a regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {"bits": 5}}}, "bits must be 2 or 3 or 4 or 8, got 5"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format must be absent"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"}, "pack_dtype must be 'int32', got 'int64'"),
+        (
+            {"quant_method": "gptq", "bits": 4, "format": "gptq", "checkpoint_format": "gptq_v2"},
+            "format must be 'gptq_v2', which checkpoint_format is, got 'gptq'",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": ["a"]},
+            "modules_in_block_to_quantize must be a list of lists",
+        ),
+        ({"quant_method": "fp8", "scale_fmt": "e8"}, "scale_fmt must be 'ue8m0' or '', got 'e8'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"}, "activation_scheme must"),
@@ -204,6 +222,73 @@ def test_modules_are_chosen_by_the_names_of_the_checkpoint():
     groups = {"a": {**group, "targets": ["re:.*up_proj$"]}, "b": {**group, "targets": ["model.layers.3.mlp.down_proj"]}}
     chosen = read_hf(settings(**COMPRESSED | {"config_groups": groups})).quantization
     assert kinds(chosen, *names) == ["Plain", "Quantized", "Quantized", "Quantized"]
+
+
+def test_the_nearest_target_of_compressed_tensors_counts_whatever_its_group():
+    group = COMPRESSED["config_groups"]["group_0"]
+    own = {"format": "int-quantized", "weights": {"num_bits": 8, "strategy": "channel"}}
+    rows = {**own, "input_activations": {"num_bits": 8, "dynamic": True, "strategy": "token"}}
+    by_token = Activation("int8")
+    groups = {
+        "a": group,
+        "b": {**rows, "targets": ["re:.*mlp.*"]},
+        "c": {**own, "targets": ["model.layers.3.mlp.down_proj"]},
+    }
+    for order in ("abc", "cba", "bca"):
+        chosen = read_hf(
+            settings(**COMPRESSED | {"config_groups": {name: groups[name] for name in order}})
+        ).quantization
+        found = [stored_of(chosen, f"model.layers.3.{name}_proj") for name in ("self_attn.q", "mlp.up", "mlp.down")]
+        assert [(each.dtype, each.activation) for each in found] == [("int4", None), ("int8", by_token), ("int8", None)]
+
+
+def stored_of(quantization, module: str):
+    scheme = quantization(module)
+    return scheme.stored if isinstance(scheme, Quantized) else None
+
+
+def test_what_compressed_tensors_need_not_say():
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}
+    for size, expected in ((32, 32), (-1, None)):
+        own = {**group, "weights": {"num_bits": 4, "group_size": size}}
+        whole = COMPRESSED | {"config_groups": {"g": own}}
+        assert stored_of(read_hf(settings(**whole)).quantization, "model.layers.0.mlp.up_proj").group == expected
+    # The field's first name.
+    chosen = read_hf({**CONFIG, "compression_config": COMPRESSED}).quantization
+    assert kinds(chosen, "mlp.up_proj") == ["Quantized"]
+    # Keys and values alone.
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    chosen = read_hf(settings(**COMPRESSED | {"config_groups": {}, "kv_cache_scheme": cache})).quantization
+    assert chosen.kv_dtype == "float8_e4m3fn"
+    assert kinds(chosen, "mlp.up_proj") == ["Plain"]
+
+
+def test_modules_that_gptq_stores_otherwise():
+    def found(*modules: str, **changes):
+        chosen = read_hf(settings(quant_method="gptq", bits=4, group_size=32, **changes)).quantization
+        return [stored_of(chosen, f"model.layers.18.{module}") for module in modules]
+
+    dynamic = {r"-:.*\.18\..*down.*": {}, r"+:.*\.18\.mlp.*": {"bits": 8, "group_size": -1}, r".*up.*": {"bits": 2}}
+    q, up, down = found("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj", dynamic=dynamic)
+    assert (q.bits, q.group, up.bits, up.group, down) == (4, 32, 8, None, None)
+    inner = [["self_attn.k_proj", "self_attn.q_proj"], ["mlp.up_proj"]]
+    names = "self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"
+    assert [each is not None for each in found(*names, modules_in_block_to_quantize=inner)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert [each is not None for each in found(*names, modules_to_not_convert=["self_attn."])] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    for field in ("format", "checkpoint_format"):
+        assert not found("mlp.up_proj", **{field: "gptq_v2"})[0].one_less
+        assert found("mlp.up_proj", **{field: "gptq"})[0].one_less
+    assert found("mlp.up_proj")[0].one_less
 
 
 def test_names_of_a_model_of_more_than_text():

@@ -249,6 +249,8 @@ REFUSED = {
     "five dimensions": (file_with(("x", (1,) * 5, GGML_F32, bytes(4))), "1 to 4 dimensions, got 5"),
     "dimension 0": (file_with(("x", (32, 0), GGML_F32, b"")), "is 0"),
     "product overflows": (file_with(("x", (2**32, 2**32, 2**32), GGML_F32, bytes(64))), "cut short"),
+    "tensor type 10": (file_with(("x", (256,), 10, bytes(84))), r"tensor type Q2_K \(10\) is not supported"),
+    "tensor type 23": (file_with(("x", (256,), 23, bytes(136))), r"tensor type IQ4_XS \(23\) is not supported"),
     "tensor type 4": (file_with(("x", (32,), 4, bytes(64))), "tensor type 4 is not supported"),
     "half a block": (file_with(("x", (48,), GGML_Q4_0, bytes(64))), "multiple of 32"),
     "unaligned data": (file_with(NORM, offsets=[8]), "not aligned to 32"),

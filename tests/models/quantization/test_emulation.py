@@ -1,0 +1,87 @@
+"""The decoder in NumPy that formats are compared with: transformers' logits, and rounding by numbers written down."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.weights.safetensors import SafetensorsCheckpoint
+from pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows
+from tests.fixtures.drawn_weights import FOLDER, checkpoint
+from tests.models.quantization.emulation import Decoder, Rounding, distances, to_e4m3, to_int8
+
+F32 = np.float32
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_transformers_logits_and_tokens(name):
+    source = SafetensorsCheckpoint(checkpoint(name))
+    tensors = {each: np.asarray(source.read(each), F32) for each in source.names()}
+    source.close()
+    decoder = Decoder(json.loads((FOLDER / name / "config.json").read_text()), tensors, {}, None)
+    with np.load(FOLDER / name / "golden.npz", allow_pickle=False) as golden:
+        for index in range(2):
+            tokens, expected = golden[f"token_ids_{index}"].tolist(), golden[f"logits_{index}"]
+            assert np.abs(decoder.logits(tokens) - expected).max() < 5e-6 * np.abs(expected).max()
+            assert decoder.greedy(tokens, 24) == golden[f"greedy_{index}"].tolist()
+
+
+def test_codes_of_published_formats():
+    # OFP8's table: steps of an eighth from 1 on, 2^-9 is the least, 448 the largest; ties go to the even code.
+    given = [1.1875, 1.0625, -1.0625, 2**-9, 2**-10, 1.5 * 2**-9, 1.01 * 2**-10, 432, 460, -1e30, 17, 19, 0]
+    expected = [1.25, 1, -1, 2**-9, 0, 2 * 2**-9, 2**-9, 448, 448, -448, 16, 20, 0]
+    np.testing.assert_array_equal(to_e4m3(np.array(given)), expected)
+    given, expected = [0.5, 1.5, -2.5, 126.5, 300, -128.4, -300], [0, 2, -2, 126, 127, -128, -128]
+    np.testing.assert_array_equal(to_int8(np.array(given)), expected)
+    np.testing.assert_allclose(distances(np.array([17.0, 16.5, 447]), "float"), [0, 0.5 / 448, 15 / 448])
+    np.testing.assert_allclose(distances(np.array([2.5, -7.0, 1.25]), "int"), [0, 0.5 / 127, 0.25 / 127])
+
+
+def rows() -> np.ndarray:
+    """Of zeros, with one value larger than all others, with subnormal ones, with ties, and usual ones."""
+    drawn = np.random.default_rng(0).standard_normal((9, 112)).astype(F32)
+    drawn[0] = 0
+    drawn[1, 5], drawn[2, 70] = 3e4, -1e30
+    drawn[3] *= F32(1e-30)
+    drawn[4] = np.arange(-56, 56) / F32(2)
+    drawn[4, 7] = 127
+    drawn[5, 48:96] = 0
+    drawn[6] *= F32(700)
+    drawn[7, 0] = 448
+    return drawn
+
+
+# What is rounded how, and inputs that the kernels' rows have a scale for: the last group is cut off there.
+ROUNDINGS = {
+    "token, int8": (Rounding("int"), 112),
+    "token": (Rounding("float"), 112),
+    "token, bound": (Rounding("float", bound=1.5), 112),
+    "groups": (Rounding("float", 16), 16),
+    "groups, powers of two": (Rounding("float", 16, powers=True), 16),
+    "groups of int8": (Rounding("int", 56), 56),
+    "static": (Rounding("float", static=F32(0.011)), 112),
+    "static int8": (Rounding("int", static=F32(0.011)), 112),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_rows_are_rounded_as_published(name):
+    """What saturates too: int8 at -128 below, as vLLM's kernels and compressed-tensors have it, e4m3 at 448."""
+    rounding, group = ROUNDINGS[name]
+    x, dtype = rows(), "int8" if rounding.kind == "int" else "float8_e4m3fn"
+    if rounding.static is not None:
+        scales = jnp.full((1, 1), rounding.static)
+    else:
+        largest = largest_values(jnp.asarray(x), group)
+        largest = largest if rounding.bound is None else jnp.minimum(largest, rounding.bound)
+        scales = dynamic_scales(largest, dtype, powers=rounding.powers)
+    found = rounded_rows(jnp.asarray(x), scales, dtype)
+    codes, expected = rounding.codes(x)
+    np.testing.assert_array_equal(np.asarray(found.codes, np.float64), codes)
+    # XLA multiplies by 1 / 448 in place of dividing, which may be another number in the last bit.
+    np.testing.assert_allclose(np.repeat(found.scales, group, axis=1), expected, rtol=2e-7)
+    if rounding.kind == "int" and rounding.static is not None:
+        assert codes.min() == -128
