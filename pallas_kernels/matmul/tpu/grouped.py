@@ -21,7 +21,15 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.matmul import quantized_groups_xla
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
 from pallas_kernels.matmul.nibbles import per_byte
-from pallas_kernels.matmul.tpu.quantized import PreparedRows, clear, group_sums, prepared, tiles, vmem_limit
+from pallas_kernels.matmul.tpu.quantized import (
+    PreparedRows,
+    clear,
+    group_sums,
+    prepared,
+    sums_are_smaller,
+    tiles,
+    vmem_limit,
+)
 from pallas_kernels.matmul.tpu.widened import CHUNK, SUBLANES, add_product, why_not_aligned
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
@@ -76,7 +84,7 @@ class Shape(NamedTuple):
 
 def sums_are_scaled(average: int, group: int, sizes: TpuProducts) -> bool:
     """Whether sums are scaled, once for each chunk of inputs or group of them, or else the matrix is."""
-    return group >= CHUNK or average <= min(sizes.sum_rows, group // 2)
+    return group >= CHUNK or sums_are_smaller(average, group, sizes)
 
 
 def shape_of(

@@ -47,8 +47,7 @@ def quantized_matmul(
         x = x.astype(dtype) if x.dtype == jnp.int8 and usual.int8_products == 1 else x
         return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
     chosen: TpuProducts = product_sizes("tpu", num_rows, size, out, count, codes.dtype) if sizes is None else sizes
-    # Sums are as large as the rows for each group, widened weights as a group.
-    by_sums = len(x) <= min(chosen.sum_rows, size // count // 2)
+    by_sums = sums_are_smaller(num_rows, size // count, chosen)
     rows = prepared(x, x_scales, codes.dtype, count, dtype, chosen, by_sums=by_sums)
     return _call(rows, codes, scales, zeros, out_dtype, chosen, interpret)
 
@@ -56,6 +55,11 @@ def quantized_matmul(
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
     """Why a matrix [size, out] with `num_scales` scales along its inputs is XLA's, "" if the kernel takes it."""
     return why_not(size, num_scales, dtype)
+
+
+def sums_are_smaller(rows: int, group: int, sizes: TpuProducts) -> bool:
+    """Whether so few rows are multiplied by sums: these are as large as the rows for each group, weights as a group."""
+    return rows <= min(sizes.sum_rows, group // 2)
 
 
 class PreparedRows(NamedTuple):
