@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,7 +38,7 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     width, average = SHAPES[model].hidden_size, tile_rows_of(num_rows, count)
     out = 2 * experts.intermediate_size
     shape = tpu.shape_of(num_rows, width, out, 1, average, jnp.bfloat16, jnp.int8, TpuProducts())
-    visits = tpu.Visits(*map(np.asarray, tpu.visits_of(sizes, num_rows, shape.rows)))
+    visits = jax.device_get(tpu.visits_of(sizes, num_rows, shape.rows))
     blocks = "|".join(map(str, shape.blocks))
     row |= {"TPU tile": shape.rows, "TPU blocks": blocks, "TPU visits": int(visits.products[0])}
     row["TPU ratio"] = multiplied_rows(visits, shape) / num_rows
