@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,12 +35,27 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     sizes = jnp.asarray(np.bincount(picked.ravel(), minlength=count), jnp.int32)
     num_rows = num_tokens * k
     row: dict[str, Any] = {"model": model, "tokens": num_tokens, "rows": num_rows, "experts": int((sizes > 0).sum())}
-    tile = min(num_rows, tile_rows_of(num_rows, count), TpuProducts().group_rows)
-    visits = tpu.visits_of(sizes, num_rows, tile)
-    row |= {"TPU tile": tile, "TPU ratio": int(visits.products[0]) * tile / num_rows}
+    width, average = SHAPES[model].hidden_size, tile_rows_of(num_rows, count)
+    out = 2 * experts.intermediate_size
+    shape = tpu.shape_of(num_rows, width, out, 1, average, jnp.bfloat16, jnp.int8, TpuProducts())
+    visits = jax.device_get(tpu.visits_of(sizes, num_rows, shape.rows))
+    blocks = "|".join(map(str, shape.blocks))
+    row |= {"TPU tile": shape.rows, "TPU blocks": blocks, "TPU visits": int(visits.products[0])}
+    row["TPU ratio"] = multiplied_rows(visits, shape) / num_rows
     tile = hopper.tile_rows_of(num_rows, count, HopperProducts().rows)
     tiles = hopper.tiles_of(sizes, num_rows, tile)
     return row | {"Hopper tile": tile, "Hopper ratio": int((tiles.groups >= 0).sum()) * tile / num_rows}
+
+
+def multiplied_rows(visits: tpu.Visits, shape: tpu.Shape) -> int:
+    """What the TPU kernel multiplies: of each visit blocks from the group's first row in the tile on."""
+    total, most = 0, shape.blocks[-1]
+    for visit in range(int(visits.products[0])):
+        group, before = visits.group[visit], int(visits.tile[visit]) * shape.rows
+        first, last = int(visits.starts[group]) - before, int(visits.ends[group]) - before
+        whole, rest = divmod(min(last, shape.rows) - max(first, 0) // shape.step * shape.step, most)
+        total += whole * most + min((block for block in shape.blocks if block >= rest), default=0) * (rest > 0)
+    return total
 
 
 def main() -> None:

@@ -103,10 +103,14 @@ class TpuProducts(_Sizes):
     rows: int = 512  # of a tile
     columns: int = 512  # of codes of eight bits, twice that of four
     group_rows: int = 256  # of a tile where groups have matrices of their own
+    group_bytes: int = (
+        8 << 20
+    )  # of codes and scales of such matrices that two visits hold, or one piece of columns each
     tile_bytes: int = 40 << 20  # for the operands of two tiles
     vmem_limit_bytes: int = 56 << 20
     sum_rows: int = 64  # up to so many, or half a group, sums of groups are scaled, with more the matrix is
     int8_products: int = 2  # times those of bfloat16 in the same time; 1 where there are none
+    cores: int = 1  # that share a kernel call, each with columns of its own
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ def tuning_of(platform: str) -> Tuning:
             sizes = replace(table.tpu_attention, cores=chip.num_cores, mxu_columns=chip.mxu_column_size)
             # Where a chip is not said to multiply eight bits faster, it does not at all.
             faster = chip.int8_ops_per_second > chip.bf16_ops_per_second
-            products = replace(table.tpu_products, int8_products=2 if faster else 1)
+            products = replace(table.tpu_products, int8_products=2 if faster else 1, cores=chip.num_cores)
             return replace(table, tpu_attention=sizes, tpu_products=products)
     if platform == "gpu":
         if num_sms := getattr(jax.devices()[0], "core_count", None):

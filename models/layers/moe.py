@@ -198,7 +198,7 @@ class MixtureOfExperts(nnx.Module):
             rows = self._inputs(x, weights, order)
             sizes = tokens_per_expert(ids, self.experts.num_experts)
             adapters = _of_rows(adapters, lambda slots: slots[order // self.experts.num_per_token])
-        y = self._multiply(rows, sizes, jnp.float32, adapters)
+        y = self._multiply(rows, sizes, adapters)
         with jax.named_scope("combine"):
             return self._mix(y, weights, order)
 
@@ -223,7 +223,7 @@ class MixtureOfExperts(nnx.Module):
                 picked = lax.dynamic_slice_in_dim(order, first, block)
                 rows = self._inputs(x, weights, picked)
                 of_rows = _of_rows(adapters, lambda slots: slots[picked // k])
-            y = self._multiply(rows, sizes, jnp.float32, of_rows)
+            y = self._multiply(rows, sizes, of_rows)
             with jax.named_scope("combine"):
                 if not self.experts.apply_router_weight_on_input:
                     y = y * weights.ravel()[picked, None]
@@ -256,7 +256,7 @@ class MixtureOfExperts(nnx.Module):
                 return exchange_rows(slots, jnp.full(rows.shape[0], -1, slots.dtype), sizes, self.axis)
 
             adapters = _of_rows(adapters, sent)
-        y = self._multiply(rows, own_sizes, x.dtype, adapters)
+        y = self._multiply(rows, own_sizes, adapters)
         with jax.named_scope("combine"):
             y = exchange_rows(y, jnp.zeros((order.size, y.shape[1]), y.dtype), sizes, self.axis, back=True)
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
@@ -276,10 +276,10 @@ class MixtureOfExperts(nnx.Module):
         assert self.shared_gate is not None
         return jax.nn.sigmoid(with_adapters(self.shared_gate.matmul(x), x, self.shared_gate_lora, adapters))
 
-    def _multiply(self, rows: jax.Array, sizes: jax.Array, out_dtype: Any, adapters: Adapters | None) -> jax.Array:
+    def _multiply(self, rows: jax.Array, sizes: jax.Array, adapters: Adapters | None) -> jax.Array:
         """The MLPs of the experts here for rows [M, D] sorted by expert, `sizes` of each; adapters: those of the rows.
 
-        What adapters add is rounded with the product, to its dtype.
+        In the rows' dtype, as a token's own MLP would be: in float32 they would be most of a step's temporaries.
         """
         with jax.named_scope("gate_up"):
             inner = self.gate_up.grouped_matmul(rows, sizes, rows.dtype)
@@ -293,13 +293,13 @@ class MixtureOfExperts(nnx.Module):
             gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
             inner = self.activation(gate, up).astype(rows.dtype)
         with jax.named_scope("down"):
-            y = self.down.grouped_matmul(inner, sizes, out_dtype)
+            y = self.down.grouped_matmul(inner, sizes, rows.dtype)
             if self.down_lora is not None and adapters is not None:
                 y = self.down_lora.add(y, inner, sizes, adapters)
             if self.gate_up_bias is not None and self.down_bias is not None:
                 # Devices with slices of all experts are added up: one of them has the bias.
                 adds = True if self.axis == "experts" else shard_index("ffn") == 0
-                y = y + _rows_of(self.down_bias[...], jnp.where(adds, expert, -1)).astype(out_dtype)
+                y = y + _rows_of(self.down_bias[...], jnp.where(adds, expert, -1)).astype(rows.dtype)
             return y
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels import reference
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
 from pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows
+from pallas_kernels.matmul.tpu.widened import CHUNK
 from pallas_kernels.registry import kernel
 from pallas_kernels.tuning import HopperProducts, TpuProducts
 from tests.pallas_kernels.conformance import watched
@@ -91,13 +92,19 @@ _ROWS = Product(50, 128, 136, 32, "uint8", True)
 QUICK_GROUPED = {
     "groups that share tiles": GroupedProduct((5, 0, 17, 11, 0, 3), _ROWS),
     "no rows of any group": GroupedProduct((0,) * 6, _ROWS),
-    "a scale a channel": GroupedProduct((0, 0, 50, 0, 0, 0), _ROWS._replace(group=128, codes="int8", zeros=False)),
+    "a scale a channel": GroupedProduct(
+        (0, 0, 50, 0, 0, 0), _ROWS._replace(size=512, group=512, codes="int8", zeros=False, sizes=MANY)
+    ),
     "whole tiles, weights": GroupedProduct((16, 16, 0, 0, 0, 18), _ROWS._replace(codes=E4M3, zeros=False, sizes=MANY)),
     "rounded rows": GroupedProduct(
         (1, 40, 0, 0, 0, 1), _ROWS._replace(codes="int8", zeros=False, rounded="int8", row_group=0)
     ),
     "rows rounded by groups": GroupedProduct(
         (1, 0, 30, 0, 19, 0), _ROWS._replace(codes=E4M3, zeros=False, rounded=E4M3, row_group=64)
+    ),
+    # A block would end behind its tile, and a whole tile is one group's.
+    "pieces of columns, a group of several blocks": GroupedProduct(
+        (53, 140, 0, 5, 0, 0, 0, 0), Product(200, 128, 270, 128, "int8", sizes=replace(SMALL, rows=96))
     ),
     "one row of a group": GroupedProduct((0, 0, 1), Product(1, 64, 40, 32, "uint8", True)),
 }
@@ -139,7 +146,8 @@ def grouped_product(name: str, implementation: Implementation) -> None:
     assert not got[end:].any(), "rows of no group are not 0"
     if end:
         tile = tile_rows_of(case.rows, len(group_sizes))
-        assert error(got, exact) < (allowed := _allowed(case, tile)), f"{error(got, exact):.1e}, not {allowed}"
+        at_once = 1 if case.group >= CHUNK else tile
+        assert error(got, exact) < (allowed := _allowed(case, at_once)), f"{error(got, exact):.1e}, not {allowed}"
 
 
 def exact_groups(x: np.ndarray, matrix: tuple, group_sizes: tuple[int, ...]) -> tuple[np.ndarray, int]:

@@ -2,8 +2,9 @@
 
 Its work is a list of visits, (group, tile of rows) for each pair that has rows in common, in the order of the rows,
 made on the device; the grid is as long as the list, so that time follows the rows and the groups that have some.
-Groups meet inside of tiles: a visit keeps what others have written there. The list ends with the tiles behind the last
-row, which are cleared. Products of experts by blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
+Groups meet inside of tiles: a visit multiplies a block of rows that holds its group's, of a few sizes the least, and
+keeps what is not its own. The list ends with the tiles behind the last row, which are cleared. Products of experts by
+blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -19,9 +20,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.matmul import quantized_groups_xla
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
-from pallas_kernels.matmul.tpu.quantized import PreparedRows, clear, group_sums, prepared, tiles, vmem_limit
-from pallas_kernels.matmul.tpu.widened import add_product, why_not_aligned
+from pallas_kernels.matmul.nibbles import per_byte
+from pallas_kernels.matmul.tpu.quantized import (
+    PreparedRows,
+    clear,
+    group_sums,
+    prepared,
+    sums_are_smaller,
+    tiles,
+    vmem_limit,
+)
+from pallas_kernels.matmul.tpu.widened import CHUNK, SUBLANES, add_product, why_not_aligned
 from pallas_kernels.tuning import TpuProducts, tuning_of
+
+_MOST_ROWS = 256  # multiplied at once: more would be more instructions, and little faster
 
 
 def quantized_grouped_matmul(
@@ -46,9 +58,56 @@ def quantized_grouped_matmul(
             x, x_scales, codes, scales, zeros, group_sizes, dtype=dtype, out_dtype=out_dtype
         )
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
-    tile_rows = min(len(x), tile_rows_of(len(x), len(codes)), sizes.group_rows)
-    rows = prepared(x, x_scales, codes.dtype, scales.shape[1], dtype, sizes, tile_rows)
-    return _call(rows, tile_rows, codes, scales, zeros, group_sizes, out_dtype, sizes, interpret)
+    average = tile_rows_of(len(x), len(codes))
+    by_sums = sums_are_scaled(average, x.shape[1] // scales.shape[1], sizes)
+    rows = prepared(x, x_scales, codes.dtype, scales.shape[1], dtype, sizes, by_sums=by_sums)
+    return _call(rows, average, codes, scales, zeros, group_sizes, out_dtype, sizes, interpret)
+
+
+class Shape(NamedTuple):
+    """What a visit works on.
+
+    Attributes:
+      rows: of a tile.
+      columns: of the matrix, which are there at once; `piece` of them are multiplied at a time.
+      blocks: rows that are multiplied at once, ascending: the least that hold the group's rows in the tile, and of
+        more rows the most again and again.
+      step: blocks begin at multiples of it.
+    """
+
+    rows: int
+    columns: int
+    piece: int
+    blocks: tuple[int, ...]
+    step: int
+
+
+def sums_are_scaled(average: int, group: int, sizes: TpuProducts) -> bool:
+    """Whether sums are scaled, once for each chunk of inputs or group of them, or else the matrix is."""
+    return group >= CHUNK or sums_are_smaller(average, group, sizes)
+
+
+def shape_of(
+    num_rows: int, size: int, out: int, num_scales: int, average: int, x: Any, codes: Any, sizes: TpuProducts
+) -> Shape:
+    """For rows [num_rows, size] of dtype `x`, `average` or more in a group, times matrices [size, out] of `codes`.
+
+    Up to 128 rows take matrix units of 256 as long as 16 do, which is as long as bringing the matrix in: the rows of a
+    group in a tile are to be one block. Units of 128 take as long as there are rows: no more of them than need be.
+    """
+    step = 2 * SUBLANES // jnp.dtype(x).itemsize
+    most = min(num_rows, sizes.group_rows)
+    tile, piece = tiles(most // step * step or num_rows, size, out, num_scales, x, codes, sizes)
+    of_piece = 2 * piece * (size // per_byte(codes) + 8 * num_scales)
+    pieces = min(sizes.group_bytes // of_piece, pl.cdiv(pl.cdiv(out, piece), sizes.cores), out // piece)
+    most = min(tile, _MOST_ROWS)
+    group = size // num_scales
+    if group < CHUNK and sums_are_scaled(average, group, sizes):
+        most = min(most, max(min(sizes.sum_rows, group // 2) // step * step, step))
+    near = min(average, _MOST_ROWS // 2)
+    wanted = near, near * 3 // 2, near * 2, near * 4  # what begins in the middle of a step is a step longer
+    blocks = sorted({min(pl.cdiv(rows, step) * step, most) for rows in wanted})
+    return Shape(tile, piece * max(pieces, 1), piece, tuple(blocks), step)
 
 
 class Visits(NamedTuple):
@@ -89,7 +148,7 @@ def visits_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Visits:
 
 def _call(
     rows: PreparedRows,
-    tile_rows: int,
+    average: int,
     codes: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
@@ -99,32 +158,33 @@ def _call(
     interpret: Any,
 ) -> jax.Array:
     (num_rows, size), (num_groups, count, out) = rows.values.shape, scales.shape
-    _, columns = tiles(tile_rows, size, out, count, rows.values.dtype, codes.dtype, sizes)
-    limit = vmem_limit((tile_rows, columns), rows, codes, scales, zeros, sizes.vmem_limit_bytes)
-    visits = visits_of(group_sizes, num_rows, tile_rows)
+    dtypes = rows.values.dtype, codes.dtype
+    shape = shape_of(num_rows, size, out, count, average, *dtypes, sizes)
+    limit = vmem_limit((shape.rows, shape.columns), rows, codes, scales, zeros, sizes.vmem_limit_bytes)
+    visits = visits_of(group_sizes, num_rows, shape.rows)
 
     def of_rows(array: jax.Array | None) -> pl.BlockSpec | None:
         if array is None:
             return None
-        return pl.BlockSpec((tile_rows, array.shape[1]), lambda n, v, _, tile, *__: (tile[v], 0))
+        return pl.BlockSpec((shape.rows, array.shape[1]), lambda n, v, _, tile, *__: (tile[v], 0))
 
     def of_matrices(array: jax.Array | None) -> pl.BlockSpec | None:
         if array is None:
             return None
-        return pl.BlockSpec((1, array.shape[1], columns), lambda n, v, group, *_: (group[v], 0, n))
+        return pl.BlockSpec((1, array.shape[1], shape.columns), lambda n, v, group, *_: (group[v], 0, n))
 
     sums = None if zeros is None else group_sums(rows, count)
     operands = rows.values, rows.scales, rows.after, sums, codes, scales.astype(jnp.float32), zeros
     specs = *map(of_rows, operands[:4]), *map(of_matrices, operands[4:])
     of_codes = (codes.nbytes + scales.nbytes * (1 if zeros is None else 2)) // num_groups
     return pl.pallas_call(
-        partial(_body, by_sums=rows.by_sums),
+        partial(_body, shape=shape, by_sums=rows.by_sums),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits) - 1,
-            grid=(pl.cdiv(out, columns), visits.count[0]),
+            grid=(pl.cdiv(out, shape.columns), visits.count[0]),
             in_specs=specs,
-            out_specs=pl.BlockSpec((tile_rows, columns), lambda n, v, _, tile, *__: (tile[v], n)),
-            scratch_shapes=[pltpu.VMEM((tile_rows, columns), jnp.float32)],
+            out_specs=pl.BlockSpec((shape.rows, shape.columns), lambda n, v, _, tile, *__: (tile[v], n)),
+            scratch_shapes=[pltpu.VMEM((shape.blocks[-1], shape.piece), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((num_rows, out), out_dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=limit),
@@ -154,21 +214,51 @@ def _body(
     out,
     total,
     *,
+    shape: Shape,
     by_sums: bool,
 ):
     visit = pl.program_id(1)
-    is_first = (visit == 0) | (tile[jnp.maximum(visit - 1, 0)] != tile[visit])
+    before = tile[visit] * shape.rows
+    first = jnp.maximum(starts[group[visit]] - before, 0)
+    last = jnp.minimum(ends[group[visit]] - before, shape.rows)
 
-    @pl.when(visit >= products[0])
+    @pl.when((visit == 0) | (tile[jnp.maximum(visit - 1, 0)] != tile[visit]))
     def _():
         out[...] = jnp.zeros_like(out)
 
+    def add_rows(begin: Any, size: int, column: Any) -> None:
+        own, columns = pl.ds(begin, size), pl.ds(column, shape.piece)
+        parts = (None if ref is None else ref.at[own] for ref in (x, x_scales, after, sums))
+        matrix = (None if ref is None else ref.at[0, :, columns] for ref in (codes, scales, zeros))
+        (rows, of_rows, behind, of_groups), (own_codes, own_scales, own_zeros) = parts, matrix
+        y = total.at[pl.ds(0, size)]
+        clear(y, of_groups, own_zeros)
+        add_product(y, rows, of_rows, own_codes, own_scales, by_sums=by_sums)
+        made = y[...] if behind is None else y[...] * behind[...]
+        row = begin + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        kept = out[own, columns].astype(jnp.float32)
+        out[own, columns] = jnp.where((row >= first) & (row < last), made, kept).astype(out.dtype)
+
+    def add_block(at: Any, size: int) -> None:
+        # A tile's last block may begin sooner: rows are then made again, or another group's and kept.
+        begin = pl.multiple_of(jnp.minimum(at, shape.rows - size), shape.step) if size < shape.rows else 0
+        if shape.columns == shape.piece:
+            add_rows(begin, size, 0)
+            return
+
+        @pl.loop(0, shape.columns // shape.piece)
+        def _(index):
+            add_rows(begin, size, pl.multiple_of(index * shape.piece, shape.piece))
+
     @pl.when(visit < products[0])
     def _():
-        clear(total, sums, None if zeros is None else zeros.at[0])
-        add_product(total, x, x_scales, codes.at[0], scales.at[0], by_sums=by_sums)
-        y = total[...] if after is None else total[...] * after[...]
-        row = tile[visit] * out.shape[0] + lax.broadcasted_iota(jnp.int32, (out.shape[0], 1), 0)
-        own = (row >= starts[group[visit]]) & (row < ends[group[visit]])
-        others = jnp.where(is_first, 0.0, out[...].astype(jnp.float32))
-        out[...] = jnp.where(own, y, others).astype(out.dtype)
+        begin, most = lax.div(first, shape.step) * shape.step, shape.blocks[-1]
+
+        @pl.loop(0, pl.cdiv(last - begin, most))
+        def _(index):
+            at = begin + index * most
+            fewer = 0
+            for size in shape.blocks:
+                is_least = (last - at > fewer) & ((last - at <= size) | (size == most))
+                pl.when(is_least)(partial(add_block, at, size))
+                fewer = size

@@ -47,13 +47,19 @@ def quantized_matmul(
         x = x.astype(dtype) if x.dtype == jnp.int8 and usual.int8_products == 1 else x
         return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
     chosen: TpuProducts = product_sizes("tpu", num_rows, size, out, count, codes.dtype) if sizes is None else sizes
-    rows = prepared(x, x_scales, codes.dtype, count, dtype, chosen, len(x))
+    by_sums = sums_are_smaller(num_rows, size // count, chosen)
+    rows = prepared(x, x_scales, codes.dtype, count, dtype, chosen, by_sums=by_sums)
     return _call(rows, codes, scales, zeros, out_dtype, chosen, interpret)
 
 
 def why_xla(size: int, out: int, num_scales: int, codes: Any, dtype: Any) -> str:
     """Why a matrix [size, out] with `num_scales` scales along its inputs is XLA's, "" if the kernel takes it."""
     return why_not(size, num_scales, dtype)
+
+
+def sums_are_smaller(rows: int, group: int, sizes: TpuProducts) -> bool:
+    """Whether so few rows are multiplied by sums: these are as large as the rows for each group, weights as a group."""
+    return rows <= min(sizes.sum_rows, group // 2)
 
 
 class PreparedRows(NamedTuple):
@@ -73,11 +79,16 @@ class PreparedRows(NamedTuple):
 
 
 def prepared(
-    x: jax.Array, x_scales: jax.Array | None, codes: Any, num_scales: int, dtype: Any, sizes: TpuProducts, at_once: int
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    codes: Any,
+    num_scales: int,
+    dtype: Any,
+    sizes: TpuProducts,
+    *,
+    by_sums: bool,
 ) -> PreparedRows:
-    """Rows [M, in], `at_once` in a tile, for a matrix with codes of this dtype and `num_scales` groups of inputs."""
-    # Sums are as large as the rows for each group, widened weights as a group.
-    by_sums = at_once <= min(sizes.sum_rows, x.shape[1] // num_scales // 2)
+    """Rows [M, in] for a matrix with codes of this dtype and `num_scales` groups of inputs, in one of the forms."""
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
     count = x_scales.shape[1]

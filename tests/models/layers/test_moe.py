@@ -365,3 +365,11 @@ def test_devices_share_the_experts(arguments):
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr
     assert "as on one device" in done.stdout
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_results_of_experts_are_as_wide_as_the_tokens(bias):
+    """In float32 those of all rows were most of a step's temporaries."""
+    layer = make_layer(replace(CONFIG, experts=replace(EXPERTS, bias=bias)), dtype="bfloat16")
+    rows, sizes = tokens(96, "bfloat16"), jnp.full(8, 12, jnp.int32)
+    assert jax.eval_shape(lambda: layer._multiply(rows, sizes, None)).dtype == jnp.bfloat16

@@ -18,6 +18,7 @@ from pallas_kernels.matmul.quantized import CODES, quantized_grouped_matmul, qua
 from pallas_kernels.matmul.quantized_xla import MOST_GROUP_ROWS
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
 from pallas_kernels.matmul.tpu import quantized as tpu
+from pallas_kernels.matmul.tpu.grouped import sums_are_scaled
 from pallas_kernels.registry import KERNELS, kernel
 from pallas_kernels.tuning import TpuProducts
 
@@ -224,12 +225,19 @@ def test_a_tpu_without_products_of_eight_bits_makes_none(int8_products):
     ("rows", "group", "by_sums"), [(16, 32, True), (17, 32, False), (64, 128, True), (65, 128, False)]
 )
 def test_groups_are_summed_for_fewer_rows_than_half_of_one_on_tpus(rows, group, by_sums):
-    x = jnp.zeros((rows, 256), jnp.bfloat16)
-    assert tpu.prepared(x, None, jnp.int8, 256 // group, jnp.bfloat16, TpuProducts(), rows).by_sums == by_sums
+    assert tpu.sums_are_smaller(rows, group, TpuProducts()) == by_sums
+    assert sums_are_scaled(rows, group, TpuProducts()) == by_sums
+
+
+def test_sums_of_wide_groups_are_scaled_for_any_rows_of_experts():
+    """Once for each chunk of inputs: scaling the matrix would take longer than 128 rows do."""
+    assert sums_are_scaled(1024, 512, TpuProducts()) and not sums_are_scaled(1024, 256, TpuProducts())
 
 
 def test_kernels_reserve_what_their_tiles_take_on_tpus():
-    rows = tpu.prepared(jnp.zeros((8, 4096), jnp.bfloat16), None, jnp.int8, 32, jnp.bfloat16, TpuProducts(), 8)
+    rows = tpu.prepared(
+        jnp.zeros((8, 4096), jnp.bfloat16), None, jnp.int8, 32, jnp.bfloat16, TpuProducts(), by_sums=True
+    )
     codes, scales = jnp.zeros((4096, 512), jnp.int8), jnp.zeros((32, 512), jnp.float32)
     held = 2 * (4096 * 512 + 8 * 32 * 512 + 8 * 4096 * 2)
     limit = tpu.vmem_limit((8, 512), rows, codes, scales, None, TpuProducts().vmem_limit_bytes)

@@ -18,6 +18,10 @@ _SUMS, _WEIGHTS = _on("sums of 32", "one row"), _on("weights of 32", "weights of
 _LOOPS = _on("sums in a loop", "weights in a loop")
 _SHARED: tuple[Job, ...] = (("grouped_product", "tpu-lazy", "groups that share tiles"),)
 _NO_ROWS: tuple[Job, ...] = (("grouped_product", "tpu-lazy", "no rows of any group"),)
+_SKEWED: tuple[Job, ...] = (
+    ("grouped_product", "tpu-lazy", "pieces of columns, a group of several blocks"),
+    ("grouped_product", "tpu-lazy", "groups that share tiles"),
+)
 _BY_GROUPS = _on("e4m3 rows by groups")
 
 MUTANTS = [
@@ -148,31 +152,56 @@ MUTANTS = [
         "False and count > num_scales or",
         _on("e4m3 rows by finer groups"),
     ),
+    Mutant("a group's first row left to others", _GROUPED, "(row >= first)", "(row > first)", _SHARED),
+    Mutant("a group's last row and one more", _GROUPED, "(row < last)", "(row <= last)", _SHARED),
     Mutant(
-        "a group's first row left to others",
+        "what others wrote is lost",
         _GROUPED,
-        "(row >= starts[group[visit]])",
-        "(row > starts[group[visit]])",
+        "kept = out[own, columns].astype(jnp.float32)",
+        "kept = jnp.zeros(y.shape, jnp.float32)",
         _SHARED,
     ),
     Mutant(
-        "a group's last row and one more",
-        _GROUPED,
-        "(row < ends[group[visit]])",
-        "(row <= ends[group[visit]])",
-        _SHARED,
-    ),
-    Mutant("what others wrote is lost", _GROUPED, "jnp.where(is_first, 0.0,", "jnp.where(True, 0.0,", _SHARED),
-    Mutant("what was there before is kept", _GROUPED, "jnp.where(is_first, 0.0,", "jnp.where(False, 0.0,", _SHARED),
-    Mutant(
-        "tiles behind the last row not cleared",
+        "tiles not cleared",
         _GROUPED,
         "        out[...] = jnp.zeros_like(out)\n",
         "        pass\n",
         _NO_ROWS,
     ),
+    Mutant("tiles cleared at every visit", _GROUPED, "(visit == 0) | (tile[", "(visit >= 0) | (tile[", _SHARED),
     Mutant("list without the tiles to clear", _GROUPED, "last[-1] + num_tiles - used", "last[-1] + 0 * used", _NO_ROWS),
     Mutant("last visit left out", _GROUPED, "visit < products[0])", "visit < products[0] - 1)", _SHARED),
+    Mutant(
+        "blocks begin a step late",
+        _GROUPED,
+        "lax.div(first, shape.step) * shape.step",
+        "pl.cdiv(first, shape.step) * shape.step",
+        _SKEWED,
+    ),
+    Mutant("one block of each visit", _GROUPED, "pl.cdiv(last - begin, most)", "jnp.minimum(last - begin, 1)", _SKEWED),
+    Mutant("every block the first", _GROUPED, "at = begin + index * most", "at = begin + 0 * index", _SKEWED),
+    Mutant("blocks a size too small", _GROUPED, "(last - at > fewer)", "(last - at > fewer + 5)", _SKEWED),
+    Mutant(
+        "blocks behind the tile",
+        _GROUPED,
+        "jnp.minimum(at, shape.rows - size), shape.step)",
+        "at, shape.step)",
+        _SKEWED,
+    ),
+    Mutant(
+        "every piece of columns the first",
+        _GROUPED,
+        "pl.multiple_of(index * shape.piece, shape.piece)",
+        "pl.multiple_of(index * 0, shape.piece)",
+        _SKEWED,
+    ),
+    Mutant(
+        "a piece of columns left out",
+        _GROUPED,
+        "shape.columns // shape.piece)",
+        "shape.columns // shape.piece - 1)",
+        _SKEWED,
+    ),
     Mutant("every visit the first group's matrix", _GROUPED, "(group[v], 0, n)", "(0 * group[v], 0, n)", _SHARED),
     Mutant(
         "a tile too few of a group",
