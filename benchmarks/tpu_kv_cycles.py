@@ -3,8 +3,8 @@
     python -m benchmarks.tpu_kv_cycles [--targets v6e,tpu7x] [--kinds int8,fp8_e4m3] [--only decode] [--json FILE]
 
 One block of 1024 keys, with one token (decode) or 128 (prefill) and all heads, profiled as benchmarks.tpu_cycles does:
-the kernel bare, without its copies, whose bytes over the bandwidth are put beside. What a block takes is the larger of
-both. v5p: cycles of one core of two, which share the bandwidth. Rows of a file that are not measured are kept.
+the kernel bare, without its copies, whose bytes over the bandwidth are put beside. A block "takes" the larger of both.
+v5p: cycles of one core of two, which share the bandwidth. Rows of a file that are not measured are kept.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def measure(target: str, heads: str, mode: str, kind: str) -> dict[str, Any]:
     row: dict[str, Any] = {"target": target, "heads": heads, "step": mode, "kv": kind}
     row["cycles"] = round(block_cycles(target, heads, kind, decode=decode))
     row["copied_cycles"] = round(copied_cycles(target, heads, kind)) if decode else None
+    row["takes"] = max(row["cycles"], row["copied_cycles"] or 0)
     return row
 
 

@@ -132,10 +132,10 @@ def _moved(
         parameters = {_number(inner): inner for inner in inside if inner.opcode == "parameter"}
         for index, size in enumerate(sizes):
             if index in parameters:
-                touched, in_place, passed = _touched(module, parameters[index], inside)
+                touched, written, passed = _touched(module, parameters[index], inside)
                 sizes[index] = size if touched is None or passed else min(size, touched)
-                if in_place and operands[index].elements == instruction.elements:
-                    result = min(result, sizes[index])
+                if written is not None and operands[index].elements == instruction.elements:
+                    result = min(result, written)
     return sum(sizes) + result
 
 
@@ -143,10 +143,10 @@ def _number(parameter: Instruction) -> int:
     return int(parameter.rest.partition(")")[0])
 
 
-def _touched(module: Module, parameter: Instruction, body: list[Instruction]) -> tuple[int | None, bool, bool]:
-    """(bytes of a fusion's parameter that it touches, None for all; whether it is updated in place; whether it is what
-    the fusion gives back)."""
-    names, total, in_place = {parameter.name}, 0, False
+def _touched(module: Module, parameter: Instruction, body: list[Instruction]) -> tuple[int | None, int | None, bool]:
+    """(bytes of a fusion's parameter that it reads, None for all; bytes written where it is updated in place, else
+    None; whether it is what the fusion gives back)."""
+    names, total, written = {parameter.name}, 0, None
     for inner in body:
         if not names & set(inner.operands) or inner.name in names:
             continue
@@ -156,20 +156,29 @@ def _touched(module: Module, parameter: Instruction, body: list[Instruction]) ->
             total += sum(bytes_of(inner.type_text))
         elif inner.opcode in _UPDATES and inner.operands[0] in names and not names & set(inner.operands[1:]):
             by_name = {each.name: each for each in body}
-            total += sum(sum(bytes_of(by_name[name].type_text)) for name in inner.operands[1:] if name in by_name)
-            in_place = True
+            size = sum(sum(bytes_of(by_name[name].type_text)) for name in inner.operands[1:] if name in by_name)
+            total, written = total + (size if _combines(module, inner) else 0), (written or 0) + size
         elif inside := module.inside(inner):
             for index in (index for index, name in enumerate(inner.operands) if name in names):
                 own = next((each for each in inside if each.opcode == "parameter" and _number(each) == index), None)
-                touched, updated, passed = (None, False, False) if own is None else _touched(module, own, inside)
-                if touched is None or updated:
-                    return None, False, False
+                touched, updated, passed = (None, None, False) if own is None else _touched(module, own, inside)
+                if touched is None or updated is not None:
+                    return None, None, False
                 total += touched
                 if passed:
                     names.add(inner.name)
         else:
-            return None, False, False
-    return total, in_place, any(inner.root and inner.name in names for inner in body)
+            return None, None, False
+    return total, written, any(inner.root and inner.name in names for inner in body)
+
+
+def _combines(module: Module, update: Instruction) -> bool:
+    """Whether an update also reads what it writes to: what a scatter's computation gives back may be its second
+    parameter, the new value, and nothing else."""
+    if update.opcode != "scatter":
+        return False
+    roots = [inner for name in update.called for inner in module.computations.get(name, []) if inner.root]
+    return not any(root.opcode == "parameter" and _number(root) == 1 for root in roots)
 
 
 def _executed(

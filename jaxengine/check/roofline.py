@@ -20,7 +20,7 @@ from models.config.attention import LayerAttention
 from models.config.state import LayerState
 from models.layers.expert_rows import rows_of_block
 from models.lora import declared_pools
-from models.weights.declare import declared_params
+from models.weights.declare import ParamDecl, declared_params
 from scheduler.buckets import Bucket
 
 DECODE_CONTEXT = 1024
@@ -153,7 +153,8 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
         scales = param.path[-1] in ("scales", "zeros")
         if len(part) > 1 + (param.decl.num_experts is not None) and not scales:  # a matrix, no biases
             flops += int(2 * size * rows) * (2 if param.dtype == jnp.uint8 else 1)  # two codes of four bits a byte
-            row_bytes += int(math.prod(part[:-2]) * at_once * sum(part[-2:])) * itemsize
+            wide = part[-1] * (_num_matrices(param.decl) // over[0] or 1)
+            row_bytes += int(math.prod(part[:-2]) * at_once * (part[-2] + wide)) * itemsize
     for pool in declared_pools(model):  # every slot's, of which a row has one
         over = [mesh.num_shards(axis) if axis is not None else 1 for axis in pool.decl.axes]
         part = [size // shards for size, shards in zip(pool.shape, over, strict=True)]
@@ -178,6 +179,13 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
     state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
     state_bytes //= mesh.model
     return Products(flops, weight_bytes, reached_bytes, expert_bytes, quantized_bytes, row_bytes, state_bytes)
+
+
+def _num_matrices(decl: ParamDecl) -> int:
+    """Matrices of heads that lie one below the other in a weight, each with rows of its own; 0 in other weights."""
+    if decl.axes != ("heads", "latent"):
+        return 0
+    return sum(source.rows // source.group for source in decl.sources)
 
 
 def _expert_rows(model: Any, bucket: Bucket) -> int | None:

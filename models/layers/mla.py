@@ -129,4 +129,6 @@ class LatentAttention(nnx.Module):
         with jax.named_scope("ragged_paged_attention"):
             o = ragged_paged_attention(latent_q, kv, ragged, spec=self.spec, q_rest=q[1], schedule=schedule)
         with jax.named_scope("values"):
-            return self.w_uv.batched_matmul(cast(jax.Array, o), contract=1).astype(latent_q.dtype)
+            values = self.w_uv.batched_matmul(cast(jax.Array, o), contract=1).astype(latent_q.dtype)
+            # Else XLA:TPU turns them by token in float32, where what comes next works in that.
+            return lax.optimization_barrier(values)

@@ -108,6 +108,29 @@ FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
   ROOT %d = bf16[8,64]{1,0} dynamic-update-slice(%a, %r, %i, %i)
 }
 
+%new (o: bf16[], n: bf16[]) -> bf16[] {
+  %o = bf16[] parameter(0)
+  ROOT %n = bf16[] parameter(1)
+}
+
+%sum (o: bf16[], n: bf16[]) -> bf16[] {
+  %o = bf16[] parameter(0)
+  %n = bf16[] parameter(1)
+  ROOT %t = bf16[] add(%o, %n)
+}
+
+%scattered (a: bf16[64,128], p: bf16[8,64]) -> bf16[64,128] {
+  %a = bf16[64,128]{1,0} parameter(0)
+  %p = bf16[8,64]{1,0} parameter(1)
+  ROOT %d = bf16[64,128]{1,0} scatter(%a, %i, %p), to_apply=%new
+}
+
+%added (a: bf16[64,128], p: bf16[8,64]) -> bf16[64,128] {
+  %a = bf16[64,128]{1,0} parameter(0)
+  %p = bf16[8,64]{1,0} parameter(1)
+  ROOT %d = bf16[64,128]{1,0} scatter(%a, %i, %p), to_apply=%sum
+}
+
 %within (c: bf16[64,128], i: s32[]) -> bf16[1,128] {
   %c = bf16[64,128]{1,0} parameter(0)
   %i = s32[] parameter(1)
@@ -154,7 +177,10 @@ FUSED = """%fused (a: bf16[8,64], b: bf16[64,128]) -> bf16[8,64] {
         (f"%y = bf16[64,128]{{1,0}} {KERNEL}, {IN_PLACE}", 33 * 1024),
         (f"%y = bf16[64,128]{{1,0}} {KERNEL}, {SAYS % 3072}", 33 * 1024),
         # Two rows are read, and written to a place that is not read.
-        ("%y = bf16[8,64]{1,0} fusion(%p, %w), kind=kLoop, calls=%fused", 256 + 256 + 256),
+        ("%y = bf16[8,64]{1,0} fusion(%p, %w), kind=kLoop, calls=%fused", 256 + 256),
+        # What is scattered is read and written, what it is added to is read, too.
+        ("%y = bf16[64,128]{1,0} fusion(%w, %p), kind=kCustom, calls=%scattered", 1024 + 1024),
+        ("%y = bf16[64,128]{1,0} fusion(%w, %p), kind=kCustom, calls=%added", 1024 + 1024 + 1024),
         # A row is looked up in a fusion within the fusion.
         ("%y = bf16[8,64]{1,0} fusion(%p, %w), kind=kOutput, calls=%nested", 1024 + 256 + 1024),
         # A weight that a fusion within the fusion gives on as it is.

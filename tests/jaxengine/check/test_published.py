@@ -12,6 +12,7 @@ from models.build import Build
 from models.registry import build_model
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
+from sharding.layout import MeshLayout
 
 
 @pytest.mark.parametrize(("name", "method"), [("deepseek-v3", "fp8"), ("gpt-oss-120b", "mxfp4")])
@@ -46,3 +47,12 @@ def test_codes_with_scales_of_groups_lie_as_kernels_read_them():
     params = {param.name: param for param in declared_params(model) if param.path[-1] in ("codes", "scales")}
     assert params["layers.0.attention.down.weight.codes"].shape == (7168, 2112)
     assert all(param.decl.row_major for param in params.values())
+
+
+def test_every_head_has_rows_of_its_own_where_its_matrix_is_its_own():
+    """Of DeepSeek-V3 over two devices: queries of 64 heads are taken into the latents' space, values out of it."""
+    model = build_model(model_config("deepseek-v3:1"), Build("bfloat16", MeshLayout(model=2)))
+    down, queries, out, mlp = 7168 + 2112, 1536 + 64 * 192, 64 * 128 + 7168, 2 * 7168 + 3 * 9216
+    of_heads = 2 * 64 * (128 + 512)
+    row = down + queries + of_heads + out + mlp + 7168 + 129280 // 2
+    assert product_work(model, Bucket(8, 8), "bfloat16").row_bytes == 2 * 8 * row
