@@ -278,7 +278,7 @@ def _given(module: Module) -> _Given:
 
 def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given: _Given) -> bool:
     """Whether an operand is, by way of nothing but moves, a parameter of the program or of a loop; what a branch is
-    given is looked for where that is made."""
+    given is looked for where that is made. What a loop is given in on-chip memory is none that is precious."""
     by_name = {inner.name: inner for inner in body}
     pending, seen = list(instruction.operands), set()
     while pending:
@@ -287,6 +287,8 @@ def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given
         if source is None or name in seen:
             continue
         seen.add(name)
+        if source.fast and source.opcode in ("parameter", "get-tuple-element"):
+            continue
         if source.opcode == "parameter":
             return True
         made = given.get(source.operands[0]) if source.opcode == "get-tuple-element" and source.operands else None

@@ -34,6 +34,11 @@ OFFLOADED_COPY = """%called (o: f32[32,16]) -> f32[32,16] {
   ROOT %c = f32[32,16]{0,1} copy(%o)
 }, execution_thread="sparsecore"
 """
+CARRIED = [
+    "%t = (s32[], f32[32,16]{1,0:T(8,128)}) parameter(0)",
+    "%g = f32[32,16]{1,0:T(8,128)} get-tuple-element(%t), index=1",
+    "%c = f32[32,16]{0,1} copy(%g)",
+]
 FUSION = "%f = f32[64,4,8]{2,1,0} fusion(%p, %q), kind=kLoop, calls=%fused"
 
 
@@ -55,6 +60,10 @@ FUSION = "%f = f32[64,4,8]{2,1,0} fusion(%p, %q), kind=kLoop, calls=%fused"
         (["%d = f32[32,16]{1,0} dot(%x, %y)", "%c = f32[32,16]{0,1} copy(%d)"], "", []),
         # A prefetch into on-chip memory.
         ([W, PREFETCH], "", []),
+        ([W, PREFETCH, "%d = f32[32,16]{1,0:S(1)} copy-done(%c)", "%e = f32[32,16]{0,1} copy(%d)"], "", ["weight"]),
+        # What a loop is given, which is no weight where it lies on the chip.
+        (CARRIED, "", ["weight"]),
+        ([line.replace(":T(8,128)", ":T(8,128)S(1)") for line in CARRIED], "", []),
         (["%s = s32[8,16]{1,0} parameter(0)", "%c = s32[8,16]{1,0} copy(%s)"], "", ["counts"]),
         (["%s = f32[8,16]{1,0} parameter(0)", "%c = f32[8,16]{1,0} copy(%s)"], "", []),
         # Handed to the SparseCore, where a computation of its own copies its parameter, whatever that is.
