@@ -11,12 +11,13 @@ Knows traces, and of what is in them only the name that calls of layers go by.
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
@@ -104,8 +105,12 @@ def serialize(compiled: Executable) -> bytes:
       ValueError: the platform's programs cannot be stored.
     """
     if isinstance(compiled, InParts):
+        chain = compiled.chain
         payloads = [serialize_executable.serialize(program)[0] for program in compiled.programs]
-        return _MAGIC + pickle.dumps((compiled.chain, payloads))
+        blobs = [value.tobytes() for _, value in chain.constants] + payloads
+        kinds = [(place, value.dtype.name, value.shape) for place, value in chain.constants]
+        header = json.dumps([kinds, chain.calls, chain.results, chain.peak_bytes, list(map(len, blobs))]).encode()
+        return b"".join([_MAGIC, len(header).to_bytes(8, "little"), header, *blobs])
     return serialize_executable.serialize(compiled)[0]
 
 
@@ -121,11 +126,21 @@ def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) ->
     """What `serialize` wrote; runs code from it. in_tree: of (arguments, {})."""
     if not payload.startswith(_MAGIC):
         return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
-    chain, payloads = pickle.loads(payload[len(_MAGIC) :])  # noqa: S301 as safe as running what is in it
-    sizes = {call.program: (len(call.inputs), len(call.outputs)) for call in chain.calls}
+    begin = len(_MAGIC) + 8
+    end = begin + int.from_bytes(payload[len(_MAGIC) : begin], "little")
+    kinds, calls, results, peak_bytes, sizes = json.loads(payload[begin:end])
+    ends = [end + sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    blobs = [payload[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    constants = [
+        (place, np.frombuffer(blob, jnp.dtype(name)).reshape(shape))
+        for (place, name, shape), blob in zip(kinds, blobs, strict=False)
+    ]
+    calls = [Call(program, *map(tuple, places)) for program, *places in calls]
+    chain = Chain(tuple(constants), tuple(calls), tuple(results), peak_bytes)
+    counts = {call.program: (len(call.inputs), len(call.outputs)) for call in calls}
     programs = []
-    for program, part in enumerate(payloads):
-        num_inputs, num_outputs = sizes[program]
+    for program, part in enumerate(blobs[len(kinds) :]):
+        num_inputs, num_outputs = counts[program]
         trees = jax.tree.structure(((0,) * num_inputs, {})), jax.tree.structure([0] * num_outputs)
         programs.append(serialize_executable.deserialize_and_load(part, *trees, execution_devices=devices))
     return InParts(chain, programs, in_tree, out_tree)
