@@ -6,6 +6,7 @@ load_worker.py process FOLDER NUMBER PORT        one of two processes with two d
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 from dataclasses import replace
@@ -251,6 +252,7 @@ def resident_bytes(field: str) -> int:
 
 if __name__ == "__main__":
     mode, folder, *rest = sys.argv[1:]
+    faulthandler.dump_traceback_later(360)  # where it waits, before the test loses its patience
     if mode == "meshes":
         load_into_meshes(Path(folder))
     else:

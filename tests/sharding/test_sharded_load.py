@@ -15,6 +15,8 @@ import pytest
 from tests.sharding.load_worker import LARGE, random_tensors, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 400  # of a machine that does other work; it takes ten
+COUNTED_LATE = 4 << 20  # bytes: every processor's share of a count of pages is added to it once it is large
 
 
 def start(*args: object, num_devices: int) -> subprocess.Popen[str]:
@@ -26,7 +28,7 @@ def start(*args: object, num_devices: int) -> subprocess.Popen[str]:
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     """What they printed. Where one fails, the others, which would wait for it, are ended."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
         if any(codes):
             break
@@ -55,4 +57,4 @@ def test_two_processes_read_the_files_once_and_hold_their_parts_only(tmp_path):
     assert files <= sum(each["read"] for each in numbers) <= 1.05 * files, numbers
     for each in numbers:
         assert each["own"] < 0.51 * files, numbers
-        assert each["grown"] <= each["own"] + each["largest"], numbers
+        assert each["grown"] <= each["own"] + each["largest"] + COUNTED_LATE, numbers
