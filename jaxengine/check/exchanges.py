@@ -276,15 +276,18 @@ def expected(model: Any, bucket: Bucket, itemsize: int) -> Expected:
             mesh,
             experts=None if number in dense else config.experts,
             summed=norms(layer, mesh) + scales(layer) + config.attention[number].beside_state,
+            ordered=len(gathered_inputs(layer)),
         )
         for number, layer in zip(model.stage.layers, model.layers, strict=True)
     )
+    routed = 1 if config.experts is None else config.experts.num_per_token
+    widest = max([config.hidden_size, *(size for layer in model.layers for size in gathered_inputs(layer, routed))])
     rows = max(bucket.num_seqs * bucket.width, min(PROMPT_BLOCK_ROWS, bucket.num_tokens))
     logits = rows * mesh.padded_vocab_size(config.vocab_size) // mesh.num_shards("sampled_vocab")
     activations = mesh.num_ranks * bucket.num_tokens
     if config.experts is not None and mesh.sends_rows:
         activations = mesh.size * -(-bucket.num_tokens // mesh.model) * config.experts.num_per_token
-    most = activations * config.hidden_size
+    most = activations * widest
     return Expected(layers, max(most, logits), most * itemsize)
 
 
@@ -297,21 +300,35 @@ def norms(layer: nnx.Module, mesh: MeshLayout) -> int:
 
 def scales(layer: nnx.Module) -> int:
     """Products of a layer whose rows are rounded by a scale that the devices which split them must agree on."""
-    weights = [node for _, node in nnx.iter_graph(layer) if isinstance(node, QuantizedWeight)]
-    return sum(weight.agrees_on_scales for weight in weights)
+    return sum(weight.agrees_on_scales for weight in _quantized(layer))
 
 
-def layer_exchanges(mesh: MeshLayout, *, experts: ExpertsConfig | None, summed: int = 0) -> dict[str, int]:
+def gathered_inputs(layer: nnx.Module, num_per_token: int = 1) -> list[int]:
+    """What a layer gathers of a token for products whose codes lie in an order of their own, each in elements.
+
+    num_per_token: rows of a token in a product of experts.
+    """
+    weights = [weight for weight in _quantized(layer) if weight.gathered_inputs]
+    return [weight.gathered_inputs * (num_per_token if weight.codes.ndim == 3 else 1) for weight in weights]
+
+
+def _quantized(layer: nnx.Module) -> list[QuantizedWeight]:
+    return [node for _, node in nnx.iter_graph(layer) if isinstance(node, QuantizedWeight)]
+
+
+def layer_exchanges(
+    mesh: MeshLayout, *, experts: ExpertsConfig | None, summed: int = 0, ordered: int = 0
+) -> dict[str, int]:
     """Of one layer by kind: attention adds up its output over the heads' devices, the feed-forward part gathers the
     tokens of all ranks that share its weights, adds up over all devices that do and leaves each rank its tokens. With
     experts the routing, weights and ids, is gathered too. Where devices send rows to experts they gather how many rows,
     and the devices of a rank gather what became of each one's share of the tokens; a shared MLP beside them exchanges
     what a dense one does. Beside experts to which all tokens are gathered it at most leaves each rank its tokens, where
     these experts are on devices of more ranks than it. summed: norms over heads of several devices, which add up
-    squares, scales of rows, of which devices take the largest, and a state beside attention.
+    squares, scales of rows, of which devices take the largest, and a state beside attention. ordered: products that
+    gather their rows to put them in order.
     """
-    found: Counter[str] = Counter()
-    found["all-reduce"] = (1 + summed) * (mesh.model > 1)
+    found = Counter({"all-reduce": (1 + summed) * (mesh.model > 1), "all-gather": ordered})
     if experts is None:
         found += _of_mlp(mesh, "ffn", gathered=1)
     elif mesh.sends_rows:

@@ -5,8 +5,9 @@
 Codes of four bits lie in pairs, [in / 2, out] (pallas_kernels.matmul.nibbles), where two inputs have one scale, and
 else as int8. n is 1 for a scale a channel; a scale of the whole tensor, or of a block, is repeated over its outputs.
 Where inputs are split over devices, and their groups are not, scales are repeated for smaller groups. So the parts of a
-matrix, joined or split, are made as those of a plain one. Knows nothing of files: what is read is
-models.quantization.stored's.
+matrix, joined or split, are made as those of a plain one. Codes whose neighbours share scales only in an order of their
+own ("act-order") lie in that order, and rows are brought into it; a device that holds a part of them has its rows'
+inputs from wherever they are. Knows nothing of files: what is read is models.quantization.stored's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from models.quantization.plain import Plain
 from models.quantization.scheme import Weight
@@ -26,7 +28,7 @@ from models.quantization.stored import Activation, Stored
 from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.matmul.quantized import quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
-from sharding.collectives import largest_of_parts
+from sharding.collectives import gather_parts, largest_of_parts, shard_index
 
 # Kinds of tensors that no file has: what models.weights.quantized makes of those that it has.
 CODES, PAIRS, SCALES, ZEROS = "weight:codes", "weight:pairs", "weight:scales", "weight:zeros"
@@ -83,6 +85,7 @@ class QuantizedWeight(nnx.Module):
         self.scales = part(SCALES, count, "float32", init_value=size**-0.5 / std)
         self.zeros = part(ZEROS, count, "float32", init_value=0.0) if stored.has_zeros else None
         self.order = of_inputs(ORDER, size, "int32") if stored.reordered else None
+        self.num_inputs = size
         static = self.activation is not None and self.activation.static
         self.input_scale = of_inputs(INPUT_SCALE, 1, "float32") if static else None
 
@@ -92,18 +95,25 @@ class QuantizedWeight(nnx.Module):
         dynamic = self.activation is not None and not self.activation.static and self.activation.group is None
         return dynamic and self.input_axis is not None
 
+    @property
+    def gathered_inputs(self) -> int:
+        """Of a row, what devices that split its inputs exchange because codes lie in an order of their own."""
+        return self.num_inputs if self.order is not None and self.input_axis is not None else 0
+
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
         if contract != 0:
             raise ValueError(f"a quantised matrix is multiplied over its inputs, axis 0, got {contract}")
         scale = None if self.input_scale is None else self.input_scale[...].reshape(1, 1)
+        x = x if self.order is None else self._in_order(x, self.order[...])
         return quantized_matmul(self._rows(x, scale), *self._matrix, dtype=self.dtype, out_dtype=out_dtype)
 
     def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
         scale = None
-        if self.input_scale is not None:
+        if self.input_scale is not None or self.order is not None:
             # Of each row's group; rows of none get whatever is near.
             group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
-            scale = self.input_scale[...].at[group].get(mode="clip")
+            scale = None if self.input_scale is None else self.input_scale[...].at[group].get(mode="clip")
+            x = x if self.order is None else self._in_order(x, self.order[...].at[group].get(mode="clip"))
         options = {"dtype": self.dtype, "out_dtype": out_dtype}
         return quantized_grouped_matmul(self._rows(x, scale), *self._matrix, group_sizes, **options)
 
@@ -117,10 +127,16 @@ class QuantizedWeight(nnx.Module):
     def _matrix(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         return self.codes[...], self.scales[...], None if self.zeros is None else self.zeros[...]
 
+    def _in_order(self, x: jax.Array, order: jax.Array) -> jax.Array:
+        """Rows x [M, in] in the order of the codes; order: i32 [all inputs], or [M, all inputs], each row's own."""
+        if self.input_axis is not None:
+            own = x.shape[1]
+            x = gather_parts(x, self.input_axis, dimension=1)
+            order = lax.dynamic_slice_in_dim(order, shard_index(self.input_axis) * own, own, axis=-1)
+        return jnp.take(x, order, axis=1) if order.ndim == 1 else jnp.take_along_axis(x, order, axis=1)
+
     def _rows(self, x: jax.Array, static_scale: jax.Array | None) -> jax.Array | RoundedRows:
-        """Rows in the order of the codes, rounded if they are to be."""
-        if self.order is not None:
-            x = jnp.take(x, self.order[...], axis=1)
+        """Rows, in the order of the codes, rounded if they are to be."""
         if self.activation is None:
             return x
         dtype = self.activation.dtype
@@ -177,11 +193,10 @@ class Quantized:
             return Plain(VALUES).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=True)
         stored, own = self.stored, shape[-2] // input_parts
         group = stored.activation.group if stored.activation is not None else None
-        if input_parts > 1 and (stored.reordered or (group is not None and own % group)):
-            why = "lie in an order of their own (act-order)" if stored.reordered else f"are rounded {group} at a time"
-            text = f"{shape[-2]} inputs, which {why}, cannot be split over {input_parts} devices"
+        if input_parts > 1 and group is not None and own % group:
+            text = (
+                f"{shape[-2]} inputs, which are rounded {group} at a time, cannot be split over {input_parts} devices"
+            )
             raise ValueError(f"{sources[0].name}: {stored.format}: {text}")
-        if stored.reordered and num_experts is not None:
-            raise ValueError(f"{sources[0].name}: {stored.format}: experts in act-order are not supported")
         options: dict[str, Any] = {"dtype": dtype, "num_experts": num_experts, "input_parts": input_parts}
         return QuantizedWeight(stored, shape, sources, axes, **options)

@@ -126,7 +126,7 @@ MAMBA2 = MOE | {
     "shared_intermediate_size": 48,
 }
 # Eight bits, also of experts; and groups of 32 inputs, of which two devices share some. (Where activations are rounded
-# too, sums in another order may fall to the other side of a tie: tests/sharding/test_rounded_inputs.py.)
+# too, sums in another order may fall to the other side of a tie: tests/sharding/test_split_inputs.py.)
 INT8 = MOE | {
     "quantization_config": {
         "quant_method": "compressed-tensors",

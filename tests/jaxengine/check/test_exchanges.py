@@ -12,6 +12,7 @@ from jaxengine.check.exchanges import (
     counts,
     exchanged_bytes,
     exchanges,
+    gathered_inputs,
     layer_exchanges,
     scales,
     wrong,
@@ -226,6 +227,17 @@ def test_devices_agree_on_the_scales_of_rows_that_they_split(tmp_path):
         (layer,) = build_model(config, Build("float32", MeshLayout(model=2))).layers
         numbers[name] = scales(layer)
     assert numbers == {"ct int channel token": 2, "ct float tensor static": 0}
+
+
+def test_rows_of_codes_in_an_order_of_their_own_are_gathered(tmp_path):
+    """Those of o_proj and down_proj, whose inputs are split."""
+    config = open_model(
+        EngineConfig(model=str(write(tmp_path, "gptq 4 v2 act-order")), skip_tokenizer_init=True)
+    ).config
+    for parts, sizes in ((1, []), (2, [64, 96])):
+        (layer,) = build_model(config, Build("float32", MeshLayout(model=parts))).layers
+        assert gathered_inputs(layer) == sizes
+    assert layer_exchanges(MeshLayout(model=2), experts=None, ordered=2) == {"all-reduce": 2, "all-gather": 2}
 
 
 def test_the_operand_of_a_reduce_scatter_is_the_larger_one():

@@ -59,7 +59,7 @@ def main() -> int:
             rows = examine(name, args.executables, experts=args.experts)
             row = f"{name}, experts" if args.experts else name
             for mode, found in rows.items():
-                # Inputs in an order of their own, or rounded by so many: docs/quantization.md.
+                # Inputs that are rounded by so many: docs/quantization.md.
                 is_refused = found.startswith("not split") or (
                     mode[:3] in ("tp ", "ep ") and "cannot be split over" in found
                 )

@@ -25,7 +25,14 @@ from tests.models.quantization.emulation import FLIPPED, MIDDLE, decoder_of
 # What float32 sums in another order are off by, of the largest logit; zero points lose most.
 SUMS = 1e-5
 PROMPTS = np.random.default_rng(0).integers(0, 48, (4, 13))
-WITH_EXPERTS = ("ct float tensor static", "ct int channel token", "ct packed 4 asymmetric", "fp8 block", "gptq 4")
+WITH_EXPERTS = (
+    "ct float tensor static",
+    "ct int channel token",
+    "ct packed 4 asymmetric",
+    "fp8 block",
+    "gptq 4",
+    "gptq 4 v2 act-order",
+)
 CASES = [(name, False) for name in FORMATS] + [(name, True) for name in WITH_EXPERTS]
 
 
@@ -142,12 +149,13 @@ KINDS = (
     "awq",
     "gptq 4 v2 act-order",
 )
+COMPUTED_EXPERTS = ("ct packed 4 asymmetric", "gptq 4 v2 act-order")
 COMPUTED = [
     pytest.param(name, False, marks=[] if name in KINDS else pytest.mark.thorough("as another format"))
     for name in FORMATS
 ] + [
-    pytest.param(name, True, marks=[] if name == "ct packed 4 asymmetric" else pytest.mark.thorough("as the dense one"))
-    for name in WITH_EXPERTS[:3]
+    pytest.param(name, True, marks=[] if name in COMPUTED_EXPERTS else pytest.mark.thorough("as the dense one"))
+    for name in (*WITH_EXPERTS[:3], WITH_EXPERTS[-1])
 ]
 
 
