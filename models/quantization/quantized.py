@@ -173,7 +173,8 @@ def in_pairs(size: int, group: int) -> bool:
 class Quantized:
     """models.quantization.scheme.Scheme of modules that a checkpoint keeps quantised.
 
-    Tables are dequantised as they are read: their rows are looked up, and few checkpoints quantise them.
+    Tables are dequantised as they are read: their rows are looked up, and few checkpoints quantise them. So are
+    matrices whose codes are no numbers to multiply with.
     """
 
     stored: Stored
@@ -189,8 +190,8 @@ class Quantized:
         table: bool = False,
         input_parts: int = 1,
     ) -> Weight:
-        if table:
-            return Plain(VALUES).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=True)
+        if table or self.stored.dtype == "float32":
+            return Plain(VALUES).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=table)
         stored, own = self.stored, shape[-2] // input_parts
         group = stored.activation.group if stored.activation is not None else None
         if input_parts > 1 and group is not None and own % group:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from models.quantization import compressed_tensors, four_bits, fp8, mxfp4
+from models.quantization import bitsandbytes, compressed_tensors, four_bits, fp8, mxfp4
 from models.quantization.online import Rounded
 from models.quantization.plain import Plain
 from models.quantization.rules import LINEAR, Everywhere, Quantization, bad
@@ -19,6 +19,7 @@ PLAIN = Everywhere(SCHEMES["plain"])
 
 # quant_method of a checkpoint's quantization_config -> how the rest of it is read.
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    bitsandbytes.METHOD: bitsandbytes.read,
     compressed_tensors.METHOD: compressed_tensors.read,
     fp8.METHOD: fp8.read,
     fp8.FBGEMM: fp8.read_fbgemm,

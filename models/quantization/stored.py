@@ -90,7 +90,7 @@ class Stored(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Of codes."""
+        """Of codes; "float32" where these are values, which are not kept quantised."""
         ...
 
     @property

@@ -31,13 +31,16 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
         module = param.decl.sources[0].name.rpartition(".")[0]
         scheme = build.scheme(module)
         stored = scheme.stored if isinstance(scheme, Quantized) and kind != "values" else None
+        kept = _AS_IS if stored is None else stored.format
+        if isinstance(scheme, Quantized) and scheme.stored.dtype == "float32":
+            kept = f"{scheme.stored.format}, dequantised"
         op = "matmul" if stored is None else "quantized_matmul"
         op = op if param.decl.num_experts is None else op.replace("matmul", "grouped_matmul")
         row = rows.setdefault(
-            (name, _AS_IS if stored is None else stored.format),
+            (name, kept),
             {
                 "modules": name.removesuffix(".weight"),
-                "format": _AS_IS if stored is None else stored.format,
+                "format": kept,
                 "dtype": "",
                 "bytes": 0,
                 "product": kernel_module(op, platform),

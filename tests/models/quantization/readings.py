@@ -5,6 +5,7 @@ For the reader, not for speed; shares no code with models/quantization.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple
         read = _awq
     elif method == "gptq":
         read = _gptq
+    elif method == "bitsandbytes":
+        read, settings = _entry, settings | {"size": shape[1]}
     elif "weight_global_scale" in own:
         read = _nvfp4
     elif settings.get("format") == "mxfp4-pack-quantized":
@@ -94,3 +97,16 @@ def _gptq(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
         points = points + np.int32({2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[bits])
     point = bits_at(points, (group, o), 1, bits) + (first and bits == 3)
     return np.float32(bits_at(own["qweight"], (i, o), 0, bits) - point) * np.float32(own["scales"][group, o])
+
+
+def _entry(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    """bitsandbytes: an entry of a table times what its block of the whole matrix, row after row, is multiplied by."""
+    place, kind = o * settings["size"] + i, settings["bnb_4bit_quant_type"]
+    state = json.loads(bytes(own[f"weight.quant_state.bitsandbytes__{kind}"]))
+    block = place // state["blocksize"]
+    scale = own["weight.absmax"][block]
+    if settings["bnb_4bit_use_double_quant"]:
+        shared = own["weight.nested_absmax"][block // state["nested_blocksize"]]
+        scale = own["weight.nested_quant_map"][scale] * shared + np.float32(state["nested_offset"])
+    byte = int(own["weight"][place // 2, 0])
+    return own["weight.quant_map"][byte >> 4 if place % 2 == 0 else byte & 15] * scale

@@ -43,6 +43,19 @@ def with_nan(array):
     return array
 
 
+STATE, NESTED = (f"weight.quant_state.bitsandbytes__{kind}" for kind in ("fp4", "nf4"))
+
+
+def replaced(old: bytes, new: bytes):
+    """What it makes of a text."""
+
+    def change(array):
+        assert old in array.tobytes()
+        return np.frombuffer(array.tobytes().replace(old, new), np.uint8)
+
+    return change
+
+
 # format, tensor, what becomes of it (None: nothing is left), what is said
 DAMAGE = [
     ("ct int channel", f"{Q}.weight_scale", None, f"a tensor of .* is missing .at {Q}.weight_scale"),
@@ -82,6 +95,27 @@ DAMAGE = [
         "zero points must all be 4, for the configuration says",
     ),
     ("gptq 4 v2 act-order", f"{Q}.g_idx", lambda a: a * 0, "must name groups of 32 inputs each"),
+    ("bnb fp4", f"{Q}.weight", lambda a: a[:-1], r"shape must be \(2048, 1\) for bitsandbytes fp4, got \(2047, 1\)"),
+    ("bnb fp4", f"{Q}.weight", lambda a: a.view(np.int8), "must hold uint8, got int8"),
+    ("bnb fp4", f"{Q}.weight.absmax", with_nan, "must hold finite numbers .at .*absmax"),
+    ("bnb fp4", f"{Q}.weight.absmax", None, "is missing"),
+    ("bnb fp4", f"{Q}.weight.quant_map", lambda a: a[:8], r"shape must be \(16,\)"),
+    ("bnb fp4", f"{Q}.weight.quant_map", with_nan, "must hold finite numbers .at .*quant_map"),
+    ("bnb fp4", f"{Q}.{STATE}", None, "is missing"),
+    ("bnb fp4", f"{Q}.{STATE}", lambda a: a[:-1], "must be JSON"),
+    ("bnb fp4", f"{Q}.{STATE}", lambda a: np.repeat(a, 100), "must be a text of at most 4096 bytes"),
+    ("bnb fp4", f"{Q}.{STATE}", replaced(b"fp4", b"nf4"), "must be an object with .*'quant_type': 'fp4'"),
+    ("bnb fp4", f"{Q}.{STATE}", replaced(b"[64, 64]", b"[32, 64]"), r"must be an object with .*'shape': \[64, 64\]"),
+    (
+        "bnb fp4",
+        f"{Q}.{STATE}",
+        replaced(b': 64, "d', b': -1, "d'),
+        "blocksize must be a whole number of 1 to .*, got -1",
+    ),
+    ("bnb fp4", f"{Q}.{STATE}", lambda a: np.uint8([91] * 4000), "must be JSON"),
+    ("bnb nf4 nested", f"{Q}.weight.nested_absmax", lambda a: a * np.nan, "must hold finite numbers"),
+    ("bnb nf4 nested", f"{Q}.weight.absmax", lambda a: a.astype(np.float32), "must hold uint8, got float32"),
+    ("bnb nf4 nested", f"{Q}.{NESTED}", replaced(b"0.1875", b'"abc"'), "nested_offset must be a finite number"),
     ("gptq 4 v2 act-order", f"{Q}.g_idx", lambda a: a[::-1].copy(), "must have the same order of inputs"),
 ]
 
@@ -118,6 +152,7 @@ def test_a_tensor_of_a_module_that_is_not_quantised(tmp_path):
 
 
 COMPRESSED = FORMATS["ct packed 4"][0]
+BNB = FORMATS["bnb fp4"][0]
 CHANGED = {
     "kv_cache_scheme": {"num_bits": 8, "type": "int"},
     "format": "mxfp8-quantized",
@@ -142,7 +177,12 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method must be .*, got 'bitsandbytes'"),
+        ({"quant_method": "quark"}, "quant_method must be .*, got 'quark'"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit must be True, got None"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit must be false: .*, got True"),
+        ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage must be 'uint8', got 'bfloat16'"),
+        ({**BNB, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type must be 'nf4' or 'fp4', got 'int4'"),
+        ({**BNB, "llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules must be a list of at most"),
         ({"quant_method": "awq", "bits": 3}, "bits must be 4, got 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version must be 'gemm' or 'GEMM'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size must be -1 or"),

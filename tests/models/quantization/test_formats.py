@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from models.build import Build
+from models.quantization.plain import PlainWeight
 from models.quantization.quantized import QuantizedWeight
 from models.registry import build_model, read_folder
 from models.weights.declare import declared_params
@@ -31,6 +32,7 @@ WITH_EXPERTS = (
     "ct packed 4 asymmetric",
     "fp8 block",
     "gptq 4",
+    "bnb nf4 nested",
     "gptq 4 v2 act-order",
 )
 CASES = [(name, False) for name in FORMATS] + [(name, True) for name in WITH_EXPERTS]
@@ -68,16 +70,21 @@ def read_matrices(folder: Path) -> dict[str, np.ndarray]:
     return {module: readings.matrix(tensors, module, settings, shape) for module, shape in shapes_of(config).items()}
 
 
-def weights_of(model) -> dict[str, QuantizedWeight]:
+def weights_of(model) -> dict[str, QuantizedWeight | PlainWeight]:
+    """Those of layers, but of norms and routers."""
     return {
-        ".".join(map(str, path)): weight
+        name: weight
         for path, weight in nnx.iter_graph(model)
-        if isinstance(weight, QuantizedWeight)
+        if isinstance(weight, QuantizedWeight | PlainWeight)
+        and (name := ".".join(map(str, path))).startswith("layers")
+        and "router" not in name
     }
 
 
-def dequantized(weight: QuantizedWeight) -> np.ndarray:
+def dequantized(weight: QuantizedWeight | PlainWeight) -> np.ndarray:
     """f32 [..., in, out], inputs in the order of the layer."""
+    if isinstance(weight, PlainWeight):
+        return np.asarray(weight.values[...])
     codes, scales = np.asarray(weight.codes[...]), np.asarray(weight.scales[...])
     if codes.dtype == np.uint8:  # two inputs a byte, the first in the low bits; four bits and a sign
         pairs = np.stack([codes & 15, codes >> 4], axis=-2).reshape(*codes.shape[:-2], -1, codes.shape[-1])
@@ -88,7 +95,8 @@ def dequantized(weight: QuantizedWeight) -> np.ndarray:
     if weight.zeros is not None:
         values -= np.repeat(np.asarray(weight.zeros[...]), group, axis=-2)
     if weight.order is not None:
-        values[np.asarray(weight.order[...])] = values.copy()
+        places = np.argsort(np.asarray(weight.order[...]), axis=-1)
+        values = np.take_along_axis(values, places[..., None], axis=-2)
     return values
 
 
@@ -97,14 +105,17 @@ def test_weights_are_those_of_an_independent_reading(written, name, experts):
     model, matrices = loaded(written(name, experts)), read_matrices(written(name, experts))
     weights = weights_of(model)
     assert len(weights) == 4
+    kept = PlainWeight if name.startswith("bnb") else QuantizedWeight
+    assert {type(weight) for weight in weights.values()} == {kept}
     for param in declared_params(model):
-        if not param.name.endswith("weight.codes"):
+        held, _, kind = param.name.rpartition(".")
+        if held not in weights or kind not in ("codes", "values"):
             continue
         modules = [source.name.rpartition(".")[0] for source in param.decl.sources]
         numbers = range(param.decl.num_experts or 1)
         stack = [np.concatenate([matrices[m.replace("{expert}", str(e))] for m in modules]).T for e in numbers]
         expected = np.stack(stack) if param.decl.num_experts else stack[0]
-        np.testing.assert_array_equal(dequantized(weights[param.name.removesuffix(".codes")]), expected)
+        np.testing.assert_array_equal(dequantized(weights[held]), expected)
 
 
 def read_part(held: QuantizedSource, module: str, rows: slice, half: bool) -> np.ndarray:
