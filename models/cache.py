@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from models.config.state import StateArray
 from pallas_kernels.kv.pages import KVPages, KVSpec, alloc, has_head_scales, largest, page_bytes, partition_spec
-from pallas_kernels.registry import block_profile, kernel_modules, plain_cards, platform_of
+from pallas_kernels.registry import block_profile, kernel_modules, plain_cards, platform_of, product_platform_of
 from pallas_kernels.state.rows import StateRows
 from sharding.layout import RULES
 from sharding.rules import logical_to_spec, whole_shape
@@ -52,6 +52,7 @@ __all__ = [
     "plain_cards",
     "platform_of",
     "pool_spec",
+    "product_platform_of",
     "state_partition",
     "state_rows",
 ]

@@ -73,7 +73,9 @@ _CANDIDATES = {"tpu": "matmul.tpu.candidates", "gpu": "matmul.hopper.candidates"
 PLATFORM_ROWS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 
 # Mosaic GPU kernels are written with the instructions of compute capability 9.0 (wgmma), which 10.0 does not have.
+# Those of products with quantised matrices and with the matrices of groups know its own (tcgen05), too.
 _MOSAIC_CAPABILITIES = ("9.0",)
+_TCGEN05_CAPABILITIES = ("10.0",)
 _PLAIN: ContextVar[bool] = ContextVar("plain_cards", default=False)
 
 
@@ -90,6 +92,11 @@ def plain_cards() -> Iterator[None]:
 def has_mosaic(capability: str) -> bool:
     """Whether Mosaic GPU kernels run on a card of this compute capability."""
     return capability in _MOSAIC_CAPABILITIES and not _PLAIN.get()
+
+
+def has_tcgen05(capability: str) -> bool:
+    """Whether the kernels of products with matrices run on a card of this one, with its own instructions."""
+    return capability in _TCGEN05_CAPABILITIES and not _PLAIN.get()
 
 
 def kernel_module(op: str, platform: str) -> str:
@@ -140,3 +147,9 @@ def platform_of(device: Any) -> str:
     if device.platform in ("gpu", "cuda"):
         return "gpu" if has_mosaic(device.compute_capability) else "gpu_xla"
     raise ValueError(f"platform {device.platform!r} has no kernels, allowed: cpu, tpu, gpu (CUDA)")
+
+
+def product_platform_of(device: Any) -> str:
+    """As `platform_of`, of products with matrices: "gpu" for CUDA cards that have kernels for them."""
+    platform = platform_of(device)
+    return "gpu" if platform == "gpu_xla" and has_tcgen05(device.compute_capability) else platform

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.registry import has_mosaic
+from pallas_kernels.registry import has_mosaic, has_tcgen05
 
-# What CUDA calls the cards of compute capability 9.0: H20, H100, H200, H800, GH200.
-_HOPPER = re.compile(r"NVIDIA G?H\d+\b")
+# What CUDA calls the cards of compute capability 9.0: H20, H100, H200, H800, GH200; and of 10.0: B100, B200, GB200.
+_CARDS = {"9.0": re.compile(r"NVIDIA G?H\d+\b"), "10.0": re.compile(r"NVIDIA G?B[12]00\b")}
 
 
 class _Sizes:
@@ -152,10 +152,17 @@ class Card(NamedTuple):
 
     Attributes:
       hopper: of compute capability 9.0, for which the Mosaic GPU kernels are written; not among `plain_cards`.
+      blackwell: of 10.0, for which those of products with matrices are; not among `plain_cards`.
     """
 
     hopper: bool
     num_sms: int
+    blackwell: bool = False
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether products with matrices have a kernel."""
+        return self.hopper or self.blackwell
 
 
 def card_of_trace() -> Card | None:
@@ -165,12 +172,16 @@ def card_of_trace() -> Card | None:
     """
     if (chip := getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)) is not None:
         named = chip.device_kind.startswith("NVIDIA")
-        capability = "9.0" if _HOPPER.match(chip.device_kind) else ""
-        return Card(has_mosaic(capability), chip.num_cores) if named else None
+        capability = next((each for each, names in _CARDS.items() if names.match(chip.device_kind)), "")
+        return _card(capability, chip.num_cores) if named else None
     device = jax.devices()[0]
     if device.platform not in ("gpu", "cuda"):
         return None
-    return Card(has_mosaic(device.compute_capability), device.core_count)
+    return _card(device.compute_capability, device.core_count)
+
+
+def _card(capability: str, num_sms: int) -> Card:
+    return Card(has_mosaic(capability), num_sms, has_tcgen05(capability))
 
 
 def tuning_of(platform: str) -> Tuning:

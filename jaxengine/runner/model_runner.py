@@ -39,7 +39,7 @@ from jaxengine.runner.state_changes import (
 )
 from jaxengine.runner.step import Forwarded
 from jaxengine.sampling.state import NEUTRAL
-from models.cache import platform_of
+from models.cache import platform_of, product_platform_of
 from models.layers.lora import product_forms
 from models.quantization.table import weight_rows
 from models.weights.lora_pools import AdapterTargets, Matrices, targets_of
@@ -81,8 +81,9 @@ class ModelRunner:
         self.windows = stages[0].programs.windows
         self.pools = stages[0].programs.model.config.pooler is not None
         models = [stage.programs.model for stage in stages]
-        platform = platform_of(stages[0].programs.mesh.devices.flat[0])
-        self.weight_rows, self.adapter_forms = weight_rows(models, platform), product_forms(models, platform)
+        device = stages[0].programs.mesh.devices.flat[0]
+        self.weight_rows = weight_rows(models, product_platform_of(device))
+        self.adapter_forms = product_forms(models, platform_of(device))
         self._stages = stages
         self._last = stages[-1]
         self.keeps_history = self._last.programs.state_shapes.keeps_history

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from models.cache import platform_of
+from models.cache import product_platform_of
 from models.weights.declare import DeclaredParam, ParamDecl, Source
 from sharding.layout import RULES
 from sharding.rules import named_sharding
@@ -72,7 +72,7 @@ def format_of(decl: ParamDecl, sharding: Sharding) -> Format | Sharding:
 def order_of(decl: ParamDecl, sharding: Sharding) -> tuple[int, ...] | None:
     """Its axes from the outermost in memory to the innermost, None where that is the compiler's affair."""
     axes = tuple(range(len(decl.axes)))
-    if decl.turned_on_gpu and platform_of(next(iter(sharding.device_set))) == "gpu":
+    if decl.turned_on_gpu and product_platform_of(next(iter(sharding.device_set))) == "gpu":
         return (*axes[:-2], axes[-1], axes[-2])
     return axes if decl.row_major else None
 

@@ -31,6 +31,7 @@ class Implementation:
     refuses: why a case of a query dtype is not supported, None if it is.
     elsewhere: why its own kernels leave a case to the XLA work list, None if they take it.
     tuning: how much is worked on at a time, None for what the table has.
+    options: of products.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Implementation:
     latent_dims: tuple[int, int] = (40, 24)  # of values in keys
     tuning: Tuning | None = None
     overrides: dict[str, Callable] = field(default_factory=dict, hash=False, compare=False)
+    options: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
 
     def _kernel(self, op: str) -> Callable:
         return self.overrides.get(op) or kernel(op, self.platform)
@@ -51,7 +53,7 @@ class Implementation:
         return self.tuning or tuning_of(self.platform)
 
     def _options(self) -> dict[str, Any]:
-        return {} if self.interpret is None else {"interpret": self.interpret()}
+        return self.options if self.interpret is None else {"interpret": self.interpret(), **self.options}
 
     def schedule(self, batch, spec, **options: Any) -> Any:
         return self._kernel("attention_schedule")(batch, spec, **options, tuning=self._tuning())
@@ -202,6 +204,8 @@ MOSAIC_GPU = Implementation(
     latent_dims=(192, 128),
     tuning=Tuning(hopper_attention=HopperAttention(num_ctas=3)),
 )
+# Of products only: it has no other kernels.
+BLACKWELL = replace(MOSAIC_GPU, name="mgpu-blackwell", options={"tensor_memory": True})
 ACCELERATOR = None if jax.default_backend() == "cpu" else platform_of(jax.devices()[0])
 DEVICE = (
     []
@@ -221,4 +225,4 @@ DEVICE = (
 IN_PROCESS = [CPU, GPU_XLA, *DEVICE]
 TPU = [TPU_LAZY, TPU_EAGER, TPU_FAR_LAZY, TPU_FAR_EAGER, TPU_PRODUCTION_LAZY, TPU_PRODUCTION_EAGER]
 INTERPRETED = [*TPU, MOSAIC_GPU]
-IMPLEMENTATIONS = {implementation.name: implementation for implementation in (*IN_PROCESS, *INTERPRETED)}
+IMPLEMENTATIONS = {implementation.name: implementation for implementation in (*IN_PROCESS, *INTERPRETED, BLACKWELL)}

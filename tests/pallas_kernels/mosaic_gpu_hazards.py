@@ -5,8 +5,9 @@ operands count as read until it is awaited, so that a buffer handed back too ear
 interpreter does not model, or not in every release: shared memory that is written and then read by wgmma, by a TMA
 store or by another warpgroup without `commit_smem`; rewritten before `wait_smem_to_gmem`; loaded into while other
 warps of the same warpgroup may read it; stores still in flight when the kernel ends; read, written or loaded into by a
-warpgroup that nobody has told that a load into it has come. The interpreter copies at once and in order, where TMA
-loads end as they please: a wait for a later load says nothing of an earlier one.
+warpgroup that nobody has told that a load into it has come; and tensor memory that a product writes where loads from it
+have not been awaited. The interpreter copies at once and in order, where TMA loads end as they please: a wait for a
+later load says nothing of an earlier one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class _Warpgroup:
         self.products: list[tuple] = []  # operands of wgmma operations not yet awaited, and what `end_product` wants
         self.reads: list[Place] = []  # what some of its four warps may still be reading
         self.arrived: set[int] = set()  # numbers of the loads that it knows to have come
+        self.sums: list[Place] = []  # of tensor memory, that are on their way to registers
 
 
 class _Block:
@@ -132,6 +134,35 @@ def on_commit(where: Where) -> None:
 def on_arrive(where: Where, barrier: Any) -> None:
     if _of(where).uncommitted:
         _found(where, "shared memory written, then handed over by barrier_arrive without commit_smem")
+    with _LOCK:
+        _BLOCKS[where.block].tell(barrier, _of(where).arrived)
+
+
+def on_tensor_product(where: Where, sums: tuple, operands: list[tuple], barrier: Any) -> None:
+    """tcgen05 writes `sums`, (key, transforms) of tensor memory, and reads `operands`, such of shared memory; who waits
+    for `barrier`, or None, knows then what this warpgroup knows. jax's own interpreter holds its reads against what
+    others write."""
+    if overlap(_of(where).sums, place_of(*sums)):
+        _found(where, "tensor memory loaded, then overwritten without wait_load_tmem")
+    for key, transforms in operands:
+        place = place_of(key, transforms)
+        _check_arrived(where, place)
+        if overlap(_of(where).uncommitted, place):
+            _found(where, UNCOMMITTED.format("tcgen05"))
+    if barrier is not None:
+        on_tensor_arrive(where, barrier)
+
+
+def on_tensor_load(where: Where, key: Any, transforms: tuple) -> None:
+    _of(where).sums.append(place_of(key, transforms))
+
+
+def on_tensor_load_wait(where: Where) -> None:
+    _of(where).sums.clear()
+
+
+def on_tensor_arrive(where: Where, barrier: Any) -> None:
+    """The tensor cores will arrive at a barrier, which hands no shared memory over but what they have read."""
     with _LOCK:
         _BLOCKS[where.block].tell(barrier, _of(where).arrived)
 

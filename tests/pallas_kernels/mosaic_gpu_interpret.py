@@ -82,9 +82,9 @@ def _turned_back(eqn, values: list) -> tuple[Any, list] | None:
     return eqn, [values[0], value, *values[2:]]
 
 
-def _barrier(eqn, values: list) -> Any:
+def _barrier(eqn, values: list, name: str = "transforms_treedef") -> Any:
     """The barrier that one waits for or arrives at."""
-    tree = eqn.params["transforms_treedef"]
+    tree = eqn.params[name] or _NO_TREE
     return jaxpr_interpret._get_barrier_allocation_key_from_inval(values[0], tree, values[1 : 1 + tree.num_leaves])
 
 
@@ -152,6 +152,15 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
             return call(hazards.on_commit)
         if primitive is gpu.barrier_arrive_p:
             return self._call(hazards.on_arrive, eqn, token, _barrier(eqn, values))
+        if primitive is gpu.tcgen05_mma_p:
+            return self._watch_tensor_product(eqn, token, values)
+        if primitive is gpu.async_load_tmem_p:
+            transforms = jax.tree.unflatten(params["tree"], values[1:])
+            return self._call(hazards.on_tensor_load, eqn, token, values[0], transforms)
+        if primitive is gpu.wait_load_tmem_p:
+            return call(hazards.on_tensor_load_wait)
+        if primitive is gpu.tcgen05_commit_arrive_p:
+            return self._call(hazards.on_tensor_arrive, eqn, token, _barrier(eqn, values, "barrier_transforms_tree"))
         if primitive is gpu.copy_smem_to_gmem_p:
             tree = params["src_transforms_treedef"]
             transforms = jax.tree.unflatten(tree, values[2 : 2 + tree.num_leaves])
@@ -165,6 +174,25 @@ class _Interpreter(jaxpr_interpret.JaxprInterpreter):
         if primitive is gpu.wgmma_accumulator_deref_p and params["wait_n"] is not None:
             return self._call(hazards.on_product_wait, eqn, token, params["wait_n"])
         return token
+
+    def _watch_tensor_product(self, eqn, token, values):
+        params, rest = eqn.params, values[4:]
+        key = rest.pop(0) if params["arrive"] else None
+        trees = [params[f"{name}_transforms_tree"] or _NO_TREE for name in ("acc", "a", "b", "barrier")]
+        parts = []
+        for tree in trees:
+            parts.append(rest[: tree.num_leaves])
+            del rest[: tree.num_leaves]
+        of_sums, *of_operands, of_barrier = parts
+        sums = values[0], jax.tree.unflatten(trees[0], of_sums)
+        operands = [
+            (value, jax.tree.unflatten(tree, leaves))
+            for value, tree, leaves, variable in zip(values[1:3], trees[1:3], of_operands, eqn.invars[1:3], strict=True)
+            if variable.aval.memory_space == gpu_core.MemorySpace.SMEM
+        ]
+        find = jaxpr_interpret._get_barrier_allocation_key_from_inval
+        barrier = None if key is None else find(key, trees[3], of_barrier)
+        return self._call(hazards.on_tensor_product, eqn, token, sums, operands, barrier)
 
     def _product(self, eqn, token, values):
         trees = [eqn.params[f"{name}_transforms_tree"] or _NO_TREE for name in ("acc", "a", "b")]

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from tests.pallas_kernels.mutants import (
+    gpu_blackwell,
     gpu_decode,
     gpu_latent,
     gpu_lora,
@@ -44,6 +45,7 @@ GATES: dict[str, ModuleType] = {
     "gpu-prefill": gpu_prefill,
     "gpu-latent": gpu_latent,
     "gpu-products": gpu_products,
+    "gpu-blackwell": gpu_blackwell,
     "gpu-lora": gpu_lora,
 }
 
@@ -98,6 +100,11 @@ def plant(identity: str) -> None:
     sys.meta_path.insert(0, _Finder(mutant))
 
 
+def why_not(gate: str) -> str:
+    """Why a gate's kernels do not run in this jax's interpreter, "" if they do."""
+    return getattr(GATES[gate], "UNLESS", "")
+
+
 def killer(gate: str, mutant: Mutant) -> str | None:
     """The job that catches the mutant and how, None if it survives."""
     source_of(mutant)
@@ -118,6 +125,7 @@ def _kind(problem: str) -> str:
         "race (": "race",
         "nobody has waited": "not awaited",
         "without a wait for": "not awaited",
+        "without wait_load_tmem": "not awaited",
         "without commit_smem": "not committed",
         "without a barrier": "not committed",
         "before wait_smem_to_gmem": "overwritten",
@@ -135,6 +143,9 @@ def main(wanted: list[str]) -> int:
         for mutant in module.MUTANTS
         if not wanted or gate in wanted or f"{gate}:{mutant.name}" in wanted
     ]
+    for gate in sorted({gate for gate, _ in chosen if why_not(gate)}):
+        print(f"{gate}: left out, {why_not(gate)}")
+    chosen = [(gate, mutant) for gate, mutant in chosen if not why_not(gate)]
     survivors = Counter()
 
     def run(row):

@@ -1,4 +1,4 @@
-"""What the lint of Mosaic GPU kernels says of TMA loads, told of operations one by one."""
+"""What the lint of Mosaic GPU kernels says of TMA loads and of tensor memory, told of operations one by one."""
 
 from __future__ import annotations
 
@@ -107,6 +107,15 @@ def test_nobody_loads_where_a_load_is_on_its_way():
     wait(FREE, LOADER)
     load(FIRST)
     assert found() == []
+
+
+@pytest.mark.parametrize(("written", "awaited", "is_found"), [(FIRST, False, 1), (LAST, False, 0), (FIRST, True, 0)])
+def test_products_write_tensor_memory_whose_loads_have_been_awaited(written, awaited, is_found):
+    hazards.on_tensor_load(READER, "sums", FIRST)
+    if awaited:
+        hazards.on_tensor_load_wait(READER)
+    hazards.on_tensor_product(READER, ("sums", written), [], None)
+    assert ["without wait_load_tmem" in each for each in findings.found()] == [True] * is_found
 
 
 def test_parts_are_what_is_left():

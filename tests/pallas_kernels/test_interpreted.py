@@ -19,8 +19,9 @@ from tests.pallas_kernels.cases import (
     QUICK_FEATURES,
 )
 from tests.pallas_kernels.checks import INVARIANTS, SLOTS
-from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED
+from tests.pallas_kernels.findings import FITTED_TO, IS_FITTED, NO_TCGEN05
 from tests.pallas_kernels.implementations import (
+    BLACKWELL,
     INTERPRETED,
     MOSAIC_GPU,
     TPU_EAGER,
@@ -90,6 +91,8 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("lora_product", MOSAIC_GPU.name, name) for name in lora_products.HOPPER_QUICK])
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GROUPS])
+    groups.append([("hopper_product", BLACKWELL.name, name) for name in hopper_products.QUICK])
+    groups.append([("hopper_grouped", BLACKWELL.name, name) for name in hopper_products.QUICK_GROUPS])
     return [group for group in groups + _ALWAYS if group]
 
 
@@ -111,8 +114,9 @@ def thorough_groups() -> list[list[Job]]:
     groups += [[("lora_product", name, case) for case in lora_products.PRODUCTS] for name in WRITES]
     on_hopper = lora_products.HOPPER | lora_products.THOROUGH
     groups += [[("lora_product", MOSAIC_GPU.name, case)] for case in on_hopper]
-    groups += [[("hopper_product", MOSAIC_GPU.name, case)] for case in hopper_products.PRODUCTS]
-    groups += [[("hopper_grouped", MOSAIC_GPU.name, case)] for case in hopper_products.GROUPS]
+    for one in (MOSAIC_GPU, BLACKWELL):
+        groups += [[("hopper_product", one.name, case)] for case in hopper_products.PRODUCTS]
+        groups += [[("hopper_grouped", one.name, case)] for case in hopper_products.GROUPS]
     return groups + _ALWAYS
 
 
@@ -122,8 +126,13 @@ def job_groups(thorough: bool) -> list[list[Job]]:
 
 def pytest_generate_tests(metafunc):
     groups = job_groups(metafunc.config.getoption("--thorough"))
-    rows = [(index, job) for index, group in enumerate(groups) for job in group]
-    metafunc.parametrize(("group", "job"), rows, ids=[" ".join(map(str, job)) for _, job in rows])
+    skip = pytest.mark.skipif(bool(NO_TCGEN05), reason=NO_TCGEN05)
+    rows = [
+        pytest.param(index, job, id=" ".join(map(str, job)), marks=[skip] * (job[1] == BLACKWELL.name))
+        for index, group in enumerate(groups)
+        for job in group
+    ]
+    metafunc.parametrize(("group", "job"), rows)
 
 
 @pytest.mark.skipif(not IS_FITTED, reason=f"the interpreters' additions are fitted to jax {', '.join(FITTED_TO)}")

@@ -34,16 +34,17 @@ def grouped_matmul(
     out_dtype: Any,
     sizes: HopperProducts | None = None,
     interpret: Any = False,
+    tensor_memory: bool | None = None,
 ) -> jax.Array:
     """[M, out] in out_dtype; arguments as the public operation has checked them.
 
-    sizes: by default those of the table. interpret: see `mosaic_gpu.launch`.
+    sizes: by default those of the table. interpret: see `mosaic_gpu.launch`. tensor_memory: as `quantized_matmul`.
     """
     _, size, out = w.shape
     if _is_xla(interpret, f"[{size}, {out}]", why_xla(size, out, 1, w.dtype, x.dtype)):
-        turned = _is_hopper() and w.dtype == BFLOAT16  # as models store them there
+        turned = _multiplies() and w.dtype == BFLOAT16  # as models store them there
         return grouped_tiles.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, turned=turned)
-    return _multiply(x, None, w, None, None, group_sizes, out_dtype, sizes, interpret)
+    return _multiply(x, None, w, None, None, group_sizes, out_dtype, sizes, interpret, tensor_memory)
 
 
 def quantized_grouped_matmul(
@@ -58,6 +59,7 @@ def quantized_grouped_matmul(
     out_dtype: Any,
     sizes: HopperProducts | None = None,
     interpret: Any = False,
+    tensor_memory: bool | None = None,
 ) -> jax.Array:
     """[M, out] in out_dtype; arguments as `grouped_matmul` has them."""
     (_, num_scales, out), size = scales.shape, x.shape[1]
@@ -65,21 +67,21 @@ def quantized_grouped_matmul(
     if not reason and x_scales is not None and x_scales.shape[1] > num_scales:
         reason = "rows have more scales than the matrix"
     if _is_xla(interpret, f"[{size}, {out}]", reason):
-        options = {"dtype": dtype, "out_dtype": out_dtype, "turned": _is_hopper()}
+        options = {"dtype": dtype, "out_dtype": out_dtype, "turned": _multiplies()}
         return quantized_groups_xla.quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
-    return _multiply(x, x_scales, codes, scales, zeros, group_sizes, out_dtype, sizes, interpret)
+    return _multiply(x, x_scales, codes, scales, zeros, group_sizes, out_dtype, sizes, interpret, tensor_memory)
 
 
 def _is_xla(interpret: Any, product: str, reason: str) -> bool:
-    if interpret is False and not _is_hopper():
+    if interpret is False and not _multiplies():
         return True
     if reason:
         quantized.log_once(f"{product} of groups: {reason}")
     return bool(reason)
 
 
-def _is_hopper() -> bool:
-    return (card := card_of_trace()) is not None and card.hopper
+def _multiplies() -> bool:
+    return (card := card_of_trace()) is not None and card.multiplies
 
 
 class Tiles(NamedTuple):
@@ -139,11 +141,15 @@ def _multiply(
     out_dtype: Any,
     sizes: HopperProducts | None,
     interpret: Any,
+    tensor_memory: bool | None,
 ) -> jax.Array:
     (num_rows, size), (num_groups, _, out) = x.shape, codes.shape
     sizes = tuning_of("gpu").hopper_products if sizes is None else sizes
     num_scales = 1 if scales is None else scales.shape[1]
-    tile_rows = tile_rows_of(num_rows, num_groups, most_rows(size, num_scales, codes.dtype, sizes.rows))
+    if tensor_memory is None:
+        tensor_memory = (card := card_of_trace()) is not None and card.blackwell
+    most = most_rows(size, num_scales, codes.dtype, sizes.rows, tensor_memory=tensor_memory)
+    tile_rows = tile_rows_of(num_rows, num_groups, most)
     tiles = tiles_of(group_sizes, num_rows, tile_rows)
     native = codes.dtype == x.dtype and x.dtype in (E4M3, BFLOAT16)
     of_tiles = Shape(
@@ -160,6 +166,7 @@ def _multiply(
         replace(sizes, rows=tile_rows, num_ctas=1, shared=1),
         num_groups=num_groups,
         has_scales=scales is not None,
+        tensor_memory=tensor_memory,
     )
     x = x.at[tiles.source].get(mode="clip")
     x_scales = None if x_scales is None else x_scales.at[tiles.source].get(mode="clip")

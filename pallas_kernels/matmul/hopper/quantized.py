@@ -11,6 +11,8 @@ Where both are e4m3 codes go into wgmma as they lie in shared memory.
 One warpgroup keeps a ring of tiles filled by TMA, two compute 64 outputs each. Where the tiles of the result are fewer
 than the card has multiprocessors, several CTAs share one: each adds up a part of the inputs, and XLA adds the parts.
 
+On a Blackwell card the tiles are multiplied by `matmul.blackwell.tile`; all else is as it is here.
+
 Codes are read as [out, in]: `models` stores them so on CUDA cards, where a transposition in the program is none.
 """
 
@@ -27,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import quantized_xla
+from pallas_kernels.matmul.blackwell import tile as blackwell
 from pallas_kernels.matmul.hopper import ring
 from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, OUTPUTS, Shape, why_xla
 from pallas_kernels.matmul.nibbles import row_parts
@@ -53,15 +56,18 @@ def quantized_matmul(
     out_dtype: Any,
     sizes: HopperProducts | None = None,
     interpret: Any = False,
+    tensor_memory: bool | None = None,
 ) -> jax.Array:
     """[M, out] in out_dtype; arguments as the public operation has checked them.
 
-    sizes: by default those of the table. interpret: see `mosaic_gpu.launch`.
+    sizes: by default those of the table. interpret: see `mosaic_gpu.launch`. tensor_memory: the kernel for Blackwell
+    cards or for Hopper ones, by default as the card of the trace is.
     """
     num_scales, out = scales.shape
     size = x.shape[1]
     reason = why_xla(size, out, num_scales, codes.dtype, dtype)
-    if interpret is False and ((card := card_of_trace()) is None or not card.hopper):
+    card = card_of_trace()
+    if interpret is False and (card is None or not card.multiplies):
         return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
     if not reason and x_scales is not None and x_scales.shape[1] > num_scales:
         reason = "rows have more scales than the matrix"
@@ -73,7 +79,10 @@ def quantized_matmul(
     )
     native = x.dtype == E4M3 == codes.dtype
     has = zeros is not None, x_scales is not None
-    shape = Shape(x.shape[0], size, out, num_scales, codes.dtype, native, *has, out_dtype, chosen)
+    on_blackwell = (card is not None and card.blackwell) if tensor_memory is None else tensor_memory
+    shape = Shape(
+        *(x.shape[0], size, out, num_scales, codes.dtype, native, *has, out_dtype, chosen), tensor_memory=on_blackwell
+    )
     return multiply(shape, x, x_scales, codes, scales, zeros, interpret=interpret)
 
 
@@ -99,9 +108,12 @@ class _Refs(NamedTuple):
     zeros_smem: Any
     row_sums_smem: Any  # f32 [stages, sums, vector_rows]
     row_scales_smem: Any
-    y_smem: Any  # [2, rows, 64]
+    y_smem: Any  # [2, rows, 64], on Blackwell [2, rows, 128]
     full: Any
     free: Any
+    wide_smem: Any  # [2 * packed, OUTPUTS, columns], codes of two steps; this and what follows on Blackwell only
+    sums_tmem: Any  # f32 [OUTPUTS, 2 * sums * rows]
+    done: Any
 
 
 def multiply(
@@ -150,10 +162,19 @@ def multiply(
         smem(OUTPUTS) if shape.has_zeros else None,
         smem(shape.vector_rows) if shape.has_zeros else None,
         smem(shape.vector_rows) if shape.has_row_scales else None,
-        plgpu.SMEM((2, shape.stored_rows, WARPGROUP_ROWS), shape.stored_dtype),
+        plgpu.SMEM((2, shape.stored_rows, shape.stored_outputs), shape.stored_dtype),
         plgpu.Barrier(num_barriers=stages, num_arrivals=len(operands) - (groups is not None) + shape.packed - 1),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=2),
     ]
+    if shape.tensor_memory:
+        wide = swizzled((2 * shape.packed, OUTPUTS, shape.columns), BFLOAT16, shape.swizzle)
+        scratch += [
+            plgpu.Barrier(num_barriers=stages, orders_tensor_core=not shape.has_scales),
+            None if shape.native else wide,
+            plgpu.TMEM((OUTPUTS, shape.sum_columns), jnp.float32),
+            plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
+        ]
+    else:
+        scratch += [plgpu.Barrier(num_barriers=stages, num_arrivals=2), None, None, None]
     outputs = [jax.ShapeDtypeStruct((shape.splits, padded, shape.out_tiles * OUTPUTS), shape.stored_dtype)]
     there = [True, True, groups is not None, *(vector is not None for vector in vectors[1:]), True]
     there += [each is not None for each in scratch]
@@ -169,7 +190,7 @@ def multiply(
         outputs=outputs,
         scratch=[each for each in scratch if each is not None],
         num_ctas=shape.row_tiles * shape.out_tiles * shape.splits,
-        num_warpgroups=3,
+        num_warpgroups=blackwell.NUM_WARPGROUPS if shape.tensor_memory else 3,
         interpret=interpret,
     )
     y = y[0] if shape.splits == 1 else jnp.sum(y, axis=0)
@@ -209,6 +230,11 @@ class _Place(NamedTuple):
 def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
     first = place.split * shape.per_split
     count = jnp.minimum(shape.input_tiles - first, shape.per_split)
+    if shape.tensor_memory:
+        blackwell.share_work(
+            lambda: _load(shape, refs, place, first, count), lambda: _compute_on_blackwell(shape, refs, place, count)
+        )
+        return
     multiply = _multiply if shape.has_scales else _multiply_plain
 
     def compute(warpgroup):
@@ -221,6 +247,19 @@ def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
 
     registers = REGISTERS if shape.tile_rows > MOST_SHARED_ROWS else None
     ring.share_work(registers, lambda: _load(shape, refs, place, first, count), compute)
+
+
+def _compute_on_blackwell(shape: Shape, refs: _Refs, place: _Place, count) -> None:
+    outputs = pl.ds(place.out_tile * OUTPUTS, OUTPUTS)
+
+    def target(first, count):
+        return refs.y.at[place.split, pl.ds(place.row_tile * shape.tile_rows + first, count), outputs]
+
+    if shape.has_scales:
+        pieces = blackwell.multiply(shape, refs, count, _widened)
+    else:
+        pieces = blackwell.multiply_plain(shape, refs, count)
+    blackwell.store(pieces, refs.y_smem, target)
 
 
 def _load(shape: Shape, refs: _Refs, place: _Place, first, count) -> None:

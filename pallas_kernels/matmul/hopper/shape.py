@@ -18,6 +18,7 @@ RESERVED_BYTES = 4 * 1024  # of shared memory: barriers
 TILES, SMALLEST = (128, 64), {"uint8": 32, "int8": 16, "float8_e4m3fn": 32}
 E4M3, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
 MOST_SHARED_ROWS = 64  # of a tile, up to which 80 registers or so do for each thread
+TENSOR_COLUMNS = 512  # of a Blackwell multiprocessor's tensor memory
 FEWER_ROWS = 96  # of a tile of pairs of codes with more than two sums: beside their factors registers hold no more
 
 
@@ -47,9 +48,11 @@ def tile_inputs(size: int) -> int:
     return next((inputs for inputs in TILES if size % inputs == 0), 0)
 
 
-def most_rows(size: int, num_scales: int, codes: Any, usual: int) -> int:
-    """Rows of a tile that registers hold, `usual` at most."""
-    sums = tile_inputs(size) * num_scales // size
+def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memory: bool = False) -> int:
+    """Rows of a tile that registers hold, and tensor memory, which has the sums of two steps; `usual` at most."""
+    sums = max(tile_inputs(size) * num_scales // size, 1)
+    if tensor_memory:
+        return min(usual, FEWER_ROWS if sums > 1 else usual, TENSOR_COLUMNS // 2 // sums)
     return min(usual, FEWER_ROWS) if per_byte(codes) == 2 and sums > 2 else usual
 
 
@@ -69,13 +72,16 @@ class Shape:
     sizes: HopperProducts
     num_groups: int = 0  # that have matrices of their own; 0 where all rows have one
     has_scales: bool = True
+    tensor_memory: bool = False  # of a Blackwell card: sums lie there
 
     @property
     def tile_rows(self) -> int:
         """Rows of a tile: tiles of fewer than usual are as many rows each."""
-        most = most_rows(self.size, self.num_scales, self.codes, self.sizes.rows)
+        usual, on_blackwell = self.sizes.rows, self.tensor_memory
+        step = 16 if on_blackwell else 8
+        most = most_rows(self.size, self.num_scales, self.codes, usual, tensor_memory=on_blackwell)
         count = 1 if most == self.sizes.rows else -(-self.rows // most)
-        return min(-(-self.rows // (8 * count)) * 8, most)
+        return min(-(-self.rows // (step * count)) * step, most)
 
     @property
     def vector_rows(self) -> int:
@@ -140,7 +146,16 @@ class Shape:
 
     @property
     def stored_rows(self) -> int:
-        return min(self.tile_rows, STORED_ROWS)
+        return min(self.tile_rows, STORED_ROWS // 2 if self.tensor_memory else STORED_ROWS)
+
+    @property
+    def stored_outputs(self) -> int:
+        return OUTPUTS if self.tensor_memory else WARPGROUP_ROWS
+
+    @property
+    def sum_columns(self) -> int:
+        """Of tensor memory: of two steps, or of the one sum where no sums are scaled."""
+        return 2 * self.sums * self.tile_rows if self.has_scales else self.tile_rows
 
     @property
     def stored_dtype(self) -> Any:
@@ -148,7 +163,7 @@ class Shape:
 
     @property
     def stages(self) -> int:
-        """Tiles in flight; shared memory holds three of the largest there are.
+        """Tiles in flight; shared memory holds three of the largest there are, two on Blackwell, which needs two.
 
         Of groups two CTAs share a multiprocessor where registers do: one multiplies while the other begins or ends.
         """
@@ -157,6 +172,9 @@ class Shape:
         rows = self.tile_rows * self.columns * self.packed * self.row_dtype.itemsize
         stage = OUTPUTS * self.columns * jnp.dtype(self.codes).itemsize + rows + 4 * vectors
         most = MOST_SHARED_ROWS // 2 if self.has_scales else MOST_SHARED_ROWS
-        shared = 2 if self.num_groups and self.tile_rows <= most else 1
-        taken = RESERVED_BYTES + OUTPUTS * self.stored_rows * self.stored_dtype.itemsize
+        widens = self.tensor_memory and not self.native
+        shared = 2 if self.num_groups and self.tile_rows <= most and not widens else 1
+        taken = RESERVED_BYTES + 2 * self.stored_rows * self.stored_outputs * self.stored_dtype.itemsize
+        if widens:  # into shared memory, for two steps
+            taken += 2 * OUTPUTS * self.columns * self.packed * BFLOAT16.itemsize
         return min((SHARED_MEMORY_BYTES // shared - taken) // stage, self.sizes.stages, self.per_split)

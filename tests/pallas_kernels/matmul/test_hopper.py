@@ -17,10 +17,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from models.weights.declare import ParamDecl, Source
 from models.weights.parts import order_of
 from pallas_kernels.matmul.grouped import grouped_matmul
-from pallas_kernels.matmul.hopper import lora_shape
+from pallas_kernels.matmul.hopper import grouped, lora_shape, quantized
 from pallas_kernels.matmul.hopper.grouped import most_tiles_of, tile_rows_of, tiles_of
 from pallas_kernels.matmul.hopper.shape import OUTPUTS, Shape, why_xla
 from pallas_kernels.matmul.lora import grouped_form, lora_product, lora_visits
+from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.quantized import product_of, quantized_matmul
 from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
 from pallas_kernels.registry import plain_cards, platform_of
@@ -31,20 +32,25 @@ from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 from tests.pallas_kernels.lora_products import HOPPER
 
 HERE = card_of_trace()
-CARDS = {"NVIDIA H100 80GB HBM3": True, "NVIDIA GH200 480GB": True, "NVIDIA H20": True, "NVIDIA B200": False}
-CARDS |= {"NVIDIA A100-SXM4-80GB": False, "NVIDIA GeForce RTX 4090": False}
+H100, B200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"
+# (Hopper, Blackwell); B300 is of compute capability 10.3, the RTX PRO 6000 of 12.0.
+CARDS = dict.fromkeys((H100, "NVIDIA GH200 480GB", "NVIDIA H20"), (True, False))
+CARDS |= dict.fromkeys((B200, "NVIDIA GB200"), (False, True))
+CARDS |= dict.fromkeys((A100, "NVIDIA GeForce RTX 4090", "NVIDIA B300 SXM6 AC"), (False, False))
+CARDS |= {"NVIDIA RTX PRO 6000 Blackwell Server Edition": (False, False)}
+MULTIPLIES = HERE is not None and HERE.multiplies
 
 
-@pytest.mark.skipif(HERE is None or not HERE.hopper, reason="there is no Hopper card here")
+@pytest.mark.skipif(not MULTIPLIES, reason="there is no card here that the kernels are for")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_on_the_device(name):
-    hopper_product(name, IMPLEMENTATIONS["device"])
+    hopper_product(name, replace(IMPLEMENTATIONS["device"], platform="gpu"))
 
 
-@pytest.mark.skipif(HERE is None or not HERE.hopper, reason="there is no Hopper card here")
+@pytest.mark.skipif(not MULTIPLIES, reason="there is no card here that the kernels are for")
 @pytest.mark.parametrize("name", GROUPS)
 def test_products_of_groups_on_the_device(name):
-    hopper_grouped(name, IMPLEMENTATIONS["device"])
+    hopper_grouped(name, replace(IMPLEMENTATIONS["device"], platform="gpu"))
 
 
 @pytest.mark.skipif(HERE is None or not HERE.hopper, reason="there is no Hopper card here")
@@ -58,10 +64,13 @@ def mesh_of(kind: str, num_cores: int | None = 114) -> Any:
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
-@pytest.mark.parametrize(("kind", "hopper"), CARDS.items())
-def test_cards_are_known_by_their_names(kind, hopper):
+@pytest.mark.parametrize("kind", CARDS)
+def test_cards_are_known_by_their_names(kind):
+    hopper, blackwell = CARDS[kind]
     with mesh_of(kind):
-        assert card_of_trace() == Card(hopper, 114)
+        assert card_of_trace() == Card(hopper, 114, blackwell)
+        with plain_cards():
+            assert card_of_trace() == Card(False, 114)
         assert tuning_of("gpu").hopper_products.num_ctas == 114
     with mesh_of("TPU v6e", 1):
         assert card_of_trace() is None
@@ -70,13 +79,14 @@ def test_cards_are_known_by_their_names(kind, hopper):
 @pytest.mark.parametrize(
     ("size", "dtype", "kind", "taken"),
     [
-        (256, "bfloat16", "NVIDIA H100 80GB HBM3", True),
-        (256, "bfloat16", "NVIDIA B200", False),
-        (256, "float32", "NVIDIA H100 80GB HBM3", False),
-        (96, "bfloat16", "NVIDIA H100 80GB HBM3", False),
+        (256, "bfloat16", H100, True),
+        (256, "bfloat16", B200, True),
+        (256, "bfloat16", A100, False),
+        (256, "float32", H100, False),
+        (96, "bfloat16", B200, False),
     ],
 )
-def test_the_kernel_is_in_programs_for_hopper_cards(size, dtype, kind, taken):
+def test_the_kernel_is_in_programs_for_cards_that_it_is_for(size, dtype, kind, taken):
     shapes = [((4, size), dtype), ((size // 2, 128), "uint8"), ((size // 32, 128), "float32")]
     with mesh_of(kind):
         traced = jax.jit(partial(quantized_matmul, out_dtype=jnp.float32)).trace(
@@ -89,13 +99,14 @@ def test_the_kernel_is_in_programs_for_hopper_cards(size, dtype, kind, taken):
 @pytest.mark.parametrize(
     ("size", "dtype", "kind", "taken"),
     [
-        (128, "bfloat16", "NVIDIA H100 80GB HBM3", True),
-        (128, "bfloat16", "NVIDIA B200", False),
-        (128, "float32", "NVIDIA H100 80GB HBM3", False),
-        (96, "bfloat16", "NVIDIA H100 80GB HBM3", False),
+        (128, "bfloat16", H100, True),
+        (128, "bfloat16", B200, True),
+        (128, "bfloat16", A100, False),
+        (128, "float32", H100, False),
+        (96, "bfloat16", B200, False),
     ],
 )
-def test_the_kernel_of_groups_is_in_programs_for_hopper_cards(size, dtype, kind, taken):
+def test_the_kernel_of_groups_is_in_programs_for_cards_that_it_is_for(size, dtype, kind, taken):
     shapes = [((40, size), dtype), ((4, size, 128), dtype), ((4,), "int32")]
     with mesh_of(kind):
         traced = jax.jit(partial(grouped_matmul, out_dtype=jnp.float32)).trace(
@@ -224,6 +235,32 @@ def test_matrices_of_groups_need_no_scales_of_groups(size, codes, reason):
     assert told == (f"matmul.grouped_tiles: {reason}" if reason else "matmul.hopper.grouped")
 
 
+@pytest.mark.parametrize("tensor_memory", [False, True])
+@pytest.mark.parametrize(
+    ("codes", "group"), [("bfloat16", 256), ("uint8", 32), ("uint8", 128), ("int8", 16), ("int8", 32)]
+)
+def test_tiles_of_groups_are_those_of_the_kernel(codes, group, tensor_memory, monkeypatch):
+    """Each tile of the kernel has its group, however many rows its memories hold."""
+    codes, made = jnp.dtype(codes), []
+
+    def multiply(shape, x, x_scales, codes, scales, zeros, groups, **_):
+        made.append(((shape.row_tiles, shape.row_tiles * shape.tile_rows), (groups.size, x.shape[0])))
+        return jnp.zeros((x.shape[0], shape.out), shape.out_dtype)
+
+    monkeypatch.setattr(quantized, "multiply", multiply)
+    options = {"out_dtype": jnp.float32, "interpret": True, "tensor_memory": tensor_memory}
+    for rows, groups in ((8, 4), (100, 16), (300, 4), (1500, 2), (4096, 2)):
+        x, sizes = jnp.zeros((rows, 256), jnp.bfloat16), jnp.zeros(groups, jnp.int32)
+        matrix = jnp.zeros((groups, 256 // per_byte(codes), 128), codes)
+        if codes == jnp.bfloat16:
+            jax.eval_shape(partial(grouped.grouped_matmul, **options), x, matrix, sizes)
+            continue
+        scales = jnp.ones((groups, 256 // group, 128))
+        product = partial(grouped.quantized_grouped_matmul, dtype=jnp.bfloat16, **options)
+        jax.eval_shape(product, x, None, matrix, scales, None, sizes)
+    assert len(made) == 5 and all(of_kernel == of_rows for of_kernel, of_rows in made), made
+
+
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 @pytest.mark.parametrize(("codes", "group"), [("bfloat16", 2880), ("uint8", 32), ("float8_e4m3fn", 2880)])
 def test_tiles_of_groups_fit_twice(rows, codes, group):
@@ -253,6 +290,32 @@ def test_tiles_cover_the_product_and_fit(rows, size, out, codes, packed):
     assert shape.stages * (OUTPUTS * shape.inputs // packed + of_rows + vectors) + stored < SHARED_MEMORY_BYTES
 
 
+@pytest.mark.parametrize("rows", [1, 16, 20, 100, 2048])
+@pytest.mark.parametrize("num_groups", [0, 32])
+@pytest.mark.parametrize(
+    ("codes", "group", "native"),
+    [("uint8", 32, False), ("uint8", 128, False), ("int8", 16, False), ("int8", 4096, False)]
+    + [("float8_e4m3fn", 32, True), ("float8_e4m3fn", 128, True), ("bfloat16", 4096, True)],
+)
+def test_tiles_fit_the_memories_of_a_blackwell_card(rows, num_groups, codes, group, native):
+    """Two tiles at least are in flight, or the first would wait for the second to come: a product begins before the
+    sums of the one before are scaled."""
+    codes, plain = jnp.dtype(codes), codes == "bfloat16"
+    of_groups = {"num_groups": num_groups, "has_scales": not plain, "tensor_memory": True}
+    given = codes, native, not native, not plain, jnp.float32, HopperProducts()
+    shape = Shape(rows, 4096, 4096, 4096 // group, *given, **of_groups)
+    assert shape.tile_rows % 16 == 0 and (shape.row_tiles - 1) * shape.tile_rows < rows
+    assert shape.row_tiles * shape.tile_rows >= rows
+    assert min(2, shape.per_split) <= shape.stages <= shape.per_split
+    assert shape.sum_columns <= 512
+    assert shape.has_scales or shape.sum_columns == shape.tile_rows
+    width = shape.row_dtype.itemsize
+    stage = OUTPUTS * shape.columns * codes.itemsize + shape.tile_rows * shape.inputs * width
+    stage += 4 * shape.sums * (1 + shape.has_zeros) * (OUTPUTS + shape.vector_rows) * (not plain)
+    widened = 0 if native else 2 * OUTPUTS * shape.inputs * 2
+    assert shape.stages * stage + widened + 2 * shape.stored_rows * OUTPUTS * 4 < SHARED_MEMORY_BYTES
+
+
 @pytest.mark.parametrize(
     ("rows", "group", "codes", "tile"),
     [
@@ -271,9 +334,10 @@ def test_tiles_have_the_rows_that_registers_hold(rows, group, codes, tile):
 
 
 @pytest.mark.parametrize(
-    ("platform", "capability", "order"), [("gpu", "9.0", (1, 0)), ("gpu", "10.0", None), ("cpu", "", None)]
+    ("platform", "capability", "order"),
+    [("gpu", "9.0", (1, 0)), ("gpu", "10.0", (1, 0)), ("gpu", "10.3", None), ("gpu", "8.0", None), ("cpu", "", None)],
 )
-def test_columns_of_codes_are_in_one_piece_on_hopper_cards(platform, capability, order):
+def test_columns_of_codes_are_in_one_piece_where_kernels_read_them_so(platform, capability, order):
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     sharding: Any = SimpleNamespace(device_set=[device])
     decl = ParamDecl(("embed", "mlp"), (Source("up.weight:pairs", 4),), turned_on_gpu=True)

@@ -1,0 +1,123 @@
+"""A tile of a product on a Blackwell GPU: what tcgen05 multiplies, and its sums in tensor memory.
+
+The kernel is that of `matmul.hopper.quantized`, whose operands, ring of tiles and order of work it keeps. Here a
+product is of all 128 outputs of a tile and leaves its sums in tensor memory, so that one warpgroup issues it and goes
+on: while the products of one tile of inputs are made, the sums of the one before are scaled and added up in registers.
+Codes that are not multiplied as they are come widened into shared memory, for tcgen05 takes no operand from registers.
+
+PTX ISA, "tcgen05 instructions": 512 columns of tensor memory; a product of 128 rows has a multiple of 16 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+NUM_WARPGROUPS = 2  # one computes, one loads
+PIECE = 32  # columns of sums that are in registers at a time, besides the total
+
+
+def share_work(load: Callable[[], None], compute: Callable[[], None]) -> None:
+    """load() in one warpgroup, compute() in the other."""
+    warpgroup = lax.axis_index("wg")
+    pl.when(warpgroup == 1)(load)
+    pl.when(warpgroup == 0)(compute)
+
+
+def multiply(shape: Any, refs: Any, count: Any, widened: Callable[[Any], list[Any]]) -> list[Any]:
+    """f32 [128, rows] in pieces of `PIECE` columns: the sum over `count` tiles of inputs, scaled.
+
+    shape, refs: of `matmul.hopper`. widened: codes [128, columns] -> bfloat16 factors of one product after the other.
+    """
+    rows, columns = shape.tile_rows, shape.columns // shape.sums
+
+    def begin(step):
+        slot, bank = lax.rem(step, jnp.int32(shape.stages)), lax.rem(step, jnp.int32(2))
+        plgpu.barrier_wait(refs.full.at[slot])
+        if not shape.native:
+            for part, factor in enumerate(widened(refs.codes_smem[slot])):
+                refs.wide_smem[bank * shape.packed + part] = factor
+            plgpu.commit_smem()
+        for index in range(shape.sums):
+            each = pl.ds(index * columns, columns)
+            sums = refs.sums_tmem.at[:, pl.ds((bank * shape.sums + index) * rows, rows)]
+            for part in range(shape.packed):
+                factor = refs.codes_smem.at[slot, :, each]
+                if not shape.native:
+                    factor = refs.wide_smem.at[bank * shape.packed + part, :, each]
+                x = refs.x_smem.at[slot, pl.ds(part * rows, rows), each]
+                plgpu.tcgen05_mma(sums, factor, x.transpose((1, 0)), accumulate=part > 0)
+        plgpu.tcgen05_commit_arrive(refs.done.at[bank])
+
+    def add(step, total):
+        slot, bank = lax.rem(step, jnp.int32(shape.stages)), lax.rem(step, jnp.int32(2))
+        pl.when(step + 1 < count)(lambda: begin(step + 1))
+        plgpu.barrier_wait(refs.done.at[bank])
+        for index in range(shape.sums):
+            total = [
+                piece + _scaled(shape, refs, slot, index, (bank * shape.sums + index) * rows, first, piece.shape)
+                for first, piece in zip(range(0, rows, PIECE), total, strict=True)
+            ]
+        plgpu.wait_load_tmem()  # by all four warps: the bank's next products may begin
+        plgpu.commit_smem()  # the next tile is copied where this one was read
+        plgpu.barrier_arrive(refs.free.at[slot])
+        return total
+
+    begin(jnp.int32(0))
+    zeros = [jnp.zeros((128, min(PIECE, rows - first)), jnp.float32) for first in range(0, rows, PIECE)]
+    return lax.fori_loop(0, count, add, zeros)
+
+
+def _scaled(shape: Any, refs: Any, slot: Any, index: int, begin: Any, first: int, area: tuple[int, int]) -> Any:
+    """A piece of a sum, f32 [128, columns], from the `first` column on, scaled."""
+    y = _load(refs.sums_tmem.at[:, pl.ds(begin + first, area[1])])
+    own_rows = pl.ds(first, area[1])
+    y = y * lax.broadcast_in_dim(refs.scales_smem[slot, index], area, [0])
+    if refs.row_scales_smem is not None:
+        y = y * lax.broadcast_in_dim(refs.row_scales_smem[slot, index, own_rows], area, [1])
+    if refs.zeros_smem is not None:
+        sums = lax.broadcast_in_dim(refs.row_sums_smem[slot, index, own_rows], area, [1])
+        y = y - lax.broadcast_in_dim(refs.zeros_smem[slot, index], area, [0]) * sums
+    return y
+
+
+def multiply_plain(shape: Any, refs: Any, count: Any) -> list[Any]:
+    """As `multiply`, of matrices without scales: one sum, which stays where it is made until the end."""
+    rows = shape.tile_rows
+
+    def add(step, carry):
+        slot = lax.rem(step, jnp.int32(shape.stages))
+        plgpu.barrier_wait(refs.full.at[slot])
+        x = refs.x_smem.at[slot].transpose((1, 0))
+        plgpu.tcgen05_mma(refs.sums_tmem, refs.codes_smem.at[slot], x, refs.free.at[slot], accumulate=step > 0)
+        return carry
+
+    lax.fori_loop(0, count, add, jnp.int32(0))
+    plgpu.tcgen05_commit_arrive(refs.done.at[0])
+    plgpu.barrier_wait(refs.done.at[0])
+    pieces = [pl.ds(first, min(PIECE, rows - first)) for first in range(0, rows, PIECE)]
+    return [_load(refs.sums_tmem.at[:, piece]) for piece in pieces]
+
+
+def _load(sums: Any) -> Any:
+    return plgpu.async_load_tmem(sums, layout=plgpu.Layout.TCGEN05)
+
+
+def store(pieces: list[Any], staged: Any, target: Callable[[int, int], Any]) -> None:
+    """Turn pieces of a tile, f32 [128, PIECE], around, and send them.
+
+    staged: shared memory [2, PIECE, 128]. target: where `count` rows from the `first` on go.
+    """
+    for index, piece in enumerate(pieces):
+        count = piece.shape[1]
+        part = staged.at[index % 2, pl.ds(0, count)]
+        plgpu.wait_smem_to_gmem(1)
+        part.transpose((1, 0))[...] = plgpu.layout_cast(piece.astype(staged.dtype), plgpu.Layout.TCGEN05_TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(part, target(index * PIECE, count))
+    plgpu.wait_smem_to_gmem(0)
