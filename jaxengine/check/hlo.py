@@ -258,27 +258,29 @@ def _only_moves(module: Module, instruction: Instruction) -> bool:
     return bool(opcodes & _MOVERS) and opcodes <= _MOVERS | _TRIVIAL
 
 
-_Given = Mapping[str, tuple[list[Instruction], Instruction]]
+_Given = Mapping[str, tuple[bool, list[Instruction], Instruction]]
 
 
 def _given(module: Module) -> _Given:
-    """Parameter of a conditional's branch -> where it is made: a computation and the tuple in it."""
+    """Parameter of a conditional's branch, or of a loop's body -> whether it is a loop's, and where it is made: a
+    computation and the tuple in it, the one that a loop begins with."""
     given = {}
     for body in module.computations.values():
         by_name = {inner.name: inner for inner in body}
-        for instruction in (each for each in body if each.opcode == "conditional"):
-            for branch, operand in zip(instruction.called, instruction.operands[1:], strict=False):
+        for instruction in (each for each in body if each.opcode in ("conditional", "while")):
+            loops = instruction.opcode == "while"
+            for branch, operand in zip(instruction.called, instruction.operands[not loops :], strict=False):
                 parameter = next(
                     (each for each in module.computations.get(branch, []) if each.opcode == "parameter"), None
                 )
                 if parameter is not None and operand in by_name and by_name[operand].opcode == "tuple":
-                    given[parameter.name] = body, by_name[operand]
+                    given[parameter.name] = loops, body, by_name[operand]
     return given
 
 
 def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given: _Given) -> bool:
     """Whether an operand is, by way of nothing but moves, a parameter of the program or of a loop; what a branch is
-    given is looked for where that is made. What a loop is given in on-chip memory is none that is precious."""
+    given, and a loop in on-chip memory, is looked for where that is made."""
     by_name = {inner.name: inner for inner in body}
     pending, seen = list(instruction.operands), set()
     while pending:
@@ -287,13 +289,13 @@ def _from_parameter(body: Iterable[Instruction], instruction: Instruction, given
         if source is None or name in seen:
             continue
         seen.add(name)
-        if source.fast and source.opcode in ("parameter", "get-tuple-element"):
+        made = given.get(source.operands[0]) if source.opcode == "get-tuple-element" and source.operands else None
+        if source.fast and (source.opcode == "parameter" or (source.opcode == "get-tuple-element" and made is None)):
             continue
         if source.opcode == "parameter":
             return True
-        made = given.get(source.operands[0]) if source.opcode == "get-tuple-element" and source.operands else None
-        if made is not None and (index := _INDEX.search(source.rest)):
-            outside, together = made
+        if made is not None and (source.fast or not made[0]) and (index := _INDEX.search(source.rest)):
+            _, outside, together = made
             element = replace(together, rest=f"%{together.operands[int(index[1])]}), ")
             if _from_parameter(outside, element, given):
                 return True

@@ -129,7 +129,8 @@ class ExecutableCache:
         traced = jax.jit(function, donate_argnums=donate, out_shardings=places).trace(*arguments)
         in_parts = None
         if backend == "cpu" and len(self._devices) == 1:
-            in_parts = compile_parts(traced, arguments, donate, lambda lowered: compile_program(lowered, backend))
+            one = functools.partial(compile_program, backend=backend)
+            in_parts = compile_parts(traced, arguments, donate, one, self._devices[0])
         return in_parts or compile_program(traced.lower(), backend)
 
     def stored_bytes(

@@ -73,11 +73,11 @@ class Analysis(NamedTuple):
 class InParts:
     """A compiled chain, called like a `jax.stages.Compiled`."""
 
-    def __init__(self, chain: Chain, programs: Sequence[jax.stages.Compiled], in_tree: Any, out_tree: Any):
-        """in_tree: of (arguments, {})."""
+    def __init__(self, chain: Chain, programs: Sequence[jax.stages.Compiled], in_tree: Any, out_tree: Any, device: Any):
+        """in_tree: of (arguments, {}). device: which the programs run on."""
         self.chain, self.programs = chain, tuple(programs)
         self._in_tree, self._out_tree = in_tree, out_tree
-        self._constants = {place: jax.device_put(value) for place, value in chain.constants}
+        self._constants = {place: jax.device_put(value, device) for place, value in chain.constants}
 
     def __call__(self, *arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten((arguments, {}))
@@ -143,11 +143,15 @@ def load(payload: bytes, in_tree: Any, out_tree: Any, devices: Sequence[Any]) ->
         num_inputs, num_outputs = counts[program]
         trees = jax.tree.structure(((0,) * num_inputs, {})), jax.tree.structure([0] * num_outputs)
         programs.append(serialize_executable.deserialize_and_load(part, *trees, execution_devices=devices))
-    return InParts(chain, programs, in_tree, out_tree)
+    return InParts(chain, programs, in_tree, out_tree, devices[0])
 
 
 def compile_parts(
-    traced: Any, arguments: Sequence[Any], donate: tuple[int, ...], compile_lowered: Callable[[Any], Any]
+    traced: Any,
+    arguments: Sequence[Any],
+    donate: tuple[int, ...],
+    compile_lowered: Callable[[Any], Any],
+    device: Any,
 ) -> InParts | None:
     """A program in parts, None where it is better compiled as a whole.
 
@@ -155,6 +159,7 @@ def compile_parts(
       traced: `jax.stages.Traced` for `arguments`, shapes.
       donate: indices of arguments that may be overwritten.
       compile_lowered: jax.stages.Lowered -> jax.stages.Compiled.
+      device: what it runs on.
     """
     parts = _cut(traced.jaxpr.jaxpr)
     if parts is None:
@@ -165,7 +170,7 @@ def compile_parts(
     for index in range(len(parts)):
         plan.add(parts, index)
     programs = [compile_lowered(lowered) for lowered in plan.lowered]
-    return InParts(plan.chain(programs), programs, in_tree, jax.tree.structure(traced.out_info))
+    return InParts(plan.chain(programs), programs, in_tree, jax.tree.structure(traced.out_info), device)
 
 
 def _cut(jaxpr: Jaxpr) -> list[list[JaxprEqn]] | None:
@@ -203,6 +208,7 @@ class _Plan:
         for var, value in zip(self._jaxpr.constvars, closed.consts, strict=True):
             self._places[var] = self._constant(np.asarray(value))
         self._own = {place for place, may in enumerate(may_overwrite) if may}
+        self._results: list[int] = []
         # Values like these are large. Others are not overwritten, so that equal parts stay equal.
         self._large = {_signature(leaves[place]) for place in self._own}
         self._calls: list[Call] = []
@@ -216,12 +222,15 @@ class _Plan:
         eqns = (
             list(eqns) if outer else [eqn.replace(invars=list(map(self._without_literal, eqn.invars))) for eqn in eqns]
         )
+        copied = self._copied() if index == len(parts) - 1 else {}
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, Literal))
+        read |= dict.fromkeys(copied.values())
         inputs = [var for var in read if var not in made]
         later = {atom for part in parts[index + 1 :] for eqn in part for atom in _vars(eqn.invars)}
-        later |= _vars(self._jaxpr.outvars)
+        later |= _vars([atom for number, atom in enumerate(self._jaxpr.outvars) if number not in copied])
         outputs = [var for eqn in eqns for var in eqn.outvars if var in later]
+        outputs += copied.values()
         places = [self._places[var] for var in inputs]
         kept = self._constants.keys() | {self._places[var] for var in later if var in self._places}
         last = tuple(place for place in places if place not in kept)
@@ -232,10 +241,28 @@ class _Plan:
             part = self._jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=eqns)
             function = jax.jit(jaxpr_as_fun(ClosedJaxpr(part, ())), donate_argnums=donated)
             self.lowered.append(function.lower(*[self._shapes[place] for place in places]))
-        for var in outputs:
-            self._places[var] = self._new(_shape_of(var))
-            self._own.add(self._places[var])
-        self._calls.append(Call(self._programs[key], tuple(places), tuple(self._places[var] for var in outputs), last))
+        new = [self._new(_shape_of(var)) for var in outputs]
+        self._own.update(new)
+        self._calls.append(Call(self._programs[key], tuple(places), tuple(new), last))
+        num_made = len(outputs) - len(copied)
+        self._places |= zip(outputs[:num_made], new, strict=False)
+        if index == len(parts) - 1:
+            copies = dict(zip(copied, new[num_made:], strict=True))
+            outvars = self._jaxpr.outvars
+            self._results = [copies[i] if i in copies else self._places[var] for i, var in enumerate(outvars)]
+
+    def _copied(self) -> dict[int, Var]:
+        """Results, by their numbers, that nothing makes or that are there twice: numbers, arguments that are not given
+        away. Who gets a result may give it away, so the last part copies them."""
+        found: dict[int, Var] = {}
+        seen: set[Var] = set()
+        for number, atom in enumerate(self._jaxpr.outvars):
+            var = self._without_literal(atom)
+            place = self._places.get(var)  # none yet where the last part makes it
+            if var in seen or (place is not None and place not in self._own):
+                found[number] = var
+            seen.add(var)
+        return found
 
     def _overwritten(self, places: Sequence[int], last: Sequence[int], outputs: Sequence[Var]) -> tuple[int, ...]:
         """Numbers of inputs in whose places outputs may lie."""
@@ -257,8 +284,7 @@ class _Plan:
             peak = max(peak, sum(alive.values()) + programs[call.program].memory_analysis().temp_size_in_bytes)
             for place in call.last:
                 alive.pop(place, None)
-        results = tuple(map(self._place, self._jaxpr.outvars))
-        return Chain(tuple(self._constants.items()), tuple(self._calls), results, peak)
+        return Chain(tuple(self._constants.items()), tuple(self._calls), tuple(self._results), peak)
 
     def _bytes_of(self, place: int) -> int:
         """That a new value takes, none in place of another."""
@@ -269,13 +295,8 @@ class _Plan:
         if not isinstance(atom, Literal):
             return atom
         var = Var(atom.aval)
-        self._places[var] = self._place(atom)
+        self._places[var] = self._constant(np.asarray(atom.val, _shape_of(atom).dtype))
         return var
-
-    def _place(self, atom: Any) -> int:
-        if not isinstance(atom, Literal):
-            return self._places[atom]
-        return self._constant(np.asarray(atom.val, _shape_of(atom).dtype))
 
     def _constant(self, value: np.ndarray) -> int:
         for place, known in self._constants.items():
@@ -303,7 +324,7 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
     order = None if leaf.sharding is None else getattr(leaf.format.layout, "major_to_minor", None)
     if order == tuple(range(len(leaf.shape))):
         order = None
-    return tuple(leaf.shape), np.dtype(leaf.dtype), order
+    return tuple(leaf.shape), leaf.dtype, order
 
 
 def _key(eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, ...]:

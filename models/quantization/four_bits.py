@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config.fields import ModelConfigError
-from models.quantization.rules import LINEAR, Quantization, bad, check_name, group_size, names_in, one_of, refuse
+from models.quantization.rules import HEADS, LINEAR, Quantization, bad, check_name, group_size, names_in, one_of, refuse
 from models.quantization.words import AwqGemm, Gptq
 
 AWQ, GPTQ = "awq", "gptq"
@@ -33,7 +33,8 @@ def read_gptq(settings: Mapping[str, Any]) -> Quantization:
     rules = *_dynamic_rules(settings), (inner or (LINEAR,), _gptq(settings))
     listed = names_in(settings, "modules_to_not_convert")
     heads = one_of(settings, "lm_head", (True, False), False)
-    return Quantization(GPTQ, rules, listed=listed, with_heads=heads)
+    # A pattern of `dynamic` that fits heads as well does not make them quantised.
+    return Quantization(GPTQ, rules, () if heads else HEADS, listed, with_heads=heads)
 
 
 def names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:

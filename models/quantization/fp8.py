@@ -20,7 +20,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     static = one_of(settings, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if block is not None and static:
         raise bad("activation_scheme", "static", "'dynamic' beside weight_block_size")
-    powers = one_of(settings, "scale_fmt", ("ue8m0", ""), "") == "ue8m0"
+    powers = one_of(settings, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
     if powers and static:
         raise bad("scale_fmt", "ue8m0", "absent beside static scales")
     activation = Activation(_E4M3, group=None if block is None else block[1], static=static, powers=powers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -122,3 +123,36 @@ def test_turns_go_by_arrival():
     assert order == [0, 1, 2, 3, 4]
     with turns:
         order.append(5)
+
+
+def test_ctrl_c_in_a_step_leaves_an_engine_that_answers(make_llm, monkeypatch):
+    llm = make_llm()
+    monkeypatch.setattr(signal, "SIGINT", signal.SIGUSR1)  # so that a failure is one test's
+    heard = []
+
+    def interrupt(*_):
+        heard.append(True)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        alone = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        (stage,) = llm.core.engine.runner._stages
+
+        def interrupted(compiled):
+            def call(*arguments):
+                results = compiled(*arguments)
+                signal.raise_signal(signal.SIGUSR1)  # the pool has been given away, and its successor is kept nowhere
+                return results
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(stage, "_forwards", {size: interrupted(each) for size, each in stage._forwards.items()})
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert heard and llm._calls == {}
+        assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
+        assert signal.getsignal(signal.SIGUSR1) is interrupt
+    finally:
+        signal.signal(signal.SIGUSR1, before)

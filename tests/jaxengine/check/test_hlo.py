@@ -89,14 +89,15 @@ def test_a_compiled_update_copies_only_what_is_not_donated(donate, expected):
     assert len(copies(parse(text), PRECIOUS)) == expected
 
 
+@pytest.mark.parametrize("memory", ["", ":S(1)"], ids=["far", "on the chip"])
 @pytest.mark.parametrize(("given", "copied"), [("%pool", 1), ("%x", 0), ("%moved", 1)])
-def test_a_branch_copies_what_its_conditional_is_given(given, copied):
+def test_a_branch_copies_what_its_conditional_is_given(given, copied, memory):
     """An activation may have a pool's shape: 1,024 tokens beside 64 slots of rank 16."""
     text = f"""HloModule m
 
 %branch (args: (s32[], bf16[1024,64])) -> bf16[1024,64] {{
   %args = (s32[], bf16[1024,64]{{1,0}}) parameter(0)
-  %one = bf16[1024,64]{{1,0}} get-tuple-element(%args), index=1, metadata={{}}
+  %one = bf16[1024,64]{{1,0{memory}}} get-tuple-element(%args), index=1, metadata={{}}
   ROOT %c = bf16[1024,64]{{1,0}} copy(%one), metadata={{}}
 }}
 
@@ -116,3 +117,34 @@ ENTRY %main (pool: bf16[1024,64], i: s32[]) -> bf16[1024,64] {{
 }}
 """
     assert len(copies(parse(text), Precious(states={"bf16[1024,64]": "adapters"}))) == copied
+
+
+@pytest.mark.parametrize(("given", "copied"), [("%near", 1), ("%x", 0)])
+def test_a_loop_copies_a_weight_that_was_brought_onto_the_chip(given, copied):
+    """What it computes itself, or is given of what was computed, may be as large as a weight."""
+    text = f"""HloModule m
+
+%body (args: (s32[], f32[32,16])) -> (s32[], f32[32,16]) {{
+  %args = (s32[], f32[32,16]{{1,0:S(1)}}) parameter(0)
+  %n = s32[] get-tuple-element(%args), index=0, metadata={{}}
+  %one = f32[32,16]{{1,0:S(1)}} get-tuple-element(%args), index=1, metadata={{}}
+  %c = f32[32,16]{{0,1}} copy(%one), metadata={{}}
+  ROOT %t = (s32[], f32[32,16]{{1,0:S(1)}}) tuple(%n, %one), metadata={{}}
+}}
+
+%cond (state: (s32[], f32[32,16])) -> pred[] {{
+  %state = (s32[], f32[32,16]{{1,0:S(1)}}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}}
+
+ENTRY %main (w: f32[32,16], i: s32[]) -> (s32[], f32[32,16]) {{
+  %w = f32[32,16]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %start = (f32[32,16]{{1,0:S(1)}}, f32[32,16]{{1,0}}, u32[]) copy-start(%w), metadata={{}}
+  %near = f32[32,16]{{1,0:S(1)}} copy-done(%start), metadata={{}}
+  %x = f32[32,16]{{1,0:S(1)}} add(%a, %b), metadata={{}}
+  %init = (s32[], f32[32,16]{{1,0:S(1)}}) tuple(%i, {given}), metadata={{}}
+  ROOT %r = (s32[], f32[32,16]{{1,0:S(1)}}) while(%init), condition=%cond, body=%body
+}}
+"""
+    assert len(copies(parse(text), PRECIOUS)) == copied

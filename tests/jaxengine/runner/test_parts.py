@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +19,8 @@ from jaxengine.runner.executables import ExecutableCache
 from jaxengine.runner.parts import InParts
 from tests.conftest import TINY_OPTIONS
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"
+ROOT = Path(__file__).parents[3]
+FIXTURES = ROOT / "tests" / "fixtures" / "models"
 NUM_LAYERS, TOKENS = 12, 32
 
 
@@ -93,6 +97,44 @@ def test_only_what_was_given_away_is_overwritten(tmp_path):
         assert (result["pool"].unsafe_buffer_pointer() == address) == in_place == given[1].is_deleted()
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((given[0], given[2:])))
         assert np.asarray(result["kept"]).tolist() == [0, 1, 2]
+
+
+def test_every_result_may_be_given_away(tmp_path):
+    """Numbers, arguments that were not given away, and what is there twice."""
+
+    def step(params, pool, offset, kept):
+        results = make_step()(params, pool, offset, kept)
+        return {**results, "again": results["x"], "table": np.arange(5), "offset": offset}
+
+    give_away = jax.jit(lambda results: jax.tree.map(lambda leaf: leaf + 1, results), donate_argnums=0)
+    _, compiled = get(tmp_path, step)
+    want = give_away(jax.jit(step)(*arguments()))
+    given = arguments()
+    for _ in range(2):
+        found = give_away(compiled(given[0], jnp.copy(given[1]), *given[2:]))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, want)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
+def test_numbers_lie_where_the_program_runs():
+    """Also where that is not the first device: a stage of several, say."""
+    code = """
+import jax
+from jax.sharding import SingleDeviceSharding
+from tests.jaxengine.runner.test_parts import ExecutableCache, InParts, arguments, make_step
+device = jax.devices()[1]
+given = jax.device_put(arguments(), device)
+shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), given)
+compiled = ExecutableCache("", [device]).compile(make_step(), shapes, donate=(1,))
+assert isinstance(compiled, InParts) and compiled.chain.constants
+with jax.transfer_guard_device_to_device("disallow"):
+    results = compiled(*given)
+assert {leaf.device for leaf in jax.tree.leaves(results)} == {device}
+"""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_values_are_let_go_behind_their_last_part(tmp_path):

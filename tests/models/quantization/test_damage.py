@@ -203,7 +203,7 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
             {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": ["a"]},
             "modules_in_block_to_quantize must be a list of lists",
         ),
-        ({"quant_method": "fp8", "scale_fmt": "e8"}, "scale_fmt must be 'ue8m0' or '', got 'e8'"),
+        ({"quant_method": "fp8", "scale_fmt": "e8"}, "scale_fmt must be 'float' or 'ue8m0', got 'e8'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"}, "activation_scheme must"),
@@ -303,6 +303,13 @@ def test_what_compressed_tensors_need_not_say():
     assert kinds(chosen, "mlp.up_proj") == ["Plain"]
 
 
+def test_what_transformers_writes_of_fp8():
+    """All fields of its class, those that say nothing among them."""
+    for scale_fmt, powers in (("float", False), ("ue8m0", True), (None, False)):
+        chosen = read_hf(settings(quant_method="fp8", weight_block_size=[8, 8], scale_fmt=scale_fmt)).quantization
+        assert stored_of(chosen, "model.layers.0.mlp.up_proj").activation.powers == powers
+
+
 def test_modules_that_gptq_stores_otherwise():
     def found(*modules: str, **changes):
         chosen = read_hf(settings(quant_method="gptq", bits=4, group_size=32, **changes)).quantization
@@ -311,6 +318,11 @@ def test_modules_that_gptq_stores_otherwise():
     dynamic = {r"-:.*\.18\..*down.*": {}, r"+:.*\.18\.mlp.*": {"bits": 8, "group_size": -1}, r".*up.*": {"bits": 2}}
     q, up, down = found("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj", dynamic=dynamic)
     assert (q.bits, q.group, up.bits, up.group, down) == (4, 32, 8, None, None)
+    for heads in (False, True):  # which one field names, whatever patterns fit them
+        chosen = read_hf(
+            settings(quant_method="gptq", bits=4, lm_head=heads, dynamic={"+:.*": {"bits": 8}})
+        ).quantization
+        assert (stored_of(chosen, "lm_head") is not None) == heads
     inner = [["self_attn.k_proj", "self_attn.q_proj"], ["mlp.up_proj"]]
     names = "self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"
     assert [each is not None for each in found(*names, modules_in_block_to_quantize=inner)] == [
