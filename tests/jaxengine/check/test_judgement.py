@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxengine.check import baseline, cycles, report
+from jaxengine.check.compile import Compiler
 from jaxengine.check.inspect import device_bytes, mosaic_gpu, vmem_bytes
 from jaxengine.check.judge import failures, overfull
 from jaxengine.check.targets import TARGETS, find_target, gpu_target_config, require_compiler, split_targets
@@ -229,6 +232,21 @@ def test_what_compilers_print():
     ptxas info    : Used 62 registers, used 2 barriers"""
     assert mosaic_gpu(log) == {"registers": 157, "spill_bytes": 12, "fast_bytes": 135296}
     assert mosaic_gpu("") == {"registers": None, "spill_bytes": None, "fast_bytes": None}
+
+
+def test_a_kernel_that_was_made_for_the_memory_plan_is_judged_in_its_step(tmp_path):
+    """Mosaic makes a kernel once in a process, so the second log says nothing of it."""
+    log = tmp_path / "log"
+    compiler: Any = object.__new__(Compiler)
+    compiler.request, compiler._of_kernels = SimpleNamespace(log=str(log)), {}
+    step: Any = SimpleNamespace(name="mixed T=8")
+    other: Any = SimpleNamespace(name="decode S=8")
+    log.write_text("ptxas info    : 12 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n")
+    told = {"registers": None, "spill_bytes": 12, "fast_bytes": None}
+    assert compiler._told_of_kernels(step, 0) == told
+    end = log.stat().st_size
+    assert compiler._told_of_kernels(other, end) == told | {"spill_bytes": None}
+    assert compiler._told_of_kernels(step, end) == told
     config = '"used_scoped_memory_configs":[{"memory_space":"1","offset":"1024","size":"4096"}]'
     assert vmem_bytes(config) == 5120 and vmem_bytes("") is None
 
