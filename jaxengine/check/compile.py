@@ -279,7 +279,7 @@ class Compiler:
         return row
 
     def _told_of_kernels(self, program: Program, read_from: int) -> dict[str, int | None]:
-        """What was told of kernels of a program, now or when it was compiled for the memory plan: Mosaic makes one once."""
+        """What was told of a program's kernels, now or when it was compiled for the memory plan: each is made once."""
         text = Path(self.request.log).read_bytes()[read_from:].decode(errors="replace")
         told = inspect.mosaic_gpu(text)
         before = self._of_kernels.setdefault(program.name, told)
