@@ -1,4 +1,7 @@
-"""Products with quantised matrices for the CPU: some columns at a time are widened, and multiplied while in cache."""
+"""Products with quantised matrices for the CPU: some columns at a time are widened, and multiplied while in cache.
+
+Those of a single row are made of codes that are widened in registers, and no widened matrix is anywhere.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.nibbles import code_parts, row_parts
+from pallas_kernels.matmul.nibbles import code_parts, per_byte, row_parts
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.zeros import zeros_in_layer
 
 BLOCK_COLUMNS = 128
+# Of a single row: rows of codes that a sum is made of, which are read at once. Of more, in a matrix whose rows are a
+# multiple of 4 KiB apart, each would drive another one's out of the cache.
+_MOST_TERMS = 8
+# What such sums may take in memory: all of a matrix, else those of a trip.
+_MOST_SUMS_BYTES, _TRIP_SUMS_BYTES = 4 << 20, 1 << 20
 
 
 def quantized_matmul(
@@ -27,8 +35,11 @@ def quantized_matmul(
 ) -> jax.Array:
     """[M, out] in out_dtype; arguments as the public operation has checked them. All in float32, whatever `dtype`."""
     del dtype
+    wide = widened_rows(x, x_scales)
+    if x.shape[0] == 1 and (terms := _num_terms(codes, scales)):
+        return _row_product(wide[0], codes, scales, zeros, terms).astype(out_dtype)
     matrix = codes[None], scales[None], None if zeros is None else zeros[None]
-    return columns_product(widened_rows(x, x_scales), *matrix, jnp.int32(0)).astype(out_dtype)
+    return columns_product(wide, *matrix, jnp.int32(0)).astype(out_dtype)
 
 
 def widened_rows(x: jax.Array, x_scales: jax.Array | None) -> jax.Array:
@@ -65,3 +76,77 @@ def columns_product(
 
     out = zeros_in_layer(scales, (x.shape[0], out_size))
     return lax.fori_loop(0, -(-out_size // width), multiply, out)
+
+
+def _num_terms(codes: jax.Array, scales: jax.Array) -> int:
+    """Of how many rows of codes a sum of one row's product is made, 0 for no such product."""
+    if not jnp.issubdtype(codes.dtype, jnp.integer):
+        return 0
+    group = codes.shape[0] // scales.shape[0]
+    terms = max(count for count in range(1, _MOST_TERMS + 1) if group % count == 0)
+    return terms if 2 * terms > _MOST_TERMS else 0
+
+
+def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, terms: int) -> jax.Array:
+    """row f32[in] times the matrix: f32[1, out].
+
+    Terms of equal shape, added number by number, are one loop in vectors, of which each core runs a part (as in
+    dense_cpu). Those of a sum have one scale; a product with ones adds the sums. Of a large matrix some groups at a
+    time.
+    """
+    num_scales, out_size = scales.shape
+    packed = per_byte(codes.dtype)
+    scales = scales.astype(jnp.float32)
+    # With a scale a channel any sums are a group, and what is scaled is their total.
+    groups = num_scales if num_scales > 1 else codes.shape[0] // terms
+    each = codes.shape[0] // terms // groups
+    trips, group_bytes = 1, 4 * each * out_size
+    if groups * group_bytes > _MOST_SUMS_BYTES:
+        fits = max(1, _TRIP_SUMS_BYTES // group_bytes)
+        trips = next(count for count in range(1, groups + 1) if groups % count == 0 and groups // count <= fits)
+    parts = [row.reshape(trips, -1, each, terms, packed), codes.reshape(trips, -1, each, terms, out_size)]
+    if num_scales > 1:
+        parts.append(scales.reshape(trips, -1, 1, out_size))
+
+    def add(row: jax.Array, codes: jax.Array, *scale: jax.Array) -> jax.Array:
+        sums = jnp.zeros(())
+        for term in range(terms):
+            for own, part in enumerate(_wide_parts(codes[:, :, term])):
+                sums = sums + row[:, :, term, own, None] * part
+        sums = sums * scale[0] if scale else sums
+        sums = sums.reshape(-1, out_size)
+        return _total(jnp.ones((1, len(sums)), jnp.float32), sums)
+
+    def taken(index):
+        # The barrier as in columns_product.
+        held, index = lax.optimization_barrier((parts, index))
+        return [lax.dynamic_index_in_dim(part, index, keepdims=False) for part in held]
+
+    def trip(index, carried):
+        # What the next trip needs is taken here, and so copied: a loop that takes it as it goes has no vectors.
+        y, own = carried
+        return y + add(*own), taken(jnp.minimum(index + 1, trips - 1))
+
+    if trips == 1:
+        y = add(*(part[0] for part in parts))
+    else:
+        begin = zeros_in_layer(scales, (1, out_size)), taken(jnp.int32(0))
+        y, _ = lax.fori_loop(0, trips, trip, begin)
+    y = y if num_scales > 1 else y * scales
+    return (
+        y if zeros is None else y - _total(jnp.sum(row.reshape(1, num_scales, -1), axis=2), zeros.astype(jnp.float32))
+    )
+
+
+def _wide_parts(codes: jax.Array) -> list[jax.Array]:
+    """`code_parts` in float32, by shifts of 32 bits: processors have none of eight."""
+    if codes.dtype != jnp.uint8:
+        return [codes.astype(jnp.float32)]
+    pairs, low = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32), jnp.int32(28)
+    even = lax.shift_right_arithmetic(lax.shift_left(pairs, low), low)
+    return [part.astype(jnp.float32) for part in (even, lax.shift_right_arithmetic(pairs, jnp.int32(4)))]
+
+
+def _total(x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product of float32, into which XLA fuses nothing."""
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.matmul import quantized_groups_xla
+from pallas_kernels.matmul import quantized_cpu, quantized_groups_xla
 from pallas_kernels.matmul.quantized import CODES, quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.quantized_xla import MOST_GROUP_ROWS
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
@@ -76,6 +76,8 @@ CASES = [
     (3, 96, 600, 3, "uint8", False, "bfloat16"),
     (65, 384, 140, 3, "float8_e4m3fn", False, "bfloat16"),
     (33, 160, 129, 10, "int8", True, "float32"),
+    (1, 192, 136, 3, "uint8", True, "float32"),
+    (1, 96, 136, 6, "int8", True, "bfloat16"),  # groups of 16
 ]
 
 
@@ -165,11 +167,11 @@ def test_codes_of_groups_that_are_stored_turned():
     np.testing.assert_array_equal(run(*given, **options, turned=True), run(*given, **options))
 
 
-@pytest.mark.parametrize("num_scales", [1, 16])
+@pytest.mark.parametrize("num_scales", [1, 64])
 @pytest.mark.parametrize("codes", ["int8", "uint8", "float8_e4m3fn"])
 @pytest.mark.parametrize("rows", [1, 64])
 def test_no_whole_matrix_is_widened_on_a_cpu(num_scales, codes, rows):
-    size, out = 512, 16384
+    size, out = 8192, 16384
     weight_bytes = size * out // (2 if codes == "uint8" else 1)
     matrix = jax.ShapeDtypeStruct((weight_bytes // out, out), jnp.dtype(codes))
     shapes = (jax.ShapeDtypeStruct((rows, size), jnp.float32), matrix)
@@ -178,6 +180,32 @@ def test_no_whole_matrix_is_widened_on_a_cpu(num_scales, codes, rows):
     assert analysis is not None
     # Beside the sums of a row, which a plain product has as well.
     assert analysis.temp_size_in_bytes < weight_bytes // 8 + 2 * rows * out * 4
+
+
+@pytest.mark.parametrize("num_scales", [1, 6])
+@pytest.mark.parametrize("codes_dtype", ["int8", "uint8"])
+def test_one_row_of_a_large_matrix(codes_dtype, num_scales, monkeypatch):
+    monkeypatch.setattr(quantized_cpu, "_MOST_SUMS_BYTES", 1)
+    monkeypatch.setattr(quantized_cpu, "_TRIP_SUMS_BYTES", 8 << 10)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((1, 384)), jnp.float32)
+    matrix = matrix_of(rng, 384, 264, num_scales, codes_dtype, True)
+    run = jax.jit(partial(kernel("quantized_matmul", "cpu"), dtype=jnp.float32, out_dtype=jnp.float32))
+    given = x, None, stored(matrix[0], codes_dtype), *matrix[1:]
+    assert "while" in run.lower(*given).as_text()
+    exact = reference.quantized_matmul(np.asarray(x), *(np.asarray(part) for part in matrix))
+    assert error(run(*given), exact) < 1e-6
+
+
+@pytest.mark.parametrize(("codes_dtype", "sums"), [("int8", 72), ("uint8", 36)])
+def test_one_row_meets_codes_in_registers(codes_dtype, sums):
+    packed = 2 if codes_dtype == "uint8" else 1
+    codes = jax.ShapeDtypeStruct((576 // packed, 960), jnp.dtype(codes_dtype))
+    shapes = jax.ShapeDtypeStruct((1, 576), jnp.float32), codes, jax.ShapeDtypeStruct((18, 960), jnp.float32)
+    text = jax.jit(quantized_matmul).lower(*shapes).compile().as_text()
+    assert text is not None
+    # One loop reads the codes as they are stored, and leaves sums of eight rows of them each.
+    assert " while(" not in text and f" = f32[{sums},960]" in text.split("\nENTRY ")[1], text
 
 
 @pytest.mark.parametrize(

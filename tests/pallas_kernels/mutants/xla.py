@@ -22,7 +22,7 @@ _OF_TOKENS = _on("int8 of each token")
 _WRITE_SCALES = (("update", "cpu", "int8_per_token_head", "runs"),)
 _PAIRS, _LOOP, _SUMS = "matmul/nibbles", "matmul/quantized_cpu", "matmul/quantized_xla"
 # Of tests.pallas_kernels.matmul.test_quantized.CASES.
-_ONE, _FOUR, _ZEROS, _MANY = ((("quantized", "cpu", number),) for number in (2, 3, 4, 5))
+_ONE, _FOUR, _ZEROS, _MANY, _ROW = ((("quantized", "cpu", number),) for number in (2, 6, 4, 5, 9))
 
 MUTANTS = [
     Mutant("causal sees one too many", _SCHEDULE, "position + 1 if", "position + 2 if", _ANY),
@@ -168,6 +168,10 @@ MUTANTS = [
         "zero",
         _ONE,
     ),
+    Mutant("one row: zeros added", _LOOP, "y - _total(", "y + _total(", _ROW),
+    Mutant("one row: halves swapped", _LOOP, "term, own, None]", "term, 1 - own, None]", _ROW),
+    Mutant("one row: low half without its sign", _LOOP, "lax.shift_left(pairs, low), low)", "pairs, low)", _ROW),
+    Mutant("one row: first scale for all groups", _LOOP, "sums * scale[0] if", "sums * scale[0][:1] if", _ROW),
     Mutant("quantized: last columns not reached", _LOOP, "-(-out_size // width)", "out_size // width", _FOUR),
     Mutant("quantized: first scale for all groups", _LOOP, "* scale[:, None] for", "* scale[:1, None] for", _FOUR),
     Mutant(
