@@ -37,7 +37,7 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model, "tokens": num_tokens, "rows": num_rows, "experts": int((sizes > 0).sum())}
     width, average = SHAPES[model].hidden_size, tile_rows_of(num_rows, count)
     out = 2 * experts.intermediate_size
-    shape = tpu.shape_of(num_rows, width, out, 1, average, jnp.bfloat16, jnp.int8, TpuProducts())
+    shape = tpu.shape_of(num_rows, width, out, 1, count, average, jnp.bfloat16, jnp.int8, TpuProducts())
     visits = jax.device_get(tpu.visits_of(sizes, num_rows, shape.rows))
     blocks = "|".join(map(str, shape.blocks))
     row |= {"TPU tile": shape.rows, "TPU blocks": blocks, "TPU visits": int(visits.products[0])}
