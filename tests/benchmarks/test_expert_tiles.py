@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.expert_tiles import measure
-from pallas_kernels.matmul.tpu.grouped import blocks_of
+from pallas_kernels.matmul.tpu.grouped import blocks_of, shape_of
+from pallas_kernels.tuning import TpuProducts
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,10 @@ def test_blocks_are_few_and_close_to_each_other(step, most):
         assert len(blocks) <= 14 and blocks[-1] <= most and all(block % step == 0 for block in blocks)
         apart = np.diff([block for block in blocks if mean // 2 <= block <= mean * 3 // 2])
         assert (apart <= max(step, mean / 5)).all(), (mean, blocks)
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [("bfloat16", (32, 48, 64)), ("float8_e4m3fn", (32, 64))])
+def test_sizes_are_few_where_many_sums_are_scaled(rows, blocks):
+    """DeepSeek-V3's 1,024 tokens, by groups of 128 inputs: the code of each size is as long as there are groups."""
+    e4m3 = jnp.float8_e4m3fn
+    assert shape_of(8192, 7168, 4096, 56, 256, 32, jnp.dtype(rows), e4m3, TpuProducts()).blocks == blocks
