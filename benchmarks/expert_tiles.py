@@ -3,7 +3,8 @@
     python -m benchmarks.expert_tiles [--tokens 8 128 1024 8192] [--json FILE]
 
 Every token goes to as many experts as the model has it go to, each as likely as another; the kernels' own lists of
-tiles are counted. Needs no device. Of few rows an expert's matrix takes longer to read than to multiply with.
+tiles are counted, of gate and up. Needs no device. Of few rows an expert's matrix takes longer to read than to multiply
+with.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from pallas_kernels.matmul.hopper import grouped as hopper
 from pallas_kernels.matmul.tpu import grouped as tpu
 from pallas_kernels.tuning import HopperProducts, TpuProducts
 
-MODELS = ("qwen3-moe-30b-a3b", "gpt-oss-120b", "deepseek-v3")
+# Codes, and inputs of a scale (0 for all): as published, of Qwen3 as `--quantization int8` makes them.
+MODELS = {
+    "qwen3-moe-30b-a3b": ("int8", 0),
+    "gpt-oss-120b": ("uint8", 32),
+    "deepseek-v3": ("float8_e4m3fn", 128),
+}
 
 
 def measure(model: str, num_tokens: int) -> dict[str, Any]:
@@ -36,8 +42,9 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     num_rows = num_tokens * k
     row: dict[str, Any] = {"model": model, "tokens": num_tokens, "rows": num_rows, "experts": int((sizes > 0).sum())}
     width, average = SHAPES[model].hidden_size, tile_rows_of(num_rows, count)
-    out = 2 * experts.intermediate_size
-    shape = tpu.shape_of(num_rows, width, out, 1, average, jnp.bfloat16, jnp.int8, TpuProducts())
+    out, (codes, group) = 2 * experts.intermediate_size, MODELS[model]
+    num_scales, dtypes = width // (group or width), (jnp.bfloat16, jnp.dtype(codes))
+    shape = tpu.shape_of(num_rows, width, out, num_scales, count, average, *dtypes, TpuProducts())
     visits = jax.device_get(tpu.visits_of(sizes, num_rows, shape.rows))
     blocks = "|".join(map(str, shape.blocks))
     row |= {"TPU tile": shape.rows, "TPU blocks": blocks, "TPU visits": int(visits.products[0])}

@@ -102,7 +102,7 @@ class TpuProducts(_Sizes):
 
     rows: int = 512  # of a tile
     columns: int = 512  # of codes of eight bits, twice that of four
-    group_rows: int = 256  # of a tile where groups have matrices of their own
+    group_rows: int = 512  # of a tile where groups have matrices of their own
     group_bytes: int = (
         8 << 20
     )  # of codes and scales of such matrices that two visits hold, or one piece of columns each

@@ -127,7 +127,9 @@ class MixtureOfExperts(nnx.Module):
         def bias(sources: Sequence[Source], axes: tuple[str | None, ...], num_experts: int | None = None) -> nnx.Param:
             tensors = tuple(part.tensor("bias") for part in sources)
             shape = (*([] if num_experts is None else [count]), sum(part.rows for part in sources))
-            return declare(shape, build.dtype, ParamDecl(axes, tensors, init_std=0.02, num_experts=num_experts))
+            # An expert's is a row that is picked for each of its tokens.
+            decl = ParamDecl(axes, tensors, init_std=0.02, num_experts=num_experts, row_major=num_experts is not None)
+            return declare(shape, build.dtype, decl)
 
         self.router_bias = bias((router,), (None,)) if experts.bias else None
         self.gate_up_bias = bias(gate_up, (over, within), count) if experts.bias else None

@@ -104,7 +104,7 @@ QUICK_GROUPED = {
     ),
     # A block would end behind its tile, and a whole tile is one group's.
     "pieces of columns, a group of several blocks": GroupedProduct(
-        (53, 140, 0, 5, 0, 0, 0, 0), Product(200, 128, 270, 128, "int8", sizes=replace(SMALL, rows=96))
+        (45, 148, 0, 5, 0, 0, 0, 0), Product(200, 128, 270, 128, "int8", sizes=replace(SMALL, rows=96))
     ),
     "one row of a group": GroupedProduct((0, 0, 1), Product(1, 64, 40, 32, "uint8", True)),
 }

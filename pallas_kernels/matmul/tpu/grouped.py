@@ -34,6 +34,7 @@ from pallas_kernels.matmul.tpu.widened import CHUNK, SUBLANES, add_product, why_
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
 _MOST_ROWS = 256  # multiplied at once: more would be more instructions, and little faster
+_STEPS = {2: 8, 1: 32}  # rows that blocks begin at multiples of, by the bytes of a number: what memory is laid out by
 
 
 def quantized_grouped_matmul(
@@ -88,26 +89,45 @@ def sums_are_scaled(average: int, group: int, sizes: TpuProducts) -> bool:
 
 
 def shape_of(
-    num_rows: int, size: int, out: int, num_scales: int, average: int, x: Any, codes: Any, sizes: TpuProducts
+    num_rows: int,
+    size: int,
+    out: int,
+    num_scales: int,
+    num_groups: int,
+    average: int,
+    x: Any,
+    codes: Any,
+    sizes: TpuProducts,
 ) -> Shape:
     """For rows [num_rows, size] of dtype `x`, `average` or more in a group, times matrices [size, out] of `codes`.
 
-    Up to 128 rows take matrix units of 256 as long as 16 do, which is as long as bringing the matrix in: the rows of a
-    group in a tile are to be one block. Units of 128 take as long as there are rows: no more of them than need be.
+    To bring a matrix into the matrix units takes as long as to multiply some tens of rows with it: the rows of a group
+    are to be in one tile, and in one block there.
     """
-    step = 2 * SUBLANES // jnp.dtype(x).itemsize
+    step = _STEPS[jnp.dtype(x).itemsize]
     most = min(num_rows, sizes.group_rows)
     tile, piece = tiles(most // step * step or num_rows, size, out, num_scales, x, codes, sizes)
     of_piece = 2 * piece * (size // per_byte(codes) + 8 * num_scales)
     pieces = min(sizes.group_bytes // of_piece, pl.cdiv(pl.cdiv(out, piece), sizes.cores), out // piece)
-    most = min(tile, _MOST_ROWS)
-    group = size // num_scales
+    most, mean, group = min(tile, _MOST_ROWS), max(num_rows // num_groups, SUBLANES), size // num_scales
+    blocks = blocks_of(mean, most, step)
     if group < CHUNK and sums_are_scaled(average, group, sizes):
+        # Of many sums the code is long, and compiled for minutes: sizes are few.
         most = min(most, max(min(sizes.sum_rows, group // 2) // step * step, step))
-    near = min(average, _MOST_ROWS // 2)
-    wanted = near, near * 3 // 2, near * 2, near * 4  # what begins in the middle of a step is a step longer
-    blocks = sorted({min(pl.cdiv(rows, step) * step, most) for rows in wanted})
-    return Shape(tile, piece * max(pieces, 1), piece, tuple(blocks), step)
+        wanted, apart = (mean, mean * 3 // 2, mean * 2, mean * 4), max(step, SUBLANES)
+        blocks = tuple(sorted({min(pl.cdiv(rows, apart) * apart, most) for rows in wanted}))
+    return Shape(tile, piece * max(pieces, 1), piece, blocks, step)
+
+
+def blocks_of(mean: int, most: int, step: int) -> tuple[int, ...]:
+    """Numbers of rows, at most `most`, that there is code for: close to each other up to what most groups have.
+
+    A group that has about `mean` rows has in its block a tenth more, about, than its own.
+    """
+    apart = min(max((mean + 6 * step) // (8 * step) * step, step), max(step, _MOST_ROWS // 8))
+    low = min(mean, _MOST_ROWS // 2) // 2
+    wanted = low // 2, *range(low, min(mean * 3 // 2, _MOST_ROWS) + 1, apart), mean * 2, mean * 4
+    return tuple(sorted({min(pl.cdiv(rows, step) * step, most) for rows in wanted}))
 
 
 class Visits(NamedTuple):
@@ -159,7 +179,7 @@ def _call(
 ) -> jax.Array:
     (num_rows, size), (num_groups, count, out) = rows.values.shape, scales.shape
     dtypes = rows.values.dtype, codes.dtype
-    shape = shape_of(num_rows, size, out, count, average, *dtypes, sizes)
+    shape = shape_of(num_rows, size, out, count, num_groups, average, *dtypes, sizes)
     limit = vmem_limit((shape.rows, shape.columns), rows, codes, scales, zeros, sizes.vmem_limit_bytes)
     visits = visits_of(group_sizes, num_rows, shape.rows)
 

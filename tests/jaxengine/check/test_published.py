@@ -38,6 +38,9 @@ def test_codes_and_experts_are_counted_apart():
     # 90 groups are no multiple of eight: where the compiler has the choice, a step begins with turning scales around.
     scales = [param.decl for param in declared_params(model) if param.path[-1] == "scales"]
     assert len(scales) == 2 and all(decl.row_major for decl in scales)
+    # Nor are 2,880 outputs one of 128 lanes: biases would lie by outputs, and are picked by experts.
+    biases = [param.decl for param in declared_params(model) if param.decl.num_experts and "bias" in param.name]
+    assert len(biases) == 2 and all(decl.row_major for decl in biases)
 
 
 def test_codes_with_scales_of_groups_lie_as_kernels_read_them():
