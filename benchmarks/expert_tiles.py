@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxengine.bench.report import table, write_json
 from jaxengine.check.shapes import SHAPES
-from pallas_kernels.matmul.grouped_tiles import tile_rows_of
 from pallas_kernels.matmul.hopper import grouped as hopper
 from pallas_kernels.matmul.tpu import grouped as tpu
 from pallas_kernels.tuning import HopperProducts, TpuProducts
@@ -41,10 +40,9 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     sizes = jnp.asarray(np.bincount(picked.ravel(), minlength=count), jnp.int32)
     num_rows = num_tokens * k
     row: dict[str, Any] = {"model": model, "tokens": num_tokens, "rows": num_rows, "experts": int((sizes > 0).sum())}
-    width, average = SHAPES[model].hidden_size, tile_rows_of(num_rows, count)
-    out, (codes, group) = 2 * experts.intermediate_size, MODELS[model]
+    width, out, (codes, group) = SHAPES[model].hidden_size, 2 * experts.intermediate_size, MODELS[model]
     num_scales, dtypes = width // (group or width), (jnp.bfloat16, jnp.dtype(codes))
-    shape = tpu.shape_of(num_rows, width, out, num_scales, count, average, *dtypes, TpuProducts())
+    shape = tpu.shape_of(num_rows, width, out, num_scales, count, *dtypes, TpuProducts())
     visits = jax.device_get(tpu.visits_of(sizes, num_rows, shape.rows))
     blocks = "|".join(map(str, shape.blocks))
     row |= {"TPU tile": shape.rows, "TPU blocks": blocks, "TPU visits": int(visits.products[0])}

@@ -29,7 +29,7 @@ def read_gptq(settings: Mapping[str, Any]) -> Quantization:
     """Raises ModelConfigError for what is not read."""
     refuse(settings, "is_marlin_format")
     one_of(settings, "pack_dtype", ("int32",), "int32")
-    inner = names_of_blocks(settings)
+    inner = _names_of_blocks(settings)
     rules = *_dynamic_rules(settings), (inner or (LINEAR,), _gptq(settings))
     listed = names_in(settings, "modules_to_not_convert")
     heads = one_of(settings, "lm_head", (True, False), False)
@@ -37,7 +37,7 @@ def read_gptq(settings: Mapping[str, Any]) -> Quantization:
     return Quantization(GPTQ, rules, () if heads else HEADS, listed, with_heads=heads)
 
 
-def names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _names_of_blocks(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The modules of a layer that are quantised where not all are, as names of rules; () for all of them."""
     groups = settings.get(field := "modules_in_block_to_quantize") or []
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):

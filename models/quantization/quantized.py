@@ -85,7 +85,6 @@ class QuantizedWeight(nnx.Module):
         self.scales = part(SCALES, count, "float32", init_value=size**-0.5 / std)
         self.zeros = part(ZEROS, count, "float32", init_value=0.0) if stored.has_zeros else None
         self.order = of_inputs(ORDER, size, "int32") if stored.reordered else None
-        self.num_inputs = size
         static = self.activation is not None and self.activation.static
         self.input_scale = of_inputs(INPUT_SCALE, 1, "float32") if static else None
 
@@ -98,7 +97,7 @@ class QuantizedWeight(nnx.Module):
     @property
     def gathered_inputs(self) -> int:
         """Of a row, what devices that split its inputs exchange because codes lie in an order of their own."""
-        return self.num_inputs if self.order is not None and self.input_axis is not None else 0
+        return self.order.shape[-1] if self.order is not None and self.input_axis is not None else 0
 
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
         if contract != 0:

@@ -59,10 +59,9 @@ def quantized_grouped_matmul(
             x, x_scales, codes, scales, zeros, group_sizes, dtype=dtype, out_dtype=out_dtype
         )
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
-    average = tile_rows_of(len(x), len(codes))
-    by_sums = sums_are_scaled(average, x.shape[1] // scales.shape[1], sizes)
+    by_sums = sums_are_scaled(tile_rows_of(len(x), len(codes)), x.shape[1] // scales.shape[1], sizes)
     rows = prepared(x, x_scales, codes.dtype, scales.shape[1], dtype, sizes, by_sums=by_sums)
-    return _call(rows, average, codes, scales, zeros, group_sizes, out_dtype, sizes, interpret)
+    return _call(rows, codes, scales, zeros, group_sizes, out_dtype, sizes, interpret)
 
 
 class Shape(NamedTuple):
@@ -94,12 +93,11 @@ def shape_of(
     out: int,
     num_scales: int,
     num_groups: int,
-    average: int,
     x: Any,
     codes: Any,
     sizes: TpuProducts,
 ) -> Shape:
-    """For rows [num_rows, size] of dtype `x`, `average` or more in a group, times matrices [size, out] of `codes`.
+    """For rows [num_rows, size] of dtype `x`, of `num_groups` groups, times matrices [size, out] of `codes`.
 
     To bring a matrix into the matrix units takes as long as to multiply some tens of rows with it: the rows of a group
     are to be in one tile, and in one block there.
@@ -111,7 +109,7 @@ def shape_of(
     pieces = min(sizes.group_bytes // of_piece, pl.cdiv(pl.cdiv(out, piece), sizes.cores), out // piece)
     most, mean, group = min(tile, _MOST_ROWS), max(num_rows // num_groups, SUBLANES), size // num_scales
     blocks = blocks_of(mean, most, step)
-    if group < CHUNK and sums_are_scaled(average, group, sizes):
+    if group < CHUNK and sums_are_scaled(tile_rows_of(num_rows, num_groups), group, sizes):
         # Of many sums the code is long, and compiled for minutes: sizes are few.
         most = min(most, max(min(sizes.sum_rows, group // 2) // step * step, step))
         wanted, apart = (mean, mean * 3 // 2, mean * 2, mean * 4), max(step, SUBLANES)
@@ -168,7 +166,6 @@ def visits_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Visits:
 
 def _call(
     rows: PreparedRows,
-    average: int,
     codes: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
@@ -179,7 +176,7 @@ def _call(
 ) -> jax.Array:
     (num_rows, size), (num_groups, count, out) = rows.values.shape, scales.shape
     dtypes = rows.values.dtype, codes.dtype
-    shape = shape_of(num_rows, size, out, count, num_groups, average, *dtypes, sizes)
+    shape = shape_of(num_rows, size, out, count, num_groups, *dtypes, sizes)
     limit = vmem_limit((shape.rows, shape.columns), rows, codes, scales, zeros, sizes.vmem_limit_bytes)
     visits = visits_of(group_sizes, num_rows, shape.rows)
 
