@@ -17,15 +17,22 @@ from models.weights.errors import ModelFileError
 from models.weights.files import read_object
 
 CONFIG_FILE = "config.json"
+# Of ModelOpt, where config.json does not say it.
+_QUANTIZATION_FILE = "hf_quant_config.json"
 # The kinds of layers that configurations list.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config_json(folder: Path | str) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint folder. Raises ModelFileError when it is absent or not a JSON object."""
+    """The parsed config.json of a checkpoint folder, with what a file beside it says of quantisation.
+
+    Raises ModelFileError when it is absent or not a JSON object.
+    """
     raw = read_object(folder, CONFIG_FILE)
     if raw is None:
         raise ModelFileError(Path(folder) / CONFIG_FILE, "cannot be read: there is no such file")
+    if "quantization_config" not in raw and (settings := read_object(folder, _QUANTIZATION_FILE)) is not None:
+        raw = {**raw, "quantization_config": {"quant_method": "modelopt", **settings}}
     return raw
 
 

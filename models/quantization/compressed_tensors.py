@@ -1,22 +1,32 @@
 """compressed-tensors checkpoints (github.com/neuralmagic/compressed-tensors): float-quantized, int-quantized,
-pack-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized."""
+pack-quantized, nvfp4-pack-quantized, mxfp4-pack-quantized and mxfp8-quantized."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from models.quantization import mxfp4, nvfp4
+from models.quantization import mxfp4, mxfp8, nvfp4
 from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
 from models.quantization.rules import LINEAR, Quantization, bad, block_size, group_size, names_in, one_of, refuse
 from models.quantization.stored import Activation, Stored
 from models.quantization.words import Packed
+from pallas_kernels.matmul.rounding import E8M0
 
 METHOD = "compressed-tensors"
 FLOAT, INT, PACKED, NAIVE = "float-quantized", "int-quantized", "pack-quantized", "naive-quantized"
-NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-FORMATS = (FLOAT, INT, PACKED, NAIVE, NVFP4, MXFP4)
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+FORMATS = (FLOAT, INT, PACKED, NAIVE, NVFP4, MXFP4, MXFP8)
 _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
+# What weights of small groups say, and their rows.
+_MICROSCALED = {
+    kept: {"type": "float", "num_bits": bits, "symmetric": True, "strategy": strategy, "group_size": size}
+    for kept, bits, strategy, size in (
+        (NVFP4, 4, "tensor_group", nvfp4.GROUP),
+        (MXFP4, 4, "group", mxfp4.GROUP),
+        (MXFP8, 8, "group", mxfp4.GROUP),
+    )
+}
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
@@ -64,8 +74,8 @@ def _stored(group: Mapping[str, Any], settings: Mapping[str, Any]) -> Stored:
     symmetric = one_of(weights, "symmetric", (True, False), True)
     one_of(weights, "dynamic", (False,), False)
     name = f"{METHOD} {kept}"
-    if kept in (NVFP4, MXFP4):
-        return _four_bit_floats(name, kept, weights, group.get("input_activations"), symmetric)
+    if kept in _MICROSCALED:
+        return _microscaled(name, kept, weights, group.get("input_activations"))
     activation = _activation(group.get("input_activations"))
     if kept == PACKED:
         if kind != "int" or activation is not None:
@@ -98,15 +108,24 @@ def _strategy(weights: Mapping[str, Any]) -> Any:
     return TENSOR if group is None else CHANNEL if group == -1 else "group"
 
 
-def _four_bit_floats(name: str, kept: str, weights: Mapping[str, Any], rows: Any, symmetric: bool) -> Stored:
-    if weights.get("type") != "float" or not symmetric:
-        raise bad("weights", dict(weights), f"symmetric and of type 'float' for {kept}")
+def _microscaled(name: str, kept: str, weights: Mapping[str, Any], rows: Any) -> Stored:
+    """Floats in small groups. Rows are in the weights' own format, or as they are."""
+    wanted = _MICROSCALED[kept]
+    for field, value in wanted.items():
+        one_of(weights, field, (value,), True if field == "symmetric" else None)
     if rows is not None:
-        raise bad("input_activations", rows, f"absent for {kept}: rows of four bits are not supported")
-    one_of(weights, "num_bits", (4,))
-    one_of(weights, "strategy", ("tensor_group" if kept == NVFP4 else "group",))
-    one_of(weights, "group_size", (nvfp4.GROUP if kept == NVFP4 else mxfp4.GROUP,))
-    return nvfp4.Nvfp4(name) if kept == NVFP4 else mxfp4.Mxfp4(name, "weight_packed", "weight_scale")
+        if not isinstance(rows, Mapping):
+            raise bad("input_activations", rows, "a mapping or absent")
+        dynamic = "local" if kept == NVFP4 else True
+        found = {"symmetric": True, "strategy": wanted["strategy"], **rows}
+        if found.get("dynamic") != dynamic or any(found.get(field) != value for field, value in wanted.items()):
+            raise bad("input_activations", dict(rows), f"{wanted} with dynamic {dynamic!r}, or absent, for {kept}")
+    if kept == NVFP4:
+        return nvfp4.Nvfp4(name, None if rows is None else nvfp4.ROWS)
+    if kept == MXFP8:
+        return mxfp8.Mxfp8(name, None if rows is None else Activation(_DTYPES["float"], mxfp4.GROUP, scales=E8M0))
+    activation = None if rows is None else Activation("float4_e2m1fn", mxfp4.GROUP, scales=E8M0)
+    return mxfp4.Mxfp4(name, "weight_packed", "weight_scale", activation=activation)
 
 
 def _activation(settings: Any) -> Activation | None:

@@ -70,4 +70,5 @@ class EightBits(InOrder):
             return np.broadcast_to(held, (last - first,)).reshape(-1, 1), None
         height = self.block[0]
         held = module.read(kind, None, slice(first // height, num_groups(last, height)), WHOLE)
+        held = held.reshape(len(held), -1)  # some write [rows, 1, columns, 1]
         return np.repeat(held, height, axis=0)[first - first // height * height :][: last - first], None

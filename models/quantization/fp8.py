@@ -8,6 +8,7 @@ from typing import Any
 from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
 from models.quantization.rules import LINEAR, Quantization, bad, block_size, names_in, one_of
 from models.quantization.stored import Activation
+from pallas_kernels.matmul.rounding import FLOAT32, UE8M0
 
 METHOD, FBGEMM = "fp8", "fbgemm_fp8"
 _E4M3 = "float8_e4m3fn"
@@ -20,10 +21,10 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     static = one_of(settings, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     if block is not None and static:
         raise bad("activation_scheme", "static", "'dynamic' beside weight_block_size")
-    powers = one_of(settings, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
-    if powers and static:
+    scales = UE8M0 if one_of(settings, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0" else FLOAT32
+    if scales == UE8M0 and static:
         raise bad("scale_fmt", "ue8m0", "absent beside static scales")
-    activation = Activation(_E4M3, group=None if block is None else block[1], static=static, powers=powers)
+    activation = Activation(_E4M3, group=None if block is None else block[1], static=static, scales=scales)
     stored = EightBits(METHOD, _E4M3, TENSOR if block is None else BLOCK, activation, block)
     listed = names_in(settings, "modules_to_not_convert") + names_in(settings, "ignored_layers")
     return Quantization(METHOD, (((LINEAR,), stored),), listed=listed)

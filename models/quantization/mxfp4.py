@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from models.quantization.rules import Quantization, names_in
-from models.quantization.stored import InOrder, Shape, StoredModule
+from models.quantization.stored import Activation, InOrder, Shape, StoredModule
 
 METHOD = "mxfp4"
 GROUP = 32
@@ -34,7 +34,7 @@ class Mxfp4(InOrder):
     dtype: str = "int8"
     group: int = GROUP
     has_zeros: bool = False
-    activation: None = None
+    activation: Activation | None = None
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         out, size = module.shape

@@ -139,12 +139,13 @@ class QuantizedWeight(nnx.Module):
         if self.activation is None:
             return x
         dtype = self.activation.dtype
-        if static_scale is not None:
+        if static_scale is not None and self.activation.group is None:
             return rounded_rows(x, static_scale, dtype)
         largest = self._largest(x, x.shape[1])
         if self.activation.bound is not None:
             largest = jnp.minimum(largest, self.activation.bound)
-        return rounded_rows(x, dynamic_scales(largest, dtype, powers=self.activation.powers), dtype)
+        scales = dynamic_scales(largest, dtype, kind=self.activation.scales, whole=static_scale)
+        return rounded_rows(x, scales, dtype)
 
     def _largest(self, x: jax.Array, size: int) -> jax.Array:
         """What scales of rows [M, in] are made of, f32 [M, n]."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from models.quantization import bitsandbytes, compressed_tensors, four_bits, fp8, mxfp4
+from models.quantization import bitsandbytes, compressed_tensors, four_bits, fp8, modelopt, mxfp4
 from models.quantization.online import Rounded
 from models.quantization.plain import Plain
 from models.quantization.rules import LINEAR, Everywhere, Quantization, bad
@@ -25,6 +25,8 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     fp8.FBGEMM: fp8.read_fbgemm,
     four_bits.AWQ: four_bits.read_awq,
     four_bits.GPTQ: four_bits.read_gptq,
+    modelopt.METHOD: modelopt.read,
+    "modelopt_fp4": modelopt.read,
     mxfp4.METHOD: mxfp4.read,
 }
 # How a checkpoint that is not quantised can be rounded as it is read.
@@ -35,6 +37,7 @@ ROUNDED: dict[str, Rounded] = {
 }
 # Other names, vLLM's, for the kind of checkpoint.
 ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
+ALIASES |= dict.fromkeys(("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"), "modelopt")
 
 
 def read_quantization(

@@ -32,7 +32,8 @@ class Quantization:
     Attributes:
       method: vLLM's name for the kind of checkpoint, or how one that is not quantised is rounded.
       rules: names of modules and how they are stored, None for as they are; the first that fits counts. A name is a
-        module's, LINEAR for every matrix, or "re:" and a regular expression that must fit its beginning.
+        module's, or that of all experts of a layer, LINEAR for every matrix, or "re:" and a regular expression that
+        must fit its beginning.
       ignored: such names of modules that are stored as they are, whatever the rules say.
       listed: further ones as transformers has them: a part of a name between dots, which may end in one, with "*" for
         anything.
@@ -97,7 +98,9 @@ def _chosen(quantization: Quantization, module: str) -> Scheme:
 
 
 def _fits(entry: str, name: str) -> bool:
-    return re.match(entry[3:], name) is not None if entry.startswith("re:") else entry == name
+    if entry.startswith("re:"):
+        return re.match(entry[3:], name) is not None
+    return entry == name or (entry.endswith(".experts") and name.startswith(f"{entry}."))
 
 
 def _is_listed(entry: str, name: str) -> bool:

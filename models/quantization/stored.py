@@ -16,8 +16,10 @@ import numpy as np
 
 from models.weights.errors import ModelFileError
 from models.weights.source import WHOLE, WeightSource
+from pallas_kernels.matmul.rounding import E4M3, E8M0, FLOAT32, UE8M0
 
 Shape = tuple[int, ...]
+_SCALES = {FLOAT32: "", UE8M0: ", powers of two", E8M0: ", powers of two", E4M3: " with scales of e4m3"}
 
 
 @dataclass(frozen=True)
@@ -25,22 +27,23 @@ class Activation:
     """To what the rows are rounded that a matrix is multiplied with.
 
     Attributes:
-      dtype: "int8" or "float8_e4m3fn".
+      dtype: "int8", "float8_e4m3fn" or "float4_e2m1fn".
       group: inputs that share a scale, which is made of their largest value; None for the whole row.
-      static: the checkpoint has one scale for all rows (tensor `input_scale` or `activation_scale` of the module).
+      static: the checkpoint has one scale for all rows; with a group, one that divides those of groups.
       bound: values beyond it do not make a scale larger.
-      powers: scales are powers of two, the least that will do (DeepSeek-V3.1's "ue8m0").
+      scales: what those that are made of values are rounded to (pallas_kernels.matmul.rounding.SCALES).
     """
 
     dtype: str
     group: int | None = None
     static: bool = False
     bound: float | None = None
-    powers: bool = False
+    scales: str = FLOAT32
 
     def __str__(self) -> str:
-        how = "static" if self.static else "dynamic" if self.group is None else f"dynamic, groups of {self.group}"
-        return f"{self.dtype} ({how}{', powers of two' if self.powers else ''})"
+        how = "static" if self.group is None and self.static else "dynamic"
+        how += "" if self.group is None else f", groups of {self.group}"
+        return f"{self.dtype} ({how}{_SCALES[self.scales]})"
 
 
 class StoredModule(NamedTuple):
@@ -135,6 +138,10 @@ class Stored(Protocol):
         """Which input each column of codes belongs to, i32[in]."""
         ...
 
+    def input_scale(self, module: StoredModule) -> np.ndarray:
+        """The one of all rows where `activation` is static, f32[1]."""
+        ...
+
 
 class InOrder:
     """The part of a Stored that those share whose inputs are in order."""
@@ -150,6 +157,9 @@ class InOrder:
 
     def order(self, module: StoredModule) -> np.ndarray:
         return np.arange(module.shape[1], dtype=np.int32)
+
+    def input_scale(self, module: StoredModule) -> np.ndarray:
+        return module.read(input_scale(module)).reshape(1)
 
 
 def num_groups(size: int, group: int | None) -> int:

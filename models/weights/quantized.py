@@ -15,7 +15,7 @@ import numpy as np
 
 from models.causal_lm import CausalLM
 from models.quantization.quantized import CODES, INPUT_SCALE, ORDER, PAIRS, SCALES, VALUES, ZEROS, Quantized
-from models.quantization.stored import StoredModule, dequantized, input_scale, spread
+from models.quantization.stored import StoredModule, dequantized, spread
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
 from models.weights.parts import tensor_name
@@ -136,7 +136,7 @@ class QuantizedSource(WrappedSource):
         scheme, module = self.modules[module_name]
         if kind == ORDER:
             return scheme.stored.order(module)
-        return module.read(input_scale(module)).reshape(1)
+        return scheme.stored.input_scale(module)
 
     def _dequantized(self, scheme: Quantized, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
         """f32 [rows, columns]"""

@@ -1,4 +1,4 @@
-"""Rows rounded to eight bits before they are multiplied with quantised weights: the codes and their scales.
+"""Rows rounded to eight or four bits before they are multiplied with quantised weights: the codes and their scales.
 
 Which rows are rounded how is said by the checkpoint. Knows nothing of layers.
 """
@@ -13,8 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 # Largest code of each dtype, and the least. No scale made of a largest value leads to -128; a static one may.
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-LEAST = {"int8": -128.0, "float8_e4m3fn": -448.0}
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0}
+LEAST = {"int8": -128.0, "float8_e4m3fn": -448.0, "float4_e2m1fn": -6.0}
+# What dynamic scales are rounded to: not at all; up to powers of two (DeepSeek-V3.1); to powers of two that are the
+# largest code's for the largest value (OCP Microscaling 1.0, 6.3, where a value that is nearly the next power counts as
+# that, as compressed-tensors has it); to e4m3 beside a scale of all rows (NVFP4).
+FLOAT32, UE8M0, E8M0, E4M3 = SCALES = "float32", "ue8m0", "e8m0", "e4m3"
 _TILE = 8, 128  # rows and columns that a TPU stores together
 
 
@@ -40,22 +44,52 @@ def largest_values(x: jax.Array, group: int) -> jax.Array:
     return _as_rows(jnp.max(jnp.abs(_by_group(x.astype(jnp.float32), x.shape[1] // group)), axis=3, keepdims=True))
 
 
-def dynamic_scales(largest: jax.Array, dtype: str, *, powers: bool = False) -> jax.Array:
-    """The scales with which the largest values just fit into codes of `dtype`; 1 for zeros. powers: of two only."""
-    scales = jnp.where(largest > 0, largest / LARGEST[dtype], 1.0)
-    if not powers:
-        return scales
+def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32, whole: jax.Array | None = None) -> jax.Array:
+    """The scales with which the largest values just fit into codes of `dtype`; 1 for zeros.
+
+    kind: one of SCALES. whole: with E4M3, what divides all scales, f32 [M, 1] or [1, 1].
+    """
+    if kind == E8M0:
+        # Of four bits' mantissa of one the next power is nearer from 1.75 on.
+        power = _without_mantissa(jnp.minimum(largest, 2.0**127), 1 << 21)
+        scales = power * 2.0 ** -(int(LARGEST[dtype]).bit_length() - 1)
+        return jnp.where(scales > 0, scales, 1.0)
+    scales = largest / LARGEST[dtype]
+    if kind == E4M3:
+        assert whole is not None, "scales of e4m3 are parts of one for all"
+        # What is less than half of the least is 0, and has codes of 0 whatever its scale.
+        held = jnp.minimum(scales * whole, LARGEST["float8_e4m3fn"]).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        return jnp.where(held > 0, held / whole, 1.0)
+    scales = jnp.where(largest > 0, scales, 1.0)
     # Up to the next number without a mantissa; one that has none stays.
-    bits = lax.bitcast_convert_type(scales, jnp.uint32) + jnp.uint32(0x7FFFFF)
+    return scales if kind == FLOAT32 else _without_mantissa(scales, 0x7FFFFF)
+
+
+def _without_mantissa(x: jax.Array, added: int) -> jax.Array:
+    """x >= 0 rounded down to a power of two, after `added` has been added to its bits."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(added)
     return lax.bitcast_convert_type(bits & jnp.uint32(0xFF800000), jnp.float32)
 
 
 def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:
-    """Rows x [M, in] with scales f32 [M, n] or [1, 1] to the nearest codes, ties to even. Too large values saturate."""
+    """Rows x [M, in] with scales f32 [M, n] or [1, 1] to the nearest codes, ties to even. Too large values saturate.
+
+    Codes of float4_e2m1fn are int8 twice as large, and their scales half of those given.
+    """
     scales = jnp.broadcast_to(scales, (x.shape[0], scales.shape[1]))
     values = _by_group(x.astype(jnp.float32), scales.shape[1])
     values = _as_rows(jnp.clip(values / _of_groups(scales, values), LEAST[dtype], LARGEST[dtype]))
+    if dtype == "float4_e2m1fn":
+        return RoundedRows(_doubled_e2m1(values).astype(jnp.int8), scales * 0.5)
     return RoundedRows((jnp.round(values) if dtype == "int8" else values).astype(dtype), scales)
+
+
+def _doubled_e2m1(values: jax.Array) -> jax.Array:
+    """Twice the numbers of two bits of exponent and one of mantissa that are nearest, of values of at most 6: steps are
+    a half below 2, one below 4, else two."""
+    size = jnp.abs(values)
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    return 2 * step * jnp.round(values / step)
 
 
 def _by_group(x: jax.Array, num_groups: int) -> jax.Array:

@@ -2,8 +2,8 @@
 
 Weights are those of `readings`. Rows that a product takes rounded are rounded here as the formats' publications have
 it: fbgemm's and vLLM's kernels for scales of tokens and their bound, DeepSeek-V3's report (3.3.2) for groups of inputs,
-compressed-tensors for static scales and int8. Products are float64 ones, all else is float32. Shares no code with what
-it judges; that the decoder itself is right, transformers' recorded logits say (test_emulation).
+compressed-tensors for static scales, int8, NVFP4 and MX formats. Products are float64 ones, all else is float32. Shares
+no code with what it judges; that the decoder itself is right, transformers' recorded logits say (test_emulation).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from models.weights.safetensors import SafetensorsCheckpoint
 from tests.fixtures.quantized_models import shapes_of
 from tests.models.quantization import readings
-from tests.models.quantization.readings import Tensors
+from tests.models.quantization.readings import Tensors, algorithm_of
 
 
 def _e4m3() -> tuple[np.ndarray, np.ndarray]:
@@ -28,16 +28,18 @@ def _e4m3() -> tuple[np.ndarray, np.ndarray]:
     return values, codes % 2 == 0
 
 
-E4M3, E4M3_IS_EVEN = _e4m3()
+# e2m1's, in the order of their codes.
+NUMBERS = {"float": _e4m3(), "float4": (np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]), np.arange(8) % 2 == 0)}
 
 
-def to_e4m3(values: np.ndarray) -> np.ndarray:
-    """The nearest numbers of eight bits, ties to the even code; what is too large becomes the largest, 448."""
-    sizes = np.minimum(np.abs(values).astype(np.float64), E4M3[-1])
-    above = np.clip(np.searchsorted(E4M3, sizes), 1, len(E4M3) - 1)
-    up, down = E4M3[above] - sizes, sizes - E4M3[above - 1]
-    takes_up = (up < down) | ((up == down) & E4M3_IS_EVEN[above])
-    return np.copysign(np.where(takes_up, E4M3[above], E4M3[above - 1]), values)
+def to_float(values: np.ndarray, kind: str = "float") -> np.ndarray:
+    """The nearest numbers of eight or four bits, ties to the even code; what is too large becomes the largest."""
+    numbers, is_even = NUMBERS[kind]
+    sizes = np.minimum(np.abs(values).astype(np.float64), numbers[-1])
+    above = np.clip(np.searchsorted(numbers, sizes), 1, len(numbers) - 1)
+    up, down = numbers[above] - sizes, sizes - numbers[above - 1]
+    takes_up = (up < down) | ((up == down) & is_even[above])
+    return np.copysign(np.where(takes_up, numbers[above], numbers[above - 1]), values)
 
 
 def to_int8(values: np.ndarray) -> np.ndarray:
@@ -49,9 +51,10 @@ def distances(values: np.ndarray, kind: str) -> np.ndarray:
     sizes = np.abs(values).astype(np.float64)
     if kind == "int":
         return np.abs(sizes - np.floor(sizes) - 0.5) / 127
-    middles = (E4M3[1:] + E4M3[:-1]) / 2
+    numbers, _ = NUMBERS[kind]
+    middles = (numbers[1:] + numbers[:-1]) / 2
     above = np.clip(np.searchsorted(middles, sizes), 1, len(middles) - 1)
-    return np.minimum(np.abs(middles[above] - sizes), np.abs(sizes - middles[above - 1])) / E4M3[-1]
+    return np.minimum(np.abs(middles[above] - sizes), np.abs(sizes - middles[above - 1])) / numbers[-1]
 
 
 # A float32 sum in another order moves a value by less than so much of the largest code; what lies closer to the middle
@@ -64,47 +67,59 @@ class Rounding(NamedTuple):
     """How the rows of a module's product are rounded.
 
     Attributes:
-      kind: "int" or "float", of eight bits.
+      kind: "int" or "float", of eight bits, or "float4".
       group: inputs that share a scale; None for all of a row.
       static: the one scale of all rows.
       bound: values beyond it make no scale larger.
-      powers: scales are rounded up to powers of two (DeepGEMM's ceil_to_ue8m0).
+      scales: what they are rounded to: "" for nothing, "up" to powers of two (DeepGEMM's ceil_to_ue8m0), "near" ones
+        (compressed-tensors' generate_mx_scales), or "e4m3", of scales that `whole` multiplies.
     """
 
     kind: str
     group: int | None = None
     static: np.float32 | None = None
     bound: float | None = None
-    powers: bool = False
+    scales: str = ""
+    whole: np.float32 | None = None
 
     def codes(self, x: np.ndarray, moved: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """Of rows f32 [M, in]: codes of that shape, and the f32 scale of each.
 
-        moved: so much of the largest code is added to each value before it is rounded.
+        moved: so much of the largest code is added to each value before it is rounded, and of a scale to it.
         """
         codes, scales = np.zeros(x.shape), np.ones(x.shape, np.float32)
         for m, row in enumerate(x):
             for first in range(0, len(row), self.group or len(row)):
                 own = slice(first, first + (self.group or len(row)))
-                scale = self.static if self.static is not None else self._scale(row[own])
+                scale = self.static if self.static is not None else self._scale(row[own], moved)
                 quotients = row[own] / scale + moved * self.largest
-                codes[m, own] = to_int8(quotients) if self.kind == "int" else to_e4m3(quotients)
+                codes[m, own] = to_int8(quotients) if self.kind == "int" else to_float(quotients, self.kind)
                 scales[m, own] = scale
         return codes, scales
 
-    def _scale(self, values: np.ndarray) -> np.float32:
+    def _scale(self, values: np.ndarray, moved: float) -> np.float32:
         largest = np.abs(values).max()
         if self.bound is not None and largest > self.bound:
             largest = np.float32(self.bound)
         # Zeros have the code 0 whatever their scale.
         if largest == 0:
             return np.float32(1)
+        if self.scales == "near":
+            # 1.75 of a power of two and more counts as the next; it is to be the largest number that is a power.
+            fraction, exponent = np.frexp(np.float64(largest) * (1 + moved))
+            power = int(exponent) - 1 + (fraction >= 1.75 / 2)
+            return np.float32(2.0 ** (power - {"float": 8, "float4": 2}[self.kind]))
         scale = largest / np.float32(self.largest)
-        return np.float32(2.0 ** np.ceil(np.log2(np.float64(scale)))) if self.powers else scale
+        if self.scales == "up":
+            return np.float32(2.0 ** np.ceil(np.log2(np.float64(scale) * (1 + moved))))
+        if self.scales == "e4m3":
+            assert self.whole is not None
+            scale = np.float32(to_float(np.array(scale * self.whole * (1 + moved)))) / self.whole
+        return scale if scale else np.float32(1)
 
     @property
     def largest(self) -> int:
-        return 127 if self.kind == "int" else 448
+        return {"int": 127, "float": 448, "float4": 6}[self.kind]
 
 
 def rounding_of(settings: dict[str, Any], module: str, tensors: Tensors) -> Rounding | None:
@@ -116,10 +131,23 @@ def rounding_of(settings: dict[str, Any], module: str, tensors: Tensors) -> Roun
         if settings["activation_scheme"] == "static":
             return Rounding("float", static=tensors[f"{module}.activation_scale"][0])
         group = (settings.get("weight_block_size") or [None, None])[1]
-        return Rounding("float", group, powers=settings.get("scale_fmt") == "ue8m0")
+        return Rounding("float", group, scales="up" if settings.get("scale_fmt") == "ue8m0" else "")
+    if method == "modelopt":
+        algorithm = algorithm_of(settings, module)
+        if algorithm == "NVFP4":
+            return Rounding("float4", 16, scales="e4m3", whole=np.float32(1) / tensors[f"{module}.input_scale"])
+        if algorithm == "FP8":
+            return Rounding("float", static=tensors[f"{module}.input_scale"].reshape(1)[0])
+        return {"FP8_PER_CHANNEL_PER_TOKEN": Rounding("float"), "MXFP8": Rounding("float", 32, scales="up")}.get(
+            algorithm
+        )
     rows = settings.get("config_groups", {}).get("group_0", {}).get("input_activations")
     if rows is None:
         return None
+    if rows["dynamic"] == "local":
+        return Rounding("float4", 16, scales="e4m3", whole=tensors[f"{module}.input_global_scale"][0])
+    if settings["format"].startswith("mxfp"):
+        return Rounding({4: "float4", 8: "float"}[rows["num_bits"]], 32, scales="near")
     static = None if rows["dynamic"] else tensors[f"{module}.input_scale"][0]
     return Rounding(rows["type"], rows.get("group_size"), static)
 

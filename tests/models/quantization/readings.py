@@ -33,10 +33,14 @@ def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple
         read = _gptq
     elif method == "bitsandbytes":
         read, settings = _entry, settings | {"size": shape[1]}
+    elif method == "modelopt":
+        read = _modelopt
     elif "weight_global_scale" in own:
         read = _nvfp4
     elif settings.get("format") == "mxfp4-pack-quantized":
         read = _mxfp4
+    elif settings.get("format") == "mxfp8-quantized":
+        read = _mxfp8
     elif "weight_packed" in own:
         read, settings = _packed, settings["config_groups"]["group_0"]["weights"]
     else:
@@ -81,6 +85,28 @@ def _nvfp4(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32
 
 def _mxfp4(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
     return np.float32(_e2m1(own["weight_packed"], o, i) * 2.0 ** (int(own["weight_scale"][o, i // 32]) - 127))
+
+
+def _mxfp8(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    return np.float32(float(own["weight"][o, i]) * 2.0 ** (int(own["weight_scale"][o, i // 32]) - 127))
+
+
+def algorithm_of(settings: dict[str, Any], module: str) -> str:
+    """What ModelOpt has made of a module: by its own name, or that of all experts of its layer."""
+    settings = settings.get("quantization", settings)
+    if settings["quant_algo"] != "MIXED_PRECISION":
+        return settings["quant_algo"].upper()
+    layers = settings["quantized_layers"]
+    return (layers.get(module) or layers[module[: module.index(".experts") + 8]])["quant_algo"]
+
+
+def _modelopt(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
+    scale = own["weight_scale"]
+    if "weight_scale_2" in own:
+        return np.float32(_e2m1(own["weight"], o, i)) * (np.float32(scale[o, i // 16]) * own["weight_scale_2"])
+    if scale.dtype == np.uint8:
+        return _mxfp8(own, settings, o, i)
+    return np.float32(own["weight"][o, i]) * (scale[o] if scale.ndim == 1 else scale.reshape(-1)[0])
 
 
 def _awq(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:

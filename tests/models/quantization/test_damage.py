@@ -7,21 +7,14 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
-from safetensors.numpy import load_file, save_file
 
 from models.build import Build
 from models.config.fields import ModelConfigError
-from models.quantization.quantized import Quantized
-from models.quantization.rules import Quantization
-from models.quantization.stored import Activation
-from models.registry import build_model, read_folder, read_hf
+from models.registry import build_model, read_hf
 from models.weights import load
 from models.weights.errors import ModelFileError
 from models.weights.load import load_params
 from models.weights.safetensors import SafetensorsCheckpoint
-from sharding.layout import MeshLayout
-from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.quantized_models import CONFIG, FORMATS, write
 from tests.models.weights.test_load import ArraySource
 
@@ -82,6 +75,15 @@ DAMAGE = [
     ("ct mxfp4", f"{Q}.weight_packed", lambda a: a.view(np.int8), "must hold uint8, got int8"),
     ("ct mxfp4", f"{Q}.weight_scale", lambda a: a[:, :1], r"shape must be \(64, 2\) for .*, got \(64, 1\)"),
     ("ct mxfp4", f"{Q}.weight_scale", lambda a: a * 0 + 255, "255 stands for no number .at"),
+    ("ct nvfp4 rows", f"{Q}.input_global_scale", None, "is missing .at .*input_global_scale"),
+    ("ct nvfp4 rows", f"{Q}.input_global_scale", lambda a: a * np.inf, "must be finite and > 0, got inf .at"),
+    ("ct nvfp4 rows", f"{Q}.input_global_scale", lambda a: a * 2, "must have the same static scale of inputs"),
+    ("ct mxfp8 rows", f"{Q}.weight_scale", lambda a: a * 0 + 255, "255 stands for no number .at"),
+    ("ct mxfp8 rows", f"{Q}.weight", lambda a: a.view(np.int8), "must hold float8_e4m3fn, got int8"),
+    ("modelopt fp8", f"{Q}.input_scale", None, "is missing .at .*input_scale"),
+    ("modelopt fp8 block", f"{Q}.weight_scale", lambda a: a[:, 0], r"must be \(1, 1\) or \(1, 1, 1, 1\) for"),
+    ("modelopt nvfp4", f"{DOWN}.input_scale", lambda a: a * 0, "must be finite and > 0, got 0.0 .at .*input_scale"),
+    ("modelopt nvfp4", f"{Q}.weight_scale_2", None, "is missing .at .*weight_scale_2"),
     ("awq", f"{Q}.qzeros", None, "is missing"),
     ("awq", f"{Q}.scales", with_nan, "3 of 128 scales are not finite"),
     ("gptq 4", f"{Q}.qzeros", lambda a: a + 1, "zero points must all be 8, for the configuration says sym"),
@@ -155,7 +157,7 @@ COMPRESSED = FORMATS["ct packed 4"][0]
 BNB = FORMATS["bnb fp4"][0]
 CHANGED = {
     "kv_cache_scheme": {"num_bits": 8, "type": "int"},
-    "format": "mxfp8-quantized",
+    "format": "marlin-24",
     "ignore": "lm_head",
     "config_groups": {},
     "quantization_status": "initialized",
@@ -203,6 +205,32 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
             {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": ["a"]},
             "modules_in_block_to_quantize must be a list of lists",
         ),
+        ({"quant_method": "modelopt"}, "quant_algo must be 'FP8' or .*'MIXED_PRECISION', got None"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo must be .*, got 'NVFP4_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, "quant_algo must be .*, got .'FP8'"),
+        ({"quant_method": "modelopt", "quantization": []}, "quantization must be a mapping, got"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size must be 16, got 32"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": "lm_head"}, "ignore must be a list"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 4, "type": "float"}},
+            "kv_cache_scheme must be absent, or",
+        ),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}},
+            "kv_cache_quant_algo must be 'FP8' or absent, got 'NVFP4'",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": ["a"]},
+            "quantized_layers must be a mapping of modules",
+        ),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "W4"}},
+            },
+            "quant_algo must be .*'UNQUANTIZED', got 'W4'",
+        ),
         ({"quant_method": "fp8", "scale_fmt": "e8"}, "scale_fmt must be 'float' or 'ue8m0', got 'e8'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
@@ -215,14 +243,26 @@ def test_what_is_not_read_is_refused_by_its_field(changes, message):
         read_hf(settings(**changes))
 
 
+NVFP4_ROWS, MXFP4_ROWS = (
+    FORMATS[f"ct {name} rows"][0]["config_groups"]["group_0"]["input_activations"] for name in ("nvfp4", "mxfp4")
+)
+
+
 @pytest.mark.parametrize(
     ("name", "weights", "rows", "message"),
     [
-        ("nvfp4", {}, {"num_bits": 4, "type": "float", "dynamic": "local"}, "input_activations must be absent"),
+        ("nvfp4", {}, NVFP4_ROWS | {"num_bits": 8}, "input_activations must be .*, or absent, for nvfp4"),
+        ("nvfp4", {}, NVFP4_ROWS | {"dynamic": True}, "input_activations must be .* dynamic 'local'"),
+        ("nvfp4", {}, NVFP4_ROWS | {"group_size": 32}, "input_activations must be .*'group_size': 16"),
+        ("nvfp4", {}, "all", "input_activations must be a mapping"),
         ("nvfp4", {"group_size": 32}, None, "group_size must be 16, got 32"),
-        ("nvfp4", {"type": "int"}, None, "weights must be symmetric and of type 'float'"),
+        ("nvfp4", {"type": "int"}, None, "type must be 'float', got 'int'"),
+        ("nvfp4", {"symmetric": False}, None, "symmetric must be True, got False"),
         ("nvfp4", {"strategy": "group"}, None, "strategy must be 'tensor_group', got 'group'"),
-        ("mxfp4", {}, {"num_bits": 4, "type": "float", "dynamic": True}, "input_activations must be absent"),
+        ("mxfp4", {}, MXFP4_ROWS | {"dynamic": False}, "input_activations must be .* dynamic True"),
+        ("mxfp4", {}, MXFP4_ROWS | {"type": "int"}, "input_activations must be .*'type': 'float'"),
+        ("mxfp8 rows", {"num_bits": 4}, None, "num_bits must be 8, got 4"),
+        ("mxfp8 rows", {}, MXFP4_ROWS, "input_activations must be .*'num_bits': 8"),
         ("mxfp4", {"group_size": 16}, None, "group_size must be 32, got 16"),
         ("mxfp4", {"strategy": "tensor_group"}, None, "strategy must be 'group', got 'tensor_group'"),
     ],
@@ -241,148 +281,3 @@ def test_other_kinds_of_four_bit_floats_are_refused_by_their_field(name, weights
 def test_regular_expressions_that_might_take_forever_are_refused(pattern):
     with pytest.raises(ModelConfigError, match="ignore must be"):
         read_hf(settings(**COMPRESSED | {"ignore": [pattern]}))
-
-
-def kinds(quantization: Quantization, *modules: str) -> list[str]:
-    return [type(quantization(f"model.layers.3.{module}")).__name__ for module in modules]
-
-
-def test_modules_are_chosen_by_the_names_of_the_checkpoint():
-    chosen = read_hf(
-        settings(**COMPRESSED | {"ignore": ["re:.*self_attn.*", "model.layers.3.mlp.down_proj"]})
-    ).quantization
-    names = ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj", "mlp.experts.{expert}.up_proj")
-    assert kinds(chosen, *names) == ["Plain", "Plain", "Quantized", "Quantized"]
-    assert type(chosen("lm_head")).__name__ == "Quantized", "LINEAR stands for it, and it is not ignored"
-    fp8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
-    chosen = read_hf(settings(**fp8, modules_to_not_convert=["mlp.down_proj", "model.layers.*.self_attn"])).quantization
-    assert kinds(chosen, *names) == ["Plain", "Plain", "Quantized", "Quantized"]
-    assert type(chosen("lm_head")).__name__ == "Plain"
-    group = COMPRESSED["config_groups"]["group_0"]
-    groups = {"a": {**group, "targets": ["re:.*up_proj$"]}, "b": {**group, "targets": ["model.layers.3.mlp.down_proj"]}}
-    chosen = read_hf(settings(**COMPRESSED | {"config_groups": groups})).quantization
-    assert kinds(chosen, *names) == ["Plain", "Quantized", "Quantized", "Quantized"]
-
-
-def test_the_nearest_target_of_compressed_tensors_counts_whatever_its_group():
-    group = COMPRESSED["config_groups"]["group_0"]
-    own = {"format": "int-quantized", "weights": {"num_bits": 8, "strategy": "channel"}}
-    rows = {**own, "input_activations": {"num_bits": 8, "dynamic": True, "strategy": "token"}}
-    by_token = Activation("int8")
-    groups = {
-        "a": group,
-        "b": {**rows, "targets": ["re:.*mlp.*"]},
-        "c": {**own, "targets": ["model.layers.3.mlp.down_proj"]},
-    }
-    for order in ("abc", "cba", "bca"):
-        chosen = read_hf(
-            settings(**COMPRESSED | {"config_groups": {name: groups[name] for name in order}})
-        ).quantization
-        found = [stored_of(chosen, f"model.layers.3.{name}_proj") for name in ("self_attn.q", "mlp.up", "mlp.down")]
-        assert [(each.dtype, each.activation) for each in found] == [("int4", None), ("int8", by_token), ("int8", None)]
-
-
-def stored_of(quantization, module: str):
-    scheme = quantization(module)
-    return scheme.stored if isinstance(scheme, Quantized) else None
-
-
-def test_what_compressed_tensors_need_not_say():
-    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}
-    for size, expected in ((32, 32), (-1, None)):
-        own = {**group, "weights": {"num_bits": 4, "group_size": size}}
-        whole = COMPRESSED | {"config_groups": {"g": own}}
-        assert stored_of(read_hf(settings(**whole)).quantization, "model.layers.0.mlp.up_proj").group == expected
-    # The field's first name.
-    chosen = read_hf({**CONFIG, "compression_config": COMPRESSED}).quantization
-    assert kinds(chosen, "mlp.up_proj") == ["Quantized"]
-    # Keys and values alone.
-    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    chosen = read_hf(settings(**COMPRESSED | {"config_groups": {}, "kv_cache_scheme": cache})).quantization
-    assert chosen.kv_dtype == "float8_e4m3fn"
-    assert kinds(chosen, "mlp.up_proj") == ["Plain"]
-
-
-def test_what_transformers_writes_of_fp8():
-    """All fields of its class, those that say nothing among them."""
-    for scale_fmt, powers in (("float", False), ("ue8m0", True), (None, False)):
-        chosen = read_hf(settings(quant_method="fp8", weight_block_size=[8, 8], scale_fmt=scale_fmt)).quantization
-        assert stored_of(chosen, "model.layers.0.mlp.up_proj").activation.powers == powers
-
-
-def test_modules_that_gptq_stores_otherwise():
-    def found(*modules: str, **changes):
-        chosen = read_hf(settings(quant_method="gptq", bits=4, group_size=32, **changes)).quantization
-        return [stored_of(chosen, f"model.layers.18.{module}") for module in modules]
-
-    dynamic = {r"-:.*\.18\..*down.*": {}, r"+:.*\.18\.mlp.*": {"bits": 8, "group_size": -1}, r".*up.*": {"bits": 2}}
-    q, up, down = found("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj", dynamic=dynamic)
-    assert (q.bits, q.group, up.bits, up.group, down) == (4, 32, 8, None, None)
-    for heads in (False, True):  # which one field names, whatever patterns fit them
-        chosen = read_hf(
-            settings(quant_method="gptq", bits=4, lm_head=heads, dynamic={"+:.*": {"bits": 8}})
-        ).quantization
-        assert (stored_of(chosen, "lm_head") is not None) == heads
-    inner = [["self_attn.k_proj", "self_attn.q_proj"], ["mlp.up_proj"]]
-    names = "self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"
-    assert [each is not None for each in found(*names, modules_in_block_to_quantize=inner)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
-    assert [each is not None for each in found(*names, modules_to_not_convert=["self_attn."])] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-    for field in ("format", "checkpoint_format"):
-        assert not found("mlp.up_proj", **{field: "gptq_v2"})[0].one_less
-        assert found("mlp.up_proj", **{field: "gptq"})[0].one_less
-    assert found("mlp.up_proj")[0].one_less
-
-
-def test_names_of_a_model_of_more_than_text():
-    """Those of the checkpoint begin in another way than the model's."""
-    quantization = Quantization(
-        "x", (), ignored=("model.language_model.layers.0.a",), prefixes=(("model.language_model.", "model."),)
-    )
-    assert quantization.names_of("model.layers.0.a") == ["model.layers.0.a", "model.language_model.layers.0.a"]
-
-
-def test_experts_are_chosen_by_the_name_of_their_stack(tmp_path):
-    """Granite 4 calls it otherwise than other families: its ignored matrices load as they are, the others by codes."""
-    folder, experts = checkpoint("granite_hybrid"), "model.layers.{}.block_sparse_moe.{}_linear"
-    stacks = [experts.format(layer, part) for layer in range(4) for part in ("input", "output")]
-    ignored = ["lm_head", "re:.*mamba.*", "re:.*router.*", *stacks]
-    raw = json.loads((folder / "config.json").read_text())
-    raw["quantization_config"] = FORMATS["ct int channel token"][0] | {"ignore": ignored}
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if ".self_attn." in name or ".shared_mlp." in name]:
-        values = tensors[name]
-        scales = np.abs(values).max(axis=1, keepdims=True) / 127
-        tensors[name] = np.rint(values / scales).astype(np.int8)
-        tensors[f"{name.removesuffix('.weight')}.weight_scale"] = scales
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    save_file(tensors, tmp_path / "model.safetensors")
-    model = build_model(read_folder(tmp_path), Build("float32"))
-    nnx.update(model, load_params(model, SafetensorsCheckpoint(tmp_path)))
-    kinds_of = {".".join(map(str, path)): type(each).__name__ for path, each in nnx.iter_graph(model)}
-    mlps = {name: kind for name, kind in kinds_of.items() if ".mlp." in name and kind.endswith("Weight")}
-    assert {kind for name, kind in mlps.items() if ".shared" in name} == {"QuantizedWeight"}, mlps
-    assert {kind for name, kind in mlps.items() if ".shared" not in name} == {"PlainWeight"}, mlps
-    chosen = read_hf(raw | {"quantization_config": raw["quantization_config"] | {"ignore": stacks[:1]}}).quantization
-    moe = "model.layers.0.block_sparse_moe.experts.{expert}"
-    assert [type(chosen(f"{moe}.{part}_proj")).__name__ for part in ("gate", "up", "down")] == [
-        "Plain",
-        "Plain",
-        "Quantized",
-    ]
-    assert type(chosen(moe.replace("layers.0", "layers.1") + ".up_proj")).__name__ == "Quantized"
-
-
-def test_inputs_that_cannot_be_split_over_devices():
-    config = read_hf({**CONFIG, "quantization_config": FORMATS["fp8 block"][0]})
-    with pytest.raises(ValueError, match="rounded 48 at a time, cannot be"):
-        build_model(config, Build("float32", MeshLayout(model=2)))

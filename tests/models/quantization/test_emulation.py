@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from models.weights.safetensors import SafetensorsCheckpoint
-from pallas_kernels.matmul.rounding import dynamic_scales, largest_values, rounded_rows
+from pallas_kernels.matmul.rounding import E4M3, E8M0, FLOAT32, UE8M0, dynamic_scales, largest_values, rounded_rows
 from tests.fixtures.drawn_weights import FOLDER, checkpoint
-from tests.models.quantization.emulation import Decoder, Rounding, distances, to_e4m3, to_int8
+from tests.fixtures.record_microscaled_rows import GLOBAL_SCALE, given
+from tests.fixtures.record_microscaled_rows import PATH as RECORDED
+from tests.models.quantization.emulation import Decoder, Rounding, distances, to_float, to_int8
 
 F32 = np.float32
 
@@ -33,7 +35,10 @@ def test_codes_of_published_formats():
     # OFP8's table: steps of an eighth from 1 on, 2^-9 is the least, 448 the largest; ties go to the even code.
     given = [1.1875, 1.0625, -1.0625, 2**-9, 2**-10, 1.5 * 2**-9, 1.01 * 2**-10, 432, 460, -1e30, 17, 19, 0]
     expected = [1.25, 1, -1, 2**-9, 0, 2 * 2**-9, 2**-9, 448, 448, -448, 16, 20, 0]
-    np.testing.assert_array_equal(to_e4m3(np.array(given)), expected)
+    np.testing.assert_array_equal(to_float(np.array(given)), expected)
+    # Microscaling's table 5: ties to the code whose mantissa is 0.
+    given = [0.25, 0.75, -1.25, 1.75, 2.5, -3.5, 5, 5.01, 7, -1e30, 0.26, 0]
+    np.testing.assert_array_equal(to_float(np.array(given), "float4"), [0, 1, -1, 2, 2, -4, 4, 6, 6, -6, 0.5, 0])
     given, expected = [0.5, 1.5, -2.5, 126.5, 300, -128.4, -300], [0, 2, -2, 126, 127, -128, -128]
     np.testing.assert_array_equal(to_int8(np.array(given)), expected)
     np.testing.assert_allclose(distances(np.array([17.0, 16.5, 447]), "float"), [0, 0.5 / 448, 15 / 448])
@@ -60,7 +65,10 @@ ROUNDINGS = {
     "token": (Rounding("float"), 112),
     "token, bound": (Rounding("float", bound=1.5), 112),
     "groups": (Rounding("float", 16), 16),
-    "groups, powers of two": (Rounding("float", 16, powers=True), 16),
+    "groups, powers of two": (Rounding("float", 16, scales="up"), 16),
+    "mxfp8": (Rounding("float", 28, scales="near"), 28),
+    "mxfp4": (Rounding("float4", 28, scales="near"), 28),
+    "nvfp4": (Rounding("float4", 16, scales="e4m3", whole=F32(3.7)), 16),
     "groups of int8": (Rounding("int", 56), 56),
     "static": (Rounding("float", static=F32(0.011)), 112),
     "static int8": (Rounding("int", static=F32(0.011)), 112),
@@ -71,17 +79,30 @@ ROUNDINGS = {
 def test_rows_are_rounded_as_published(name):
     """What saturates too: int8 at -128 below, as vLLM's kernels and compressed-tensors have it, e4m3 at 448."""
     rounding, group = ROUNDINGS[name]
-    x, dtype = rows(), "int8" if rounding.kind == "int" else "float8_e4m3fn"
+    x, dtype = rows(), {"int": "int8", "float": "float8_e4m3fn", "float4": "float4_e2m1fn"}[rounding.kind]
     if rounding.static is not None:
         scales = jnp.full((1, 1), rounding.static)
     else:
         largest = largest_values(jnp.asarray(x), group)
         largest = largest if rounding.bound is None else jnp.minimum(largest, rounding.bound)
-        scales = dynamic_scales(largest, dtype, powers=rounding.powers)
+        kind = {"": FLOAT32, "up": UE8M0, "near": E8M0, "e4m3": E4M3}[rounding.scales]
+        whole = None if rounding.whole is None else jnp.full((1, 1), rounding.whole)
+        scales = dynamic_scales(largest, dtype, kind=kind, whole=whole)
     found = rounded_rows(jnp.asarray(x), scales, dtype)
     codes, expected = rounding.codes(x)
-    np.testing.assert_array_equal(np.asarray(found.codes, np.float64), codes)
+    doubled = 2 if rounding.kind == "float4" else 1
+    np.testing.assert_array_equal(np.asarray(found.codes, np.float64), codes * doubled)
     # XLA multiplies by 1 / 448 in place of dividing, which may be another number in the last bit.
-    np.testing.assert_allclose(np.repeat(found.scales, group, axis=1), expected, rtol=2e-7)
+    np.testing.assert_allclose(np.repeat(found.scales, group, axis=1) * doubled, expected, rtol=2e-7)
     if rounding.kind == "int" and rounding.static is not None:
         assert codes.min() == -128
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+def test_rows_are_rounded_as_compressed_tensors_does(name):
+    group, dtype = (16 if name == "nvfp4" else 32), ("float8_e4m3fn" if name == "mxfp8" else "float4_e2m1fn")
+    kind, whole = (E4M3, jnp.full((1, 1), GLOBAL_SCALE)) if name == "nvfp4" else (E8M0, None)
+    x = jnp.asarray(given())
+    scales = dynamic_scales(largest_values(x, group), dtype, kind=kind, whole=whole)
+    with np.load(RECORDED, allow_pickle=False) as recorded:
+        np.testing.assert_allclose(rounded_rows(x, scales, dtype).widened(jnp.float32), recorded[name], rtol=3e-7)

@@ -33,6 +33,7 @@ WITH_EXPERTS = (
     "fp8 block",
     "gptq 4",
     "bnb nf4 nested",
+    "modelopt nvfp4",
     "gptq 4 v2 act-order",
 )
 CASES = [(name, False) for name in FORMATS] + [(name, True) for name in WITH_EXPERTS]
@@ -166,7 +167,7 @@ COMPUTED = [
     for name in FORMATS
 ] + [
     pytest.param(name, True, marks=[] if name in COMPUTED_EXPERTS else pytest.mark.thorough("as the dense one"))
-    for name in (*WITH_EXPERTS[:3], WITH_EXPERTS[-1])
+    for name in (*WITH_EXPERTS[:3], *WITH_EXPERTS[-2:])
 ]
 
 

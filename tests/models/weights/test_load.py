@@ -54,7 +54,7 @@ class ArraySource:
 
     def read(self, name, rows=slice(None), columns=slice(None)):
         array = self.tensors[name]
-        return (array[rows] if array.ndim == 1 else array[rows, columns]).copy()
+        return array[(rows, columns)[: array.ndim]].copy()
 
     def close(self):
         pass

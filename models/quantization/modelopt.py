@@ -1,0 +1,103 @@
+"""Checkpoints of NVIDIA's Model Optimizer (github.com/NVIDIA/Model-Optimizer): FP8, NVFP4, MXFP8, and mixtures of them.
+
+What is quantised how is said by `quantization_config` or, as older versions have it, by a file of its own
+(models.config.hf), whose words differ a little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
+from models.quantization.mxfp4 import GROUP
+from models.quantization.mxfp8 import Mxfp8
+from models.quantization.nvfp4 import ROWS, Nvfp4
+from models.quantization.rules import LINEAR, Quantization, bad, check_name, names_in, one_of
+from models.quantization.stored import Activation, Shape, Stored, StoredModule
+from pallas_kernels.matmul.rounding import UE8M0
+
+METHOD = "modelopt"
+MIXED, UNQUANTIZED = "MIXED_PRECISION", "UNQUANTIZED"
+_E4M3 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class Blocks(EightBits):
+    """`weight_scale` [out / 128, 1, in / 128, 1]."""
+
+    def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
+        needed = dict(super().tensors(module))
+        ((rows, columns),) = needed["weight_scale"]
+        return needed | {"weight_scale": ((rows, columns), (rows, 1, columns, 1))}
+
+
+def _nvfp4(name: str, activation: Activation | None) -> Nvfp4:
+    return Nvfp4(name, activation, "weight", "weight_scale_2", "input_scale", divides=False)
+
+
+# By `quant_algo`. Rows of MXFP8 have the least powers of two that will do, as vLLM rounds them.
+_STORED: dict[str, Stored] = {
+    "FP8": EightBits(f"{METHOD} FP8", _E4M3, TENSOR, Activation(_E4M3, static=True)),
+    "FP8_PER_CHANNEL_PER_TOKEN": EightBits(f"{METHOD} FP8 by channel", _E4M3, CHANNEL, Activation(_E4M3)),
+    "FP8_PB_WO": Blocks(f"{METHOD} FP8 by block", _E4M3, BLOCK, block=(128, 128)),
+    "NVFP4": _nvfp4(f"{METHOD} NVFP4", ROWS),
+    "W4A16_NVFP4": _nvfp4(f"{METHOD} NVFP4", None),
+    "MXFP8": Mxfp8(f"{METHOD} MXFP8", Activation(_E4M3, GROUP, scales=UE8M0)),
+}
+
+
+def read(settings: Mapping[str, Any]) -> Quantization:
+    """Raises ModelConfigError for what is not read."""
+    inner = settings.get("quantization")
+    if inner is not None and not isinstance(inner, Mapping):
+        raise bad("quantization", inner, "a mapping")
+    settings = settings if inner is None else inner
+    algorithm = _algorithm(settings, MIXED)
+    rules: tuple[tuple[tuple[str, ...], Stored | None], ...]
+    if algorithm == MIXED:
+        layers = settings.get("quantized_layers")
+        if not isinstance(layers, Mapping) or not all(isinstance(own, Mapping) for own in layers.values()):
+            raise bad("quantized_layers", layers, f"a mapping of modules for {MIXED}")
+        for name in layers:
+            check_name("quantized_layers", name)
+        rules = tuple(((name,), _STORED.get(_algorithm(own, UNQUANTIZED))) for name, own in layers.items())
+    else:
+        rules = (((LINEAR,), _STORED[algorithm]),)
+        wanted = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}.get(algorithm)
+        if wanted is not None:
+            one_of(settings, "group_size", (wanted,), wanted)
+    # Towers are not quantised, which older versions do not say.
+    listed = (
+        *names_in(settings, "ignore"),
+        *names_in(settings, "exclude_modules"),
+        "vision_tower",
+        "vision_model",
+        "visual",
+    )
+    return Quantization(METHOD, rules, listed=listed, with_heads=True, kv_dtype=_kv_dtype(settings))
+
+
+def _algorithm(settings: Mapping[str, Any], other: str) -> str:
+    """`quant_algo`, a name of _STORED or the other one."""
+    said = settings.get("quant_algo")
+    name = said.upper() if isinstance(said, str) else said
+    if name not in (*_STORED, other):
+        raise bad("quant_algo", said, " or ".join(map(repr, (*_STORED, other))))
+    return name
+
+
+def _kv_dtype(settings: Mapping[str, Any]) -> str | None:
+    """Of keys and values, by the newer field or the older."""
+    scheme, said = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
+    if scheme is not None:
+        wanted = {"num_bits": 8, "type": "float", "dynamic": False}
+        found = {"dynamic": False, **scheme} if isinstance(scheme, Mapping) else {}
+        if any(found.get(field) != value for field, value in wanted.items()):
+            raise bad("kv_cache_scheme", scheme, f"absent, or {wanted}")
+    elif said is None or (isinstance(said, str) and said.upper() in ("", "NONE")):
+        return None
+    elif not isinstance(said, str) or said.upper() != "FP8":
+        raise bad("kv_cache_quant_algo", said, "'FP8' or absent")
+    return _E4M3
