@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from models.quantization import bitsandbytes, compressed_tensors, four_bits, fp8, modelopt, mxfp4
+from models.quantization import auto_round, bitsandbytes, compressed_tensors, four_bits, fp8, modelopt, mxfp4
 from models.quantization.online import Rounded
 from models.quantization.plain import Plain
 from models.quantization.rules import LINEAR, Everywhere, Quantization, bad
@@ -19,6 +19,7 @@ PLAIN = Everywhere(SCHEMES["plain"])
 
 # quant_method of a checkpoint's quantization_config -> how the rest of it is read.
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    auto_round.METHOD: auto_round.read,
     bitsandbytes.METHOD: bitsandbytes.read,
     compressed_tensors.METHOD: compressed_tensors.read,
     fp8.METHOD: fp8.read,
@@ -37,6 +38,7 @@ ROUNDED: dict[str, Rounded] = {
 }
 # Other names, vLLM's, for the kind of checkpoint.
 ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
+ALIASES |= dict.fromkeys(("inc", "auto_round"), "auto-round")
 ALIASES |= dict.fromkeys(("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"), "modelopt")
 
 

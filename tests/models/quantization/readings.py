@@ -27,9 +27,9 @@ def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple
     """The weight of a module of shape (out, in)."""
     own = {name.removeprefix(f"{module}."): value for name, value in tensors.items() if name.startswith(f"{module}.")}
     method = settings["quant_method"]
-    if method == "awq":
+    if method == "awq" or settings.get("packing_format") == "auto_round:auto_awq":
         read = _awq
-    elif method == "gptq":
+    elif method in ("gptq", "auto-round"):
         read = _gptq
     elif method == "bitsandbytes":
         read, settings = _entry, settings | {"size": shape[1]}

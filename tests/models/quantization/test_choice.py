@@ -191,3 +191,24 @@ def test_what_modelopt_writes_beside_the_configuration(tmp_path):
     assert kinds(chosen, "mlp.experts.{expert}.up_proj", "mlp.shared_expert.up_proj") == ["Quantized", "Plain"]
     assert kinds(chosen, "mlp.experts_up", "self_attn.q_proj") == ["Plain", "Plain"]
     assert stored_of(chosen, "lm_head").activation is None
+
+
+def test_modules_that_auto_round_stores_otherwise():
+    own = FORMATS["auto-round gptq"][0] | {
+        "extra_config": {
+            ".*shared_expert.*": {"bits": 16, "data_type": "float"},
+            "model.layers.3.mlp.shared_expert.up_proj": {"bits": 8, "sym": True},
+            "model.layers.3.mlp.down_proj": {"bits": 2, "group_size": 64},
+        }
+    }
+    chosen = read_hf(settings(**own)).quantization
+    names = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.down_proj", "self_attn.q_proj")
+    assert kinds(chosen, *names) == ["Plain", "Quantized", "Quantized", "Quantized"]
+    found = [stored_of(chosen, f"model.layers.3.{name}") for name in names[1:]]
+    assert [(each.bits, each.group, each.has_zeros) for each in found] == [(8, 32, False), (2, 64, True), (4, 32, True)]
+    # What lies outside of the blocks, and heads unless they are named.
+    assert [type(chosen(name)).__name__ for name in ("vision_tower.layers.0.fc1", "lm_head")] == ["Plain", "Plain"]
+    chosen = read_hf(
+        settings(**own | {"extra_config": {"lm_head": {"bits": 8}}, "block_name_to_quantize": None})
+    ).quantization
+    assert [type(chosen(name)).__name__ for name in ("lm_head", "score")] == ["Quantized", "Plain"]

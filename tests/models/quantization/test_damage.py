@@ -155,6 +155,7 @@ def test_a_tensor_of_a_module_that_is_not_quantised(tmp_path):
 
 COMPRESSED = FORMATS["ct packed 4"][0]
 BNB = FORMATS["bnb fp4"][0]
+AUTO_ROUND = FORMATS["auto-round gptq"][0]
 CHANGED = {
     "kv_cache_scheme": {"num_bits": 8, "type": "int"},
     "format": "marlin-24",
@@ -205,6 +206,16 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
             {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": ["a"]},
             "modules_in_block_to_quantize must be a list of lists",
         ),
+        (
+            {**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"},
+            "packing_format must be 'auto_round:auto_gptq'",
+        ),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type must be 'int', got 'mx_fp'"),
+        ({**AUTO_ROUND, "act_bits": 8}, "act_bits must be 16 or more"),
+        ({**AUTO_ROUND, "bits": 3}, "sym must be true where bits is 3"),
+        ({**AUTO_ROUND, "extra_config": {"lm_head": 16}}, "extra_config must be a mapping of modules to mappings"),
+        ({**AUTO_ROUND, "extra_config": {".*(a+)+": {"bits": 8}}}, "extra_config must be a regular expression"),
+        ({**AUTO_ROUND, "extra_config": {"a": {"bits": 5}}}, "bits must be 2 or 3 or 4 or 8, got 5"),
         ({"quant_method": "modelopt"}, "quant_algo must be 'FP8' or .*'MIXED_PRECISION', got None"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo must be .*, got 'NVFP4_AWQ'"),
         ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, "quant_algo must be .*, got .'FP8'"),

@@ -1,0 +1,69 @@
+"""Checkpoints of AutoRound (github.com/intel/auto-round), which keeps matrices in the words of GPTQ or AWQ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from models.quantization.rules import HEADS, LINEAR, Quantization, bad, check_name, group_size, names_in, one_of, refuse
+from models.quantization.stored import Stored
+from models.quantization.words import AwqGemm, Gptq
+
+METHOD = "auto-round"
+_GPTQ, _AWQ = ("auto_round:auto_gptq", "auto_gptq"), ("auto_round:auto_awq", "auto_awq")
+_NAME = re.compile(r"[\w.-]+")
+
+
+def read(settings: Mapping[str, Any]) -> Quantization:
+    """Raises ModelConfigError for what is not read."""
+    act_bits = settings.get("act_bits")
+    if act_bits is not None and not (type(act_bits) is int and act_bits >= 16):
+        raise bad("act_bits", act_bits, "16 or more: rows as they are")
+    refuse(settings, "super_bits", "super_group_size")
+    changes = settings.get("extra_config") or {}
+    if not isinstance(changes, Mapping) or not all(isinstance(change, Mapping) for change in changes.values()):
+        raise bad("extra_config", changes, "a mapping of modules to mappings")
+    rules = sorted(
+        ((_target(name), _stored({**settings, **change})) for name, change in changes.items()), key=_is_pattern
+    )
+    field = "block_name_to_quantize" if settings.get("block_name_to_quantize") else "to_quant_block_names"
+    said = settings.get(field)
+    blocks = names_in({field: said.split(",") if isinstance(said, str) else said}, field)
+    rest = tuple(f"re:{re.escape(name.strip())}[.]" for name in blocks) or (LINEAR,)
+    named = {name for name, _ in rules}
+    return Quantization(
+        METHOD,
+        (*(((name,), stored) for name, stored in rules), (rest, _stored(settings))),
+        tuple(head for head in HEADS if head not in named),
+        names_in(settings, "modules_to_not_convert"),
+        with_heads=True,
+    )
+
+
+def _target(name: Any) -> str:
+    """A key of `extra_config` as a name of rules: a module's, or else what occurs in it."""
+    if isinstance(name, str) and not _NAME.fullmatch(name):
+        name = f"re:{name[1:]}" if name.startswith("^") else f"re:.*{name.removeprefix('.*')}"
+    check_name("extra_config", name)
+    return name
+
+
+def _is_pattern(rule: tuple[str, Stored | None]) -> bool:
+    return rule[0].startswith("re:")
+
+
+def _stored(settings: Mapping[str, Any]) -> Stored | None:
+    """How a module with these fields is kept; None for as it is."""
+    bits, kind = settings.get("bits"), settings.get("data_type")
+    if (type(bits) is int and bits >= 16) or kind == "float":
+        return None
+    one_of(settings, "data_type", ("int",), "int")
+    packing = one_of(settings, "packing_format", (*_GPTQ, *_AWQ), _GPTQ[0])
+    symmetric, group = one_of(settings, "sym", (True, False), True), group_size(settings, default=128)
+    if packing in _AWQ:
+        return AwqGemm(f"{METHOD} awq", one_of(settings, "bits", (4,)), group, not symmetric)
+    bits = one_of(settings, "bits", (2, 3, 4, 8))
+    if bits == 3 and not symmetric:
+        raise bad("sym", False, "true where bits is 3: writers do not agree on what such zero points mean")
+    return Gptq(f"{METHOD} gptq", bits, group, not symmetric)
