@@ -17,6 +17,7 @@ from jaxengine.checkpoint.model_source import as_asked, open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
+from models.config.hf import CONFIG_FILE, QUANTIZATION_FILE
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope, RopeScaling
 from models.registry import read_folder, read_hf
@@ -212,7 +213,7 @@ def _named(name: str, *, whole: bool) -> ModelConfig:
         known = f"one of {', '.join(SHAPES)} (:N behind it for N layers)"
         advice = f"name a GGUF file, a Hugging Face folder, a hub id like org/name, or {known}"
         raise ConfigError.because("model", f"there is no model at {name!r}", advice)
-    return read_folder(download("model", name, ["config.json"]))
+    return read_folder(download("model", name, [CONFIG_FILE, QUANTIZATION_FILE]))
 
 
 def largest_pictures(model: ModelConfig) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from models.weights.files import read_object
 
 CONFIG_FILE = "config.json"
 # Of ModelOpt, where config.json does not say it.
-_QUANTIZATION_FILE = "hf_quant_config.json"
+QUANTIZATION_FILE = "hf_quant_config.json"
 # The kinds of layers that configurations list.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -31,7 +31,7 @@ def read_config_json(folder: Path | str) -> dict[str, Any]:
     raw = read_object(folder, CONFIG_FILE)
     if raw is None:
         raise ModelFileError(Path(folder) / CONFIG_FILE, "cannot be read: there is no such file")
-    if "quantization_config" not in raw and (settings := read_object(folder, _QUANTIZATION_FILE)) is not None:
+    if "quantization_config" not in raw and (settings := read_object(folder, QUANTIZATION_FILE)) is not None:
         raw = {**raw, "quantization_config": {"quant_method": "modelopt", **settings}}
     return raw
 

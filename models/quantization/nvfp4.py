@@ -21,7 +21,8 @@ class Nvfp4(InOrder):
     """`weight_packed` u8 [out, in / 2], the even input in the low bits, `weight_scale` e4m3 [out, in / 16], and
     `weight_global_scale` f32, by which scales are divided; `input_global_scale` f32, likewise, of rows.
 
-    So compressed-tensors has it. Codes are int8: twice the numbers, whose scales are half of what is stored.
+    So compressed-tensors has it. Codes are int8: twice the numbers, whose scales are half of what is stored, divided
+    by the scale of rows where these are rounded.
 
     Attributes:
       pairs, whole, rows: what the tensors are called but for `weight_scale`.
@@ -68,7 +69,9 @@ class Nvfp4(InOrder):
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
         held = module.read("weight_scale", "float8_e4m3fn", rows).astype(np.float32)
         whole = module.read(self.whole).reshape(1)[0]
-        return (held / whole if self.divides else held * whole) * np.float32(0.5), None
+        scales = (held / whole if self.divides else held * whole) * np.float32(0.5)
+        # Rows come multiplied by what is the same in all of them.
+        return scales if self.activation is None else scales / self.input_scale(module), None
 
     def input_scale(self, module: StoredModule) -> np.ndarray:
         held = module.read(self.rows).reshape(1)

@@ -27,7 +27,7 @@ from models.quantization.scheme import Weight
 from models.quantization.stored import Activation, Stored
 from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.matmul.quantized import quantized_grouped_matmul, quantized_matmul
-from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
+from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, microscaled_rows, rounded_rows
 from sharding.collectives import gather_parts, largest_of_parts, shard_index
 
 # Kinds of tensors that no file has: what models.weights.quantized makes of those that it has.
@@ -139,13 +139,15 @@ class QuantizedWeight(nnx.Module):
         if self.activation is None:
             return x
         dtype = self.activation.dtype
-        if static_scale is not None and self.activation.group is None:
+        if self.activation.microscaled:
+            assert self.activation.group is not None
+            return microscaled_rows(x, self.activation.group, dtype, kind=self.activation.scales, whole=static_scale)
+        if static_scale is not None:
             return rounded_rows(x, static_scale, dtype)
         largest = self._largest(x, x.shape[1])
         if self.activation.bound is not None:
             largest = jnp.minimum(largest, self.activation.bound)
-        scales = dynamic_scales(largest, dtype, kind=self.activation.scales, whole=static_scale)
-        return rounded_rows(x, scales, dtype)
+        return rounded_rows(x, dynamic_scales(largest, dtype, kind=self.activation.scales), dtype)
 
     def _largest(self, x: jax.Array, size: int) -> jax.Array:
         """What scales of rows [M, in] are made of, f32 [M, n]."""

@@ -29,7 +29,7 @@ class Activation:
     Attributes:
       dtype: "int8", "float8_e4m3fn" or "float4_e2m1fn".
       group: inputs that share a scale, which is made of their largest value; None for the whole row.
-      static: the checkpoint has one scale for all rows; with a group, one that divides those of groups.
+      static: the checkpoint has one scale for all rows; with scales of E4M3 what these are divided by, as weights are.
       bound: values beyond it do not make a scale larger.
       scales: what those that are made of values are rounded to (pallas_kernels.matmul.rounding.SCALES).
     """
@@ -39,6 +39,11 @@ class Activation:
     static: bool = False
     bound: float | None = None
     scales: str = FLOAT32
+
+    @property
+    def microscaled(self) -> bool:
+        """Whether scales are too many for products to know of them: `microscaled_rows`."""
+        return self.group is not None and self.group <= 32 and self.scales != FLOAT32
 
     def __str__(self) -> str:
         how = "static" if self.group is None and self.static else "dynamic"

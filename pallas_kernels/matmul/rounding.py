@@ -50,19 +50,37 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32, whole
     kind: one of SCALES. whole: with E4M3, what divides all scales, f32 [M, 1] or [1, 1].
     """
     if kind == E8M0:
-        # Of four bits' mantissa of one the next power is nearer from 1.75 on.
+        # A mantissa of one bit is nearer to the next power from 1.75 on.
         power = _without_mantissa(jnp.minimum(largest, 2.0**127), 1 << 21)
         scales = power * 2.0 ** -(int(LARGEST[dtype]).bit_length() - 1)
         return jnp.where(scales > 0, scales, 1.0)
     scales = largest / LARGEST[dtype]
     if kind == E4M3:
         assert whole is not None, "scales of e4m3 are parts of one for all"
-        # What is less than half of the least is 0, and has codes of 0 whatever its scale.
-        held = jnp.minimum(scales * whole, LARGEST["float8_e4m3fn"]).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        held = _held_scales(largest, dtype, whole)
         return jnp.where(held > 0, held / whole, 1.0)
     scales = jnp.where(largest > 0, scales, 1.0)
     # Up to the next number without a mantissa; one that has none stays.
     return scales if kind == FLOAT32 else _without_mantissa(scales, 0x7FFFFF)
+
+
+def _held_scales(largest: jax.Array, dtype: str, whole: jax.Array) -> jax.Array:
+    """Scales of E4M3 as they are held: times `whole`, rounded; 0 for what is less than half of the least."""
+    held = jnp.minimum(largest / LARGEST[dtype] * whole, LARGEST["float8_e4m3fn"])
+    return held.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def microscaled_rows(x: jax.Array, group: int, dtype: str, *, kind: str, whole: jax.Array | None = None) -> jax.Array:
+    """Rows [M, in] with the values that codes of `dtype` and scales of `group` inputs each stand for, in x's dtype.
+
+    Powers of two, or with E4M3 scales as they are held: the values are those times `whole`. So they are exact in
+    bfloat16, and a product need not know of their scales, which are as many as it would take.
+    """
+    largest = largest_values(x, group)
+    rows = rounded_rows(x, dynamic_scales(largest, dtype, kind=kind, whole=whole), dtype)
+    if kind == E4M3 and whole is not None:
+        rows = rows._replace(scales=_held_scales(largest, dtype, whole) * 0.5)
+    return rows.widened(x.dtype)
 
 
 def _without_mantissa(x: jax.Array, added: int) -> jax.Array:

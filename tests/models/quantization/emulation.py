@@ -72,7 +72,8 @@ class Rounding(NamedTuple):
       static: the one scale of all rows.
       bound: values beyond it make no scale larger.
       scales: what they are rounded to: "" for nothing, "up" to powers of two (DeepGEMM's ceil_to_ue8m0), "near" ones
-        (compressed-tensors' generate_mx_scales), or "e4m3", of scales that `whole` multiplies.
+        (compressed-tensors' generate_mx_scales), or "e4m3", of scales that `whole` multiplies, which weights are
+        divided by.
     """
 
     kind: str
@@ -193,7 +194,7 @@ class Decoder:
         if rounding := self.roundings.get(module):
             codes, scales = rounding.codes(x, self.moved)
             self.near[at] = np.minimum(self.near[at], distances(x / scales, rounding.kind).min(axis=1))
-            x = codes * scales.astype(np.float64)
+            x = codes * scales.astype(np.float64) * np.float64(1 if rounding.whole is None else rounding.whole)
         return _product(x, self._weight(module))
 
     def _norm(self, module: str, x: np.ndarray) -> np.ndarray:

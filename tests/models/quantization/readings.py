@@ -24,7 +24,7 @@ def bits_at(words: np.ndarray, place: tuple[int, ...], axis: int, bits: int) -> 
 
 
 def matrix(tensors: Tensors, module: str, settings: dict[str, Any], shape: tuple[int, int]) -> np.ndarray:
-    """The weight of a module of shape (out, in)."""
+    """The weight of a module of shape (out, in); where NVFP4's rows have a scale for all, divided by that."""
     own = {name.removeprefix(f"{module}."): value for name, value in tensors.items() if name.startswith(f"{module}.")}
     method = settings["quant_method"]
     if method == "awq" or settings.get("packing_format") == "auto_round:auto_awq":
@@ -80,6 +80,7 @@ def _e2m1(pairs: np.ndarray, o: int, i: int) -> float:
 
 def _nvfp4(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
     scale = np.float32(own["weight_scale"][o, i // 16]) / own["weight_global_scale"][0]
+    scale = scale / own["input_global_scale"][0] if "input_global_scale" in own else scale
     return np.float32(_e2m1(own["weight_packed"], o, i)) * scale
 
 
@@ -103,7 +104,9 @@ def algorithm_of(settings: dict[str, Any], module: str) -> str:
 def _modelopt(own: Tensors, settings: dict[str, Any], o: int, i: int) -> np.float32:
     scale = own["weight_scale"]
     if "weight_scale_2" in own:
-        return np.float32(_e2m1(own["weight"], o, i)) * (np.float32(scale[o, i // 16]) * own["weight_scale_2"])
+        held = np.float32(scale[o, i // 16]) * own["weight_scale_2"]
+        held = held / (np.float32(1) / own["input_scale"]) if "input_scale" in own else held
+        return np.float32(_e2m1(own["weight"], o, i)) * held
     if scale.dtype == np.uint8:
         return _mxfp8(own, settings, o, i)
     return np.float32(own["weight"][o, i]) * (scale[o] if scale.ndim == 1 else scale.reshape(-1)[0])
