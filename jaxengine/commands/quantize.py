@@ -21,7 +21,7 @@ from models.quantization.registry import rounded
 from models.registry import build_model
 from models.weights.compress import compress
 from models.weights.errors import ModelFileError
-from models.weights.safetensors import SafetensorsCheckpoint
+from models.weights.files import inside
 
 # Tokens of a text that are scored at once.
 WINDOW = 512
@@ -37,18 +37,25 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     """
     content = None if text is None else _read(text)
     source = open_model(config)
-    if not isinstance(source.weights, SafetensorsCheckpoint) or source.config.quantization is not None:
+    weights = source.weights
+    if weights is None or isinstance(weights, Path) or source.path.is_file() or source.config.quantization is not None:
         kind = "has no safetensors" if source.config.quantization is None else "is quantised already"
         problem = f"model {config.model or 'the embedded one'!r} {kind}"
         raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with plain safetensors")
-    files = source.files_beside_weights()
+    if text is not None and source.pooling is not None:
+        raise ConfigError("perplexity", text, "absent for a pooling model, which predicts no text")
+    names = [file.name for file in source.files_beside_weights()]
+    # What sentence-transformers says of pooling lies a folder deeper.
+    names += [str(file.relative_to(source.path)) for file in source.path.glob("[0-9]_*/config.json")]
+    files = {name: inside(source.path, name) for name in names}
     raw = read_config_json(source.path)
     model = build_model(replace(source.config, quantization=rounded(name)), Build("float32"))
     try:
         with _new(folder) as part, ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:
-            raw["quantization_config"], errors = compress(source.weights, model, part, bar.update)
-            for file in files:
-                shutil.copyfile(file, part / file.name)
+            raw["quantization_config"], errors = compress(weights, model, part, bar.update)
+            for relative, file in files.items():
+                (part / relative).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, part / relative)
             (part / CONFIG_FILE).write_text(json.dumps(raw, indent=2))
     finally:
         source.close()

@@ -23,7 +23,8 @@ from models.quantization.stored import StoredModule, dequantized, num_groups
 from models.weights.errors import ModelFileError
 from models.weights.quantized import QuantizedSource
 from models.weights.renamed import RenamedSource
-from models.weights.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsCheckpoint
+from models.weights.safetensors import INDEX_FILE, SINGLE_FILE
+from models.weights.source import WeightSource
 
 MAX_FILE_BYTES = 4 << 30
 # Of four bits, and of eight.
@@ -31,7 +32,7 @@ _BITS = {"int4": 4, "int8": 8}
 
 
 def compress(
-    checkpoint: SafetensorsCheckpoint,
+    checkpoint: WeightSource,
     model: CausalLM,
     folder: Path,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,

@@ -134,6 +134,21 @@ def test_shapes_of_what_is_not_rounded_and_who_may_read(tmp_path):
     assert len(modes) == 1
 
 
+def test_a_pooling_model_saved_without_its_head(tmp_path, pooling_folder, capsys):
+    assert quantized(pooling_folder("last"), tmp_path / "out") == 0
+    written, expected = arrays(tmp_path / "out"), arrays(pooling_folder("last"), "int8")
+    assert written.keys() == expected.keys()
+    assert all(np.array_equal(written[name], array) for name, array in expected.items())
+    first, second = (
+        open_model(EngineConfig(model=str(path))).pooling for path in (pooling_folder("last"), tmp_path / "out")
+    )
+    assert first is not None and first == second
+    command = ["convert", str(pooling_folder("last")), str(tmp_path / "no"), "--quantize", "int8"]
+    (tmp_path / "text").write_text("w5 w9")
+    assert main([*command, "--perplexity", str(tmp_path / "text")]) == 2
+    assert "allowed: absent for a pooling model" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
 @pytest.mark.parametrize(
     ("fault", "status", "said"),
     [
