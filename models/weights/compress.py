@@ -130,8 +130,6 @@ def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarr
     the matrix."""
     rows, size = slice(0, module.shape[0]), module.shape[1]
     weight = module.read("weight")
-    if not np.isfinite(weight).all():
-        raise module.fail("weight", "holds what is no finite number")
     codes, (scales, zeros) = rounded.codes(module, rows, slice(0, size)), rounded.scales(module, rows)
     moved = dequantized(codes, scales, zeros, rounded.group) - weight
     error, whole = (float(np.sum(np.square(each, dtype=np.float64))) for each in (moved, weight))
