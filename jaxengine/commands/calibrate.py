@@ -25,7 +25,7 @@ def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
         raise ConfigError.because("prompts", problem, "give a text file with a prompt on each line") from None
     if not lines:
         raise ConfigError("prompts", str(texts), "a file with a prompt on each line")
-    if not output.parent.is_dir():
+    if not output.parent.is_dir() or output.is_dir():
         raise ConfigError("output", str(output), "a file in a folder that is there")
     source, resolved, platform, devices, mesh = open_resolved(config)
     tokenizer = source.load_tokenizer(config)

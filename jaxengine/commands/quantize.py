@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from models.quantization.registry import rounded
 from models.registry import build_model
 from models.weights.compress import compress
 from models.weights.errors import ModelFileError
-from models.weights.safetensors import SafetensorsCheckpoint
+from models.weights.files import inside
 
 # Tokens of a text that are scored at once.
 WINDOW = 512
@@ -35,26 +37,26 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     """
     content = None if text is None else _read(text)
     source = open_model(config)
-    if not isinstance(source.weights, SafetensorsCheckpoint) or source.config.quantization is not None:
+    weights = source.weights
+    if weights is None or isinstance(weights, Path) or source.path.is_file() or source.config.quantization is not None:
         kind = "has no safetensors" if source.config.quantization is None else "is quantised already"
         problem = f"model {config.model or 'the embedded one'!r} {kind}"
         raise ConfigError.because("model", problem, "name a Hugging Face folder or hub id with plain safetensors")
-    if folder.exists():
-        raise ModelFileError(folder, "exists; a checkpoint is written to a new folder")
-    files = source.files_beside_weights()
+    if text is not None and source.pooling is not None:
+        raise ConfigError("perplexity", text, "absent for a pooling model, which predicts no text")
+    names = [file.name for file in source.files_beside_weights()]
+    # What sentence-transformers says of pooling lies a folder deeper.
+    names += [str(file.relative_to(source.path)) for file in source.path.glob("[0-9]_*/config.json")]
+    files = {name: inside(source.path, name) for name in names}
     raw = read_config_json(source.path)
     model = build_model(replace(source.config, quantization=rounded(name)), Build("float32"))
     try:
-        folder.mkdir(parents=True)
-        with ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:
-            raw["quantization_config"], errors = compress(source.weights, model, folder, bar.update)
-        for file in files:
-            if file.name != CONFIG_FILE:
-                shutil.copyfile(file, folder / file.name)
-        # Last: a folder without it is no model.
-        (folder / CONFIG_FILE).write_text(json.dumps(raw, indent=2))
-    except OSError as error:
-        raise ModelFileError(folder, f"cannot be written: {error}") from error
+        with _new(folder) as part, ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:
+            raw["quantization_config"], errors = compress(weights, model, part, bar.update)
+            for relative, file in files.items():
+                (part / relative).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, part / relative)
+            (part / CONFIG_FILE).write_text(json.dumps(raw, indent=2))
     finally:
         source.close()
     lines = [f"{kind}: relative error {error:.2%}" for kind, error in errors.items()]
@@ -64,6 +66,30 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
         before, after = (_perplexity(replace(config, model=each), content, size) for each in models)
         lines.append(f"perplexity on {text}: {before:.3f} before, {after:.3f} after")
     return "\n".join([*lines, f"{folder} is a model for --model"])
+
+
+@contextmanager
+def _new(folder: Path) -> Iterator[Path]:
+    """A folder to write to, beside `folder`, which it becomes in the end; nothing is left of it after an exception.
+
+    Raises ModelFileError for one that exists or cannot be written.
+    """
+    if folder.exists() or folder.is_symlink():
+        raise ModelFileError(folder, "exists; a checkpoint is written to a new folder")
+    part = folder.with_name(f"{folder.name}.part")
+    try:
+        part.mkdir(parents=True)
+    except FileExistsError:
+        raise ModelFileError(part, "exists, for a checkpoint is being written or was never finished") from None
+    except OSError as error:
+        raise ModelFileError(folder, f"cannot be written: {error}") from error
+    try:
+        yield part
+        part.rename(folder)
+    except OSError as error:
+        raise ModelFileError(folder, f"cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _read(path: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from models.quantization.eight_bits import BLOCK, CHANNEL, TENSOR, EightBits
 from models.quantization.rules import LINEAR, Quantization, bad, block_size, names_in, one_of
 from models.quantization.stored import Activation
@@ -12,6 +14,7 @@ from pallas_kernels.matmul.rounding import FLOAT32, UE8M0
 
 METHOD, FBGEMM = "fp8", "fbgemm_fp8"
 _E4M3 = "float8_e4m3fn"
+_LARGEST_F32 = float(np.finfo(np.float32).max)
 
 
 def read(settings: Mapping[str, Any]) -> Quantization:
@@ -33,7 +36,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
 def read_fbgemm(settings: Mapping[str, Any]) -> Quantization:
     """Raises ModelConfigError for what is not read."""
     bound = settings.get("activation_scale_ub", 1200.0)
-    if type(bound) not in (int, float) or not 0 < bound < float("inf"):
-        raise bad("activation_scale_ub", bound, "a finite number > 0")
+    if type(bound) not in (int, float) or not 0 < bound <= _LARGEST_F32:
+        raise bad("activation_scale_ub", bound, "a finite number > 0 of float32")
     stored = EightBits(FBGEMM, _E4M3, CHANNEL, Activation(_E4M3, bound=float(bound)))
     return Quantization(FBGEMM, (((LINEAR,), stored),), listed=names_in(settings, "modules_to_not_convert"))

@@ -35,7 +35,7 @@ class Rounded(InOrder):
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
         weight = module.read("weight", None, rows)
-        scales, points = self._fitted(weight)
+        scales, points = self._fitted(module, weight)
         codes = weight / self._spread(scales, weight.shape[1])
         if self.dtype == "float8_e4m3fn":
             return np.clip(codes, -448, 448).astype(ml_dtypes.float8_e4m3fn)[:, columns]
@@ -45,21 +45,25 @@ class Rounded(InOrder):
         return (np.clip(codes, 0, 15) - 8).astype(np.int8)[:, columns]
 
     def scales(self, module: StoredModule, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        scales, points = self._fitted(module.read("weight", None, rows))
+        scales, points = self._fitted(module, module.read("weight", None, rows))
         return scales, (points - 8) * scales if self.has_zeros else None
 
-    def _fitted(self, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Scales and zero points f32 [rows, n] of weights f32 [rows, in]."""
+    def _fitted(self, module: StoredModule, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scales and zero points f32 [rows, n] of weights f32 [rows, in].
+
+        Raises ModelFileError for weights of which no finite scale can be made: a NaN would round to just any code.
+        """
         size = weight.shape[1]
         starts = np.arange(0, size, self.group or size)
         low = np.minimum(np.minimum.reduceat(weight, starts, axis=1), 0)
         high = np.maximum(np.maximum.reduceat(weight, starts, axis=1), 0)
-        if self.has_zeros:
-            scales = np.where(high > low, (high - low) / np.float32(15), np.float32(1))
-            return scales, np.rint(-low / scales)
-        largest = np.maximum(high, -low)
-        scales = np.where(largest > 0, largest / np.float32(_LARGEST[self.dtype]), np.float32(1))
-        return scales, np.zeros_like(scales)
+        with np.errstate(over="ignore", invalid="ignore"):
+            span, steps = (high - low, 15) if self.has_zeros else (np.maximum(high, -low), _LARGEST[self.dtype])
+        if not np.isfinite(span).all():
+            raise module.fail("weight", "holds what is no finite number, or too large to be rounded")
+        scales = span / np.float32(steps)
+        scales = np.where(scales > 0, scales, np.float32(1))  # of nothing but zeros, or of what is all but zero
+        return scales, np.rint(-low / scales) if self.has_zeros else np.zeros_like(scales)
 
     def _spread(self, groups: np.ndarray, size: int) -> np.ndarray:
         """[rows, n] to [rows, in]"""

@@ -56,11 +56,11 @@ def read_quantization(
     """
     if settings is None:
         return None
-    if not isinstance(settings, Mapping) or settings.get("quant_method") not in METHODS:
-        method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    if not isinstance(settings, Mapping) or not isinstance(method, str) or method not in METHODS:
         raise bad("quant_method", method, " or ".join(map(repr, METHODS)))
     modules = tuple((old.removesuffix(".weight"), new.removesuffix(".weight")) for old, new in suffixes)
-    return replace(METHODS[settings["quant_method"]](settings), prefixes=prefixes, suffixes=modules, stacked=stacked)
+    return replace(METHODS[method](settings), prefixes=prefixes, suffixes=modules, stacked=stacked)
 
 
 def rounded(name: str) -> Quantization:

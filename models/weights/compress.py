@@ -7,11 +7,14 @@ Nothing is calibrated. Knows nothing of configurations beside quantization_confi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from models.causal_lm import CausalLM
@@ -20,7 +23,8 @@ from models.quantization.stored import StoredModule, dequantized, num_groups
 from models.weights.errors import ModelFileError
 from models.weights.quantized import QuantizedSource
 from models.weights.renamed import RenamedSource
-from models.weights.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsCheckpoint
+from models.weights.safetensors import INDEX_FILE, SINGLE_FILE
+from models.weights.source import WeightSource
 
 MAX_FILE_BYTES = 4 << 30
 # Of four bits, and of eight.
@@ -28,7 +32,7 @@ _BITS = {"int4": 4, "int8": 8}
 
 
 def compress(
-    checkpoint: SafetensorsCheckpoint,
+    checkpoint: WeightSource,
     model: CausalLM,
     folder: Path,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
@@ -72,7 +76,7 @@ def compress(
     matrices = {
         name.removesuffix(".weight") for name in names if len(checkpoint.shape(name)) == 2 and name.endswith(".weight")
     }
-    ignored = sorted(matrices - {name.removesuffix(".weight") for name in modules})
+    ignored = _ignored(matrices, {name.removesuffix(".weight") for name in modules})
     rounded = next(iter(modules.values()))[0]
     return settings(rounded, ignored), {kind: float(np.sqrt(e / w)) for kind, (e, w) in squares.items()}
 
@@ -98,13 +102,34 @@ def settings(rounded: Rounded, ignored: list[str]) -> dict[str, Any]:
     }
 
 
+def _ignored(matrices: set[str], rounded: set[str]) -> list[str]:
+    """What `ignore` says of matrices, by their modules' names, of which some are rounded.
+
+    Others call the modules of a model's parts by longer names than its checkpoint does: a part that has no rounded
+    matrix, a tower or a projector, is named alone as well. A head that is the embeddings has no tensor, and is a linear
+    layer to them.
+    """
+    taken = {part for name in rounded for part in _beginnings(name)}
+    ignored = {"lm_head"} | matrices - rounded
+    for name in matrices - rounded:
+        whole = next(part for part in _beginnings(name) if part not in taken)
+        part = whole.rpartition(".")[2]
+        pattern = f".*{re.escape(part)}[.]"
+        if whole != name and not part.isdecimal() and not any(re.match(pattern, other) for other in rounded):
+            ignored.add(f"re:{pattern}")
+    return sorted(ignored)
+
+
+def _beginnings(name: str) -> list[str]:
+    """Of "a.b.c": "a", "a.b", "a.b.c"."""
+    return list(accumulate(name.split("."), lambda start, part: f"{start}.{part}"))
+
+
 def _rounded(rounded: Rounded, module: StoredModule) -> tuple[dict[str, np.ndarray], float, float]:
     """The tensors of a module by what comes after its name, and the sums of the squares of what rounding changes and of
     the matrix."""
     rows, size = slice(0, module.shape[0]), module.shape[1]
     weight = module.read("weight")
-    if not np.isfinite(weight).all():
-        raise module.fail("weight", "holds what is no finite number")
     codes, (scales, zeros) = rounded.codes(module, rows, slice(0, size)), rounded.scales(module, rows)
     moved = dequantized(codes, scales, zeros, rounded.group) - weight
     error, whole = (float(np.sum(np.square(each, dtype=np.float64))) for each in (moved, weight))
@@ -139,7 +164,10 @@ def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
 
     def flush() -> None:
         path = folder / f"part-{len(written) + 1:05d}.safetensors"
+        path.touch()
+        mode = path.stat().st_mode  # save_file's own lets nobody else read
         save_file(held, path, {"format": "pt"})
+        path.chmod(mode)
         written.append((path, list(held)))
         held.clear()
 
@@ -147,7 +175,7 @@ def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
         for name, array in tensors:
             if held and sum(each.nbytes for each in held.values()) + array.nbytes > MAX_FILE_BYTES:
                 flush()
-            held[name] = np.ascontiguousarray(array)
+            held[name] = np.asarray(array, order="C")  # ascontiguousarray makes [1] of []
             total += array.nbytes
         flush()
         if len(written) == 1:
@@ -160,5 +188,5 @@ def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
             weight_map |= dict.fromkeys(names, file)
         index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # a full disk is the one or the other
         raise ModelFileError(folder, f"cannot be written: {error}") from error

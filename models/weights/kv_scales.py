@@ -38,9 +38,11 @@ class KVScales(NamedTuple):
 
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
-    """Scales with which the largest magnitudes f32[layers, K] fit into codes; 1 where nothing but zeros was seen."""
+    """Scales with which the largest magnitudes f32[layers, K] fit into codes; 1 where nothing but zeros was seen, or
+    numbers so small that devices would take their scale for 0, and divide by it."""
     most = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
-    return np.where(largest > 0, largest * (_HEADROOM[dtype] / most), 1.0).astype(np.float32)
+    scales = (largest * (_HEADROOM[dtype] / most)).astype(np.float32)
+    return np.where(scales >= np.finfo(np.float32).tiny, scales, np.float32(1))
 
 
 class KVShape(NamedTuple):

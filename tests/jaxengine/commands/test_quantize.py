@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from jaxengine.checkpoint.model_source import open_model
@@ -18,9 +19,11 @@ from jaxengine.config.engine_config import EngineConfig
 from models.build import Build
 from models.quantization.registry import ROUNDED
 from models.registry import build_model
+from models.weights import compress
 from models.weights.declare import declared_params
 from models.weights.load import load_params
 from tests.conftest import TINY_CHECKPOINT
+from tests.fixtures.drawn_weights import checkpoint
 from tests.fixtures.quantized_models import MOE_CONFIG, plain_tensors, shapes_of
 
 
@@ -32,6 +35,10 @@ def arrays(path, quantization=None) -> dict[str, np.ndarray]:
     state = dict(nnx.to_flat_state(load_params(model, source.weights)))
     source.close()
     return {param.name: np.asarray(state[param.path].get_value()) for param in declared_params(model)}
+
+
+def quantized(model, folder) -> int:
+    return main(["convert", str(model), str(folder), "--quantize", "int8", "--disable-log-stats"])
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +104,76 @@ def test_what_is_no_number_and_what_is_quantised_already(tmp_path, capsys):
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
     save_file(tensors, model / "model.safetensors")
     assert main(["convert", str(model), str(tmp_path / "bad"), "--quantize", "int8", "--disable-log-stats"]) == 2
-    assert "holds what is no finite number (at model.layers.1.mlp.up_proj.weight)" in capsys.readouterr().err
+    assert (
+        "holds what is no finite number, or too large to be rounded (at model.layers.1.mlp.up_proj.weight)"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "bad" / "config.json").exists()
     done = ["convert", str(TINY_CHECKPOINT), str(tmp_path / "one"), "--quantize", "int8", "--disable-log-stats"]
     assert main(done) == 0 and main(done) == 2
     assert "exists; a checkpoint is written to a new folder" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "one"), str(tmp_path / "two"), "--quantize", "int8"]) == 2
     assert "is quantised already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "part"), [("llama", None), ("llava_vision", "vision_tower"), ("qwen2_5_vl_vision", "visual")]
+)
+def test_what_others_must_not_take_for_quantised(tmp_path, model, part):
+    """A head that is the embeddings, and parts whose modules others call by longer names than checkpoints do."""
+    assert quantized(checkpoint(model), tmp_path / "out") == 0
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    patterns = [entry for entry in ignored if entry.startswith("re:")]
+    assert "lm_head" in ignored and (not patterns if part is None else f"re:.*{part}[.]" in patterns)
+
+
+def test_shapes_of_what_is_not_rounded_and_who_may_read(tmp_path):
+    assert quantized(checkpoint("apertus"), tmp_path / "out") == 0
+    before, after = (load_file(path / "model.safetensors") for path in (checkpoint("apertus"), tmp_path / "out"))
+    kept = before.keys() & after.keys()
+    scalars = [name for name in kept if before[name].ndim == 0]
+    assert scalars and all(before[name].shape == after[name].shape for name in kept if name in scalars)
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1
+
+
+def test_a_pooling_model_saved_without_its_head(tmp_path, pooling_folder, capsys):
+    assert quantized(pooling_folder("last"), tmp_path / "out") == 0
+    written, expected = arrays(tmp_path / "out"), arrays(pooling_folder("last"), "int8")
+    assert written.keys() == expected.keys()
+    assert all(np.array_equal(written[name], array) for name, array in expected.items())
+    first, second = (
+        open_model(EngineConfig(model=str(path))).pooling for path in (pooling_folder("last"), tmp_path / "out")
+    )
+    assert first is not None and first == second
+    command = ["convert", str(pooling_folder("last")), str(tmp_path / "no"), "--quantize", "int8"]
+    (tmp_path / "text").write_text("w5 w9")
+    assert main([*command, "--perplexity", str(tmp_path / "text")]) == 2
+    assert "allowed: absent for a pooling model" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        (SafetensorError("No space left on device"), 2, "cannot be written: No space left"),
+        (OSError(28, "No space left on device"), 2, "cannot be written: [Errno 28]"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_nothing_is_left_of_what_did_not_end_well(tmp_path, monkeypatch, capsys, fault, status, said):
+    def fail(*_):
+        raise fault
+
+    monkeypatch.setattr(compress, "save_file", fail)
+    assert quantized(TINY_CHECKPOINT, tmp_path / "out") == status
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_folders_that_are_taken(tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "begun.part").mkdir()
+    assert quantized(TINY_CHECKPOINT, tmp_path / "link") == 2
+    assert "exists; a checkpoint is written to a new folder" in capsys.readouterr().err
+    assert quantized(TINY_CHECKPOINT, tmp_path / "begun") == 2
+    assert "begun.part: exists, for a checkpoint is being written" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["begun.part", "link"]

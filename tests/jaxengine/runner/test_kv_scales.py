@@ -285,3 +285,10 @@ def test_texts_that_cannot_be_used(with_words, tmp_path, content, said):
     with pytest.raises(ConfigError, match=said):
         calibrate(config, texts, tmp_path / "scales")
     assert not (tmp_path / "scales").exists()
+
+
+def test_a_folder_is_no_file_to_write(with_words, tmp_path, monkeypatch):
+    (tmp_path / "texts").write_text("w3 w9\n")
+    monkeypatch.setattr("jaxengine.commands.calibrate.open_stages", lambda *_, **__: pytest.fail("weights are read"))
+    with pytest.raises(ConfigError, match="output is .*; allowed: a file in a folder that is there"):
+        calibrate(EngineConfig(model=with_words, max_model_len=64), tmp_path / "texts", tmp_path)

@@ -181,6 +181,7 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
     ("changes", "message"),
     [
         ({"quant_method": "quark"}, "quant_method must be .*, got 'quark'"),
+        ({"quant_method": ["fp8"]}, r"quant_method must be .*, got \['fp8'\]"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit must be True, got None"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit must be false: .*, got True"),
         ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage must be 'uint8', got 'bfloat16'"),
@@ -247,6 +248,7 @@ def test_what_compressed_tensors_asks_for_is_refused_by_its_field(field):
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"}, "activation_scheme must"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "activation_scale_ub must be a finite number"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 10**400}, "activation_scale_ub must be a finite number"),
     ],
 )
 def test_what_is_not_read_is_refused_by_its_field(changes, message):

@@ -7,6 +7,7 @@ import pytest
 
 from models.quantization.registry import ROUNDED
 from models.quantization.stored import StoredModule
+from models.weights.errors import ModelFileError
 from tests.models.weights.test_load import ArraySource
 
 # Relative errors that normally distributed weights must have (root of the mean square): a step of 1 / 127 of the
@@ -33,3 +34,27 @@ def test_error_of_normal_weights(name):
     part = stored.codes(module, slice(5, 9), slice(128, 300)).astype(np.float32)
     np.testing.assert_array_equal(part, codes[5:9, 128:300])
     np.testing.assert_array_equal(stored.scales(module, slice(5, 9))[0], scales[5:9])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_is_no_number_is_not_rounded_to_one(name, value):
+    weight = np.ones((4, 256), np.float32)
+    weight[2, 200] = value
+    module = StoredModule(ArraySource({"m.weight": weight}), "m", weight.shape, {"m.weight"})
+    for read in (
+        lambda: ROUNDED[name].codes(module, slice(None), slice(None)),
+        lambda: ROUNDED[name].scales(module, slice(None)),
+    ):
+        with pytest.raises(ModelFileError, match="holds what is no finite number.*at m.weight"):
+            read()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ERRORS)
+def test_weights_of_which_a_step_is_no_number_of_float32_are_zeros(name):
+    weight = np.full((2, 256), 1e-45, np.float32)
+    module = StoredModule(ArraySource({"m.weight": weight}), "m", weight.shape, {"m.weight"})
+    scales, zeros = ROUNDED[name].scales(module, slice(None))
+    assert (scales == 1).all() and (zeros is None or np.isfinite(zeros).all())
+    assert np.isfinite(ROUNDED[name].codes(module, slice(None), slice(None)).astype(np.float32)).all()

@@ -96,4 +96,5 @@ def test_the_largest_fits_into_codes(dtype):
     most = 127 if dtype == "int8" else float(ml_dtypes.finfo(dtype).max)
     codes = largest / scales
     assert (codes <= most * 1.0001).all() and (codes[largest > 0] >= most / 2.01).all()
+    assert (scales_for(np.float32([[1e-44, 1e-37]]), dtype) == 1).all(), "of them a device makes 0"
     assert KVScales(scales, None).of_layers([1]).k.tolist() == scales[1:].tolist()
