@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.matmul import quantized_cpu, quantized_groups_xla
-from pallas_kernels.matmul.quantized import CODES, quantized_grouped_matmul, quantized_matmul
+from pallas_kernels.matmul.quantized import CODES, quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.quantized_xla import MOST_GROUP_ROWS
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
 from pallas_kernels.matmul.tpu import quantized as tpu
@@ -232,6 +232,27 @@ def test_operands_of_other_kinds():
     with pytest.raises(ValueError, match="group_sizes must be int32"):
         sizes = jnp.zeros(1, jnp.int32)
         quantized_grouped_matmul(jnp.zeros((2, 8)), jnp.zeros((2, 8, 4), jnp.int8), jnp.zeros((2, 1, 4)), None, sizes)
+    for out, bias in ((4, jnp.zeros((2, 2))), (3, None)):
+        given = jnp.zeros((2, 8)), jnp.zeros((2, 8, out), jnp.int8), jnp.zeros((2, 1, out)), None
+        with pytest.raises(ValueError, match="outputs must be even, and bias"):
+            quantized_gated_matmul(*given, jnp.zeros(2, jnp.int32), bias, activation=jnp.multiply)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gates_and_ups(has_bias):
+    """Of the first and the second half of the outputs, bias added; rows of no group are 0."""
+    rng = np.random.default_rng(0)
+    rows, codes = rng.standard_normal((7, 64)), rng.integers(-127, 128, (3, 64, 80), np.int8)
+    scales, sizes = rng.uniform(0.5, 2, (3, 1, 80)), [4, 0, 2]
+    bias = 50 * rng.standard_normal((3, 80)) if has_bias else None
+    exact = np.zeros((7, 80))
+    for row, group in enumerate(np.repeat(range(3), sizes)):
+        exact[row] = rows[row] @ (codes[group] * scales[group]) + (0 if bias is None else bias[group])
+    given = (None if x is None else jnp.asarray(x, jnp.float32) for x in (rows, scales, bias))
+    x, of_codes, of_groups = given
+    operands = x, jnp.asarray(codes), of_codes, None, jnp.asarray(sizes, jnp.int32), of_groups
+    got = quantized_gated_matmul(*operands, activation=lambda gate, up: gate - 3 * up)
+    assert error(got, exact[:, :40] - 3 * exact[:, 40:]) < 1e-6 and not got[6].any()
 
 
 @pytest.mark.parametrize("int8_products", [1, 2])
