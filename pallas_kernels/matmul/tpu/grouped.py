@@ -201,7 +201,7 @@ def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
     """A piece and the columns of a strip, at most about `piece` and `most`: parts of `width`, so that ups begin at a
     strip as gates do."""
     widths = [each for each in range(LANES, width + 1, LANES) if width % each == 0 and each <= max(most, LANES)]
-    columns = max(widths, key=lambda each: (width // each % cores == 0, each))
+    columns = min(widths, key=lambda each: (pl.cdiv(width // each, cores) * each, -each))  # of the core with most
     return max(each for each in widths if columns % each == 0 and each <= max(piece, LANES)), columns
 
 
