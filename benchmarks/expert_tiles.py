@@ -22,11 +22,12 @@ from pallas_kernels.matmul.hopper import grouped as hopper
 from pallas_kernels.matmul.tpu import grouped as tpu
 from pallas_kernels.tuning import HopperProducts, TpuProducts
 
-# Codes, and inputs of a scale (0 for all): as published, of Qwen3 as `--quantization int8` makes them.
+# Codes, inputs of a scale (0 for all) and what rows are given as: as published, of Qwen3 as `--quantization int8` makes
+# them.
 MODELS = {
-    "qwen3-moe-30b-a3b": ("int8", 0),
-    "gpt-oss-120b": ("uint8", 32),
-    "deepseek-v3": ("float8_e4m3fn", 128),
+    "qwen3-moe-30b-a3b": ("int8", 0, "bfloat16"),
+    "gpt-oss-120b": ("int8", 32, "bfloat16"),
+    "deepseek-v3": ("float8_e4m3fn", 128, "float8_e4m3fn"),
 }
 
 
@@ -40,9 +41,11 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     sizes = jnp.asarray(np.bincount(picked.ravel(), minlength=count), jnp.int32)
     num_rows = num_tokens * k
     row: dict[str, Any] = {"model": model, "tokens": num_tokens, "rows": num_rows, "experts": int((sizes > 0).sum())}
-    width, out, (codes, group) = SHAPES[model].hidden_size, 2 * experts.intermediate_size, MODELS[model]
-    num_scales, dtypes = width // (group or width), (jnp.bfloat16, jnp.dtype(codes))
-    shape = tpu.shape_of(num_rows, width, out, num_scales, count, *dtypes, TpuProducts())
+    width, out, (codes, group, rows) = SHAPES[model].hidden_size, experts.intermediate_size, MODELS[model]
+    num_scales, dtypes = width // (group or width), (jnp.dtype(rows), jnp.dtype(codes))
+    gated = not tpu.why_apart(out)
+    of_both = out if gated else 2 * out
+    shape = tpu.shape_of(num_rows, width, of_both, num_scales, count, *dtypes, TpuProducts(), gated=gated)
     visits = jax.device_get(tpu.visits_of(sizes, num_rows, shape.rows))
     blocks = "|".join(map(str, shape.blocks))
     row |= {"TPU tile": shape.rows, "TPU blocks": blocks, "TPU visits": int(visits.products[0])}

@@ -46,6 +46,7 @@ _MODULES: dict[tuple[str, str], str] = {
     ("quantized_grouped_matmul", "gpu"): "matmul.hopper.grouped",
     ("quantized_grouped_matmul", "gpu_xla"): "matmul.quantized_groups_xla",
     ("quantized_grouped_matmul", "tpu"): "matmul.tpu.grouped",
+    ("quantized_gated_matmul", "tpu"): "matmul.tpu.grouped",
     ("lora_product", "cpu"): "matmul.lora_xla",
     ("lora_product", "gpu"): "matmul.hopper.lora",
     ("lora_product", "tpu"): "matmul.tpu.lora",

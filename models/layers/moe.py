@@ -30,6 +30,7 @@ from models.layers.mlp import GatedMLP
 from models.layers.rows import Rows
 from models.quantization.registry import PLAIN
 from models.weights.declare import ParamDecl, Source, declare
+from pallas_kernels.matmul.gated import Gating, activated, rows_of_groups
 from pallas_kernels.zeros import zeros_in_layer
 from sharding.collectives import (
     exchange_rows,
@@ -90,7 +91,7 @@ class MixtureOfExperts(nnx.Module):
         source: str,
         build: Build,
         names: ExpertNames = MLP_NAMES,
-        activation: Callable[[jax.Array, jax.Array], jax.Array] = swiglu,
+        activation: Gating = swiglu,
         router_dtype: Any = None,
         shared: Mapping[str, Any] = NO_MODULES,
     ):
@@ -284,24 +285,22 @@ class MixtureOfExperts(nnx.Module):
         In the rows' dtype, as a token's own MLP would be: in float32 they would be most of a step's temporaries.
         """
         with jax.named_scope("gate_up"):
-            inner = self.gate_up.grouped_matmul(rows, sizes, rows.dtype)
-            if self.gate_up_lora is not None and adapters is not None:
+            bias = None if self.gate_up_bias is None else self.gate_up_bias[...]
+            if self.gate_up_lora is None or adapters is None:
+                inner = self.gate_up.gated_matmul(rows, sizes, bias, self.activation, rows.dtype)
+            else:
+                inner = self.gate_up.grouped_matmul(rows, sizes, rows.dtype)
                 inner = self.gate_up_lora.add(inner, rows, sizes, adapters)
-            if self.gate_up_bias is not None and self.down_bias is not None:
-                # Of each row; behind the last there is none.
-                expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
-                inner = inner + _rows_of(self.gate_up_bias[...], expert)
-            # XLA:TPU would store all of `inner` in float32 before it is split.
-            gate, up = (part.astype(jnp.float32) for part in jnp.split(inner, 2, axis=-1))
-            inner = self.activation(gate, up).astype(rows.dtype)
+                inner = activated(inner, sizes, bias, self.activation, rows.dtype)
         with jax.named_scope("down"):
             y = self.down.grouped_matmul(inner, sizes, rows.dtype)
             if self.down_lora is not None and adapters is not None:
                 y = self.down_lora.add(y, inner, sizes, adapters)
-            if self.gate_up_bias is not None and self.down_bias is not None:
+            if self.down_bias is not None:
                 # Devices with slices of all experts are added up: one of them has the bias.
                 adds = True if self.axis == "experts" else shard_index("ffn") == 0
-                y = y + _rows_of(self.down_bias[...], jnp.where(adds, expert, -1)).astype(rows.dtype)
+                own = rows_of_groups(self.down_bias[...], jnp.where(adds, sizes, 0), len(y))
+                y = y + own.astype(rows.dtype)
             return y
 
     @property
@@ -357,9 +356,3 @@ class MixtureOfExperts(nnx.Module):
 def _of_rows(adapters: Adapters | None, slots_of: Callable[[jax.Array], jax.Array]) -> Adapters | None:
     """The adapters of other rows, or of rows elsewhere; slots_of: theirs of these. Visits were of the step's rows."""
     return None if adapters is None else adapters._replace(slots=slots_of(adapters.slots), visits=None)
-
-
-def _rows_of(table: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows i32[M] of a table [E, F], f32[M, F]; zeros where there is no such row."""
-    rows = table.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return rows.astype(jnp.float32)

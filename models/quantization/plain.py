@@ -13,6 +13,7 @@ from flax import nnx
 from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.matmul.batched import batched_matmul
 from pallas_kernels.matmul.dense import matmul
+from pallas_kernels.matmul.gated import Gating, activated
 from pallas_kernels.matmul.grouped import grouped_matmul
 
 
@@ -27,6 +28,12 @@ class PlainWeight(nnx.Module):
 
     def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
         return grouped_matmul(x, self.values[...], group_sizes, out_dtype=out_dtype)
+
+    def gated_matmul(
+        self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
+    ) -> jax.Array:
+        y = self.grouped_matmul(x, group_sizes, out_dtype)
+        return activated(y, group_sizes, bias, activation, out_dtype)
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
         return batched_matmul(x, self.values[...], contract=contract)

@@ -26,7 +26,8 @@ from models.quantization.plain import Plain
 from models.quantization.scheme import Weight
 from models.quantization.stored import Activation, Stored
 from models.weights.declare import ParamDecl, Source, declare
-from pallas_kernels.matmul.quantized import quantized_grouped_matmul, quantized_matmul
+from pallas_kernels.matmul.gated import Gating
+from pallas_kernels.matmul.quantized import quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, microscaled_rows, rounded_rows
 from sharding.collectives import gather_parts, largest_of_parts, shard_index
 
@@ -107,14 +108,26 @@ class QuantizedWeight(nnx.Module):
         return quantized_matmul(self._rows(x, scale), *self._matrix, dtype=self.dtype, out_dtype=out_dtype)
 
     def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
+        rows = self._rows_of_groups(x, group_sizes)
+        options = {"dtype": self.dtype, "out_dtype": out_dtype}
+        return quantized_grouped_matmul(rows, *self._matrix, group_sizes, **options)
+
+    def gated_matmul(
+        self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
+    ) -> jax.Array:
+        rows = self._rows_of_groups(x, group_sizes)
+        options = {"activation": activation, "dtype": self.dtype, "out_dtype": out_dtype}
+        return quantized_gated_matmul(rows, *self._matrix, group_sizes, bias, **options)
+
+    def _rows_of_groups(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array | RoundedRows:
+        """Rows of groups of a stack of matrices, in their matrix's order, rounded if they are to be."""
         scale = None
         if self.input_scale is not None or self.order is not None:
             # Of each row's group; rows of none get whatever is near.
             group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
             scale = None if self.input_scale is None else self.input_scale[...].at[group].get(mode="clip")
             x = x if self.order is None else self._in_order(x, self.order[...].at[group].get(mode="clip"))
-        options = {"dtype": self.dtype, "out_dtype": out_dtype}
-        return quantized_grouped_matmul(self._rows(x, scale), *self._matrix, group_sizes, **options)
+        return self._rows(x, scale)
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
         raise ValueError("tables are stored as they are")

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from models.weights.declare import Source
+from pallas_kernels.matmul.gated import Gating
 
 
 class Weight(Protocol):
@@ -28,6 +29,12 @@ class Weight(Protocol):
 
     def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
         """Rows of x [M, in] times the matrix of their group: see pallas_kernels.matmul.grouped."""
+        ...
+
+    def gated_matmul(
+        self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
+    ) -> jax.Array:
+        """activation(gate, up) of such products, [M, F]: see pallas_kernels.matmul.quantized.quantized_gated_matmul."""
         ...
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:

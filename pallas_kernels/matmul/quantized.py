@@ -6,6 +6,7 @@ Owns validation and the choice of implementation. Knows nothing of layers or of 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.matmul.gated import Gating, activated
 from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.registry import PLATFORM_ROWS, kernel, kernel_module
@@ -87,17 +89,69 @@ def quantized_grouped_matmul(
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
-    _check("quantized_grouped_matmul", x, codes, scales, zeros, 3)
-    if group_sizes.dtype != jnp.int32 or group_sizes.shape != codes.shape[:1]:
-        got = f"{group_sizes.dtype} {group_sizes.shape}"
-        raise ValueError(f"quantized_grouped_matmul: group_sizes must be int32 {codes.shape[:1]}, got {got}")
+    _check_groups("quantized_grouped_matmul", x, codes, scales, zeros, group_sizes)
+    values, x_scales, dtype = _parts(x, dtype)
+    products = _grouped_products(dtype, jnp.dtype(dtype if out_dtype is None else out_dtype))
+    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, **products)
+
+
+def quantized_gated_matmul(
+    x: jax.Array | RoundedRows,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Gating,
+    dtype: Any = None,
+    out_dtype: Any = None,
+) -> jax.Array:
+    """activation(gate, up) of rows times the matrix of their group: [M, F] in `out_dtype`, by default `dtype`.
+
+    Arguments are `quantized_grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the
+    second ups, to which the group's bias [G, 2 F] is added; None for none. A row of no group is what the activation
+    makes of zeros, which is 0 for a product with the gate's. On TPUs one kernel does it all, and rounds once; elsewhere
+    the product is rounded to `out_dtype` and activated then.
+
+    Raises ValueError when shapes or dtypes do not fit together.
+    """
+    name = "quantized_gated_matmul"
+    _check_groups(name, x, codes, scales, zeros, group_sizes)
+    out = codes.shape[2]
+    if out % 2 or (bias is not None and bias.shape != (len(codes), out)):
+        got = None if bias is None else bias.shape
+        raise ValueError(f"{name}: outputs must be even, and bias {(len(codes), out)} or None, got {out} and {got}")
     values, x_scales, dtype = _parts(x, dtype)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
+
+    def apart(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+        *_, group_sizes, bias = operands
+        return activated(product(*operands[:-1]), group_sizes, bias, activation, out_dtype)
+
+    fused = partial(kernel(name, "tpu"), activation=activation, dtype=dtype, out_dtype=out_dtype)
     by_platform = {
+        platform: partial(apart, product)
+        for platform, product in _grouped_products(dtype, out_dtype).items()
+        if platform != "tpu"
+    }
+    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, bias, tpu=fused, **by_platform)
+
+
+def _grouped_products(dtype: Any, out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
+    return {
         platform: partial(kernel("quantized_grouped_matmul", row), dtype=dtype, out_dtype=out_dtype)
         for platform, row in PLATFORM_ROWS.items()
     }
-    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, **by_platform)
+
+
+def _check_groups(
+    name: str, x: Any, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, group_sizes: jax.Array
+) -> None:
+    _check(name, x, codes, scales, zeros, 3)
+    if group_sizes.dtype != jnp.int32 or group_sizes.shape != codes.shape[:1]:
+        got = f"{group_sizes.dtype} {group_sizes.shape}"
+        raise ValueError(f"{name}: group_sizes must be int32 {codes.shape[:1]}, got {got}")
 
 
 def _parts(x: jax.Array | RoundedRows, dtype: Any) -> tuple[jax.Array, jax.Array | None, Any]:

@@ -19,6 +19,7 @@ from pallas_kernels.tuning import TpuProducts
         ("gpt-oss-120b", 1024, 135, 1.23),
         ("qwen3-moe-30b-a3b", 8192, 253, 1.07),
         ("gpt-oss-120b", 8192, 191, 1.1),
+        ("deepseek-v3", 8192, 382, 1.13),
     ],
 )
 def test_visits_multiply_little_beyond_the_rows(model, tokens, visits, ratio):
@@ -43,3 +44,14 @@ def test_sizes_are_few_where_many_sums_are_scaled(rows, blocks):
     """DeepSeek-V3's 1,024 tokens, by groups of 128 inputs: the code of each size is as long as there are groups."""
     e4m3 = jnp.float8_e4m3fn
     assert shape_of(8192, 7168, 4096, 56, 256, jnp.dtype(rows), e4m3, TpuProducts()).blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("width", "cores", "piece", "columns"),
+    [(768, 1, 256, 768), (768, 2, 128, 384), (2048, 1, 256, 512), (640, 2, 128, 128)],
+)
+def test_gates_and_ups_are_divided_alike(width, cores, piece, columns):
+    """Strips of both begin at whole ones, two cores have about as many, and two pieces are one of a product."""
+    sizes = TpuProducts(cores=cores)
+    shape = shape_of(8192, 2048, width, 1, 128, jnp.bfloat16, jnp.dtype("int8"), sizes, gated=True)
+    assert (shape.piece, shape.columns) == (piece, columns)

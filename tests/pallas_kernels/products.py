@@ -118,6 +118,32 @@ THOROUGH_GROUPED = {
     for codes, group in (("uint8", 128), ("int8", 32), ("int8", 384), (E4M3, 128))
 }
 GROUPED = QUICK_GROUPED | THOROUGH_GROUPED
+# Gates and ups: a matrix's outputs are half of each.
+_BOTH = _ROWS._replace(out=512)
+QUICK_GATED = {
+    "groups that share tiles": QUICK_GROUPED["groups that share tiles"]._replace(each=_BOTH),
+    "no rows of any group": GroupedProduct((0,) * 6, _BOTH),
+    "pieces of columns, a group of several blocks": GroupedProduct(
+        (45, 148, 0, 5, 0, 0, 0, 0), Product(200, 128, 512, 128, "int8", sizes=replace(SMALL, rows=96))
+    ),
+    "strips of columns": GroupedProduct(
+        (0, 50, 0), _BOTH._replace(codes=E4M3, zeros=False, sizes=replace(MANY, group_bytes=1 << 17))
+    ),
+    "rounded rows": GroupedProduct(
+        (1, 40, 0, 1), _BOTH._replace(out=256, codes="int8", zeros=False, rounded="int8", row_group=0)
+    ),
+    "one row": GroupedProduct((0, 0, 1), Product(1, 64, 256, 64, "uint8", True)),
+    "columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _ROWS),
+}
+THOROUGH_GATED = {name: case._replace(each=case.each._replace(out=768)) for name, case in THOROUGH_GROUPED.items()} | {
+    "an odd number of strips": GroupedProduct(
+        (7, 40, 3), _BOTH._replace(out=768, sizes=replace(SMALL, group_bytes=1 << 15, cores=2))
+    ),
+    "rows rounded by groups": GroupedProduct(
+        (1, 0, 30, 0, 19, 0), _BOTH._replace(codes=E4M3, zeros=False, rounded=E4M3, row_group=64)
+    ),
+}
+GATED = QUICK_GATED | THOROUGH_GATED
 
 
 def product(name: str, implementation: Implementation) -> None:
@@ -134,6 +160,31 @@ def product(name: str, implementation: Implementation) -> None:
 
 def grouped_product(name: str, implementation: Implementation) -> None:
     group_sizes, case = GROUPED[name]
+    operands, exact = _of_groups(group_sizes, case)
+    got = run("quantized_grouped_matmul", name, case, operands, implementation)
+    _compare_groups(got, exact, group_sizes, case)
+
+
+def gated_product(name: str, implementation: Implementation) -> None:
+    """The sums as an activation gets them, bias included: this one is linear, and tells gates from ups."""
+    group_sizes, case = GATED[name]
+    operands, exact = _of_groups(group_sizes, case)
+    rng_of_bias, bias = np.random.default_rng(1), None
+    if case.rounded is None:
+        bias = jnp.asarray(rng_of_bias.standard_normal((len(group_sizes), case.out)), jnp.float32)
+        exact[: sum(group_sizes)] += np.repeat(bias, group_sizes, axis=0)
+    expected = _both(*np.split(exact, 2, axis=1))
+    half = case._replace(out=case.out // 2)
+    got = run("quantized_gated_matmul", name, half, (*operands, bias), implementation, activation=_both)
+    _compare_groups(got, expected, group_sizes, case)
+
+
+def _both(gate: Any, up: Any) -> Any:
+    return gate - 3 * up
+
+
+def _of_groups(group_sizes: tuple[int, ...], case: Product) -> tuple[tuple, np.ndarray]:
+    """Operands of a grouped product, and what it is in float64."""
     rng = np.random.default_rng(case.rows)
     matrix = matrix_of(rng, case.size, case.out, case.size // case.group, case.codes, case.zeros, (len(group_sizes),))
     rows, x = rows_of(rng, case)
@@ -142,7 +193,11 @@ def grouped_product(name: str, implementation: Implementation) -> None:
     if x_scales is None:
         values = values.at[end:].set(jnp.nan)  # of no group, and must not matter
     operands = values, x_scales, stored(matrix[0], case.codes), *matrix[1:], jnp.asarray(group_sizes, jnp.int32)
-    got = run("quantized_grouped_matmul", name, case, operands, implementation)
+    return operands, exact
+
+
+def _compare_groups(got: np.ndarray, exact: np.ndarray, group_sizes: tuple[int, ...], case: Product) -> None:
+    end = sum(group_sizes)
     assert not got[end:].any(), "rows of no group are not 0"
     if end:
         tile = tile_rows_of(case.rows, len(group_sizes))
@@ -181,9 +236,15 @@ def _allowed(case: Product, at_once: int) -> float:
 
 
 def run(
-    op: str, name: str, case: Product, operands: tuple, implementation: Implementation, out_dtype: Any = jnp.float32
+    op: str,
+    name: str,
+    case: Product,
+    operands: tuple,
+    implementation: Implementation,
+    out_dtype: Any = jnp.float32,
+    **more: Any,
 ) -> np.ndarray:
-    options = {"out_dtype": out_dtype, "sizes": case.sizes, **implementation._options()}
+    options = {"out_dtype": out_dtype, "sizes": case.sizes, **implementation._options(), **more}
     options |= {"dtype": jnp.bfloat16} if op.startswith("quantized") else {}
     with watched(implementation, name):
         got = jax.block_until_ready(kernel(op, implementation.platform)(*operands, **options))

@@ -87,6 +87,7 @@ def quick_groups() -> list[list[Job]]:
     groups += [[("update_sizes", name, "bfloat16", *sizes) for sizes in UPDATE_SIZES] for name in WRITES]
     groups.append([("product", TPU_LAZY.name, name) for name in products.QUICK])
     groups.append([("grouped_product", TPU_LAZY.name, name) for name in products.QUICK_GROUPED])
+    groups.append([("gated_product", TPU_LAZY.name, name) for name in products.QUICK_GATED])
     groups.append([("lora_product", TPU_LAZY.name, name) for name in lora_products.QUICK])
     groups.append([("lora_product", MOSAIC_GPU.name, name) for name in lora_products.HOPPER_QUICK])
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
@@ -111,6 +112,7 @@ def thorough_groups() -> list[list[Job]]:
         groups += [[("update_sizes", name, dtype, *sizes) for sizes in UPDATE_SIZES] for dtype in UPDATED]
     groups += [[("product", name, case) for case in products.PRODUCTS] for name in WRITES]
     groups += [[("grouped_product", name, case) for case in products.GROUPED] for name in WRITES]
+    groups += [[("gated_product", name, case) for case in products.GATED] for name in WRITES]
     groups += [[("lora_product", name, case) for case in lora_products.PRODUCTS] for name in WRITES]
     on_hopper = lora_products.HOPPER | lora_products.THOROUGH
     groups += [[("lora_product", MOSAIC_GPU.name, case)] for case in on_hopper]

@@ -23,6 +23,7 @@ CHECKED = {
     "hopper_product": ("quantized_matmul",),
     "hopper_grouped": ("grouped_matmul", "quantized_grouped_matmul"),
     "grouped_product": ("quantized_grouped_matmul",),
+    "gated_product": ("quantized_gated_matmul",),
     "lora_product": ("lora_product",),
 }
 

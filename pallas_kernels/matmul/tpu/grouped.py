@@ -5,10 +5,15 @@ made on the device; the grid is as long as the list, so that time follows the ro
 Groups meet inside of tiles: a visit multiplies a block of rows that holds its group's, of a few sizes the least, and
 keeps what is not its own. The list ends with the tiles behind the last row, which are cleared. Products of experts by
 blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
+
+Gated, a visit multiplies with the same columns of both halves of the matrix and stores what the activation makes of the
+sums: [M, 2 F] is in no memory.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.matmul import quantized_groups_xla
+from pallas_kernels.matmul.gated import Gating, activated
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
 from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.tpu.quantized import (
@@ -30,8 +36,10 @@ from pallas_kernels.matmul.tpu.quantized import (
     tiles,
     vmem_limit,
 )
-from pallas_kernels.matmul.tpu.widened import CHUNK, SUBLANES, add_product, why_not_aligned
+from pallas_kernels.matmul.tpu.widened import CHUNK, LANES, SUBLANES, add_product, why_not_aligned
 from pallas_kernels.tuning import TpuProducts, tuning_of
+
+logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 256  # multiplied at once: more would be more instructions, and little faster
 _STEPS = {2: 8, 1: 32}  # rows that blocks begin at multiples of, by the bytes of a number: what memory is laid out by
@@ -58,10 +66,74 @@ def quantized_grouped_matmul(
         return quantized_groups_xla.quantized_grouped_matmul(
             x, x_scales, codes, scales, zeros, group_sizes, dtype=dtype, out_dtype=out_dtype
         )
+    matrix = Matrix(codes, scales.astype(jnp.float32), zeros, None)
+    return _product(x, x_scales, matrix, group_sizes, None, dtype, out_dtype, sizes, interpret)
+
+
+def quantized_gated_matmul(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Gating,
+    dtype: Any,
+    out_dtype: Any,
+    sizes: TpuProducts | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """[M, F] in out_dtype; arguments as the public operation has checked them, options as of the product alone."""
+    options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
+    size, width = x.shape[1], codes.shape[2] // 2
+    if why := why_not_aligned(size, scales.shape[1], dtype) or why_apart(width):
+        if pltpu.is_tpu_device():  # and not traced beside what another platform does
+            _say_once(size, width, why)
+        y = quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
+        return activated(y, group_sizes, bias, activation, out_dtype)
+    own_bias = None if bias is None else bias.astype(jnp.float32)[:, None]
+    matrix = Matrix(codes, scales.astype(jnp.float32), zeros, own_bias)
+    return _product(x, x_scales, matrix, group_sizes, activation, *options.values())
+
+
+def why_apart(width: int) -> str:
+    """Why gates and ups, `width` of each, cannot be multiplied together, "" if they can."""
+    return f"{width} columns do not fill whole registers" if width % LANES else ""
+
+
+@functools.cache
+def _say_once(size: int, width: int, why: str) -> None:
+    text = "gate and up [%d, 2 x %d] are multiplied, and then activated from memory: %s"
+    logger.info(text, size, width, why)
+
+
+class Matrix(NamedTuple):
+    """The operands of groups' matrices, or references to a part of them; bias: f32 [G, 1, out], None for none."""
+
+    codes: Any
+    scales: Any
+    zeros: Any
+    bias: Any
+
+
+def _product(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    matrix: Matrix,
+    group_sizes: jax.Array,
+    activation: Gating | None,
+    dtype: Any,
+    out_dtype: Any,
+    sizes: TpuProducts | None,
+    interpret: Any,
+) -> jax.Array:
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
-    by_sums = sums_are_scaled(tile_rows_of(len(x), len(codes)), x.shape[1] // scales.shape[1], sizes)
-    rows = prepared(x, x_scales, codes.dtype, scales.shape[1], dtype, sizes, by_sums=by_sums)
-    return _call(rows, codes, scales, zeros, group_sizes, out_dtype, sizes, interpret)
+    count = matrix.scales.shape[1]
+    by_sums = sums_are_scaled(tile_rows_of(len(x), len(group_sizes)), x.shape[1] // count, sizes)
+    rows = prepared(x, x_scales, matrix.codes.dtype, count, dtype, sizes, by_sums=by_sums)
+    return _call(rows, matrix, group_sizes, activation, out_dtype, sizes, interpret)
 
 
 class Shape(NamedTuple):
@@ -69,7 +141,7 @@ class Shape(NamedTuple):
 
     Attributes:
       rows: of a tile.
-      columns: of the matrix, which are there at once; `piece` of them are multiplied at a time.
+      columns: of the result, those of whose matrix are there at once; `piece` of them are made at a time.
       blocks: rows that are multiplied at once, ascending: the least that hold the group's rows in the tile, and of
         more rows the most again and again.
       step: blocks begin at multiples of it.
@@ -96,8 +168,12 @@ def shape_of(
     x: Any,
     codes: Any,
     sizes: TpuProducts,
+    *,
+    gated: bool = False,
 ) -> Shape:
     """For rows [num_rows, size] of dtype `x`, of `num_groups` groups, times matrices [size, out] of `codes`.
+
+    gated: there are two of them for each group; `out` is then a multiple of LANES.
 
     To bring a matrix into the matrix units takes as long as to multiply some tens of rows with it: the rows of a group
     are to be in one tile, and in one block there.
@@ -105,8 +181,12 @@ def shape_of(
     step = _STEPS[jnp.dtype(x).itemsize]
     most = min(num_rows, sizes.group_rows)
     tile, piece = tiles(most // step * step or num_rows, size, out, num_scales, x, codes, sizes)
-    of_piece = 2 * piece * (size // per_byte(codes) + 8 * num_scales)
-    pieces = min(sizes.group_bytes // of_piece, pl.cdiv(pl.cdiv(out, piece), sizes.cores), out // piece)
+    of_column = 2 * (size // per_byte(codes) + 8 * num_scales)
+    if gated:
+        piece, columns = _halves(out, piece // 2, sizes.group_bytes // (2 * of_column), sizes.cores)
+    else:
+        most_pieces = pl.cdiv(pl.cdiv(out, piece), sizes.cores), out // piece
+        columns = piece * max(min(sizes.group_bytes // (of_column * piece), *most_pieces), 1)
     most, mean, group = min(tile, _MOST_ROWS), max(num_rows // num_groups, SUBLANES), size // num_scales
     blocks = blocks_of(mean, most, step)
     if group < CHUNK and sums_are_scaled(tile_rows_of(num_rows, num_groups), group, sizes):
@@ -114,7 +194,15 @@ def shape_of(
         most = min(most, max(min(sizes.sum_rows, group // 2) // step * step, step))
         wanted, apart = (mean, mean * 3 // 2, mean * 2, mean * 4), max(step, SUBLANES)
         blocks = tuple(sorted({min(pl.cdiv(rows, apart) * apart, most) for rows in wanted}))
-    return Shape(tile, piece * max(pieces, 1), piece, blocks, step)
+    return Shape(tile, columns, piece, blocks, step)
+
+
+def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
+    """A piece and the columns of a strip, at most about `piece` and `most`: parts of `width`, so that ups begin at a
+    strip as gates do."""
+    widths = [each for each in range(LANES, width + 1, LANES) if width % each == 0 and each <= max(most, LANES)]
+    columns = min(widths, key=lambda each: (pl.cdiv(width // each, cores) * each, -each))  # of the core with most
+    return max(each for each in widths if columns % each == 0 and each <= max(piece, LANES)), columns
 
 
 def blocks_of(mean: int, most: int, step: int) -> tuple[int, ...]:
@@ -166,53 +254,54 @@ def visits_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Visits:
 
 def _call(
     rows: PreparedRows,
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
+    matrix: Matrix,
     group_sizes: jax.Array,
+    activation: Gating | None,
     out_dtype: Any,
     sizes: TpuProducts,
     interpret: Any,
 ) -> jax.Array:
-    (num_rows, size), (num_groups, count, out) = rows.values.shape, scales.shape
-    dtypes = rows.values.dtype, codes.dtype
-    shape = shape_of(num_rows, size, out, count, num_groups, *dtypes, sizes)
-    limit = vmem_limit((shape.rows, shape.columns), rows, codes, scales, zeros, sizes.vmem_limit_bytes)
-    visits = visits_of(group_sizes, num_rows, shape.rows)
+    (num_rows, size), (num_groups, count, out) = rows.values.shape, matrix.scales.shape
+    dtypes, halves = (rows.values.dtype, matrix.codes.dtype), 1 if activation is None else 2
+    out //= halves
+    shape = shape_of(num_rows, size, out, count, num_groups, *dtypes, sizes, gated=halves > 1)
+    limit = vmem_limit((shape.rows, halves * shape.columns), rows, *matrix[:3], sizes.vmem_limit_bytes)
+    visits, strips = visits_of(group_sizes, num_rows, shape.rows), pl.cdiv(out, shape.columns)
 
     def of_rows(array: jax.Array | None) -> pl.BlockSpec | None:
         if array is None:
             return None
         return pl.BlockSpec((shape.rows, array.shape[1]), lambda n, v, _, tile, *__: (tile[v], 0))
 
-    def of_matrices(array: jax.Array | None) -> pl.BlockSpec | None:
+    def of_half(half: int, array: jax.Array | None) -> pl.BlockSpec | None:
         if array is None:
             return None
-        return pl.BlockSpec((1, array.shape[1], shape.columns), lambda n, v, group, *_: (group[v], 0, n))
+        block = 1, array.shape[1], shape.columns
+        return pl.BlockSpec(block, lambda n, v, group, *_: (group[v], 0, half * strips + n))
 
-    sums = None if zeros is None else group_sums(rows, count)
-    operands = rows.values, rows.scales, rows.after, sums, codes, scales.astype(jnp.float32), zeros
-    specs = *map(of_rows, operands[:4]), *map(of_matrices, operands[4:])
-    of_codes = (codes.nbytes + scales.nbytes * (1 if zeros is None else 2)) // num_groups
+    sums = None if matrix.zeros is None else group_sums(rows, count)
+    operands = rows.values, rows.scales, rows.after, sums
+    specs = *map(of_rows, operands), [Matrix(*map(partial(of_half, half), matrix)) for half in range(halves)]
+    of_codes = sum(each.nbytes for each in matrix if each is not None) // num_groups
     return pl.pallas_call(
-        partial(_body, shape=shape, by_sums=rows.by_sums),
+        partial(_body, shape=shape, by_sums=rows.by_sums, activation=activation),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits) - 1,
-            grid=(pl.cdiv(out, shape.columns), visits.count[0]),
+            grid=(strips, visits.count[0]),
             in_specs=specs,
             out_specs=pl.BlockSpec((shape.rows, shape.columns), lambda n, v, _, tile, *__: (tile[v], n)),
-            scratch_shapes=[pltpu.VMEM((shape.blocks[-1], shape.piece), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((halves, shape.blocks[-1], shape.piece), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((num_rows, out), out_dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=limit),
         cost_estimate=pl.CostEstimate(
-            flops=2 * num_rows * size * out,
+            flops=2 * num_rows * size * out * halves,
             bytes_accessed=min(num_rows, num_groups) * of_codes + rows.values.nbytes + 4 * num_rows * out,
-            transcendentals=0,
+            transcendentals=0 if activation is None else num_rows * out,
         ),
         interpret=interpret,
-        name="quantized_grouped_matmul",
-    )(*visits[:-1], *operands)
+        name="quantized_grouped_matmul" if activation is None else "quantized_gated_matmul",
+    )(*visits[:-1], *operands, [matrix] * halves)
 
 
 def _body(
@@ -225,14 +314,13 @@ def _body(
     x_scales,
     after,
     sums,
-    codes,
-    scales,
-    zeros,
+    halves,  # a Matrix, or those of gates and ups
     out,
     total,
     *,
     shape: Shape,
     by_sums: bool,
+    activation: Gating | None,
 ):
     visit = pl.program_id(1)
     before = tile[visit] * shape.rows
@@ -246,12 +334,16 @@ def _body(
     def add_rows(begin: Any, size: int, column: Any) -> None:
         own, columns = pl.ds(begin, size), pl.ds(column, shape.piece)
         parts = (None if ref is None else ref.at[own] for ref in (x, x_scales, after, sums))
-        matrix = (None if ref is None else ref.at[0, :, columns] for ref in (codes, scales, zeros))
-        (rows, of_rows, behind, of_groups), (own_codes, own_scales, own_zeros) = parts, matrix
-        y = total.at[pl.ds(0, size)]
-        clear(y, of_groups, own_zeros)
-        add_product(y, rows, of_rows, own_codes, own_scales, by_sums=by_sums)
-        made = y[...] if behind is None else y[...] * behind[...]
+        rows, of_rows, behind, of_groups = parts
+        products = []
+        for half, matrix in enumerate(halves):
+            codes, scales, zeros, bias = (None if ref is None else ref.at[0, :, columns] for ref in matrix)
+            y = total.at[half, pl.ds(0, size)]
+            clear(y, of_groups, zeros)
+            add_product(y, rows, of_rows, codes, scales, by_sums=by_sums)
+            y = y[...] if behind is None else y[...] * behind[...]
+            products.append(y if bias is None else y + bias[...])
+        made = products[0] if activation is None else activation(*products)
         row = begin + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         kept = out[own, columns].astype(jnp.float32)
         out[own, columns] = jnp.where((row >= first) & (row < last), made, kept).astype(out.dtype)

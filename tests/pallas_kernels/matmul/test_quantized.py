@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.matmul import quantized_cpu, quantized_groups_xla
-from pallas_kernels.matmul.quantized import CODES, quantized_grouped_matmul, quantized_matmul
+from pallas_kernels.matmul.quantized import CODES, quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.quantized_xla import MOST_GROUP_ROWS
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
 from pallas_kernels.matmul.tpu import quantized as tpu
@@ -232,6 +232,40 @@ def test_operands_of_other_kinds():
     with pytest.raises(ValueError, match="group_sizes must be int32"):
         sizes = jnp.zeros(1, jnp.int32)
         quantized_grouped_matmul(jnp.zeros((2, 8)), jnp.zeros((2, 8, 4), jnp.int8), jnp.zeros((2, 1, 4)), None, sizes)
+    for out, bias in ((4, jnp.zeros((2, 2))), (3, None)):
+        given = jnp.zeros((2, 8)), jnp.zeros((2, 8, out), jnp.int8), jnp.zeros((2, 1, out)), None
+        with pytest.raises(ValueError, match="outputs must be even, and bias"):
+            quantized_gated_matmul(*given, jnp.zeros(2, jnp.int32), bias, activation=jnp.multiply)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gates_and_ups(has_bias):
+    """Of the first and the second half of the outputs, bias added; rows of no group are 0."""
+    rng = np.random.default_rng(0)
+    rows, codes = rng.standard_normal((7, 64)), rng.integers(-127, 128, (3, 64, 80), np.int8)
+    scales, sizes = rng.uniform(0.5, 2, (3, 1, 80)), [4, 0, 2]
+    bias = 50 * rng.standard_normal((3, 80)) * has_bias
+    exact = np.zeros((7, 80))
+    for row, group in enumerate(np.repeat(range(3), sizes)):
+        exact[row] = rows[row] @ (codes[group] * scales[group]) + bias[group]
+    x, of_codes, added = (jnp.asarray(each, jnp.float32) for each in (rows, scales, bias))
+    operands = x, jnp.asarray(codes), of_codes, None, jnp.asarray(sizes, jnp.int32), added if has_bias else None
+    got = quantized_gated_matmul(*operands, activation=lambda gate, up: gate - 3 * up)
+    assert error(got, exact[:, :40] - 3 * exact[:, 40:]) < 1e-6 and not got[6].any()
+
+
+@pytest.mark.parametrize(("width", "name"), [(256, "quantized_gated_matmul"), (200, "quantized_grouped_matmul")])
+def test_gates_and_ups_are_one_kernel_on_tpus(width, name):
+    """Whose columns fill whole registers; others are activated apart."""
+    shapes = ((8, 128), jnp.bfloat16), ((4, 128, 2 * width), jnp.int8), ((4, 1, 2 * width), jnp.float32)
+    x, codes, scales = (jax.ShapeDtypeStruct(*each) for each in shapes)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def gated(x, codes, scales, sizes):
+        return quantized_gated_matmul(x, codes, scales, None, sizes, None, activation=jnp.multiply)
+
+    text = jax.jit(gated).trace(x, codes, scales, sizes).lower(lowering_platforms=("tpu",)).as_text()
+    assert {each for each in ("quantized_gated_matmul", "quantized_grouped_matmul") if each in text} == {name}
 
 
 @pytest.mark.parametrize("int8_products", [1, 2])

@@ -24,6 +24,13 @@ _SKEWED: tuple[Job, ...] = (
 )
 _BY_GROUPS = _on("e4m3 rows by groups")
 
+
+def _gated(*cases: str) -> tuple[Job, ...]:
+    return tuple(("gated_product", "tpu-lazy", case) for case in cases)
+
+
+_STRIPS, _GATED = _gated("strips of columns"), _gated("groups that share tiles")
+
 MUTANTS = [
     Mutant(
         "scales of sums shifted by a group",
@@ -202,7 +209,7 @@ MUTANTS = [
         "shape.columns // shape.piece - 1)",
         _SKEWED,
     ),
-    Mutant("every visit the first group's matrix", _GROUPED, "(group[v], 0, n)", "(0 * group[v], 0, n)", _SHARED),
+    Mutant("every visit the first group's matrix", _GROUPED, "(group[v], 0, half", "(0 * group[v], 0, half", _SHARED),
     Mutant(
         "a tile too few of a group",
         _GROUPED,
@@ -216,5 +223,38 @@ MUTANTS = [
         "first[group] + visit - (last - each)[group]",
         "first[group] + visit - last[group]",
         _SHARED,
+    ),
+    Mutant("ups are gates", _GROUPED, "half * strips + n", "n", _GATED),
+    Mutant("ups begin a strip late", _GROUPED, "half * strips + n", "half * (strips + 1) + n", _STRIPS),
+    Mutant(
+        "scales of gates for ups",
+        _GROUPED,
+        "add_product(y, rows, of_rows, codes, scales, by_sums",
+        "add_product(y, rows, of_rows, codes, halves[0].scales.at[0, :, columns], by_sums",
+        _GATED,
+    ),
+    Mutant(
+        "zeros of gates for ups",
+        _GROUPED,
+        "clear(y, of_groups, zeros)",
+        "clear(y, of_groups, None if zeros is None else halves[0].zeros.at[0, :, columns])",
+        _GATED,
+    ),
+    Mutant(
+        "bias of gates for ups",
+        _GROUPED,
+        "y if bias is None else y + bias[...]",
+        "y if bias is None else y + halves[0].bias[0, :, columns]",
+        _GATED,
+    ),
+    Mutant("bias left out", _GROUPED, "y if bias is None else y + bias[...]", "y", _GATED),
+    Mutant("bias of the next group", _GROUPED, "jnp.float32)[:, None]", "jnp.float32)[:, None][::-1]", _GATED),
+    Mutant("gates and ups change places", _GROUPED, "activation(*products)", "activation(*products[::-1])", _GATED),
+    Mutant(
+        "rows with scales of their own have none in both",
+        _GROUPED,
+        "y[...] if behind is None else y[...] * behind[...]",
+        "y[...]",
+        _gated("rounded rows"),
     ),
 ]

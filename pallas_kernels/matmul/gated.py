@@ -1,0 +1,32 @@
+"""What is made of the product of rows with gates and ups, side by side in a group's matrix: bias and activation.
+
+Owns that step apart from the product, as every platform without a kernel of both does it. Knows no activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Of gate and up, both and the result f32[M, F].
+Gating = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def activated(
+    y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
+) -> jax.Array:
+    """activation(gate, up) of y [M, 2 F] with the bias [G, 2 F] of each row's group: [M, F] in out_dtype."""
+    y = y if bias is None else y + rows_of_groups(bias, group_sizes, len(y))
+    # XLA:TPU would store all of `y` in float32 before it is split.
+    gate, up = (part.astype(jnp.float32) for part in jnp.split(y, 2, axis=-1))
+    return activation(gate, up).astype(out_dtype)
+
+
+def rows_of_groups(table: jax.Array, group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """The row of a table [G, F] that each of `num_rows` rows' group has, f32[M, F]; zeros behind the last group."""
+    # Compared rather than searched: a search is a loop of its own.
+    group = jnp.sum(jnp.arange(num_rows)[:, None] >= jnp.cumsum(group_sizes), axis=1, dtype=jnp.int32)
+    return table.at[group].get(mode="fill", fill_value=0).astype(jnp.float32)
