@@ -111,7 +111,7 @@ def _load(sums: Any) -> Any:
 def store(pieces: list[Any], staged: Any, send: Callable[[Any, int], None]) -> None:
     """Turn pieces of a tile, f32 [128, PIECE], around, and send them.
 
-    staged: shared memory [2, PIECE, 128]. send(part of it, first): the rows from that on, all at once but the last.
+    staged: shared memory [2, PIECE, 128]. send(part of it, first): the rows from that on.
     """
     for index, piece in enumerate(pieces):
         count = piece.shape[1]
