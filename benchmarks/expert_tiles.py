@@ -19,6 +19,7 @@ import numpy as np
 from jaxengine.bench.report import table, write_json
 from jaxengine.check.shapes import SHAPES
 from pallas_kernels.matmul.hopper import grouped as hopper
+from pallas_kernels.matmul.hopper import shape as hopper_shape
 from pallas_kernels.matmul.tpu import grouped as tpu
 from pallas_kernels.tuning import HopperProducts, TpuProducts
 
@@ -50,9 +51,12 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     blocks = "|".join(map(str, shape.blocks))
     row |= {"TPU tile": shape.rows, "TPU blocks": blocks, "TPU visits": int(visits.products[0])}
     row["TPU ratio"] = multiplied_rows(visits, shape) / num_rows
-    tile = hopper.tile_rows_of(num_rows, count, HopperProducts().rows)
-    tiles = hopper.tiles_of(sizes, num_rows, tile)
-    return row | {"Hopper tile": tile, "Hopper ratio": int((tiles.groups >= 0).sum()) * tile / num_rows}
+    most = hopper_shape.most_rows(width, num_scales, dtypes[1], HopperProducts().rows)
+    tile = hopper.tile_rows_of(num_rows, count, most)
+    step = hopper_shape.step_of(tile, tensor_memory=False)
+    tiles = np.asarray(hopper.tiles_of(sizes, num_rows, tile, step).tiles).reshape(-1, 3)
+    rows = int(tiles[tiles[:, 0] >= 0, 2].sum()) * step
+    return row | {"Hopper tile": tile, "Hopper ratio": rows / num_rows}
 
 
 def multiplied_rows(visits: tpu.Visits, shape: tpu.Shape) -> int:

@@ -12,21 +12,22 @@ from pallas_kernels.tuning import TpuProducts
 
 
 @pytest.mark.parametrize(
-    ("model", "tokens", "visits", "ratio"),
+    ("model", "tokens", "visits", "ratio", "on_hopper"),
     [
-        ("qwen3-moe-30b-a3b", 64, 125, 2.8),
-        ("qwen3-moe-30b-a3b", 1024, 143, 1.12),
-        ("gpt-oss-120b", 1024, 135, 1.23),
-        ("qwen3-moe-30b-a3b", 8192, 253, 1.07),
-        ("gpt-oss-120b", 8192, 191, 1.1),
-        ("deepseek-v3", 8192, 382, 1.13),
+        ("qwen3-moe-30b-a3b", 64, 125, 2.8, 2.1),
+        ("qwen3-moe-30b-a3b", 1024, 143, 1.12, 1.06),
+        ("gpt-oss-120b", 1024, 135, 1.23, 1.12),
+        ("qwen3-moe-30b-a3b", 8192, 253, 1.07, 1.01),
+        ("gpt-oss-120b", 8192, 191, 1.1, 1.02),
+        ("deepseek-v3", 8192, 382, 1.13, 1.02),
     ],
 )
-def test_visits_multiply_little_beyond_the_rows(model, tokens, visits, ratio):
+def test_visits_multiply_little_beyond_the_rows(model, tokens, visits, ratio, on_hopper):
     """In tiles of 256 rows, by blocks of four sizes that began at every sixteenth row, it was 1.5 times those of 1,024
     tokens. Blocks begin and end at an eighth row, which is much where an expert has 32, and little where it has 64."""
     row = measure(model, tokens)
     assert row["TPU visits"] <= visits and row["TPU ratio"] <= ratio
+    assert row["Hopper ratio"] <= on_hopper
 
 
 @pytest.mark.parametrize("step", [8, 32])

@@ -63,6 +63,9 @@ QUICK_GROUPS = {
     "no rows of any group": GroupedProduct((0,) * 6, _PLAIN._replace(size=64, group=64)),
     "all rows of one group": GroupedProduct((0, 0, 50), _PLAIN._replace(out=128)),
     "one row": GroupedProduct((0, 1, 0), Product(1, 64, 128, 64, BFLOAT16, sizes=_SMALL)),
+    # Behind the last row there is no room: what a tile has too much is seen there, and elsewhere a neighbour's.
+    "tiles of every size": GroupedProduct(tuple(range(1, 66, 8)), Product(297, 64, 128, 64, BFLOAT16, sizes=_WIDE)),
+    "tiles by sixteen rows": GroupedProduct((664,), Product(665, 128, 128, 128, E4M3, False, E4M3, 128, sizes=_WIDE)),
     "pairs of groups": GroupedProduct((1, 0, 30, 0, 19, 0), _CODES),
     "e4m3 of groups, rounded rows": GroupedProduct(
         (0, 33, 0, 16), Product(50, 256, 128, 128, E4M3, False, E4M3, 128, sizes=_SMALL)

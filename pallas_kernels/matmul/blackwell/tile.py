@@ -29,12 +29,12 @@ def share_work(load: Callable[[], None], compute: Callable[[], None]) -> None:
     pl.when(warpgroup == 0)(compute)
 
 
-def multiply(shape: Any, refs: Any, count: Any, widened: Callable[[Any], list[Any]]) -> list[Any]:
+def multiply(shape: Any, refs: Any, rows: int, count: Any, widened: Callable[[Any], list[Any]]) -> list[Any]:
     """f32 [128, rows] in pieces of `PIECE` columns: the sum over `count` tiles of inputs, scaled.
 
     shape, refs: of `matmul.hopper`. widened: codes [128, columns] -> bfloat16 factors of one product after the other.
     """
-    rows, columns = shape.tile_rows, shape.columns // shape.sums
+    columns = shape.columns // shape.sums
 
     def begin(step):
         slot, bank = lax.rem(step, jnp.int32(shape.stages)), lax.rem(step, jnp.int32(2))
@@ -50,7 +50,7 @@ def multiply(shape: Any, refs: Any, count: Any, widened: Callable[[Any], list[An
                 factor = refs.codes_smem.at[slot, :, each]
                 if not shape.native:
                     factor = refs.wide_smem.at[bank * shape.packed + part, :, each]
-                x = refs.x_smem.at[slot, pl.ds(part * rows, rows), each]
+                x = refs.x_smem.at[slot, pl.ds(part * shape.tile_rows, rows), each]
                 plgpu.tcgen05_mma(sums, factor, x.transpose((1, 0)), accumulate=part > 0)
         plgpu.tcgen05_commit_arrive(refs.done.at[bank])
 
@@ -86,15 +86,15 @@ def _scaled(shape: Any, refs: Any, slot: Any, index: int, begin: Any, first: int
     return y
 
 
-def multiply_plain(shape: Any, refs: Any, count: Any) -> list[Any]:
+def multiply_plain(shape: Any, refs: Any, rows: int, count: Any) -> list[Any]:
     """As `multiply`, of matrices without scales: one sum, which stays where it is made until the end."""
-    rows = shape.tile_rows
+    sums = refs.sums_tmem.at[:, pl.ds(0, rows)]
 
     def add(step, carry):
         slot = lax.rem(step, jnp.int32(shape.stages))
         plgpu.barrier_wait(refs.full.at[slot])
-        x = refs.x_smem.at[slot].transpose((1, 0))
-        plgpu.tcgen05_mma(refs.sums_tmem, refs.codes_smem.at[slot], x, refs.free.at[slot], accumulate=step > 0)
+        x = refs.x_smem.at[slot, pl.ds(0, rows)].transpose((1, 0))
+        plgpu.tcgen05_mma(sums, refs.codes_smem.at[slot], x, refs.free.at[slot], accumulate=step > 0)
         return carry
 
     lax.fori_loop(0, count, add, jnp.int32(0))
@@ -108,10 +108,10 @@ def _load(sums: Any) -> Any:
     return plgpu.async_load_tmem(sums, layout=plgpu.Layout.TCGEN05)
 
 
-def store(pieces: list[Any], staged: Any, target: Callable[[int, int], Any]) -> None:
+def store(pieces: list[Any], staged: Any, send: Callable[[Any, int], None]) -> None:
     """Turn pieces of a tile, f32 [128, PIECE], around, and send them.
 
-    staged: shared memory [2, PIECE, 128]. target: where `count` rows from the `first` on go.
+    staged: shared memory [2, PIECE, 128]. send(part of it, first): the rows from that on.
     """
     for index, piece in enumerate(pieces):
         count = piece.shape[1]
@@ -119,5 +119,5 @@ def store(pieces: list[Any], staged: Any, target: Callable[[int, int], Any]) -> 
         plgpu.wait_smem_to_gmem(1)
         part.transpose((1, 0))[...] = plgpu.layout_cast(piece.astype(staged.dtype), plgpu.Layout.TCGEN05_TRANSPOSED)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part, target(index * PIECE, count))
+        send(part, index * PIECE)
     plgpu.wait_smem_to_gmem(0)

@@ -1,9 +1,10 @@
 """Rows of groups, each times a matrix of its own, on a Hopper GPU: tiles of rows that are one group's.
 
-Rows are copied to tiles before, each group's from a new one on, and a tile's CTAs are told their group; how many tiles
-have one is known on the device only, and the CTAs of the others end at once. XLA fuses the copies with what makes the
-rows and with what reads the result. The kernel is that of `quantized`. Products of experts by blocks are Gale et al.'s
-(MegaBlocks, 2022, arXiv:2211.15841).
+Each group's rows are brought to a multiple of eight before, and are cut into tiles, of which the last has as many as
+are left, to the next eight, which a product must have: no tile reads, multiplies or stores rows of two groups. A tile's
+CTAs are told its group and rows; how many tiles there are is known on the device only, and the CTAs of others end at
+once. XLA fuses the copies with what makes the rows and with what reads the result. The kernel is that of `quantized`.
+Products of experts by blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.matmul import grouped_tiles, quantized_groups_xla
 from pallas_kernels.matmul.hopper import quantized, shape
-from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, Shape, most_rows
+from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, Shape, most_rows, step_of
 from pallas_kernels.tuning import HopperProducts, card_of_trace, tuning_of
 
 why_xla = partial(shape.why_xla, grouped=True)
-# Of a group on average, from which on a product takes longer than reading the matrix, whatever a tile is: so that half
-# a tile at the end of each is a tenth at most.
+# Tiles of a group on average, from which on those of twice the rows, where a CTA has a multiprocessor to itself, are
+# worth it: a product takes longer than reading the matrix, and the last tile of a group, which is not full, is one of
+# many.
 _MANY_ROWS = 5
 
 
@@ -88,33 +90,41 @@ class Tiles(NamedTuple):
     """Where rows of groups lie in tiles.
 
     Attributes:
-      groups: i32 [tiles], -1 for those that are no group's.
-      source: i32 [tiles * rows of a tile], the row that is there; any row where there is none.
+      tiles: i32 [tiles * TILE], of those that are not needed -1 for the group.
+      source: i32 [rows of all tiles], the row that is there; any row where there is none.
       place: i32 [M], where a row is; anything for one of no group.
       is_row: bool [M], whether a row is of a group.
     """
 
-    groups: jax.Array
+    tiles: jax.Array
     source: jax.Array
     place: jax.Array
     is_row: jax.Array
 
 
-def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Tiles:
-    """The tiles of groups of i32[G] rows, which follow each other."""
-    most, last_group = most_tiles_of(num_rows, group_sizes.size, tile_rows), group_sizes.size - 1
-    ends = jnp.cumsum(group_sizes)
-    each = -(-group_sizes // tile_rows)
-    starts, last = ends - group_sizes, jnp.cumsum(each)
-    first = last - each
-    # Compared rather than searched: a search is a loop of its own.
-    tile, row = jnp.arange(most, dtype=jnp.int32), jnp.arange(num_rows, dtype=jnp.int32)
-    group = jnp.minimum(jnp.sum(tile[:, None] >= last, axis=1, dtype=jnp.int32), last_group)
-    begin = starts[group] + (tile - first[group]) * tile_rows
-    source = (begin[:, None] + jnp.arange(tile_rows, dtype=jnp.int32)).reshape(-1)
-    owner = jnp.minimum(jnp.sum(row[:, None] >= ends, axis=1, dtype=jnp.int32), last_group)
-    place = row - starts[owner] + first[owner] * tile_rows
-    return Tiles(jnp.where(tile < last[-1], group, -1), source, place, row < ends[-1])
+def tiles_of(group_sizes: jax.Array, num_rows: int, tile_rows: int, step: int) -> Tiles:
+    """The tiles of groups of i32[G] rows, which follow each other; each group begins at a multiple of `step`."""
+    num_groups = group_sizes.size
+    steps, each = -(-group_sizes // step), -(-group_sizes // tile_rows)
+    ends, last_steps, last_tiles = (jnp.cumsum(counts) for counts in (group_sizes, steps, each))
+    starts, first_steps = ends - group_sizes, last_steps - steps
+
+    def numbers_and_groups(count: int, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # Compared rather than searched: a search is a loop of its own.
+        numbers = jnp.arange(count, dtype=jnp.int32)
+        groups = jnp.sum(numbers[:, None] >= last, axis=1, dtype=jnp.int32)
+        return numbers, jnp.minimum(groups, num_groups - 1)
+
+    tile, group = numbers_and_groups(most_tiles_of(num_rows, num_groups, tile_rows), last_tiles)
+    before = (tile - (last_tiles - each)[group]) * (tile_rows // step)
+    own = jnp.minimum(steps[group] - before, tile_rows // step)
+    tiles = [jnp.where(tile < last_tiles[-1], group, -1), first_steps[group] + before, own]
+    number, group = numbers_and_groups(most_rows_of(num_rows, num_groups, step) // step, last_steps)
+    begin = starts[group] + (number - first_steps[group]) * step
+    source = (begin[:, None] + jnp.arange(step, dtype=jnp.int32)).reshape(-1)
+    row, group = numbers_and_groups(num_rows, ends)
+    place = row - starts[group] + first_steps[group] * step
+    return Tiles(jnp.stack(tiles, axis=1).reshape(-1), source, place, row < ends[-1])
 
 
 def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
@@ -124,6 +134,11 @@ def tile_rows_of(num_rows: int, num_groups: int, most: int) -> int:
     if average >= _MANY_ROWS * 2 * MOST_SHARED_ROWS:
         return min(2 * MOST_SHARED_ROWS, most)
     return min(max(1 << average.bit_length(), 16), MOST_SHARED_ROWS, most)
+
+
+def most_rows_of(num_rows: int, num_groups: int, step: int) -> int:
+    """Rows that there can be where each group's begin at a multiple of `step` of them."""
+    return (num_rows + min(num_rows, num_groups) * (step - 1)) // step * step
 
 
 def most_tiles_of(num_rows: int, num_groups: int, tile_rows: int) -> int:
@@ -150,7 +165,8 @@ def _multiply(
         tensor_memory = (card := card_of_trace()) is not None and card.blackwell
     most = most_rows(size, num_scales, codes.dtype, sizes.rows, tensor_memory=tensor_memory)
     tile_rows = tile_rows_of(num_rows, num_groups, most)
-    tiles = tiles_of(group_sizes, num_rows, tile_rows)
+    step = step_of(tile_rows, tensor_memory=tensor_memory)
+    tiles = tiles_of(group_sizes, num_rows, tile_rows, step)
     native = codes.dtype == x.dtype and x.dtype in (E4M3, BFLOAT16)
     of_tiles = Shape(
         tiles.source.size,
@@ -164,11 +180,11 @@ def _multiply(
         out_dtype,
         # Sums of one CTA: tiles are many, and a row's sum has one order however many there are.
         replace(sizes, rows=tile_rows, num_ctas=1, shared=1),
-        num_groups=num_groups,
+        tiles=tiles.tiles.size // quantized.TILE,
         has_scales=scales is not None,
         tensor_memory=tensor_memory,
     )
     x = x.at[tiles.source].get(mode="clip")
     x_scales = None if x_scales is None else x_scales.at[tiles.source].get(mode="clip")
-    y = quantized.multiply(of_tiles, x, x_scales, codes, scales, zeros, tiles.groups, interpret=interpret)
+    y = quantized.multiply(of_tiles, x, x_scales, codes, scales, zeros, tiles.tiles, interpret=interpret)
     return jnp.where(tiles.is_row[:, None], y.at[tiles.place].get(mode="clip"), 0)

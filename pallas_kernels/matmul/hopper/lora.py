@@ -149,10 +149,10 @@ def _times_a_body(shape: Shape, num_slots: int, row_tile, slot_tile, slots, coun
             outer = (split * shape.num_modules + module) * shape.slot_tiles + tile
             columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-            def target(first, count):
-                return refs.sums.at[outer, pl.ds(rows + first, count), columns]
+            def send(part, first):
+                plgpu.copy_smem_to_gmem(part, refs.sums.at[outer, pl.ds(rows + first, part.shape[0]), columns])
 
-            ring.store_turned(_sum_of_a(shape, refs, warpgroup, steps), refs.sums_smem.at[warpgroup], target)
+            ring.store_turned(_sum_of_a(shape, refs, warpgroup, steps), refs.sums_smem.at[warpgroup], send)
 
         ring.share_work(A_REGISTERS if shape.tile_rows > MOST_SHARED_ROWS else None, load, compute)
 

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["multiply", "quantized_matmul", "why_xla"]
 
+TILE = 3  # numbers that tell a tile of groups: its group, its first row and its rows, both by steps
 REGISTERS = 40, 232  # of a lane of the warpgroup that loads and of those that compute
 
 
@@ -96,7 +99,7 @@ class _Refs(NamedTuple):
 
     x: Any  # [packed * M, in / packed]
     codes: Any  # [G * out, in / packed]
-    groups: Any  # i32 [row tiles]
+    tiles: Any  # i32 [tiles * TILE]
     scales: Any  # f32 [G * n, out]
     zeros: Any
     row_sums: Any  # f32 [tiles * sums, M]
@@ -123,15 +126,15 @@ def multiply(
     codes: jax.Array,
     scales: jax.Array | None,
     zeros: jax.Array | None,
-    groups: jax.Array | None = None,
+    tiles_of_groups: jax.Array | None = None,
     *,
     interpret: Any,
 ) -> jax.Array:
     """[M, out] in shape.out_dtype.
 
-    groups: i32 [shape.row_tiles], whose matrix of [G, ...] a tile of rows meets. What -1 leaves out holds anything.
+    tiles_of_groups: i32 [shape.tiles * TILE]; a tile whose group is -1 is none. What no tile has holds anything.
     """
-    rows, padded, count = shape.rows, shape.row_tiles * shape.tile_rows, shape.num_scales
+    rows, padded, count = shape.rows, shape.padded, shape.num_scales
     stages, sums, tile_rows = shape.stages, shape.sums, shape.tile_rows
     row_scales = row_sums = None
     if x_scales is not None:
@@ -144,10 +147,10 @@ def multiply(
     parts = row_parts(x, codes.dtype)
     if shape.packed == 2:
         parts[1] = parts[1] * jnp.bfloat16(1 / 16)  # high codes are widened where they are, times 16
-    wide = padded - tile_rows + shape.vector_rows
+    wide = padded - shape.step + shape.vector_rows
     stacked = [vector if vector is None else vector.reshape(-1, shape.out) for vector in (scales, zeros)]
     stacked = [vector if vector is None else vector.astype(jnp.float32) for vector in stacked]
-    vectors = [groups, *stacked, _padded(row_sums, wide), _padded(row_scales, wide)]
+    vectors = [tiles_of_groups, *stacked, _padded(row_sums, wide), _padded(row_scales, wide)]
     of_codes = jnp.swapaxes(codes, -1, -2).reshape(-1, shape.size // shape.packed)
     operands = [jnp.concatenate(parts), of_codes, *(vector for vector in vectors if vector is not None)]
 
@@ -163,7 +166,7 @@ def multiply(
         smem(shape.vector_rows) if shape.has_zeros else None,
         smem(shape.vector_rows) if shape.has_row_scales else None,
         plgpu.SMEM((2, shape.stored_rows, shape.stored_outputs), shape.stored_dtype),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=len(operands) - (groups is not None) + shape.packed - 1),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=len(operands) - (shape.tiles > 0) + shape.packed - 1),
     ]
     if shape.tensor_memory:
         wide = swizzled((2 * shape.packed, OUTPUTS, shape.columns), BFLOAT16, shape.swizzle)
@@ -176,7 +179,7 @@ def multiply(
     else:
         scratch += [plgpu.Barrier(num_barriers=stages, num_arrivals=2), None, None, None]
     outputs = [jax.ShapeDtypeStruct((shape.splits, padded, shape.out_tiles * OUTPUTS), shape.stored_dtype)]
-    there = [True, True, groups is not None, *(vector is not None for vector in vectors[1:]), True]
+    there = [True, True, shape.tiles > 0, *(vector is not None for vector in vectors[1:]), True]
     there += [each is not None for each in scratch]
 
     def body(*given: Any) -> None:
@@ -186,7 +189,7 @@ def multiply(
     (y,) = launch(
         body,
         *operands,
-        name="quantized_matmul" if groups is None else "grouped_matmul",
+        name="grouped_matmul" if shape.tiles else "quantized_matmul",
         outputs=outputs,
         scratch=[each for each in scratch if each is not None],
         num_ctas=shape.row_tiles * shape.out_tiles * shape.splits,
@@ -206,22 +209,24 @@ def _padded(vector: jax.Array | None, size: int) -> jax.Array | None:
 
 def _body(shape: Shape, refs: _Refs) -> None:
     cta = lax.axis_index("cta")
-    if refs.groups is not None:
+    if shape.tiles:
         # Neighbours share rows, and those a little further apart a group's matrix, which the card's cache holds.
-        row_tile, out_tile = lax.div(cta, jnp.int32(shape.out_tiles)), lax.rem(cta, jnp.int32(shape.out_tiles))
-        matrix = refs.groups[row_tile]
-        pl.when(matrix >= 0)(lambda: _tile(shape, refs, _Place(row_tile, out_tile, jnp.int32(0), matrix)))
+        tile, out_tile = lax.div(cta, jnp.int32(shape.out_tiles)), lax.rem(cta, jnp.int32(shape.out_tiles))
+        matrix, first, steps = (refs.tiles[TILE * tile + index] for index in range(TILE))
+        place = _Place(first * shape.step, steps, out_tile, jnp.int32(0), matrix)
+        pl.when(matrix >= 0)(lambda: _tile(shape, refs, place))
         return
     # Neighbours share a tile of codes.
     row_tile, rest = lax.rem(cta, jnp.int32(shape.row_tiles)), lax.div(cta, jnp.int32(shape.row_tiles))
     split, out_tile = lax.rem(rest, jnp.int32(shape.splits)), lax.div(rest, jnp.int32(shape.splits))
-    _tile(shape, refs, _Place(row_tile, out_tile, split, jnp.int32(0)))
+    _tile(shape, refs, _Place(row_tile * shape.tile_rows, jnp.int32(1), out_tile, split, jnp.int32(0)))
 
 
 class _Place(NamedTuple):
     """Which tile of the result a CTA makes, of which part of the inputs, with which matrix."""
 
-    row_tile: Any
+    row: Any  # its first
+    steps: Any  # how many it has, by shape.step
     out_tile: Any
     split: Any
     matrix: Any
@@ -230,43 +235,44 @@ class _Place(NamedTuple):
 def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
     first = place.split * shape.per_split
     count = jnp.minimum(shape.input_tiles - first, shape.per_split)
+
+    def send(part, begin, warpgroup=0):
+        rows = pl.ds(place.row + begin, part.shape[0])
+        columns = pl.ds(place.out_tile * OUTPUTS + warpgroup * WARPGROUP_ROWS, shape.stored_outputs)
+        plgpu.copy_smem_to_gmem(part, refs.y.at[place.split, rows, columns])
+
+    def load(rows):
+        _load(shape, refs, place, rows, first, count)
+
+    def compute(warpgroup, rows):
+        y = (_multiply if shape.has_scales else _multiply_plain)(shape, refs, warpgroup, rows, count)
+        ring.store_turned(y, refs.y_smem.at[warpgroup], partial(send, warpgroup=warpgroup))
+
+    def compute_on_blackwell(rows):
+        if shape.has_scales:
+            pieces = blackwell.multiply(shape, refs, rows, count, _widened)
+        else:
+            pieces = blackwell.multiply_plain(shape, refs, rows, count)
+        blackwell.store(pieces, refs.y_smem, send)
+
+    of_own_rows = partial(_of_own_rows, shape, place)
     if shape.tensor_memory:
-        blackwell.share_work(
-            lambda: _load(shape, refs, place, first, count), lambda: _compute_on_blackwell(shape, refs, place, count)
-        )
+        blackwell.share_work(partial(of_own_rows, load), partial(of_own_rows, compute_on_blackwell))
         return
-    multiply = _multiply if shape.has_scales else _multiply_plain
-
-    def compute(warpgroup):
-        outputs = pl.ds(place.out_tile * OUTPUTS + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-
-        def target(first, count):
-            return refs.y.at[place.split, pl.ds(place.row_tile * shape.tile_rows + first, count), outputs]
-
-        ring.store_turned(multiply(shape, refs, warpgroup, count), refs.y_smem.at[warpgroup], target)
-
     registers = REGISTERS if shape.tile_rows > MOST_SHARED_ROWS else None
-    ring.share_work(registers, lambda: _load(shape, refs, place, first, count), compute)
+    ring.share_work(registers, partial(of_own_rows, load), lambda warpgroup: of_own_rows(partial(compute, warpgroup)))
 
 
-def _compute_on_blackwell(shape: Shape, refs: _Refs, place: _Place, count) -> None:
-    outputs = pl.ds(place.out_tile * OUTPUTS, OUTPUTS)
-
-    def target(first, count):
-        return refs.y.at[place.split, pl.ds(place.row_tile * shape.tile_rows + first, count), outputs]
-
-    if shape.has_scales:
-        pieces = blackwell.multiply(shape, refs, count, _widened)
-    else:
-        pieces = blackwell.multiply_plain(shape, refs, count)
-    blackwell.store(pieces, refs.y_smem, target)
+def _of_own_rows(shape: Shape, place: _Place, work: Callable[[int], None]) -> None:
+    """work(rows) with those that the tile has, which a product must know when it is compiled: there is one for each."""
+    sizes = range(shape.step, shape.tile_rows + 1, shape.step)
+    lax.switch(place.steps - 1, [partial(work, rows) for rows in sizes])
 
 
-def _load(shape: Shape, refs: _Refs, place: _Place, first, count) -> None:
-    """Bring `count` tiles from the `first` on, as far ahead as there is room."""
-    padded, row_tile = shape.row_tiles * shape.tile_rows, place.row_tile
+def _load(shape: Shape, refs: _Refs, place: _Place, rows: int, first, count) -> None:
+    """Bring `count` tiles of inputs from the `first` on, as far ahead as there is room."""
     start = jnp.minimum(place.out_tile * (OUTPUTS // 8), (shape.out - OUTPUTS) // 8)
-    outputs, own_rows = pl.ds(start * 8, OUTPUTS), pl.ds(row_tile * shape.tile_rows, shape.vector_rows)
+    outputs, own_rows = pl.ds(start * 8, OUTPUTS), pl.ds(place.row, shape.vector_rows)
     code_rows = pl.ds((place.matrix * (shape.out // 8) + start) * 8, OUTPUTS)
 
     def load(step, slot):
@@ -274,9 +280,9 @@ def _load(shape: Shape, refs: _Refs, place: _Place, first, count) -> None:
         columns = pl.ds(tile * shape.columns, shape.columns)
         plgpu.copy_gmem_to_smem(refs.codes.at[code_rows, columns], refs.codes_smem.at[slot], full)
         for part in range(shape.packed):
-            rows = pl.ds(part * padded + row_tile * shape.tile_rows, shape.tile_rows)
-            target = refs.x_smem.at[slot, pl.ds(part * shape.tile_rows, shape.tile_rows)]
-            plgpu.copy_gmem_to_smem(refs.x.at[rows, columns], target, full)
+            source = refs.x.at[pl.ds(part * shape.padded + place.row, rows), columns]
+            target = refs.x_smem.at[slot, pl.ds(part * shape.tile_rows, rows)]
+            plgpu.copy_gmem_to_smem(source, target, full)
         group = lax.div(tile * shape.inputs, jnp.int32(shape.group))
         groups, own_groups = pl.ds(place.matrix * shape.num_scales + group, shape.sums), pl.ds(group, shape.sums)
         for source, target, part in (
@@ -291,10 +297,10 @@ def _load(shape: Shape, refs: _Refs, place: _Place, first, count) -> None:
     ring.fill(count, shape.stages, refs.free, load)
 
 
-def _multiply(shape: Shape, refs: _Refs, warpgroup, count):
+def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
     """f32 [64, rows]: the sum over `count` tiles of inputs, scaled, of the warpgroup's outputs."""
     own, columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), shape.columns // shape.sums
-    area, rows_of_tile = (WARPGROUP_ROWS, shape.tile_rows), pl.ds(0, shape.tile_rows)
+    area, rows_of_tile = (WARPGROUP_ROWS, num_rows), pl.ds(0, num_rows)
 
     def add(step, total):
         slot = lax.rem(step, jnp.int32(shape.stages))
@@ -307,7 +313,7 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, count):
             def multiply(accumulator, begin=begin):
                 each = pl.ds(begin, columns)
                 for part in range(shape.packed):
-                    rows = refs.x_smem.at[slot, pl.ds(part * shape.tile_rows, shape.tile_rows), each]
+                    rows = refs.x_smem.at[slot, pl.ds(part * shape.tile_rows, num_rows), each]
                     factor = codes.at[:, each] if shape.native else factors[part][:, begin : begin + columns]
                     plgpu.wgmma(accumulator, factor, rows.transpose((1, 0)))
                 return accumulator[...]
@@ -327,14 +333,14 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, count):
     return lax.fori_loop(0, count, add, jnp.zeros(area, jnp.float32))
 
 
-def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, count):
+def _multiply_plain(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
     """As `_multiply`, of matrices without scales: one sum, and a product under way while the next tile is awaited."""
-    own, rows_of_tile = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, shape.tile_rows)
+    own, rows_of_tile = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), pl.ds(0, num_rows)
 
     def factors(slot):
         return refs.codes_smem.at[slot, own], refs.x_smem.at[slot, rows_of_tile].transpose((1, 0))
 
-    area = WARPGROUP_ROWS, shape.tile_rows
+    area = WARPGROUP_ROWS, num_rows
     return ring.sum_of_products(count, shape.stages, refs.full, refs.free, factors, area)
 
 

@@ -85,10 +85,10 @@ def sum_of_products(
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(area, jnp.float32))
 
 
-def store_turned(total: Any, staged: Any, target: Callable[[int, int], Any]) -> None:
+def store_turned(total: Any, staged: Any, send: Callable[[Any, int], None]) -> None:
     """Turn the warpgroup's part of a tile, f32 [64, rows], around, and send it.
 
-    staged: shared memory [stored rows, 64] of the warpgroup alone. target: where `count` rows from the `first` on go.
+    staged: shared memory [stored rows, 64] of the warpgroup alone. send(part of it, first): the rows from that on.
     """
     rows, most = total.shape[1], staged.shape[0]
     for first in range(0, rows, most):
@@ -98,5 +98,5 @@ def store_turned(total: Any, staged: Any, target: Callable[[int, int], Any]) -> 
         piece = total[:, first : first + count].astype(staged.dtype)
         part.transpose((1, 0))[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part, target(first, count))
+        send(part, first)
     plgpu.wait_smem_to_gmem(0)

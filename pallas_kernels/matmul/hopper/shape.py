@@ -18,6 +18,8 @@ RESERVED_BYTES = 4 * 1024  # of shared memory: barriers
 TILES, SMALLEST = (128, 64), {"uint8": 32, "int8": 16, "float8_e4m3fn": 32}
 E4M3, BFLOAT16 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.bfloat16)
 MOST_SHARED_ROWS = 64  # of a tile, up to which 80 registers or so do for each thread
+# Of a product, which are rows here, by whether it is a Blackwell card: it has a multiple of them.
+PRODUCT_COLUMNS = 8, 16
 TENSOR_COLUMNS = 512  # of a Blackwell multiprocessor's tensor memory
 FEWER_ROWS = 96  # of a tile of pairs of codes with more than two sums: beside their factors registers hold no more
 
@@ -56,6 +58,11 @@ def most_rows(size: int, num_scales: int, codes: Any, usual: int, *, tensor_memo
     return min(usual, FEWER_ROWS) if per_byte(codes) == 2 and sums > 2 else usual
 
 
+def step_of(tile_rows: int, *, tensor_memory: bool) -> int:
+    """Rows by which tiles of groups differ: the fewest a product has, where no more than eight sizes come of it."""
+    return PRODUCT_COLUMNS[tensor_memory or tile_rows > MOST_SHARED_ROWS]
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the kernel is compiled for."""
@@ -70,7 +77,7 @@ class Shape:
     has_row_scales: bool
     out_dtype: Any
     sizes: HopperProducts
-    num_groups: int = 0  # that have matrices of their own; 0 where all rows have one
+    tiles: int = 0  # of rows of groups, each with a matrix of its own; 0 where all rows have one
     has_scales: bool = True
     tensor_memory: bool = False  # of a Blackwell card: sums lie there
 
@@ -78,7 +85,7 @@ class Shape:
     def tile_rows(self) -> int:
         """Rows of a tile: tiles of fewer than usual are as many rows each."""
         usual, on_blackwell = self.sizes.rows, self.tensor_memory
-        step = 16 if on_blackwell else 8
+        step = PRODUCT_COLUMNS[on_blackwell]
         most = most_rows(self.size, self.num_scales, self.codes, usual, tensor_memory=on_blackwell)
         count = 1 if most == self.sizes.rows else -(-self.rows // most)
         return min(-(-self.rows // (step * count)) * step, most)
@@ -90,7 +97,17 @@ class Shape:
 
     @property
     def row_tiles(self) -> int:
-        return -(-self.rows // self.tile_rows)
+        return self.tiles or -(-self.rows // self.tile_rows)
+
+    @property
+    def step(self) -> int:
+        """Rows by which tiles differ: those of groups have as many as they need."""
+        return step_of(self.tile_rows, tensor_memory=self.tensor_memory) if self.tiles else self.tile_rows
+
+    @property
+    def padded(self) -> int:
+        """Rows with those that fill tiles up, or groups to a multiple of `step` each."""
+        return self.rows if self.tiles else self.row_tiles * self.tile_rows
 
     @property
     def out_tiles(self) -> int:
@@ -173,7 +190,7 @@ class Shape:
         stage = OUTPUTS * self.columns * jnp.dtype(self.codes).itemsize + rows + 4 * vectors
         most = MOST_SHARED_ROWS // 2 if self.has_scales else MOST_SHARED_ROWS
         widens = self.tensor_memory and not self.native
-        shared = 2 if self.num_groups and self.tile_rows <= most and not widens else 1
+        shared = 2 if self.tiles and self.tile_rows <= most and not widens else 1
         taken = RESERVED_BYTES + 2 * self.stored_rows * self.stored_outputs * self.stored_dtype.itemsize
         if widens:  # into shared memory, for two steps
             taken += 2 * OUTPUTS * self.columns * self.packed * BFLOAT16.itemsize

@@ -32,7 +32,9 @@ MUTANTS = [
         _BYTES,
     ),
     Mutant("widened codes of all steps in one place", _TILE, "bank * shape.packed + part] = f", "part] = f", _BYTES),
-    Mutant("low and high codes meet the same rows", _TILE, "pl.ds(part * rows, rows)", "pl.ds(0, rows)", _PAIRS),
+    Mutant(
+        "low and high codes meet the same rows", _TILE, "pl.ds(part * shape.tile_rows, rows)", "pl.ds(0, rows)", _PAIRS
+    ),
     Mutant("high codes' product alone", _TILE, "accumulate=part > 0", "accumulate=False", _PAIRS),
     Mutant("a sum that nothing began", _TILE, "accumulate=step > 0", "accumulate=True", _PLAIN),
     Mutant("last tile alone", _TILE, "accumulate=step > 0", "accumulate=False", _PLAIN),
@@ -72,15 +74,13 @@ MUTANTS = [
     ),
     Mutant("result overwritten as it leaves", _TILE, "staged.at[index % 2, ", "staged.at[0, ", _WHOLE),
     Mutant("result not waited for", _TILE, "        plgpu.wait_smem_to_gmem(1)\n", "", _WHOLE),
-    Mutant(
-        "result not committed", _TILE, "        plgpu.commit_smem()\n        plgpu.copy", "        plgpu.copy", _WHOLE
-    ),
+    Mutant("result not committed", _TILE, "        plgpu.commit_smem()\n        send", "        send", _WHOLE),
     Mutant("result still leaving at the end", _TILE, "    plgpu.wait_smem_to_gmem(0)", "    pass", _WHOLE),
     Mutant(
         "every tile of rows the first's",
         _KERNEL,
-        "target(first, count):\n        return refs.y.at[place.split, pl.ds(place.row_tile * shape.tile_rows + first",
-        "target(first, count):\n        return refs.y.at[place.split, pl.ds(first",
+        "rows = pl.ds(place.row + begin, ",
+        "rows = pl.ds(begin, ",
         _PAIRS,
     ),
 ]

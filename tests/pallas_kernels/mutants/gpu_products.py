@@ -26,6 +26,7 @@ def _of_groups(*cases: str) -> tuple[Job, ...]:
 
 
 _SEVERAL, _PAIRS_OF_GROUPS = _of_groups("groups of several tiles"), _of_groups("pairs of groups")
+_SIZES = _of_groups("tiles of every size")
 
 MUTANTS = [
     Mutant(
@@ -104,8 +105,8 @@ MUTANTS = [
     Mutant(
         "every tile of rows the first's",
         _KERNEL,
-        "rows = pl.ds(part * padded + row_tile * shape.tile_rows, shape.tile_rows)",
-        "rows = pl.ds(part * padded, shape.tile_rows)",
+        "pl.ds(part * shape.padded + place.row, rows)",
+        "pl.ds(part * shape.padded, rows)",
         _PAIRS,
     ),
     Mutant(
@@ -145,7 +146,7 @@ MUTANTS = [
         "        part",
         _TILE,
     ),
-    Mutant("result still leaving at the end", _RING, "count))\n    plgpu.wait_smem_to_gmem(0)\n", "count))\n", _TILE),
+    Mutant("result still leaving at the end", _RING, "first)\n    plgpu.wait_smem_to_gmem(0)\n", "first)\n", _TILE),
     Mutant(
         "second part of a tile of rows the first's",
         _RING,
@@ -192,13 +193,19 @@ MUTANTS = [
     Mutant(
         "every tile the first of its group",
         _GROUPS,
-        "starts[group] + (tile - first[group]) * tile_rows",
-        "starts[group] + 0 * tile",
+        "before = (tile - (last_tiles - each)[group]) * (tile_rows // step)",
+        "before = 0 * tile",
         _SEVERAL,
     ),
-    Mutant("a group's last tile left out", _GROUPS, "each = -(-group_sizes", "each = (group_sizes", _SEVERAL),
-    Mutant("rows where their group does not begin", _GROUPS, "row - starts[owner] +", "row +", _SEVERAL),
-    Mutant("first row of the next group taken along", _GROUPS, "row[:, None] >= ends", "row[:, None] > ends", _SEVERAL),
+    Mutant("a group's last tile left out", _GROUPS, "step), -(-group_sizes", "step), (group_sizes", _SEVERAL),
+    Mutant("rows where their group does not begin", _GROUPS, "row - starts[group] +", "row +", _SEVERAL),
+    Mutant(
+        "first row of the next group taken along",
+        _GROUPS,
+        "numbers[:, None] >= last",
+        "numbers[:, None] > last",
+        _SEVERAL,
+    ),
     Mutant(
         "rows of no group not cleared",
         _GROUPS,
@@ -206,5 +213,42 @@ MUTANTS = [
         'y.at[tiles.place].get(mode="clip")',
         _SEVERAL,
     ),
-    Mutant("a tile too few", _GROUPS, "jnp.where(tile < last[-1]", "jnp.where(tile < last[-1] - 1", _SEVERAL),
+    Mutant("a tile too few", _GROUPS, "tile < last_tiles[-1],", "tile < last_tiles[-1] - 1,", _SEVERAL),
+    Mutant(
+        "a group's last rows left out", _GROUPS, "each = -(-group_sizes // step)", "each = group_sizes // step", _SIZES
+    ),
+    Mutant(
+        "groups change their rows", _GROUPS, "begin = starts[group] + (n", "begin = ends[group] - step + (n", _SEVERAL
+    ),
+    Mutant(
+        "rows of groups without gaps",
+        _GROUPS,
+        "begin = starts[group] + (number - first_steps[group])",
+        "begin = number",
+        _SEVERAL,
+    ),
+    Mutant(
+        "tiles of the next group",
+        _GROUPS,
+        "jnp.where(tile < last_tiles[-1], group",
+        "jnp.where(tile < last_tiles[-1], jnp.minimum(group + 1, num_groups - 1)",
+        _SEVERAL,
+    ),
+    Mutant(
+        "every tile a whole one",
+        _GROUPS,
+        "jnp.minimum(steps[group] - before, tile_rows // step)",
+        "0 * before + tile_rows // step",
+        _SIZES,
+    ),
+    Mutant("tiles begin a step late", _KERNEL, "_Place(first * shape.step", "_Place((first + 1) * shape.step", _SIZES),
+    Mutant("a product of a step too few", _KERNEL, "place.steps - 1,", "place.steps - 2,", _SIZES),
+    Mutant("a product of a step too many", _KERNEL, "place.steps - 1,", "place.steps,", _SIZES),
+    Mutant(
+        "high codes' rows behind those of a small tile",
+        _KERNEL,
+        "x_smem.at[slot, pl.ds(part * shape.tile_rows, rows)]",
+        "x_smem.at[slot, pl.ds(part * rows, rows)]",
+        _PAIRS_OF_GROUPS,
+    ),
 ]
