@@ -65,6 +65,7 @@ HASTY = (
 UNHURRIED = (
     *DEFAULT_MODEL_FILES,
     "tests/jaxengine/check/",
+    "tests/pallas_kernels/matmul/test_dense.py",
     "tests/sharding/test_collectives.py",
     "tests/sharding/test_towers.py",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +11,24 @@ from jax import lax
 
 from pallas_kernels.matmul import dense_xla
 
-_ROW_PARTS = 4
-# Of a matrix of bfloat16. Of more terms XLA:CPU makes the bits in memory first; of fewer more sums are left, which take
-# memory. Terms that lie side by side in a row are whole vectors.
-_TERMS, _LANES, _MOST_SUMS_BYTES = range(8, 13), 32, 16 << 20
+# Of float32. XLA:CPU (YNNPACK) adds the products of many rows in blocks of so many inputs, where there are two or more.
+_BLOCK, _ROW_PARTS = 512, 4
+# Of a matrix of bfloat16, by the axis that is summed over. Of fewer terms more sums are left, which take memory. More
+# than a dozen numbers of a row, each times a vector, have no registers; vectors of both have. Vectors are whole.
+_TERMS, _LANES, _MOST_SUMS_BYTES = (range(8, 13), range(8, 25)), (1, 8), 16 << 20
+# Where more than a dozen terms read one array of bits, XLA:CPU makes it in memory first. So half of them take the bits
+# as signed numbers: the shift drops what their sign has filled in.
+_BITS = jnp.uint16, jnp.int16
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
     """float32 [R, out]; arguments as the public operation has checked them."""
     rows = x.shape[0]
-    if rows == 1 and x.dtype == jnp.float32 and contract == 0 and weight.shape[0] % _ROW_PARTS == 0:
-        # As a batch of partial sums XLA:CPU reads the weights faster: `jaxengine bench peers --workloads W1`.
-        x, weight = x.reshape(_ROW_PARTS, 1, -1), weight.reshape(_ROW_PARTS, -1, weight.shape[1])
-        return jnp.sum(lax.dot_general(x, weight, (((2,), (1,)), ((0,), (0,)))), axis=0)
+    if rows == 1 and x.dtype == jnp.float32 and contract == 0 and (parts := _num_parts(weight.shape[0])):
+        # As a batch of partial sums XLA:CPU reads the weights faster: `jaxengine bench peers --workloads W1`. They are
+        # added in order, as those of many rows are; a reduction would add some of them first.
+        x, weight = x.reshape(parts, 1, -1), weight.reshape(parts, -1, weight.shape[1])
+        return reduce(jnp.add, lax.dot_general(x, weight, (((2,), (1,)), ((0,), (0,)))))
     if rows == 1 and x.dtype == weight.dtype == jnp.bfloat16:
         if terms := _num_terms(weight.shape, contract):
             return _row_product(x, weight, contract, terms)
@@ -31,10 +37,20 @@ def matmul(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
     return dense_xla.matmul(x, weight, contract=contract)[:rows]
 
 
+def _num_parts(inputs: int) -> int:
+    """Into how many partial sums one row's product of float32 is cut, 0 for none.
+
+    Whole blocks, where they fit, so that one row has the bits that it has among others.
+    """
+    if inputs % _BLOCK == 0 and inputs > _BLOCK:
+        return inputs // _BLOCK
+    return _ROW_PARTS if inputs % _ROW_PARTS == 0 else 0
+
+
 def _num_terms(shape: tuple[int, ...], contract: int) -> int:
     """Into how many terms one row's product is cut along the inputs, 0 for none."""
     inputs = shape[contract]
-    fits = [count for count in _TERMS if inputs % (count * (1 if contract == 0 else _LANES)) == 0]
+    fits = [count for count in _TERMS[contract] if inputs % (count * _LANES[contract]) == 0]
     count = max(fits, default=0)
     return count if count and math.prod(shape) * 4 // count <= _MOST_SUMS_BYTES else 0
 
@@ -48,11 +64,12 @@ def _row_product(x: jax.Array, weight: jax.Array, contract: int, terms: int) -> 
     """
     row = x[0].astype(jnp.float32)
     size = row.shape[0] // terms
-    bits = lax.bitcast_convert_type(weight, jnp.uint16)
+    bits = [lax.bitcast_convert_type(weight, dtype) for dtype in _BITS]
     sums = jnp.zeros(())
-    for first in range(0, row.shape[0], size):
+    for term in range(terms):
+        first = term * size
         # A shift of the bits is what widening is. As a conversion XLA would make it once, of the whole matrix.
-        part = lax.slice_in_dim(bits, first, first + size, axis=contract).astype(jnp.uint32)
+        part = lax.slice_in_dim(bits[term % len(bits)], first, first + size, axis=contract).astype(jnp.uint32)
         wide = lax.bitcast_convert_type(lax.shift_left(part, jnp.uint32(16)), jnp.float32)
         own = lax.slice_in_dim(row, first, first + size)
         sums = sums + (own[:, None] if contract == 0 else own) * wide
