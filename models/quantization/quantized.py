@@ -26,6 +26,7 @@ from models.quantization.plain import Plain
 from models.quantization.scheme import Weight
 from models.quantization.stored import Activation, Stored
 from models.weights.declare import ParamDecl, Source, declare
+from pallas_kernels.matmul.nibbles import code_parts
 from pallas_kernels.matmul.quantized import quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
 from sharding.collectives import gather_parts, largest_of_parts, shard_index
@@ -163,6 +164,31 @@ class QuantizedWeight(nnx.Module):
         return jnp.repeat(jnp.max(padded, axis=2), each, axis=1)[:, :count]
 
 
+class QuantizedTable(QuantizedWeight):
+    """A token table [V, D] held as the matrix [D, V] of its head, whose columns are its rows: once for both."""
+
+    def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
+        if contract != 1:
+            raise ValueError(f"a quantised table is multiplied over its columns, axis 1, got {contract}")
+        return super().matmul(x, out_dtype=out_dtype)
+
+    def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
+        codes, scales, zeros = self._matrix
+        mode: dict[str, Any] = {"mode": "clip"}
+        if of_others:
+            mode = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
+
+        def columns(array: jax.Array) -> jax.Array:
+            """[n, V] -> [T, n]"""
+            return array.at[:, ids].get(**mode).T
+
+        # Codes [T, in / 2, 1] of even and of odd inputs side by side, or [T, in, 1] as they are.
+        wide = jnp.concatenate(code_parts(columns(codes)[:, :, None]), axis=2).astype(jnp.float32)
+        wide = wide.reshape(len(ids), scales.shape[0], -1) * columns(scales)[:, :, None]
+        wide = wide if zeros is None else wide - columns(zeros)[:, :, None]
+        return wide.reshape(len(ids), -1).astype(self.dtype)
+
+
 def in_pairs(size: int, group: int) -> bool:
     """Whether codes of four bits of `size` inputs of a device, `group` of which share a scale, lie in pairs."""
     return size % 2 == 0 and group % 2 == 0
@@ -172,11 +198,12 @@ def in_pairs(size: int, group: int) -> bool:
 class Quantized:
     """models.quantization.scheme.Scheme of modules that a checkpoint keeps quantised.
 
-    Tables are dequantised as they are read: their rows are looked up, and few checkpoints quantise them. So are
-    matrices whose codes are no numbers to multiply with.
+    Tables are dequantised as they are read, unless `with_tables`: few checkpoints quantise them. So are matrices whose
+    codes are no numbers to multiply with.
     """
 
     stored: Stored
+    with_tables: bool = False
 
     def declare(
         self,
@@ -189,6 +216,9 @@ class Quantized:
         table: bool = False,
         input_parts: int = 1,
     ) -> Weight:
+        if table and self.with_tables:
+            form = self.stored, shape[::-1], sources, axes[::-1]
+            return QuantizedTable(*form, dtype=dtype, num_experts=None, input_parts=1)
         if table or self.stored.dtype == "float32":
             return Plain(VALUES).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=table)
         stored, own = self.stored, shape[-2] // input_parts
