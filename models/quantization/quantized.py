@@ -118,10 +118,10 @@ class QuantizedWeight(nnx.Module):
         return quantized_grouped_matmul(self._rows(x, scale), *self._matrix, group_sizes, **options)
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
-        raise ValueError("tables are stored as they are")
+        raise ValueError("matrices of heads, one below the other, are stored as they are")
 
     def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
-        raise ValueError("tables are stored as they are")
+        raise ValueError("a quantised matrix is no table: its rows are not looked up")
 
     @property
     def _matrix(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
