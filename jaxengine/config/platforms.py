@@ -13,8 +13,8 @@ class Platform:
       name: the kernels it runs, pallas_kernels.registry's word.
       seq_tokens: of each of max_num_seqs requests, for which the KV pool has room when nothing is said of memory; None
         fills the share of the device's memory.
-      keeps_tables: with `quantization` gguf, token tables stay quantised. A TPU would gather their rows, which are the
-        columns of the head's matrix, number by number.
+      keeps_tables: with `quantization` gguf, token tables stay quantised. A TPU's kernels read a matrix with the codes
+        of an input side by side, and would have the table, which has those of a token so, turned around in every step.
       decode_sizes, prefill_sizes: steps to compile, by sequences and by tokens; those beyond the limits are left out.
     """
 

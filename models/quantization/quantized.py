@@ -28,6 +28,7 @@ from models.quantization.stored import Activation, Stored
 from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.matmul.nibbles import code_parts
 from pallas_kernels.matmul.quantized import quantized_grouped_matmul, quantized_matmul
+from pallas_kernels.matmul.quantized_table import quantized_table_matmul
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
 from sharding.collectives import gather_parts, largest_of_parts, shard_index
 
@@ -164,28 +165,63 @@ class QuantizedWeight(nnx.Module):
         return jnp.repeat(jnp.max(padded, axis=2), each, axis=1)[:, :count]
 
 
-class QuantizedTable(QuantizedWeight):
-    """A token table [V, D] held as the matrix [D, V] of its head, whose columns are its rows: once for both."""
+class QuantizedTable(nnx.Module):
+    """models.quantization.scheme.Weight of a token table [V, D]: codes [V, D], in pairs [V, D / 2], scales and zeros
+    [n, V], each for D / n neighbouring numbers of a token."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        shape: tuple[int, ...],
+        sources: Sequence[Source],
+        axes: tuple[str | None, ...],
+        *,
+        dtype: Any,
+    ):
+        self.dtype = jnp.dtype(dtype).name
+        rows, size = shape
+        count = size // math.gcd(stored.group or size, size)
+
+        def part(kind: str, width: int, dtype: str, *, turned: bool = False, **init: Any) -> nnx.Param:
+            tensors = tuple(source.tensor(kind) for source in sources)
+            order = slice(None, None, -1) if turned else slice(None)
+            decl = ParamDecl(axes[order], tensors, transposed=turned, row_major=True, **init)
+            return declare((rows, width)[order], jnp.dtype(dtype), decl)
+
+        std = _STD[stored.dtype]
+        if stored.dtype == "int4" and in_pairs(size, size // count):
+            self.codes = part(PAIRS, size // 2, "uint8", init_std=std)
+        else:
+            self.codes = part(CODES, size, "int8", init_std=std)
+        self.scales = part(SCALES, count, "float32", turned=True, init_value=size**-0.5 / std)
+        self.zeros = part(ZEROS, count, "float32", turned=True, init_value=0.0) if stored.has_zeros else None
 
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
         if contract != 1:
             raise ValueError(f"a quantised table is multiplied over its columns, axis 1, got {contract}")
-        return super().matmul(x, out_dtype=out_dtype)
+        zeros = None if self.zeros is None else self.zeros[...]
+        options = {"dtype": self.dtype, "out_dtype": out_dtype}
+        return quantized_table_matmul(x, self.codes[...], self.scales[...], zeros, **options)
+
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
+        raise ValueError("a quantised table is no stack of matrices")
+
+    def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
+        raise ValueError("a quantised table is no matrices of heads")
 
     def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
-        codes, scales, zeros = self._matrix
         mode: dict[str, Any] = {"mode": "clip"}
         if of_others:
             mode = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
 
-        def columns(array: jax.Array) -> jax.Array:
-            """[n, V] -> [T, n]"""
-            return array.at[:, ids].get(**mode).T
+        def found(scales: nnx.Param) -> jax.Array:
+            return scales[...].at[:, ids].get(**mode).T[:, :, None]
 
-        # Codes [T, in / 2, 1] of even and of odd inputs side by side, or [T, in, 1] as they are.
-        wide = jnp.concatenate(code_parts(columns(codes)[:, :, None]), axis=2).astype(jnp.float32)
-        wide = wide.reshape(len(ids), scales.shape[0], -1) * columns(scales)[:, :, None]
-        wide = wide if zeros is None else wide - columns(zeros)[:, :, None]
+        # Codes [T, D / 2, 1] of even and of odd numbers side by side, or [T, D, 1] as they are.
+        codes = code_parts(self.codes[...].at[ids].get(**mode)[:, :, None])
+        wide = jnp.concatenate(codes, axis=2).astype(jnp.float32)
+        wide = wide.reshape(len(ids), self.scales[...].shape[0], -1) * found(self.scales)
+        wide = wide if self.zeros is None else wide - found(self.zeros)
         return wide.reshape(len(ids), -1).astype(self.dtype)
 
 
@@ -217,8 +253,7 @@ class Quantized:
         input_parts: int = 1,
     ) -> Weight:
         if table and self.with_tables:
-            form = self.stored, shape[::-1], sources, axes[::-1]
-            return QuantizedTable(*form, dtype=dtype, num_experts=None, input_parts=1)
+            return QuantizedTable(self.stored, shape, sources, axes, dtype=dtype)
         if table or self.stored.dtype == "float32":
             return Plain(VALUES).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=table)
         stored, own = self.stored, shape[-2] // input_parts
