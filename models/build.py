@@ -16,7 +16,7 @@ from models.config.lora import LoraSpec
 from models.quantization.four_bits import GPTQ
 from models.quantization.online import Rounded
 from models.quantization.registry import PLAIN
-from models.quantization.rules import Quantization
+from models.quantization.rules import Everywhere, Quantization
 from models.quantization.scheme import Scheme, Weight
 from models.weights.declare import Source, declared_params
 from sharding.layout import ONE_DEVICE, MeshLayout
@@ -69,6 +69,11 @@ class Build:
         parts = 1 if table or axes[-2] is None else self.mesh.num_shards(axes[-2])
         options: dict[str, Any] = {"num_experts": num_experts, "table": table, "input_parts": parts}
         return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, **options)
+
+    def for_table(self) -> Build:
+        """What a token table is built for: stored as it is, unless the scheme says how tables are, too."""
+        kept = isinstance(self.scheme, Quantization | Everywhere) and self.scheme.with_tables
+        return self if kept else replace(self, scheme=PLAIN)
 
     def for_tower(self, quantization: Callable[[str], Any] | None) -> Build:
         """What a model's tower is built for: without adapters, and stored as its checkpoint says by its modules' names.

@@ -33,6 +33,7 @@ from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.executables import compile_program
 from jaxengine.runner.memory import MemoryPlan, StageNeeds, device_memory, held_bytes, plan_memory
 from models.cache import plain_cards, platform_of
+from models.config.model_config import ModelConfig
 from sharding.rules import part_bytes
 
 Reply = Callable[[dict[str, Any]], None]
@@ -104,16 +105,19 @@ class Compiler:
         self._of_kernels: dict[str, dict[str, int | None]] = {}
         self._config = EngineConfig(**request.options)
         self._platform = PLATFORMS[request.platform or platform_of(self._devices[0])]
-        self._model = model_config(request.model, request.options.get("quantization"))
+        self._model = self._read(whole=False)
         config = settled(self._config, self._model)
         self.stages = open_stages(self._model, config, self._platform, self._devices)
+
+    def _read(self, *, whole: bool) -> ModelConfig:
+        asked, keep_tables = self.request.options.get("quantization"), self._platform.keeps_tables
+        return model_config(self.request.model, asked, whole=whole, keep_tables=keep_tables)
 
     @cached_property
     def whole(self) -> list[StagePrograms]:
         """The stages with all layers of the model, of which those that are compiled may have the first few: what memory
         is planned for."""
-        asked = self.request.options.get("quantization")
-        if (model := model_config(self.request.model, asked, whole=True)) == self._model:
+        if (model := self._read(whole=True)) == self._model:
             return self.stages
         config = dataclasses.replace(settled(self._config, model), pipeline_layers=None)
         return open_stages(model, config, self._platform, self._devices)

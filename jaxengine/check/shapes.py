@@ -180,13 +180,15 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 
-def model_config(name: str, quantization: str | None = None, *, whole: bool = False) -> ModelConfig:
+def model_config(
+    name: str, quantization: str | None = None, *, whole: bool = False, keep_tables: bool = True
+) -> ModelConfig:
     """The shape of a model: a name from SHAPES, a GGUF file, a Hugging Face folder, or a hub id.
 
     Of a name from SHAPES `:N` behind it leaves the first N layers, unless the whole model is wanted: layers of one kind
     are compiled alike, so that a check of few finds what one of all finds, and memory is counted.
 
-    quantization: as of EngineConfig.
+    quantization: as of EngineConfig. keep_tables: as of open_model.
 
     Raises:
       ConfigError: none of these, or quantised in another way.
@@ -194,7 +196,8 @@ def model_config(name: str, quantization: str | None = None, *, whole: bool = Fa
     """
     path = Path(name).expanduser()
     if path.is_file() and name.lower().partition(":")[0] not in SHAPES:
-        return open_model(EngineConfig(model=name, load_format="dummy", quantization=quantization)).config
+        config = EngineConfig(model=name, load_format="dummy", quantization=quantization)
+        return open_model(config, keep_tables=keep_tables).config
     return as_asked(_named(name, whole=whole), quantization)
 
 

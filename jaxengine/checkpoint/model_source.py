@@ -89,15 +89,17 @@ class ModelSource:
             return Tokenizer.from_gguf(file.metadata, path=str(self.path))
 
 
-def open_model(config: EngineConfig) -> ModelSource:
+def open_model(config: EngineConfig, *, keep_tables: bool = True) -> ModelSource:
     """Opens what `config.model` names.
+
+    keep_tables: with `quantization` gguf, the token tables are kept as the file has them, too.
 
     Raises:
       ConfigError: no such file, folder or hub model.
       ModelFileError: a file of it cannot be used, or describes a model that is not supported.
     """
     path = default_model_path() if config.model is None else find_model(config)
-    source = _open_gguf(path, config) if path.is_file() else _open_folder(path, config)
+    source = _open_gguf(path, config, keep_tables) if path.is_file() else _open_folder(path, config)
     source = replace(source, config=as_asked(source.config, config.quantization, is_gguf=source.path.is_file()))
     source = replace(source, config=as_it_sees(source.config, config))
     longest = config.max_model_len or source.config.max_position_embeddings
@@ -161,7 +163,7 @@ def find_model(config: EngineConfig) -> Path:
     return download_model(config.model, config)
 
 
-def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:
+def _open_gguf(path: Path, config: EngineConfig, keep_tables: bool) -> ModelSource:
     if config.load_format not in ("auto", "gguf", "dummy"):
         raise ConfigError("load_format", config.load_format, f"auto, gguf or dummy for a file, {path}")
     if path.name.endswith((".safetensors", ".safetensors.index.json", "config.json")):
@@ -177,7 +179,7 @@ def _open_gguf(path: Path, config: EngineConfig) -> ModelSource:
     except ModelConfigError as error:
         raise ModelFileError(path, str(error)) from error
     if config.quantization == "gguf":
-        quantization, kept = read_formats(file.formats(), partial(build_model, model))
+        quantization, kept = read_formats(file.formats(), partial(build_model, model), keep_tables=keep_tables)
         model = replace(model, quantization=quantization)
         file.keep(kept)
     weights = None if config.load_format == "dummy" else SplitLatentSource(file)

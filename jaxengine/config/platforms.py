@@ -13,6 +13,8 @@ class Platform:
       name: the kernels it runs, pallas_kernels.registry's word.
       seq_tokens: of each of max_num_seqs requests, for which the KV pool has room when nothing is said of memory; None
         fills the share of the device's memory.
+      keeps_tables: with `quantization` gguf, token tables stay quantised. A TPU's kernels read a matrix with the codes
+        of an input side by side, and would have the table, which has those of a token so, turned around in every step.
       decode_sizes, prefill_sizes: steps to compile, by sequences and by tokens; those beyond the limits are left out.
     """
 
@@ -25,6 +27,7 @@ class Platform:
     seq_tokens: int | None
     decode_sizes: tuple[int, ...]
     prefill_sizes: tuple[int, ...]
+    keeps_tables: bool = True
 
 
 _DOUBLING = tuple(2**exponent for exponent in range(18))
@@ -38,5 +41,5 @@ PLATFORMS = {
     "cpu": Platform("cpu", "float32", 16, 32, 512, 0.5, 512, (1, *_DOUBLING[2:]), (384, *_DOUBLING[5:])),
     "gpu": _GPU,
     "gpu_xla": replace(_GPU, name="gpu_xla"),
-    "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, None, _DECODES, _CHUNKS),
+    "tpu": Platform("tpu", "bfloat16", 128, 256, 2048, 0.92, None, _DECODES, _CHUNKS, keeps_tables=False),
 }

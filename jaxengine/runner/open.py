@@ -43,7 +43,7 @@ def open_resolved(config: EngineConfig, devices: Sequence[Any] | None = None, me
     """Opens the model of a config and settles what the config leaves open. Raises as EngineCore does."""
     config, devices = choose_devices(config, devices, mesh)
     platform = PLATFORMS[kernel_platform(devices[0])]
-    source = open_model(config)
+    source = open_model(config, keep_tables=platform.keeps_tables)
     config = settle_draft(config, source.config)
     # What was downloaded is here now: nobody who is given this config needs the hub or the token.
     tokenizer = config.tokenizer if source.tokenizer_path is None else str(source.tokenizer_path)

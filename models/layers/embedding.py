@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from models.build import Build
-from models.quantization.registry import PLAIN
 from models.weights.declare import Source
 from sharding.collectives import exchange_tokens, gather_tokens, num_shards, reduce_tokens, shard_index
 from sharding.layout import MeshLayout
@@ -21,9 +18,7 @@ class Embedding(nnx.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, source: str, build: Build):
         rows = vocab_source(source, vocab_size, build.mesh)
         self.num_rows = rows.num_contributed
-        self.weight = replace(build, scheme=PLAIN).weight(
-            (self.num_rows, hidden_size), (rows,), ("vocab", "embed"), table=True
-        )
+        self.weight = build.for_table().weight((self.num_rows, hidden_size), (rows,), ("vocab", "embed"), table=True)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """i32[T] -> [T, D]"""

@@ -27,7 +27,9 @@ from models.quantization.scheme import Weight
 from models.quantization.stored import Activation, Stored
 from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.matmul.gated import Gating
+from pallas_kernels.matmul.nibbles import code_parts
 from pallas_kernels.matmul.quantized import quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
+from pallas_kernels.matmul.quantized_table import quantized_table_matmul
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, microscaled_rows, rounded_rows
 from sharding.collectives import gather_parts, largest_of_parts, shard_index
 
@@ -130,10 +132,10 @@ class QuantizedWeight(nnx.Module):
         return self._rows(x, scale)
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
-        raise ValueError("tables are stored as they are")
+        raise ValueError("matrices of heads, one below the other, are stored as they are")
 
     def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
-        raise ValueError("tables are stored as they are")
+        raise ValueError("a quantised matrix is no table: its rows are not looked up")
 
     @property
     def _matrix(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -179,6 +181,71 @@ class QuantizedWeight(nnx.Module):
         return jnp.repeat(jnp.max(padded, axis=2), each, axis=1)[:, :count]
 
 
+class QuantizedTable(nnx.Module):
+    """models.quantization.scheme.Weight of a token table [V, D]: codes [V, D], in pairs [V, D / 2], scales and zeros
+    [n, V], each for D / n neighbouring numbers of a token."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        shape: tuple[int, ...],
+        sources: Sequence[Source],
+        axes: tuple[str | None, ...],
+        *,
+        dtype: Any,
+    ):
+        self.dtype = jnp.dtype(dtype).name
+        rows, size = shape
+        count = size // math.gcd(stored.group or size, size)
+
+        def part(kind: str, width: int, dtype: str, *, turned: bool = False, **init: Any) -> nnx.Param:
+            tensors = tuple(source.tensor(kind) for source in sources)
+            order = slice(None, None, -1) if turned else slice(None)
+            decl = ParamDecl(axes[order], tensors, transposed=turned, row_major=True, **init)
+            return declare((rows, width)[order], jnp.dtype(dtype), decl)
+
+        std = _STD[stored.dtype]
+        if stored.dtype == "int4" and in_pairs(size, size // count):
+            self.codes = part(PAIRS, size // 2, "uint8", init_std=std)
+        else:
+            self.codes = part(CODES, size, "int8", init_std=std)
+        self.scales = part(SCALES, count, "float32", turned=True, init_value=size**-0.5 / std)
+        self.zeros = part(ZEROS, count, "float32", turned=True, init_value=0.0) if stored.has_zeros else None
+
+    def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
+        if contract != 1:
+            raise ValueError(f"a quantised table is multiplied over its columns, axis 1, got {contract}")
+        zeros = None if self.zeros is None else self.zeros[...]
+        options = {"dtype": self.dtype, "out_dtype": out_dtype}
+        return quantized_table_matmul(x, self.codes[...], self.scales[...], zeros, **options)
+
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
+        raise ValueError("a quantised table is no stack of matrices")
+
+    def gated_matmul(
+        self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
+    ) -> jax.Array:
+        raise ValueError("a quantised table is no stack of matrices")
+
+    def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
+        raise ValueError("a quantised table is no matrices of heads")
+
+    def rows(self, ids: jax.Array, *, of_others: bool = False) -> jax.Array:
+        mode: dict[str, Any] = {"mode": "clip"}
+        if of_others:
+            mode = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
+
+        def found(scales: nnx.Param) -> jax.Array:
+            return scales[...].at[:, ids].get(**mode).T[:, :, None]
+
+        # Codes [T, D / 2, 1] of even and of odd numbers side by side, or [T, D, 1] as they are.
+        codes = code_parts(self.codes[...].at[ids].get(**mode)[:, :, None])
+        wide = jnp.concatenate(codes, axis=2).astype(jnp.float32)
+        wide = wide.reshape(len(ids), self.scales[...].shape[0], -1) * found(self.scales)
+        wide = wide if self.zeros is None else wide - found(self.zeros)
+        return wide.reshape(len(ids), -1).astype(self.dtype)
+
+
 def in_pairs(size: int, group: int) -> bool:
     """Whether codes of four bits of `size` inputs of a device, `group` of which share a scale, lie in pairs."""
     return size % 2 == 0 and group % 2 == 0
@@ -188,11 +255,12 @@ def in_pairs(size: int, group: int) -> bool:
 class Quantized:
     """models.quantization.scheme.Scheme of modules that a checkpoint keeps quantised.
 
-    Tables are dequantised as they are read: their rows are looked up, and few checkpoints quantise them. So are
-    matrices whose codes are no numbers to multiply with.
+    Tables are dequantised as they are read, unless `with_tables`: few checkpoints quantise them. So are matrices whose
+    codes are no numbers to multiply with.
     """
 
     stored: Stored
+    with_tables: bool = False
 
     def declare(
         self,
@@ -205,6 +273,8 @@ class Quantized:
         table: bool = False,
         input_parts: int = 1,
     ) -> Weight:
+        if table and self.with_tables:
+            return QuantizedTable(self.stored, shape, sources, axes, dtype=dtype)
         if table or self.stored.dtype == "float32":
             return Plain(VALUES).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=table)
         stored, own = self.stored, shape[-2] // input_parts

@@ -38,6 +38,7 @@ class Quantization:
       listed: further ones as transformers has them: a part of a name between dots, which may end in one, with "*" for
         anything.
       with_heads: whether LINEAR stands for the head too.
+      with_tables: whether the rules are of token tables, too, which are then kept as they are stored.
       prefixes: beginnings of the checkpoint's names, and what the model has instead.
       suffixes: ends of the names of the checkpoint's modules, likewise.
       stacked: experts of a layer may be one tensor, with a name of its own.
@@ -49,6 +50,7 @@ class Quantization:
     ignored: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
     with_heads: bool = False
+    with_tables: bool = False
     prefixes: tuple[tuple[str, str], ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
     stacked: bool = False
@@ -75,9 +77,13 @@ def _stack(expert: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Everywhere:
-    """One scheme for every checkpoint module, whatever its name."""
+    """One scheme for every checkpoint module, whatever its name.
+
+    with_tables: token tables among them.
+    """
 
     scheme: Scheme
+    with_tables: bool = False
 
     def __call__(self, module: str) -> Scheme:
         return self.scheme
@@ -93,7 +99,7 @@ def _chosen(quantization: Quantization, module: str) -> Scheme:
     linear = quantization.with_heads or module not in HEADS
     for targets, stored in quantization.rules:
         if any(linear if entry == LINEAR else _fits(entry, name) for entry in targets for name in names):
-            return _PLAIN if stored is None else Quantized(stored)
+            return _PLAIN if stored is None else Quantized(stored, quantization.with_tables)
     return _PLAIN
 
 

@@ -53,8 +53,9 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
             codes = param
         if kind == "scales":
             assert codes is not None, "codes come before their scales"
-            *_, size, _ = _own_shape(codes, build.mesh)
             *_, count, out = _own_shape(param, build.mesh)
+            size = _own_shape(codes, build.mesh)[-2 if codes.decl.transposed else -1]
+            op = op if codes.decl.transposed else "quantized_table_matmul"
             inputs = size * per_byte(codes.dtype)
             row["product"] = product_of(op, platform, inputs, out, count, codes.dtype, build.dtype)
         elif op == "grouped_matmul":

@@ -20,18 +20,20 @@ from models.weights.parts import tensor_name
 
 # Of matrices that a scheme may store: routers and the like have none.
 _MARK = ".kept"
-_MARKED = Everywhere(Plain(_MARK[1:]))
+_MARKED = Everywhere(Plain(_MARK[1:]), with_tables=True)
 
 
 def read_formats(
-    formats: Mapping[str, BlockFormat], build: Callable[[Build], CausalLM]
+    formats: Mapping[str, BlockFormat], build: Callable[[Build], CausalLM], *, keep_tables: bool
 ) -> tuple[Quantization, frozenset[str]]:
     """How the matrices of a file are held, and the modules that are kept so (see GGUFFile.formats and `keep`).
 
-    A product is kept where the file has all of its matrices quantised. Tables, whose rows are looked up, are not.
+    A product is kept where the file has all of its matrices quantised. Matrices that lie one below the other, each for
+    a head of its own, are not.
 
     Args:
       build: the file's model, abstract, for a Build.
+      keep_tables: token tables, too.
     """
     products: dict[tuple[str, ...], tuple[str, ...]] = {}
     tables: set[str] = set()
@@ -39,7 +41,7 @@ def read_formats(
         sources = [source for source in param.decl.sources if source.name.endswith(_MARK)]
         experts = range(param.decl.num_experts or 1)
         every = tuple(tensor_name(source, n).removesuffix(_MARK) for source in sources for n in experts)
-        if not param.decl.transposed:
+        if not param.decl.transposed and not (keep_tables and param.decl.axes[0] == "vocab"):
             tables.update(every)
         elif sources:
             products[tuple(source.name.removesuffix(_MARK).replace("{expert}", "0") for source in sources)] = every
@@ -49,7 +51,8 @@ def read_formats(
         if tables.isdisjoint(every) and formats.keys() >= set(every):
             rules.setdefault(_common([formats[name] for name in every]), []).extend(names)
             kept.update(every)
-    return Quantization(METHOD, tuple((tuple(names), stored) for stored, names in rules.items())), frozenset(kept)
+    named = tuple((tuple(names), stored) for stored, names in rules.items())
+    return Quantization(METHOD, named, with_tables=keep_tables), frozenset(kept)
 
 
 def _common(formats: Sequence[BlockFormat]) -> Blocks:

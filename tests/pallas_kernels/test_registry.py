@@ -10,6 +10,7 @@ from tests.pallas_kernels.matmul.test_dense import IMPLEMENTATIONS as DENSE
 from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED
 from tests.pallas_kernels.matmul.test_lora import IMPLEMENTATIONS as LORA
 from tests.pallas_kernels.matmul.test_quantized import IMPLEMENTATIONS as QUANTIZED
+from tests.pallas_kernels.matmul.test_quantized_table import IMPLEMENTATIONS as TABLES
 from tests.pallas_kernels.state.test_conv import IMPLEMENTATIONS as CONV
 from tests.pallas_kernels.state.test_delta import IMPLEMENTATIONS as DELTA
 from tests.pallas_kernels.state.test_space import IMPLEMENTATIONS as SPACE
@@ -40,6 +41,7 @@ def run_by_tests() -> set:
         | set(GROUPED)
         | set(DENSE)
         | set(QUANTIZED)
+        | set(TABLES)
         | set(LORA)
         | states
     )

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from flax import nnx
 
 from jaxengine.checkpoint.model_source import ModelSource, open_model
 from jaxengine.config.engine_config import EngineConfig
+from jaxengine.config.platforms import PLATFORMS
 from models.build import Build
 from models.quantization.table import weight_rows
 from models.registry import build_model
@@ -50,13 +52,15 @@ LLAMA = {
 MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes(config: dict[str, Any], tied: bool = False) -> dict[str, tuple[int, ...]]:
     hidden, wide, kv = config["hidden_size"], config["intermediate_size"], 128
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "lm_head.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
     }
+    if tied:
+        del found["lm_head.weight"]
     for layer in range(config["num_hidden_layers"]):
         own: dict[str, tuple[int, ...]] = {
             "self_attn.q_proj": (hidden, hidden),
@@ -89,8 +93,11 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int) -> bytes:
     return raw.tobytes()
 
 
-def write(path, config: dict, kind_of) -> str:
-    """A file whose matrices are of the types that `kind_of` says by llama.cpp's names; None for float32."""
+def write(path, config: dict, kind_of, tied: bool = False) -> str:
+    """A file whose matrices are of the types that `kind_of` says by llama.cpp's names; None for float32.
+
+    tied: it has no head of its own.
+    """
 
     def store(name: str, values: np.ndarray) -> Tensor:
         kind = kind_of(name) if values.ndim > 1 else None
@@ -99,13 +106,14 @@ def write(path, config: dict, kind_of) -> str:
         return name, values.shape[::-1], TYPES[kind], blocks(kind, values.shape, zlib.crc32(name.encode()))
 
     rng = np.random.default_rng(0)
-    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes(config).items()}
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes(config, tied).items()}
     path.write_bytes(converted(config, tensors, store))
     return str(path)
 
 
-def opened(path: str, quantization: str | None) -> ModelSource:
-    return open_model(EngineConfig(model=path, quantization=quantization, skip_tokenizer_init=True))
+def opened(path: str, quantization: str | None, *, keep_tables: bool = True) -> ModelSource:
+    config = EngineConfig(model=path, quantization=quantization, skip_tokenizer_init=True)
+    return open_model(config, keep_tables=keep_tables)
 
 
 def weights_of(source: ModelSource) -> WeightSource:
@@ -113,9 +121,9 @@ def weights_of(source: ModelSource) -> WeightSource:
     return source.weights
 
 
-def loaded(path: str, quantization: str | None) -> Any:
-    source = opened(path, quantization)
-    model = build_model(source.config, Build("float32"))
+def loaded(path: str, quantization: str | None, *, dtype: str = "float32", **options) -> Any:
+    source = opened(path, quantization, **options)
+    model = build_model(source.config, Build(dtype))
     nnx.update(model, load_params(model, weights_of(source)))
     source.close()
     return model
@@ -170,7 +178,46 @@ def test_formats_mixed_within_a_product_and_between_layers(tmp_path, config):
     source.close()
     held = {row["format"]: row["dtype"] for row in rows}
     of_eight_bits = dict.fromkeys(("Q4_K + Q6_K", "Q8_0", "Q5_0", "Q6_K"), "int8")
-    assert held == {"as it is": "float32", "Q4_0 + Q4_1": "int4", **of_eight_bits}
+    routers = {"as it is": "float32"} if "num_local_experts" in config else {}
+    assert held == {**routers, "Q4_0 + Q4_1": "int4", **of_eight_bits}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_token_table(tmp_path, kind, tied):
+    """Held as its head multiplies with it; its rows, in the model's dtype, are those that the file stands for."""
+    path = write(tmp_path / "model.gguf", LLAMA, lambda name: kind if name == "token_embd.weight" else None, tied)
+    form, ids = FORMATS[TYPES[kind]], jnp.array([5, 0, 47, 5], jnp.int32)
+    rtol = 2e-7 if form.four_bits and form.has_zeros else 0
+    kept, plain = loaded(path, "gguf"), loaded(path, None)
+    size = kept.embed.weight.codes[...].size * (2 if form.four_bits else 1)
+    assert size == 48 * 256 and not hasattr(kept.embed.weight, "values")
+    expected = np.asarray(plain.embed(ids))
+    for rows in (kept.embed(ids), jax.jit(kept.embed)(ids)):
+        np.testing.assert_allclose(rows, expected, rtol=rtol, atol=rtol * np.abs(expected).max())
+    others = kept.embed.weight.rows(jnp.array([-1, 47, 48], jnp.int32), of_others=True)
+    np.testing.assert_array_equal(others, np.stack([np.zeros(256), np.asarray(kept.embed(ids))[2], np.zeros(256)]))
+    half = loaded(path, "gguf", dtype="bfloat16").embed(ids)
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(half, kept.embed(ids).astype(jnp.bfloat16))
+    hidden = jnp.asarray(np.random.default_rng(1).standard_normal((3, 256)), jnp.float32)
+    for count in (1, 3):
+        logits = plain.embed.logits(hidden[:count])
+        np.testing.assert_allclose(kept.embed.logits(hidden[:count]), logits, atol=3e-6 * np.abs(logits).max())
+    with pytest.raises(ValueError, match="over its columns, axis 1"):
+        kept.embed.weight.matmul(hidden)
+
+
+def test_a_token_table_is_dequantised_where_a_platform_asks_for_it(tmp_path):
+    path = write(tmp_path / "model.gguf", LLAMA, lambda name: "Q8_0", tied=True)
+    ours, theirs = loaded(path, "gguf", keep_tables=False), loaded(path, None)
+    np.testing.assert_array_equal(ours.embed.weight.values[...], theirs.embed.weight.values[...])
+    assert [name for name, platform in PLATFORMS.items() if not platform.keeps_tables] == ["tpu"]
+    for keep_tables, kept in ((True, ("Q8_0", "int8")), (False, ("as it is", "float32"))):
+        source = opened(path, "gguf", keep_tables=keep_tables)
+        table, *_ = weight_rows([build_model(source.config, Build("float32"))], "cpu")
+        source.close()
+        assert (table["modules"], table["format"], table["dtype"]) == ("embed", *kept)
 
 
 def test_a_product_that_is_not_quantised_whole_is_not_kept(tmp_path):

@@ -1,0 +1,48 @@
+"""The product of rows with a quantised token table, whose rows are those of tokens: the public operation.
+
+Owns the choice of implementation. Knows nothing of layers or of how checkpoints store codes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.matmul.nibbles import per_byte
+from pallas_kernels.registry import PLATFORM_ROWS, kernel
+
+
+def quantized_table_matmul(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    *,
+    dtype: Any = None,
+    out_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """x [M, in] times the transpose of a table [V, in], codes * scales - zeros: [M, V] in `out_dtype`.
+
+    As pallas_kernels.matmul.quantized.quantized_matmul with codes [V, in] int8, or [V, in / 2] uint8 in pairs, and
+    scales and zeros [n, V].
+
+    Raises ValueError when the shapes do not fit together.
+    """
+    inputs = codes.shape[1] * per_byte(codes.dtype) if codes.ndim == 2 else 0
+    if x.ndim != 2 or inputs != x.shape[1] or codes.dtype not in (jnp.int8, jnp.uint8):
+        text = "x [M, in] and codes [V, in], int8 or uint8 of pairs, must agree"
+        raise ValueError(f"quantized_table_matmul: {text}, got {x.shape} and {codes.dtype} {codes.shape}")
+    if scales.ndim != 2 or scales.shape[1] != len(codes) or not len(scales) or codes.shape[1] % len(scales):
+        text = f"scales must be (n, {len(codes)}) where n divides {codes.shape[1]}"
+        raise ValueError(f"quantized_table_matmul: {text}, got {scales.shape}")
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"quantized_table_matmul: zeros must be {scales.shape} as scales, got {zeros.shape}")
+    options = {"dtype": jnp.dtype(x.dtype if dtype is None else dtype), "out_dtype": jnp.dtype(out_dtype)}
+    by_platform = {
+        platform: partial(kernel("quantized_table_matmul", row), **options) for platform, row in PLATFORM_ROWS.items()
+    }
+    return lax.platform_dependent(x, codes, scales, zeros, **by_platform)

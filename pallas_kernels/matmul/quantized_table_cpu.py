@@ -1,0 +1,87 @@
+"""The product of rows with a quantised token table for the CPU: some tokens at a time are widened while in cache.
+
+That of a single row is made of codes that are widened in registers, a token's side by side, and so as they lie in
+memory. With those of an input side by side (quantized_cpu), of as many tokens, it takes more than twice as long.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.matmul.nibbles import per_byte, row_parts
+from pallas_kernels.zeros import zeros_in_layer
+
+BLOCK_TOKENS = 256
+
+
+def quantized_table_matmul(
+    x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, dtype: Any, out_dtype: Any
+) -> jax.Array:
+    """[M, V] in out_dtype; arguments as the public operation has checked them. All in float32, whatever `dtype`."""
+    del dtype
+    x = x.astype(jnp.float32)
+    y = _row_product(x[0], codes, scales, zeros) if len(x) == 1 else _blocks_product(x, codes, scales, zeros)
+    return y.astype(out_dtype)
+
+
+def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
+    """row f32[in] times the table: f32[1, V].
+
+    A group is a term of the number of its codes, and terms added number by number are one loop in vectors, of which
+    each core runs a part (as in dense_cpu); a product with ones adds what is left.
+    """
+    count = len(scales)
+    width = codes.shape[1] // count
+    sums = jnp.zeros(())
+    for group in range(count):
+        part = lax.slice_in_dim(codes, group * width, (group + 1) * width, axis=1)
+        own = lax.slice_in_dim(row, group * (len(row) // count), (group + 1) * (len(row) // count))
+        products = (wide * x for wide, x in zip(_wide_parts(part), row_parts(own, codes.dtype), strict=True))
+        sums = sums + sum(products) * scales[group, :, None].astype(jnp.float32)
+    y = _total(jnp.ones((1, width), jnp.float32), sums)
+    if zeros is None:
+        return y
+    return y - _total(jnp.sum(row.reshape(1, count, -1), axis=2), zeros.astype(jnp.float32).T)
+
+
+def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
+    """x f32[M, in] times the table: f32[M, V]."""
+    count, num_tokens = scales.shape
+    size = min(BLOCK_TOKENS, num_tokens)
+    rows = row_parts(x, codes.dtype)
+
+    def multiply(block, out):
+        # Barrier and last block as in quantized_cpu.columns_product.
+        table, block = lax.optimization_barrier(((codes, scales, zeros), block))
+
+        def of_block(array: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(array, block * size, size, axis=1).astype(jnp.float32).T[:, :, None]
+
+        own, scale = lax.dynamic_slice_in_dim(table[0], block * size, size), of_block(table[1])
+        y = jnp.zeros(())
+        for row, wide in zip(rows, _wide_parts(own), strict=True):
+            wide = wide.reshape(size, count, -1) * scale
+            wide = wide if zeros is None else wide - of_block(table[2])
+            y = y + _total(row, wide.reshape(size, -1))
+        return lax.dynamic_update_slice(out, y, (0, block * size))
+
+    out = zeros_in_layer(scales, (len(x), num_tokens))
+    return lax.fori_loop(0, -(-num_tokens // size), multiply, out)
+
+
+def _wide_parts(codes: jax.Array) -> list[jax.Array]:
+    """Codes of a token side by side in float32, those of even and of odd inputs apart where they lie in pairs."""
+    if per_byte(codes.dtype) == 1:
+        return [codes.astype(jnp.float32)]
+    pairs, low = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32), jnp.int32(28)
+    even = lax.shift_right_arithmetic(lax.shift_left(pairs, low), low)
+    return [part.astype(jnp.float32) for part in (even, lax.shift_right_arithmetic(pairs, jnp.int32(4)))]
+
+
+def _total(x: jax.Array, y: jax.Array) -> jax.Array:
+    """[M, V] of x [M, n] and y [V, n], a product of float32 into which XLA fuses nothing."""
+    return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
