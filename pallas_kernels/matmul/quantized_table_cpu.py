@@ -16,6 +16,9 @@ from pallas_kernels.matmul.nibbles import per_byte, row_parts
 from pallas_kernels.zeros import zeros_in_layer
 
 BLOCK_TOKENS = 256
+# Of a single row: groups whose codes and scales are read at once. Processors read no more streams than so ahead, and a
+# row of 128 groups took four times as long as in blocks.
+_MOST_GROUPS = 96
 
 
 def quantized_table_matmul(
@@ -24,8 +27,9 @@ def quantized_table_matmul(
     """[M, V] in out_dtype; arguments as the public operation has checked them. All in float32, whatever `dtype`."""
     del dtype
     x = x.astype(jnp.float32)
-    y = _row_product(x[0], codes, scales, zeros) if len(x) == 1 else _blocks_product(x, codes, scales, zeros)
-    return y.astype(out_dtype)
+    if len(x) == 1 and len(scales) <= _MOST_GROUPS:
+        return _row_product(x[0], codes, scales, zeros).astype(out_dtype)
+    return _blocks_product(x, codes, scales, zeros).astype(out_dtype)
 
 
 def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
