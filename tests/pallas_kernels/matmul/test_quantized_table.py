@@ -15,8 +15,8 @@ from pallas_kernels.registry import KERNELS, kernel
 from tests.pallas_kernels.matmul.test_quantized import codes_of, error, stored
 
 IMPLEMENTATIONS = {kernel(*row): row[1] for row in KERNELS if row[0] == "quantized_table_matmul"}
-# (tokens, inputs, group): one block of tokens, several of which the last one begins in the one before, groups of 16, more
-# of them than a row takes at once.
+# (tokens, inputs, group): one block of tokens, several of which the last one begins in the one before, groups of 16,
+# more groups than a row takes at once.
 SIZES = ((48, 64, 32), (600, 96, 32), (300, 64, 16), (70, 32, 32), (48, 1600, 16))
 
 
