@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from models.quantization.rules import HEADS, LINEAR, Quantization, bad, check_name, group_size, names_in, one_of, refuse
@@ -24,9 +24,7 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     changes = settings.get("extra_config") or {}
     if not isinstance(changes, Mapping) or not all(isinstance(change, Mapping) for change in changes.values()):
         raise bad("extra_config", changes, "a mapping of modules to mappings")
-    rules = sorted(
-        ((_target(name), _stored({**settings, **change})) for name, change in changes.items()), key=_is_pattern
-    )
+    rules = [(_target(name), _stored({**settings, **change})) for name, change in changes.items()]
     field = "block_name_to_quantize" if settings.get("block_name_to_quantize") else "to_quant_block_names"
     said = settings.get(field)
     blocks = names_in({field: said.split(",") if isinstance(said, str) else said}, field)
@@ -34,11 +32,23 @@ def read(settings: Mapping[str, Any]) -> Quantization:
     named = {name for name, _ in rules}
     return Quantization(
         METHOD,
-        (*(((name,), stored) for name, stored in rules), (rest, _stored(settings))),
+        (*_joined(rules), (rest, _stored(settings))),
         tuple(head for head in HEADS if head not in named),
         names_in(settings, "modules_to_not_convert"),
         with_heads=True,
     )
+
+
+def _joined(rules: Iterable[tuple[str, Stored | None]]) -> list[tuple[tuple[str, ...], Stored | None]]:
+    """Rules of names, those of what is stored alike as one, before rules of patterns, in their order."""
+    by_stored: dict[Stored | None, list[str]] = {}
+    patterns = []
+    for name, stored in rules:
+        if name.startswith("re:"):
+            patterns.append(((name,), stored))
+        else:
+            by_stored.setdefault(stored, []).append(name)
+    return [*((tuple(names), stored) for stored, names in by_stored.items()), *patterns]
 
 
 def _target(name: Any) -> str:
@@ -47,10 +57,6 @@ def _target(name: Any) -> str:
         name = f"re:{name[1:]}" if name.startswith("^") else f"re:.*{name.removeprefix('.*')}"
     check_name("extra_config", name)
     return name
-
-
-def _is_pattern(rule: tuple[str, Stored | None]) -> bool:
-    return rule[0].startswith("re:")
 
 
 def _stored(settings: Mapping[str, Any]) -> Stored | None:

@@ -62,7 +62,10 @@ def read(settings: Mapping[str, Any]) -> Quantization:
             raise bad("quantized_layers", layers, f"a mapping of modules for {MIXED}")
         for name in layers:
             check_name("quantized_layers", name)
-        rules = tuple(((name,), _STORED.get(_algorithm(own, UNQUANTIZED))) for name, own in layers.items())
+        by_stored: dict[Stored | None, list[str]] = {}
+        for name, own in layers.items():
+            by_stored.setdefault(_STORED.get(_algorithm(own, UNQUANTIZED)), []).append(name)
+        rules = tuple((tuple(names), stored) for stored, names in by_stored.items())
     else:
         rules = (((LINEAR,), _STORED[algorithm]),)
         wanted = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}.get(algorithm)

@@ -92,21 +92,36 @@ class Everywhere:
 @cache
 def _chosen(quantization: Quantization, module: str) -> Scheme:
     names = quantization.names_of(module)
-    if any(_fits(entry, name) for entry in quantization.ignored for name in names if entry != LINEAR):
+    if _any_fits(quantization.ignored, names, linear=False):
         return _PLAIN
     if any(_is_listed(entry, name) for entry in quantization.listed for name in names):
         return _PLAIN
     linear = quantization.with_heads or module not in HEADS
     for targets, stored in quantization.rules:
-        if any(linear if entry == LINEAR else _fits(entry, name) for entry in targets for name in names):
+        if _any_fits(targets, names, linear=linear):
             return _PLAIN if stored is None else Quantized(stored, quantization.with_tables)
     return _PLAIN
+
+
+def _any_fits(entries: tuple[str, ...], names: Sequence[str], *, linear: bool) -> bool:
+    """Whether one of the entries is for a module with these names; linear: whether LINEAR is."""
+    exact, others = _parted(entries)
+    if not exact.isdisjoint(names) or (linear and LINEAR in others):
+        return True
+    return any(_fits(entry, name) for entry in others if entry != LINEAR for name in names)
+
+
+@cache
+def _parted(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Names that are modules' own, which may be tens of thousands, and entries that must be tried."""
+    others = [entry for entry in entries if entry == LINEAR or entry.startswith("re:") or entry.endswith(".experts")]
+    return frozenset(entries).difference(others), tuple(others)
 
 
 def _fits(entry: str, name: str) -> bool:
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
-    return entry == name or (entry.endswith(".experts") and name.startswith(f"{entry}."))
+    return entry == name or name.startswith(f"{entry}.")
 
 
 def _is_listed(entry: str, name: str) -> bool:
