@@ -111,7 +111,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
     def add(row: jax.Array, codes: jax.Array, *scale: jax.Array) -> jax.Array:
         sums = jnp.zeros(())
         for term in range(terms):
-            for own, part in enumerate(_wide_parts(codes[:, :, term])):
+            for own, part in enumerate(wide_parts(codes[:, :, term])):
                 sums = sums + row[:, :, term, own, None] * part
         sums = sums * scale[0] if scale else sums
         sums = sums.reshape(-1, out_size)
@@ -138,7 +138,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
     )
 
 
-def _wide_parts(codes: jax.Array) -> list[jax.Array]:
+def wide_parts(codes: jax.Array) -> list[jax.Array]:
     """`code_parts` in float32, by shifts of 32 bits: processors have none of eight."""
     if codes.dtype != jnp.uint8:
         return [codes.astype(jnp.float32)]

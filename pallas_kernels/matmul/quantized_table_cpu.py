@@ -1,7 +1,7 @@
 """The product of rows with a quantised token table for the CPU: some tokens at a time are widened while in cache.
 
 That of a single row is made of codes that are widened in registers, a token's side by side, and so as they lie in
-memory. With those of an input side by side (quantized_cpu), of as many tokens, it takes more than twice as long.
+memory.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.nibbles import per_byte, row_parts
+from pallas_kernels.matmul.nibbles import row_parts
+from pallas_kernels.matmul.quantized_cpu import wide_parts
 from pallas_kernels.zeros import zeros_in_layer
 
 BLOCK_TOKENS = 256
-# Of a single row: groups whose codes and scales are read at once. Processors read no more streams than so ahead, and a
-# row of 128 groups took four times as long as in blocks.
+# Of a single row: groups whose codes and scales are read at once. Processors read only so many streams ahead, and with
+# more a row is slower than in blocks.
 _MOST_GROUPS = 96
 
 
@@ -44,7 +45,7 @@ def _row_product(row: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
     for group in range(count):
         part = lax.slice_in_dim(codes, group * width, (group + 1) * width, axis=1)
         own = lax.slice_in_dim(row, group * (len(row) // count), (group + 1) * (len(row) // count))
-        products = (wide * x for wide, x in zip(_wide_parts(part), row_parts(own, codes.dtype), strict=True))
+        products = (wide * x for wide, x in zip(wide_parts(part), row_parts(own, codes.dtype), strict=True))
         sums = sums + sum(products) * scales[group, :, None].astype(jnp.float32)
     y = _total(jnp.ones((1, width), jnp.float32), sums)
     if zeros is None:
@@ -67,7 +68,7 @@ def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: ja
 
         own, scale = lax.dynamic_slice_in_dim(table[0], block * size, size), of_block(table[1])
         y = jnp.zeros(())
-        for row, wide in zip(rows, _wide_parts(own), strict=True):
+        for row, wide in zip(rows, wide_parts(own), strict=True):
             wide = wide.reshape(size, count, -1) * scale
             wide = wide if zeros is None else wide - of_block(table[2])
             y = y + _total(row, wide.reshape(size, -1))
@@ -75,15 +76,6 @@ def _blocks_product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: ja
 
     out = zeros_in_layer(scales, (len(x), num_tokens))
     return lax.fori_loop(0, -(-num_tokens // size), multiply, out)
-
-
-def _wide_parts(codes: jax.Array) -> list[jax.Array]:
-    """Codes of a token side by side in float32, those of even and of odd inputs apart where they lie in pairs."""
-    if per_byte(codes.dtype) == 1:
-        return [codes.astype(jnp.float32)]
-    pairs, low = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32), jnp.int32(28)
-    even = lax.shift_right_arithmetic(lax.shift_left(pairs, low), low)
-    return [part.astype(jnp.float32) for part in (even, lax.shift_right_arithmetic(pairs, jnp.int32(4)))]
 
 
 def _total(x: jax.Array, y: jax.Array) -> jax.Array:
