@@ -85,10 +85,10 @@ def test_constant_preemption(llm, report, thorough, monkeypatch):
     # Admission that keeps nothing back for those that run, or few would be preempted.
     monkeypatch.setattr(Rank, "_num_kept_free", lambda self: 0)
     crowd, preemptions = many_short_ones(), {}
-    cases = [(crowd, 20, True)]
+    cases = [(crowd, 16, True)]
     if thorough:
         cases += [
-            (crowd, 20, False),
+            (crowd, 16, False),
             (recorded("W2"), 56, True),
             (recorded("W2"), 56, False),
             (recorded("W3"), 70, True),
@@ -99,14 +99,14 @@ def test_constant_preemption(llm, report, thorough, monkeypatch):
         preemptions[workload.name, "cache" if caching else "no cache"] = scheduler.num_preemptions
         assert scheduler.num_free_pages == num_pages
     report(f"preemptions on pools too small, every token right: {preemptions}")
-    assert sum(preemptions.values()) > 30
+    assert sum(preemptions.values()) > 15
     use_scheduler(llm)
 
 
 def many_short_ones():
-    """The four shortest prompts of W2, six times each, and 40 tokens of each answer."""
+    """The four shortest prompts of W2, four times each, and 40 tokens of each answer."""
     whole = recorded("W2")
-    order = sorted(range(len(whole.prompts)), key=lambda index: len(whole.prompts[index]))[:4] * 6
+    order = sorted(range(len(whole.prompts)), key=lambda index: len(whole.prompts[index]))[:4] * 4
     return dataclasses.replace(
         whole,
         name="short W2",
@@ -131,8 +131,8 @@ def test_a_mixed_crowd_is_seeded(llm):
     assert tokens(llm.generate(prompts, params, use_tqdm=False)) == crowd
     assert scheduler.num_preemptions > 0
     use_scheduler(llm)
-    alone = [tokens(llm.generate(prompts[i], params[i], use_tqdm=False))[0] for i in range(0, 8, 2)]
-    assert alone == crowd[::2]
+    alone = [tokens(llm.generate(prompts[i], params[i], use_tqdm=False))[0] for i in range(0, 8, 4)]
+    assert alone == crowd[::4]
 
 
 def test_nothing_was_compiled(llm):

@@ -1,6 +1,6 @@
 """A token table of a GGUF file that is kept quantised: over devices and stages the tokens of one device.
 
-Run as a module it compares, with two forced CPU devices: python -m tests.sharding.test_gguf_table FILE
+Run as a module it compares, with two forced CPU devices: python -m tests.sharding.test_gguf_table FILE [--thorough]
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from tests.models.quantization.test_gguf import LLAMA, write
 ROOT = Path(__file__).parents[2]
 
 
-def compare(path: str) -> None:
+# Over stages the table is on two, one device each, as on one.
+SHORT: dict[str, int] = {"tensor_parallel_size": 2}
+MORE: tuple[dict[str, int], ...] = ({}, {"pipeline_parallel_size": 2})
+
+
+def compare(path: str, *, thorough: bool) -> None:
     from jaxengine import LLM, SamplingParams
 
     options = {"max_model_len": 32, "max_num_seqs": 4, "skip_tokenizer_init": True, "disable_log_stats": True}
@@ -32,19 +37,19 @@ def compare(path: str) -> None:
         return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, params, use_tqdm=False)]
 
     expected = tokens()
-    for more in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+    for more in (SHORT, *(MORE if thorough else ())):
         found = tokens(quantization="gguf", **more)
         assert found == expected, (more, found, expected)
 
 
-def test_a_kept_table_over_two_devices(tmp_path):
+def test_a_kept_table_over_two_devices(tmp_path, thorough):
     file = write(tmp_path / "model.gguf", LLAMA, lambda name: "Q8_0", tied=True)
     env = os.environ | hasty() | {"JAX_PLATFORMS": "cpu"}
     env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
-    command = [sys.executable, "-m", "tests.sharding.test_gguf_table", file]
+    command = [sys.executable, "-m", "tests.sharding.test_gguf_table", file, *["--thorough"] * thorough]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 if __name__ == "__main__":
-    compare(sys.argv[1])
+    compare(sys.argv[1], thorough="--thorough" in sys.argv)

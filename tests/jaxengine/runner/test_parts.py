@@ -170,6 +170,7 @@ def test_models_give_the_same_tokens(tmp_path, monkeypatch, executables_dir, nam
         "model": str(FIXTURES / name),
         "max_num_seqs": 4,
         "max_model_len": 64,
+        "compilation_config": {"cudagraph_capture_sizes": [4], "prefill_sizes": [32]},
         "load_format": "dummy",
     }
     prompts = [{"prompt_token_ids": [5 + n * i % 40 for i in range(9 * n)]} for n in (1, 2, 3)]
