@@ -15,7 +15,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from jaxengine.config.command_line import positive_int
+from jaxengine.config.command_line import output_file, positive_int
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 64
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--width", type=int, choices=(1, 2, 4, 8), default=1, help="tokens of a decode, its last one and drafts (1)"
     )
     parser.add_argument("--sees", action="store_true", help="of a model that sees, in requests without pictures")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from jaxengine.config.command_line import given_options, positive_int
+from jaxengine.config.command_line import given_options, output_file, positive_int
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of each")
     parser.add_argument("--output-len", type=positive_int, default=128, help="new tokens of each")
     parser.add_argument("--num-runs", type=positive_int, default=5, help="percentiles are over all their requests")
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
     add_engine_options(parser)
     parser.set_defaults(run=run)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxengine.bench.peer_process import OURS, PEERS, Peer, PeerError, PeerProcess, install
 from jaxengine.bench.report import table, write_json
-from jaxengine.config.command_line import positive_int
+from jaxengine.config.command_line import output_file, positive_int
 
 # Name -> (recorded workload, whether a prefix shared by its prompts may be computed once).
 RUNS = {"W1": ("W1", True), "W2": ("W2", True), "W3": ("W3", True), "W3-no-sharing": ("W3", False)}
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive_int, help="threads of each engine (default: the cores)")
     parser.add_argument("--model", metavar="GGUF", help="default: the embedded model")
     parser.add_argument("--venv-dir", type=Path, default=Path.home() / ".cache" / "jaxengine" / "peers", metavar="DIR")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures there")
     parser.set_defaults(run=run)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxengine.config.command_line import positive_int
+from jaxengine.config.command_line import output_file, positive_int
 
 if TYPE_CHECKING:
     from jaxengine.bench.serve_load import Load, Traffic
@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=_positive, default=600.0, help="seconds that a request may take")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    parser.add_argument("--svg", metavar="FILE", help="draw the result there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
+    parser.add_argument("--svg", type=output_file, metavar="FILE", help="draw the result there")
     parser.set_defaults(run=run)
 
 

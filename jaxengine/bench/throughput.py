@@ -10,7 +10,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from jaxengine.bench.workloads import NAMES
-from jaxengine.config.command_line import given_options, positive_int
+from jaxengine.config.command_line import given_options, output_file, positive_int
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=positive_int, default=128, help="prompt tokens of random requests")
     parser.add_argument("--output-len", type=positive_int, default=64, help="new tokens of random requests")
     parser.add_argument("--num-runs", type=positive_int, default=2, help="the fastest counts; each starts uncached")
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
     add_engine_options(parser)
     parser.set_defaults(run=run)
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from jaxengine.check.targets import TARGETS, find_target, require_compiler, split_targets
-from jaxengine.config.command_line import given_options
+from jaxengine.config.command_line import given_options, output_file
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.engine_flags import add_engine_options, add_model
 from jaxengine.config.platforms import PLATFORMS
@@ -71,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", default="", metavar="TEXT", help="programs whose name contains it, such as 'decode S=1'"
     )
     parser.add_argument("--no-cycles", action="store_true", help="leave the profiles of TPU kernels' blocks out")
-    parser.add_argument("--save", metavar="FILE", help="record the results as a baseline")
+    parser.add_argument("--save", type=output_file, metavar="FILE", help="record the results as a baseline")
     parser.add_argument("--against", metavar="FILE", help="fail on what is more than 5%% worse than a baseline")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     parser.add_argument("--bundle", metavar="DIR", help="write the executables there")
     add_engine_options(parser, ENGINE_OPTIONS)
     parser.set_defaults(run=run)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxengine.checkpoint.model_source import open_model
+from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split, choose_devices, choose_stages, load_weights
@@ -26,7 +27,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
     merge_lora: the folder of an adapter that is to be in its weights.
 
     Raises ConfigError, ModelConfigError or ModelFileError, each saying what to change; ModelFileError if the folder
-    exists.
+    exists or cannot be written, before weights are read.
     """
     if config.pipeline_parallel_size != 1:
         size = config.pipeline_parallel_size
@@ -54,8 +55,9 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
         targets = targets_of([build_split(source.config, replace(resolved, enable_lora=True), layout, stage)])
         adapter = read_adapter(merge_lora, targets, _ANY_RANK, "float32")
         source = replace(source, weights=MergedSource(source.weights, adapter, targets, source.config.hidden_size))
-    with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:
-        params = load_weights(source, model, mesh, resolved, bar.update)
-    source.close()
-    print(f"writing {folder}", file=sys.stderr)
-    save_checkpoint(folder, params, model, mesh=mesh, files=source.files_beside_weights())
+    with new_folder(folder) as part:
+        with ProgressBar("Loading weights", "B", not config.disable_log_stats) as bar:
+            params = load_weights(source, model, mesh, resolved, bar.update)
+        source.close()
+        print(f"writing {folder}", file=sys.stderr)
+        save_checkpoint(part, params, model, mesh=mesh, files=source.files_beside_weights())

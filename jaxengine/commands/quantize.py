@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from jaxengine.api.llm import LLM
 from jaxengine.checkpoint.model_source import open_model
+from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.requests.sampling_params import SamplingParams
 from jaxengine.runner.open import ProgressBar
@@ -20,7 +19,6 @@ from models.config.hf import CONFIG_FILE, read_config_json
 from models.quantization.registry import rounded
 from models.registry import build_model
 from models.weights.compress import compress
-from models.weights.errors import ModelFileError
 from models.weights.files import inside
 
 # Tokens of a text that are scored at once.
@@ -51,7 +49,7 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
     raw = read_config_json(source.path)
     model = build_model(replace(source.config, quantization=rounded(name)), Build("float32"))
     try:
-        with _new(folder) as part, ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:
+        with new_folder(folder) as part, ProgressBar("Rounding", "tensor", not config.disable_log_stats) as bar:
             raw["quantization_config"], errors = compress(weights, model, part, bar.update)
             for relative, file in files.items():
                 (part / relative).parent.mkdir(exist_ok=True)
@@ -66,30 +64,6 @@ def quantize(config: EngineConfig, name: str, folder: Path, text: str | None = N
         before, after = (_perplexity(replace(config, model=each), content, size) for each in models)
         lines.append(f"perplexity on {text}: {before:.3f} before, {after:.3f} after")
     return "\n".join([*lines, f"{folder} is a model for --model"])
-
-
-@contextmanager
-def _new(folder: Path) -> Iterator[Path]:
-    """A folder to write to, beside `folder`, which it becomes in the end; nothing is left of it after an exception.
-
-    Raises ModelFileError for one that exists or cannot be written.
-    """
-    if folder.exists() or folder.is_symlink():
-        raise ModelFileError(folder, "exists; a checkpoint is written to a new folder")
-    part = folder.with_name(f"{folder.name}.part")
-    try:
-        part.mkdir(parents=True)
-    except FileExistsError:
-        raise ModelFileError(part, "exists, for a checkpoint is being written or was never finished") from None
-    except OSError as error:
-        raise ModelFileError(folder, f"cannot be written: {error}") from error
-    try:
-        yield part
-        part.rename(folder)
-    except OSError as error:
-        raise ModelFileError(folder, f"cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _read(path: str) -> str:

@@ -6,6 +6,8 @@ What compiles and times is jaxengine.check.tuning's, imported when it is wanted.
 from __future__ import annotations
 
 import argparse
+import ast
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=positive_int, nargs="+", default=[8, 64, 256], metavar="M", help="rows of steps")
     parser.add_argument("--group", type=int, choices=(32, 64, 128), default=128, help="inputs that share a scale")
     parser.add_argument("--codes", nargs="+", choices=sorted(CODES), default=["int4"], help="what is stored")
-    about = "add what is found to a table, without FILE the one that kernels read"
+    about = "add what is found, as it is found, to a table, without FILE the one that kernels read"
     parser.add_argument("--write", metavar="FILE", nargs="?", const=str(TABLE_FILE), help=about)
     parser.set_defaults(run=run)
 
@@ -52,26 +54,59 @@ def run(args: argparse.Namespace) -> int:
     target = find_target(args.target)
     problems = _problems(args)
     require_compiler(target)
+    path = None if args.write is None else Path(args.write).resolve()
+    before = {} if path is None else _table_to_write(path)
     from jaxengine.check.tuning import tune
-    from models.quantization.tuning import TABLE
 
     found = []
     for row in tune(target, problems):
         found.append(row)
         print(f"{target.name}  {len(found)}/{len(problems)}  {_told(row)}", flush=True)
-    if args.write:
-        table = {**TABLE, target.name: merged(TABLE.get(target.name, ()), found)}
-        Path(args.write).write_text(table_text(table))
-        print(f"written to {args.write}", file=sys.stderr)
+        if path is not None:  # at once: the next may take minutes, and Ctrl-C ends it
+            entries = merged(before.get(target.name, ()), found)
+            _write_whole(path, table_text({**before, target.name: entries}))
+    if path is not None:
+        print(f"written to {path}", file=sys.stderr)
     return 0
+
+
+def _table_to_write(path: Path) -> dict[str, tuple[tuple, ...]]:
+    """What a file holds that is to be written; the table of the kernels where there is no such file yet.
+
+    Raises ConfigError for a file that is no table and for one that cannot be written.
+    """
+    from models.quantization.tuning import TABLE
+
+    try:
+        text = path.read_text() if path.exists() else table_text(TABLE)
+        (value,) = [each.value for each in ast.parse(text).body if isinstance(each, ast.AnnAssign)]
+        table = ast.literal_eval(value or "")
+        _write_whole(path, text)  # as it is: known now, and not after hours
+        return table
+    except OSError as error:
+        problem = f"{path} cannot be written ({error.strerror})"
+        raise ConfigError.because("write", problem, "name another FILE") from None
+    except (ValueError, SyntaxError):
+        raise ConfigError("write", str(path), "a new file, or one that jaxengine tune wrote") from None
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """All of it or nothing: kernels import the module."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _problems(args: argparse.Namespace) -> list[tuple]:
     """Fields of models.quantization.tuning.Problem."""
     shapes = []
     for shape in args.shapes.split(","):
-        size, by, out = shape.partition("x")
-        if not (by and size.isdigit() and out.isdigit() and int(size) % 128 == 0 < int(size) and int(out) >= 128):
+        size, _, out = shape.partition("x")
+        whole = shape.isascii() and size.isdigit() and out.isdigit()
+        if not (whole and int(size) % 128 == 0 < int(size) and int(out) >= 128):
             allowed = "INPUTSxOUTPUTS with a multiple of 128 inputs, from 128 outputs on"
             raise ConfigError("shapes", shape[:100], allowed)
         shapes.append((int(size), int(out)))

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxengine.config.values import read_size
@@ -55,6 +57,14 @@ def positive_int(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def output_file(text: str) -> str:
+    """Reads where a result is to go, which is made in minutes or hours: a place that takes none is told before."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that is there")
+    return text
 
 
 def flag_of(name: str) -> str:

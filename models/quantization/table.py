@@ -32,7 +32,8 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
         scheme = build.scheme(module)
         stored = scheme.stored if isinstance(scheme, Quantized) and kind != "values" else None
         kept = _AS_IS if stored is None else stored.format
-        if isinstance(scheme, Quantized) and scheme.stored.dtype == "float32":
+        # Not of token tables, which such checkpoints keep as they are.
+        if isinstance(scheme, Quantized) and scheme.stored.dtype == "float32" and param.decl.transposed:
             kept = f"{scheme.stored.format}, dequantised"
         op = "matmul" if stored is None else "quantized_matmul"
         op = op if param.decl.num_experts is None else op.replace("matmul", "grouped_matmul")

@@ -39,19 +39,19 @@ def save_checkpoint(
     """Writes a folder that load_checkpoint reads. Every process of the mesh calls it, with one and the same folder.
 
     Args:
-      folder: must not exist.
+      folder: must not exist, or be empty.
       params: of load_params for this model and mesh.
       model: abstract, whole (no pipeline stage).
       files: copied into the folder: configuration and tokenizer.
 
-    Raises ValueError for a stage, ModelFileError for a folder that exists or cannot be written.
+    Raises ValueError for a stage, ModelFileError for a folder that holds something or cannot be written.
     """
     import orbax.checkpoint as ocp
 
     declared = list(declared_params(model))
     if len(model.stage.layers) != model.config.num_layers:
         raise ValueError(f"a checkpoint must hold the whole model, got {model.stage}")
-    if folder.exists():
+    if folder.exists() and any(folder.iterdir()):
         raise ModelFileError(folder, "exists; a checkpoint is written to a new folder")
     ocp.multihost.sync_global_processes("all have looked for the folder")
     layout = {

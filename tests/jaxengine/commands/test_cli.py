@@ -253,3 +253,12 @@ def test_no_prompt_is_refused(capsys, monkeypatch):
 def test_the_parser_lists_its_commands():
     text = build_parser().format_help()
     assert all(command in text for command in ("chat", "generate", "demo", "bench"))
+
+
+@pytest.mark.parametrize("words", ["check --json", "check --save", "bench host --json", "bench serve --url x --svg"])
+def test_where_results_go_is_looked_at_before_there_are_any(words, tmp_path, capsys):
+    for place in (tmp_path, tmp_path / "no" / "file"):
+        with pytest.raises(SystemExit, match="2"):
+            main([*words.split(), str(place)])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{str(place)!r} cannot be written; name a file in a folder that is there" in line

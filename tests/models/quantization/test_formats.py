@@ -13,6 +13,7 @@ from flax import nnx
 from models.build import Build
 from models.quantization.plain import PlainWeight
 from models.quantization.quantized import QuantizedWeight
+from models.quantization.table import weight_rows
 from models.registry import build_model, read_folder
 from models.weights.declare import declared_params
 from models.weights.load import load_params
@@ -117,6 +118,21 @@ def test_weights_are_those_of_an_independent_reading(written, name, experts):
         stack = [np.concatenate([matrices[m.replace("{expert}", str(e))] for m in modules]).T for e in numbers]
         expected = np.stack(stack) if param.decl.num_experts else stack[0]
         np.testing.assert_array_equal(dequantized(weights[held]), expected)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("bnb fp4", "bitsandbytes fp4, dequantised"), ("awq", "awq")])
+def test_what_people_are_told_of_it(written, name, kept):
+    folder = written(name, False)
+    source = SafetensorsCheckpoint(folder)
+    model = build_model(read_folder(folder), Build("float32"))
+    rows = weight_rows([model], "cpu")
+    formats = {row["modules"]: row["format"] for row in rows}
+    assert {module for module, told in formats.items() if told == "as it is"} == {"embed", "lm_head"}
+    assert {*formats.values()} == {"as it is", kept}
+    held = nnx.to_flat_state(load_params(model, source))
+    source.close()
+    sizes = [param.get_value().nbytes for path, param in held if "norm" not in str(path)]
+    assert sum(row["bytes"] for row in rows) == sum(sizes)
 
 
 def read_part(held: QuantizedSource, module: str, rows: slice, half: bool) -> np.ndarray:

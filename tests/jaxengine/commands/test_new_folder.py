@@ -1,0 +1,58 @@
+"""What a command writes is there whole or not at all, however the process is told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from jaxengine.commands import convert
+from jaxengine.commands.cli import main
+from jaxengine.commands.new_folder import new_folder
+from models.weights.errors import ModelFileError
+from tests.conftest import TINY_CHECKPOINT
+
+
+def test_it_has_its_name_at_the_end(tmp_path):
+    with new_folder(tmp_path / "deep" / "out") as part:
+        (part / "file").write_text("whole")
+        assert not (tmp_path / "deep" / "out").exists()
+        with (
+            pytest.raises(ModelFileError, match="out.part: exists, .*; remove it if nobody writes it"),
+            new_folder(tmp_path / "deep" / "out"),
+        ):
+            pass
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("file")] == ["deep/out/file"]
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", None), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_takes_away_what_was_begun(tmp_path, number, status):
+    number = getattr(signal, number)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt if status is None else SystemExit) as ended, new_folder(tmp_path / "out"):
+        # The process that ends where Ctrl-C is not heard at once leaves this to us.
+        assert signal.getsignal(number) is not before
+        os.kill(os.getpid(), number)
+    assert getattr(ended.value, "code", None) == status
+    assert not list(tmp_path.iterdir()) and signal.getsignal(number) is before
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with new_folder(tmp_path / "out"):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (tmp_path / "out").is_dir()
+
+
+def test_nothing_is_left_of_a_model_that_was_not_written(tmp_path, monkeypatch, capsys):
+    def interrupted(folder, *_, **__):
+        (folder / "weights").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "save_checkpoint", interrupted)
+    assert main(["convert", str(TINY_CHECKPOINT), str(tmp_path / "out"), "--disable-log-stats"]) == 130
+    assert not list(tmp_path.iterdir())
