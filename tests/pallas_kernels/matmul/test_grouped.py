@@ -107,6 +107,26 @@ def test_the_platform_compiled_for_decides(platform, expected):
     assert {name for name in ("while", "scatter", "ragged_dot") if name in text} == {expected}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "expected"),
+    [
+        ("bfloat16", 128, {"gated_matmul"}),
+        ("bfloat16", 100, {"grouped_matmul"}),
+        ("float32", 128, {"ragged_dot"}),
+    ],
+)
+def test_gates_and_ups_are_one_kernel_on_tpus(dtype, width, expected):
+    """Whose columns fill whole registers, in bfloat16; others are activated apart."""
+    shapes = ((8, 128), dtype), ((4, 128, 2 * width), dtype), ((4,), "int32")
+
+    def gated(x, w, sizes):
+        return gated_matmul(x, w, sizes, None, activation=jnp.multiply)
+
+    lowered = jax.jit(gated).trace(*(jax.ShapeDtypeStruct(*each) for each in shapes)).lower(lowering_platforms=("tpu",))
+    text = lowered.as_text()
+    assert {name for name in ("gated_matmul", "grouped_matmul", "ragged_dot") if name in text} == expected
+
+
 def test_tiles_of_several_trips(monkeypatch):
     """As where matrices are large: no trip holds all tiles, and the last one holds tiles of no group."""
     monkeypatch.setattr(grouped_tiles, "_TRIP_BYTES", 3 * IN * OUT * 4)
