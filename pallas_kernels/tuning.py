@@ -103,7 +103,8 @@ class TpuProducts(_Sizes):
     rows: int = 512  # of a tile
     columns: int = 512  # of codes of eight bits, twice that of four
     group_rows: int = 512  # of a tile where groups have matrices of their own
-    group_bytes: int = 8 << 20  # of codes and scales of such matrices that two visits hold, or one piece each
+    # Of codes and scales of such matrices that two visits hold, or one piece each; twice that of numbers in bfloat16.
+    group_bytes: int = 8 << 20
     tile_bytes: int = 40 << 20  # for the operands of two tiles
     vmem_limit_bytes: int = 56 << 20
     sum_rows: int = 64  # up to so many, or half a group, sums of groups are scaled, with more the matrix is

@@ -13,8 +13,8 @@ from flax import nnx
 from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.matmul.batched import batched_matmul
 from pallas_kernels.matmul.dense import matmul
-from pallas_kernels.matmul.gated import Gating, activated
-from pallas_kernels.matmul.grouped import grouped_matmul
+from pallas_kernels.matmul.gated import Gating
+from pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
 
 
 class PlainWeight(nnx.Module):
@@ -32,8 +32,8 @@ class PlainWeight(nnx.Module):
     def gated_matmul(
         self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
     ) -> jax.Array:
-        y = self.grouped_matmul(x, group_sizes, out_dtype)
-        return activated(y, group_sizes, bias, activation, out_dtype)
+        w = self.values[...]
+        return gated_matmul(x, w, group_sizes, bias, activation=activation, out_dtype=out_dtype)
 
     def batched_matmul(self, x: jax.Array, *, contract: int) -> jax.Array:
         return batched_matmul(x, self.values[...], contract=contract)

@@ -1,18 +1,49 @@
 """What is made of the product of rows with gates and ups, side by side in a group's matrix: bias and activation.
 
-Owns that step apart from the product, as every platform without a kernel of both does it. Knows no activation.
+Owns that step apart from the product, as every platform without a kernel of both does it, and which platforms have one.
+Knows no activation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.registry import KERNELS, PLATFORM_ROWS, kernel
+
 # Of gate and up, both and the result f32[M, F].
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def gated_products(
+    op: str, products: Mapping[str, Callable[..., jax.Array]], activation: Gating, out_dtype: Any, **options: Any
+) -> dict[str, Callable[..., jax.Array]]:
+    """What each platform has for `op`: the kernel of its row, or its product, of these, and then `activated`.
+
+    All take the products' operands, the last of which are group sizes, and a bias. options: what kernels take besides.
+    """
+
+    def apart(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+        *_, group_sizes, bias = operands
+        return activated(product(*operands[:-1]), group_sizes, bias, activation, out_dtype)
+
+    return {
+        platform: partial(kernel(op, row), activation=activation, out_dtype=out_dtype, **options)
+        if (op, row) in KERNELS
+        else partial(apart, products[platform])
+        for platform, row in PLATFORM_ROWS.items()
+    }
+
+
+def check_halves(name: str, num_groups: int, out: int, bias: jax.Array | None) -> None:
+    """Raise ValueError where `out` outputs are no gates and ups, or the bias is not one of these."""
+    if out % 2 or (bias is not None and bias.shape != (num_groups, out)):
+        got = None if bias is None else bias.shape
+        raise ValueError(f"{name}: outputs must be even, and bias {(num_groups, out)} or None, got {out} and {got}")
 
 
 def activated(

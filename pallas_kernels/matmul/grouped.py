@@ -1,10 +1,11 @@
-"""Products of groups of rows, each with a matrix of its own (mixtures of experts): the public operation.
+"""Products of groups of rows, each with a matrix of its own (mixtures of experts): the public operations.
 
 Owns validation and the choice of implementation. Knows nothing of experts or of why rows form groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.matmul.gated import Gating, check_halves, gated_products
 from pallas_kernels.registry import PLATFORM_ROWS, kernel
 
 
@@ -29,15 +31,47 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dt
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
-    if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
-        raise ValueError(f"grouped_matmul: x [M, in] and w [G, in, out] must agree, got {x.shape} and {w.shape}")
-    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"grouped_matmul: x and w must both be bfloat16 or float32, got {x.dtype} and {w.dtype}")
-    if group_sizes.dtype != jnp.int32 or group_sizes.shape != w.shape[:1]:
-        got = f"{group_sizes.dtype} {group_sizes.shape}"
-        raise ValueError(f"grouped_matmul: group_sizes must be int32 {w.shape[:1]}, got {got}")
+    _check("grouped_matmul", x, w, group_sizes)
+    products = _products(jnp.dtype(x.dtype if out_dtype is None else out_dtype))
+    return lax.platform_dependent(x, w, group_sizes, **products)
+
+
+def gated_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Gating,
+    out_dtype: Any = None,
+) -> jax.Array:
+    """activation(gate, up) of rows times the matrix of their group: [M, F] in `out_dtype` (default: x's).
+
+    Arguments are `grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the second ups,
+    to which the group's bias [G, 2 F] is added; None for none. A row of no group is what the activation makes of zeros,
+    which is 0 for a product with the gate's. Where a platform has one kernel for it all, that rounds once; elsewhere
+    the product is rounded to `out_dtype` and activated then.
+
+    Raises ValueError when shapes or dtypes do not fit together.
+    """
+    _check("gated_matmul", x, w, group_sizes)
+    check_halves("gated_matmul", len(w), w.shape[2], bias)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    by_platform = {
+    products = gated_products("gated_matmul", _products(out_dtype), activation, out_dtype)
+    return lax.platform_dependent(x, w, group_sizes, bias, **products)
+
+
+def _products(out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:
+    return {
         platform: partial(kernel("grouped_matmul", row), out_dtype=out_dtype) for platform, row in PLATFORM_ROWS.items()
     }
-    return lax.platform_dependent(x, w, group_sizes, **by_platform)
+
+
+def _check(name: str, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
+    if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
+        raise ValueError(f"{name}: x [M, in] and w [G, in, out] must agree, got {x.shape} and {w.shape}")
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"{name}: x and w must both be bfloat16 or float32, got {x.dtype} and {w.dtype}")
+    if group_sizes.dtype != jnp.int32 or group_sizes.shape != w.shape[:1]:
+        got = f"{group_sizes.dtype} {group_sizes.shape}"
+        raise ValueError(f"{name}: group_sizes must be int32 {w.shape[:1]}, got {got}")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.gated import Gating, activated
+from pallas_kernels.matmul.gated import Gating, check_halves, gated_products
 from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.registry import PLATFORM_ROWS, kernel, kernel_module
@@ -111,31 +111,18 @@ def quantized_gated_matmul(
 
     Arguments are `quantized_grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the
     second ups, to which the group's bias [G, 2 F] is added; None for none. A row of no group is what the activation
-    makes of zeros, which is 0 for a product with the gate's. On TPUs one kernel does it all, and rounds once; elsewhere
-    the product is rounded to `out_dtype` and activated then.
+    makes of zeros, which is 0 for a product with the gate's. Where a platform has one kernel for it all, that rounds
+    once; elsewhere the product is rounded to `out_dtype` and activated then.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
     name = "quantized_gated_matmul"
     _check_groups(name, x, codes, scales, zeros, group_sizes)
-    out = codes.shape[2]
-    if out % 2 or (bias is not None and bias.shape != (len(codes), out)):
-        got = None if bias is None else bias.shape
-        raise ValueError(f"{name}: outputs must be even, and bias {(len(codes), out)} or None, got {out} and {got}")
+    check_halves(name, len(codes), codes.shape[2], bias)
     values, x_scales, dtype = _parts(x, dtype)
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
-
-    def apart(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-        *_, group_sizes, bias = operands
-        return activated(product(*operands[:-1]), group_sizes, bias, activation, out_dtype)
-
-    fused = partial(kernel(name, "tpu"), activation=activation, dtype=dtype, out_dtype=out_dtype)
-    by_platform = {
-        platform: partial(apart, product)
-        for platform, product in _grouped_products(dtype, out_dtype).items()
-        if platform != "tpu"
-    }
-    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, bias, tpu=fused, **by_platform)
+    products = gated_products(name, _grouped_products(dtype, out_dtype), activation, out_dtype, dtype=dtype)
+    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, bias, **products)
 
 
 def _grouped_products(dtype: Any, out_dtype: Any) -> dict[str, Callable[..., jax.Array]]:

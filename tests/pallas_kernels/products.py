@@ -1,4 +1,5 @@
-"""Products with quantised matrices whose scales vary along the inputs, as TPU kernels, against float64 on the codes."""
+"""Products with matrices of groups, and with quantised ones whose scales vary along the inputs, as TPU kernels, against
+float64 on the codes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class Product(NamedTuple):
     sizes: TpuProducts | HopperProducts = SMALL
 
 
-E4M3 = "float8_e4m3fn"
+E4M3, BFLOAT16 = "float8_e4m3fn", "bfloat16"  # the latter for matrices that have no scales
 QUICK = {
     "one row": Product(1, 256, 136, 64, "uint8", True),
     "sums of 32": Product(16, 320, 300, 32, "int8"),
@@ -89,6 +90,7 @@ class GroupedProduct(NamedTuple):
 
 MANY = replace(SMALL, sum_rows=8)
 _ROWS = Product(50, 128, 136, 32, "uint8", True)
+_AS_IT_IS = Product(50, 128, 136, 128, BFLOAT16)
 QUICK_GROUPED = {
     "groups that share tiles": GroupedProduct((5, 0, 17, 11, 0, 3), _ROWS),
     "no rows of any group": GroupedProduct((0,) * 6, _ROWS),
@@ -107,6 +109,7 @@ QUICK_GROUPED = {
         (45, 148, 0, 5, 0, 0, 0, 0), Product(200, 128, 270, 128, "int8", sizes=replace(SMALL, rows=96))
     ),
     "one row of a group": GroupedProduct((0, 0, 1), Product(1, 64, 40, 32, "uint8", True)),
+    "matrices as they are": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS),
 }
 THOROUGH_GROUPED = {
     f"{rows} rows of {num_groups} groups, {codes}, groups of {group}": GroupedProduct(
@@ -115,8 +118,9 @@ THOROUGH_GROUPED = {
     )
     for rows in (8, 100, 1500)
     for num_groups in (4, 16)
-    for codes, group in (("uint8", 128), ("int8", 32), ("int8", 384), (E4M3, 128))
+    for codes, group in (("uint8", 128), ("int8", 32), ("int8", 384), (E4M3, 128), (BFLOAT16, 384))
 }
+THOROUGH_GROUPED["matrices as they are, in a loop"] = GroupedProduct((3, 8, 1), Product(13, 8256, 40, 8256, BFLOAT16))
 GROUPED = QUICK_GROUPED | THOROUGH_GROUPED
 # Gates and ups: a matrix's outputs are half of each.
 _BOTH = _ROWS._replace(out=512)
@@ -134,6 +138,8 @@ QUICK_GATED = {
     ),
     "one row": GroupedProduct((0, 0, 1), Product(1, 64, 256, 64, "uint8", True)),
     "columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _ROWS),
+    "matrices as they are": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS._replace(out=512)),
+    "matrices as they are, columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS),
 }
 THOROUGH_GATED = {name: case._replace(each=case.each._replace(out=768)) for name, case in THOROUGH_GROUPED.items()} | {
     "an odd number of strips": GroupedProduct(
@@ -161,7 +167,7 @@ def product(name: str, implementation: Implementation) -> None:
 def grouped_product(name: str, implementation: Implementation) -> None:
     group_sizes, case = GROUPED[name]
     operands, exact = _of_groups(group_sizes, case)
-    got = run("quantized_grouped_matmul", name, case, operands, implementation)
+    got = run(_op("grouped_matmul", case), name, case, operands, implementation)
     _compare_groups(got, exact, group_sizes, case)
 
 
@@ -175,8 +181,12 @@ def gated_product(name: str, implementation: Implementation) -> None:
         exact[: sum(group_sizes)] += np.repeat(bias, group_sizes, axis=0)
     expected = _both(*np.split(exact, 2, axis=1))
     half = case._replace(out=case.out // 2)
-    got = run("quantized_gated_matmul", name, half, (*operands, bias), implementation, activation=_both)
+    got = run(_op("gated_matmul", case), name, half, (*operands, bias), implementation, activation=_both)
     _compare_groups(got, expected, group_sizes, case)
+
+
+def _op(op: str, case: Product) -> str:
+    return op if case.codes == BFLOAT16 else f"quantized_{op}"
 
 
 def _both(gate: Any, up: Any) -> Any:
@@ -185,15 +195,21 @@ def _both(gate: Any, up: Any) -> Any:
 
 def _of_groups(group_sizes: tuple[int, ...], case: Product) -> tuple[tuple, np.ndarray]:
     """Operands of a grouped product, and what it is in float64."""
-    rng = np.random.default_rng(case.rows)
-    matrix = matrix_of(rng, case.size, case.out, case.size // case.group, case.codes, case.zeros, (len(group_sizes),))
+    rng, stack = np.random.default_rng(case.rows), (len(group_sizes),)
+    if case.codes == BFLOAT16:
+        numbers = rng.standard_normal((*stack, case.size, case.out)).astype(BFLOAT16)
+        matrix: Any = (numbers, np.ones((*stack, 1, case.out), np.float32), None)
+    else:
+        matrix = matrix_of(rng, case.size, case.out, case.size // case.group, case.codes, case.zeros, stack)
     rows, x = rows_of(rng, case)
     exact, end = exact_groups(x, matrix, group_sizes)
     values, x_scales = rows
     if x_scales is None:
         values = values.at[end:].set(jnp.nan)  # of no group, and must not matter
-    operands = values, x_scales, stored(matrix[0], case.codes), *matrix[1:], jnp.asarray(group_sizes, jnp.int32)
-    return operands, exact
+    sizes = jnp.asarray(group_sizes, jnp.int32)
+    if case.codes == BFLOAT16:
+        return (values, jnp.asarray(matrix[0]), sizes), exact
+    return (values, x_scales, stored(matrix[0], case.codes), *matrix[1:], sizes), exact
 
 
 def _compare_groups(got: np.ndarray, exact: np.ndarray, group_sizes: tuple[int, ...], case: Product) -> None:
@@ -201,7 +217,7 @@ def _compare_groups(got: np.ndarray, exact: np.ndarray, group_sizes: tuple[int, 
     assert not got[end:].any(), "rows of no group are not 0"
     if end:
         tile = tile_rows_of(case.rows, len(group_sizes))
-        at_once = 1 if case.group >= CHUNK else tile
+        at_once = 1 if case.group >= CHUNK or case.codes == BFLOAT16 else tile
         assert error(got, exact) < (allowed := _allowed(case, at_once)), f"{error(got, exact):.1e}, not {allowed}"
 
 

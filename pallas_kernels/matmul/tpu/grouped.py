@@ -1,4 +1,4 @@
-"""Rows of groups, each times a quantised matrix of its own: a Mosaic kernel that reads matrices of groups with rows.
+"""Rows of groups, each times a matrix of its own: a Mosaic kernel that reads matrices of groups with rows.
 
 Its work is a list of visits, (group, tile of rows) for each pair that has rows in common, in the order of the rows,
 made on the device; the grid is as long as the list, so that time follows the rows and the groups that have some.
@@ -26,10 +26,10 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.matmul import quantized_groups_xla
 from pallas_kernels.matmul.gated import Gating, activated
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
-from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.tpu.quantized import (
     PreparedRows,
     clear,
+    column_bytes,
     group_sums,
     prepared,
     sums_are_smaller,
@@ -67,7 +67,7 @@ def quantized_grouped_matmul(
             x, x_scales, codes, scales, zeros, group_sizes, dtype=dtype, out_dtype=out_dtype
         )
     matrix = Matrix(codes, scales.astype(jnp.float32), zeros, None)
-    return _product(x, x_scales, matrix, group_sizes, None, dtype, out_dtype, sizes, interpret)
+    return product_of_groups(x, x_scales, matrix, group_sizes, None, dtype, out_dtype, sizes, interpret)
 
 
 def quantized_gated_matmul(
@@ -88,14 +88,19 @@ def quantized_gated_matmul(
     """[M, F] in out_dtype; arguments as the public operation has checked them, options as of the product alone."""
     options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
     size, width = x.shape[1], codes.shape[2] // 2
-    if why := why_not_aligned(size, scales.shape[1], dtype) or why_apart(width):
-        if pltpu.is_tpu_device():  # and not traced beside what another platform does
-            _say_once(size, width, why)
+    if is_apart(size, width, why_not_aligned(size, scales.shape[1], dtype)):
         y = quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
         return activated(y, group_sizes, bias, activation, out_dtype)
-    own_bias = None if bias is None else bias.astype(jnp.float32)[:, None]
-    matrix = Matrix(codes, scales.astype(jnp.float32), zeros, own_bias)
-    return _product(x, x_scales, matrix, group_sizes, activation, *options.values())
+    matrix = Matrix(codes, scales.astype(jnp.float32), zeros, bias)
+    return product_of_groups(x, x_scales, matrix, group_sizes, activation, *options.values())
+
+
+def is_apart(size: int, width: int, why_not: str) -> bool:
+    """Whether gates and ups are activated from memory, which the log says; why_not: the kernel's reason, if any."""
+    why = why_not or why_apart(width)
+    if why and pltpu.is_tpu_device():  # and not traced beside what another platform does
+        _say_once(size, width, why)
+    return bool(why)
 
 
 def why_apart(width: int) -> str:
@@ -110,15 +115,26 @@ def _say_once(size: int, width: int, why: str) -> None:
 
 
 class Matrix(NamedTuple):
-    """The operands of groups' matrices, or references to a part of them; bias: f32 [G, 1, out], None for none."""
+    """The operands of groups' matrices, or references to a part of them.
+
+    Attributes:
+      codes: [G, in, out], or numbers in bfloat16.
+      scales, zeros: f32 [G, n, out]; None for none.
+      bias: [G, out]; None for none.
+    """
 
     codes: Any
-    scales: Any
-    zeros: Any
-    bias: Any
+    scales: Any = None
+    zeros: Any = None
+    bias: Any = None
+
+    @property
+    def count(self) -> int:
+        """Scales along the inputs."""
+        return 0 if self.scales is None else self.scales.shape[1]
 
 
-def _product(
+def product_of_groups(
     x: jax.Array,
     x_scales: jax.Array | None,
     matrix: Matrix,
@@ -129,10 +145,13 @@ def _product(
     sizes: TpuProducts | None,
     interpret: Any,
 ) -> jax.Array:
+    """[M, out], or activated [M, out / 2], in out_dtype; arguments as of the operations, which have checked them."""
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
-    count = matrix.scales.shape[1]
-    by_sums = sums_are_scaled(tile_rows_of(len(x), len(group_sizes)), x.shape[1] // count, sizes)
+    count = matrix.count
+    by_sums = not count or sums_are_scaled(tile_rows_of(len(x), len(group_sizes)), x.shape[1] // count, sizes)
     rows = prepared(x, x_scales, matrix.codes.dtype, count, dtype, sizes, by_sums=by_sums)
+    if matrix.bias is not None:
+        matrix = matrix._replace(bias=matrix.bias.astype(jnp.float32)[:, None])
     return _call(rows, matrix, group_sizes, activation, out_dtype, sizes, interpret)
 
 
@@ -173,7 +192,8 @@ def shape_of(
 ) -> Shape:
     """For rows [num_rows, size] of dtype `x`, of `num_groups` groups, times matrices [size, out] of `codes`.
 
-    gated: there are two of them for each group; `out` is then a multiple of LANES.
+    num_scales: 0 for matrices as they are. gated: there are two of them for each group; `out` is then a multiple of
+    LANES.
 
     To bring a matrix into the matrix units takes as long as to multiply some tens of rows with it: the rows of a group
     are to be in one tile, and in one block there.
@@ -181,15 +201,15 @@ def shape_of(
     step = _STEPS[jnp.dtype(x).itemsize]
     most = min(num_rows, sizes.group_rows)
     tile, piece = tiles(most // step * step or num_rows, size, out, num_scales, x, codes, sizes)
-    of_column = 2 * (size // per_byte(codes) + 8 * num_scales)
+    most_columns = sizes.group_bytes * jnp.dtype(codes).itemsize // (2 * column_bytes(size, num_scales, codes))
     if gated:
-        piece, columns = _halves(out, piece // 2, sizes.group_bytes // (2 * of_column), sizes.cores)
+        piece, columns = _halves(out, piece // 2, most_columns // 2, sizes.cores)
     else:
         most_pieces = pl.cdiv(pl.cdiv(out, piece), sizes.cores), out // piece
-        columns = piece * max(min(sizes.group_bytes // (of_column * piece), *most_pieces), 1)
-    most, mean, group = min(tile, _MOST_ROWS), max(num_rows // num_groups, SUBLANES), size // num_scales
+        columns = piece * max(min(most_columns // piece, *most_pieces), 1)
+    most, mean, group = min(tile, _MOST_ROWS), max(num_rows // num_groups, SUBLANES), size // max(num_scales, 1)
     blocks = blocks_of(mean, most, step)
-    if group < CHUNK and sums_are_scaled(tile_rows_of(num_rows, num_groups), group, sizes):
+    if num_scales and group < CHUNK and sums_are_scaled(tile_rows_of(num_rows, num_groups), group, sizes):
         # Of many sums the code is long, and compiled for minutes: sizes are few.
         most = min(most, max(min(sizes.sum_rows, group // 2) // step * step, step))
         wanted, apart = (mean, mean * 3 // 2, mean * 2, mean * 4), max(step, SUBLANES)
@@ -261,7 +281,7 @@ def _call(
     sizes: TpuProducts,
     interpret: Any,
 ) -> jax.Array:
-    (num_rows, size), (num_groups, count, out) = rows.values.shape, matrix.scales.shape
+    (num_rows, size), (num_groups, _, out), count = rows.values.shape, matrix.codes.shape, matrix.count
     dtypes, halves = (rows.values.dtype, matrix.codes.dtype), 1 if activation is None else 2
     out //= halves
     shape = shape_of(num_rows, size, out, count, num_groups, *dtypes, sizes, gated=halves > 1)
@@ -282,6 +302,7 @@ def _call(
     sums = None if matrix.zeros is None else group_sums(rows, count)
     operands = rows.values, rows.scales, rows.after, sums
     specs = *map(of_rows, operands), [Matrix(*map(partial(of_half, half), matrix)) for half in range(halves)]
+    kind = "grouped_matmul" if activation is None else "gated_matmul"
     of_codes = sum(each.nbytes for each in matrix if each is not None) // num_groups
     return pl.pallas_call(
         partial(_body, shape=shape, by_sums=rows.by_sums, activation=activation),
@@ -300,7 +321,7 @@ def _call(
             transcendentals=0 if activation is None else num_rows * out,
         ),
         interpret=interpret,
-        name="quantized_grouped_matmul" if activation is None else "quantized_gated_matmul",
+        name=f"quantized_{kind}" if count else kind,
     )(*visits[:-1], *operands, [matrix] * halves)
 
 

@@ -202,13 +202,16 @@ def tiles(
 def _tile_bytes(rows: int, columns: int, size: int, num_scales: int, x_dtype: Any, codes_dtype: Any) -> tuple[int, int]:
     """Of rows with their results and of a matrix's columns, as the kernel holds them: of two tiles."""
     of_rows = rows * (size * jnp.dtype(x_dtype).itemsize + 6 * columns)
-    return 2 * of_rows, 2 * columns * (size // per_byte(codes_dtype) + 8 * num_scales)
+    return 2 * of_rows, 2 * columns * column_bytes(size, num_scales, codes_dtype)
 
 
-def vmem_limit(
-    tile: tuple[int, int], rows: PreparedRows, codes: jax.Array, scales: jax.Array, zeros: Any, most: int
-) -> int:
+def column_bytes(size: int, num_scales: int, codes: Any) -> int:
+    """Of the codes, their scales and zeros of a matrix's column."""
+    return size * jnp.dtype(codes).itemsize // per_byte(codes) + 8 * num_scales
+
+
+def vmem_limit(tile: tuple[int, int], rows: PreparedRows, codes: jax.Array, scales: Any, zeros: Any, most: int) -> int:
     """What a kernel with such tiles may take: XLA holds nothing between kernels in what one of them reserves."""
-    size, count = rows.values.shape[1], scales.shape[-2]
+    size, count = rows.values.shape[1], 0 if scales is None else scales.shape[-2]
     held = sum(_tile_bytes(*tile, size, count, rows.values.dtype, codes.dtype))
     return min(held + _WORKSPACE * (1 if zeros is None else 2), most)

@@ -57,12 +57,17 @@ def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, b
 
     x: [M, in], bfloat16, or codes that are multiplied as they are with those of the matrix.
     x_scales: f32 [M, n] of groups of rows, by sums only; None for none.
-    codes: [in, N] or pairs [in / 2, N]. scales: f32 [n, N].
+    codes: [in, N] or pairs [in / 2, N], or numbers in bfloat16. scales: f32 [n, N]; None for such numbers.
     """
-    size, group = x.shape[1], x.shape[1] // scales.shape[0]
-    chunk = chunk_of(group)
-    span = chunk * max(SPAN // chunk, 1) if by_sums else chunk
-    add = partial(_add_sums if by_sums else _add_weights, total, x, x_scales, codes, scales, group)
+    size = x.shape[1]
+    if scales is None:
+        chunk = span = SPAN
+        add = partial(_add, total, x, codes)
+    else:
+        group = size // scales.shape[0]
+        chunk = chunk_of(group)
+        span = chunk * max(SPAN // chunk, 1) if by_sums else chunk
+        add = partial(_add_sums if by_sums else _add_weights, total, x, x_scales, codes, scales, group)
     # References are sliced at places known at run time only where these are whole registers.
     passes = size // span if span % LANES == 0 else 0
     if passes > 1:
@@ -75,6 +80,10 @@ def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, b
 
     for first in range(passes * span if passes > 1 else 0, size, chunk):
         add(first, min(chunk, size - first))
+
+
+def _add(total, x, w, first, length):
+    total[...] += _dot(x[:, pl.ds(first, length)], w[pl.ds(first, length), :])
 
 
 def _add_sums(total, x, x_scales, codes, scales, group, first, length):

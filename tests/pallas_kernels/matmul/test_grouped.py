@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.matmul import grouped_tiles
-from pallas_kernels.matmul.grouped import grouped_matmul
+from pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
 from pallas_kernels.matmul.grouped_xla import block_rows_of
 from pallas_kernels.registry import KERNELS, kernel
 
@@ -77,12 +77,54 @@ def test_the_operation_passes_everything_on():
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
+def test_gates_and_ups_are_activated_with_their_biases():
+    """As one after the other, with nothing to round between them."""
+    _, sizes = CASES["rows after the last group"]
+    x, w = operands(61, len(sizes), "float32")
+    bias, sizes = (
+        jnp.asarray(np.random.default_rng(1).standard_normal((len(sizes), OUT)), "float32"),
+        jnp.asarray(sizes),
+    )
+    own = jnp.repeat(jnp.pad(bias, ((0, 1), (0, 0))), jnp.append(sizes, 61 - jnp.sum(sizes)), axis=0)
+    for given, added in ((None, 0), (bias, own)):
+        gate, up = jnp.split(grouped_matmul(x, w, sizes) + added, 2, axis=1)
+        got = gated_matmul(x, w, sizes, given, activation=lambda gate, up: gate - 3 * up)
+        np.testing.assert_allclose(got, gate - 3 * up, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("out", [5, 6])
+def test_halves_and_biases_that_do_not_fit(out):
+    given = jnp.zeros((4, 8)), jnp.zeros((2, 8, out)), jnp.zeros(2, jnp.int32), jnp.zeros((2, 5))
+    with pytest.raises(ValueError, match=rf"gated_matmul: outputs must be even, and bias \(2, {out}\) or None, got"):
+        gated_matmul(*given, activation=jnp.multiply)
+
+
 @pytest.mark.parametrize(("platform", "expected"), [("cpu", "while"), ("cuda", "scatter"), ("tpu", "ragged_dot")])
 def test_the_platform_compiled_for_decides(platform, expected):
     x, w = operands(61, 6, "float32")
     traced = jax.jit(grouped_matmul).trace(x, w, jnp.zeros(6, jnp.int32))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert {name for name in ("while", "scatter", "ragged_dot") if name in text} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "expected"),
+    [
+        ("bfloat16", 128, {"gated_matmul"}),
+        ("bfloat16", 100, {"grouped_matmul"}),
+        ("float32", 128, {"ragged_dot"}),
+    ],
+)
+def test_gates_and_ups_are_one_kernel_on_tpus(dtype, width, expected):
+    """Whose columns fill whole registers, in bfloat16; others are activated apart."""
+    shapes = ((8, 128), dtype), ((4, 128, 2 * width), dtype), ((4,), "int32")
+
+    def gated(x, w, sizes):
+        return gated_matmul(x, w, sizes, None, activation=jnp.multiply)
+
+    lowered = jax.jit(gated).trace(*(jax.ShapeDtypeStruct(*each) for each in shapes)).lower(lowering_platforms=("tpu",))
+    text = lowered.as_text()
+    assert {name for name in ("gated_matmul", "grouped_matmul", "ragged_dot") if name in text} == expected
 
 
 def test_tiles_of_several_trips(monkeypatch):

@@ -1,4 +1,4 @@
-"""Faults of the TPU's products with quantised matrices."""
+"""Faults of the TPU's products with quantised matrices, and with matrices of groups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tests.pallas_kernels.worker import Job
 SECONDS = 60
 
 _DENSE, _GROUPED, _TILE = "matmul/tpu/quantized", "matmul/tpu/grouped", "matmul/tpu/widened"
+_PLAIN = "matmul/tpu/grouped_plain"
 
 
 def _on(*cases: str) -> tuple[Job, ...]:
@@ -22,6 +23,7 @@ _SKEWED: tuple[Job, ...] = (
     ("grouped_product", "tpu-lazy", "pieces of columns, a group of several blocks"),
     ("grouped_product", "tpu-lazy", "groups that share tiles"),
 )
+_AS_IT_IS: tuple[Job, ...] = (("grouped_product", "tpu-lazy", "matrices as they are, in a loop"),)
 _BY_GROUPS = _on("e4m3 rows by groups")
 
 
@@ -77,7 +79,34 @@ MUTANTS = [
         _SUMS,
     ),
     Mutant("chunks replace each other", _TILE, "    total[...] += y\n", "    total[...] = y\n", _LOOPS),
-    Mutant("widened chunks replace each other", _TILE, "total[...] += _dot(", "total[...] = _dot(", _LOOPS[::-1]),
+    Mutant(
+        "widened chunks replace each other",
+        _TILE,
+        "total[...] += _dot(x[:, pl.ds(first, length)], matrix)",
+        "total[...] = _dot(x[:, pl.ds(first, length)], matrix)",
+        _LOOPS[::-1],
+    ),
+    Mutant(
+        "chunks of a matrix as it is replace each other",
+        _TILE,
+        "total[...] += _dot(x[:, pl.ds(first, length)], w[",
+        "total[...] = _dot(x[:, pl.ds(first, length)], w[",
+        _AS_IT_IS,
+    ),
+    Mutant(
+        "every chunk of a matrix as it is the first",
+        _TILE,
+        "w[pl.ds(first, length), :]",
+        "w[pl.ds(0, length), :]",
+        _AS_IT_IS,
+    ),
+    Mutant(
+        "matrices as they are: bias left out",
+        _PLAIN,
+        "Matrix(w, bias=bias)",
+        "Matrix(w)",
+        _gated("matrices as they are"),
+    ),
     Mutant("loop one pass short", _TILE, "@pl.loop(0, passes)", "@pl.loop(0, passes - 1)", _LOOPS),
     Mutant("loop starts late", _TILE, "@pl.loop(0, passes)", "@pl.loop(1, passes)", _LOOPS),
     Mutant(

@@ -1,0 +1,54 @@
+"""Rows of groups, each times a matrix of its own as it is: in bfloat16 the kernel of `grouped`.
+
+What it does not take is jax.lax.ragged_dot, which XLA:TPU compiles to a kernel whose work follows the rows, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.matmul.gated import Gating, activated
+from pallas_kernels.matmul.tpu.grouped import Matrix, is_apart, product_of_groups
+from pallas_kernels.matmul.tpu.widened import why_not_aligned
+from pallas_kernels.tuning import TpuProducts
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    out_dtype: Any,
+    sizes: TpuProducts | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """[M, out] in out_dtype; arguments as the public operation has checked them, options as of quantised ones."""
+    if why_not_aligned(x.shape[1], 1, x.dtype):
+        y = lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32)
+        row = jnp.arange(len(x), dtype=jnp.int32)
+        return jnp.where((row < jnp.sum(group_sizes))[:, None], y, 0).astype(out_dtype)
+    return product_of_groups(x, None, Matrix(w), group_sizes, None, x.dtype, out_dtype, sizes, interpret)
+
+
+def gated_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Gating,
+    out_dtype: Any,
+    sizes: TpuProducts | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """[M, F] in out_dtype; arguments as the public operation has checked them, options as of quantised ones."""
+    size, width = x.shape[1], w.shape[2] // 2
+    if is_apart(size, width, why_not_aligned(size, 1, x.dtype)):
+        y = grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, sizes=sizes, interpret=interpret)
+        return activated(y, group_sizes, bias, activation, out_dtype)
+    matrix = Matrix(w, bias=bias)
+    return product_of_groups(x, None, matrix, group_sizes, activation, x.dtype, out_dtype, sizes, interpret)
