@@ -48,6 +48,30 @@ _GEMMA3: dict[str, Any] = {
     },
 }
 
+_LLAMA31_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+# What tools write of weights and rows of few bits.
+_MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+_MXFP4: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+
 # Name -> config.json.
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek-v3": _LATENT
@@ -248,6 +272,23 @@ CONFIGS |= {
                 "model.embed_tokens",
                 "lm_head",
             ],
+        }
+    },
+    "llama-3.1-8b-nvfp4": _LLAMA31_8B | {"quantization_config": {**_MODELOPT, "quant_algo": "NVFP4"}},
+    "llama-3.1-8b-mxfp8": _LLAMA31_8B | {"quantization_config": {**_MODELOPT, "quant_algo": "MXFP8"}},
+    "llama-3.1-8b-mxfp4": _LLAMA31_8B
+    | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": _MXFP4,
+                    "input_activations": {**_MXFP4, "dynamic": True},
+                }
+            },
         }
     },
 }

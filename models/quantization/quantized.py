@@ -27,10 +27,11 @@ from models.quantization.scheme import Weight
 from models.quantization.stored import Activation, Stored
 from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.matmul.gated import Gating
+from pallas_kernels.matmul.microscaled import microscaled_rows
 from pallas_kernels.matmul.nibbles import code_parts
 from pallas_kernels.matmul.quantized import quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.quantized_table import quantized_table_matmul
-from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, microscaled_rows, rounded_rows
+from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
 from sharding.collectives import gather_parts, largest_of_parts, shard_index
 
 # Kinds of tensors that no file has: what models.weights.quantized makes of those that it has.

@@ -18,6 +18,7 @@ from tests.pallas_kernels.conformance import attend, check_attention, check_upda
 from tests.pallas_kernels.hopper_products import hopper_grouped, hopper_product
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.lora_products import lora_product
+from tests.pallas_kernels.microscaled import microscaled
 from tests.pallas_kernels.pools import codes, make_pool, read_pool, unsigned
 from tests.pallas_kernels.problems import Case, build, expected
 from tests.pallas_kernels.products import gated_product, grouped_product, product
@@ -282,7 +283,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     check.__name__: check
     for check in (
         *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange, quantized),
-        *(product, grouped_product, gated_product, hopper_product, hopper_grouped, lora_product),
+        *(product, grouped_product, gated_product, hopper_product, hopper_grouped, lora_product, microscaled),
         *INVARIANTS,
     )
 }

@@ -29,6 +29,7 @@ from tests.pallas_kernels.mutants import (
     tpu,
     tpu_lora,
     tpu_products,
+    tpu_rows,
     tpu_write,
     xla,
 )
@@ -41,6 +42,7 @@ GATES: dict[str, ModuleType] = {
     "tpu-write": tpu_write,
     "tpu-products": tpu_products,
     "tpu-lora": tpu_lora,
+    "tpu-rows": tpu_rows,
     "gpu-decode": gpu_decode,
     "gpu-prefill": gpu_prefill,
     "gpu-latent": gpu_latent,

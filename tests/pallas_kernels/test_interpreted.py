@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pallas_kernels import hopper_products, lora_products, products
+from tests.pallas_kernels import hopper_products, lora_products, microscaled, products
 from tests.pallas_kernels.cases import (
     ATTENTION,
     CROSSED,
@@ -89,6 +89,7 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("grouped_product", TPU_LAZY.name, name) for name in products.QUICK_GROUPED])
     groups.append([("gated_product", TPU_LAZY.name, name) for name in products.QUICK_GATED])
     groups.append([("lora_product", TPU_LAZY.name, name) for name in lora_products.QUICK])
+    groups.append([("microscaled", TPU_LAZY.name, name) for name in microscaled.QUICK])
     groups.append([("lora_product", MOSAIC_GPU.name, name) for name in lora_products.HOPPER_QUICK])
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GROUPS])
@@ -114,6 +115,7 @@ def thorough_groups() -> list[list[Job]]:
     groups += [[("grouped_product", name, case) for case in products.GROUPED] for name in WRITES]
     groups += [[("gated_product", name, case) for case in products.GATED] for name in WRITES]
     groups += [[("lora_product", name, case) for case in lora_products.PRODUCTS] for name in WRITES]
+    groups += [[("microscaled", name, case) for case in microscaled.ROWS] for name in WRITES]
     on_hopper = lora_products.HOPPER | lora_products.THOROUGH
     groups += [[("lora_product", MOSAIC_GPU.name, case)] for case in on_hopper]
     for one in (MOSAIC_GPU, BLACKWELL):

@@ -26,6 +26,7 @@ SAMPLE = [
     "tpu-write:meeting runs overtake",
     "tpu-products:scales of sums shifted by a group",
     "tpu-lora:rows of others' slots kept",
+    "tpu-rows:scales of the rows before",
     "gpu-decode:blocks not waited for",
     "gpu-products:scales shifted by a group",
     "gpu-blackwell:sums overwritten as they are read",

@@ -9,6 +9,7 @@ from tests.pallas_kernels.implementations import IMPLEMENTATIONS, IN_PROCESS
 from tests.pallas_kernels.matmul.test_dense import IMPLEMENTATIONS as DENSE
 from tests.pallas_kernels.matmul.test_grouped import IMPLEMENTATIONS as GROUPED
 from tests.pallas_kernels.matmul.test_lora import IMPLEMENTATIONS as LORA
+from tests.pallas_kernels.matmul.test_microscaled import IMPLEMENTATIONS as MICROSCALED
 from tests.pallas_kernels.matmul.test_quantized import IMPLEMENTATIONS as QUANTIZED
 from tests.pallas_kernels.matmul.test_quantized_table import IMPLEMENTATIONS as TABLES
 from tests.pallas_kernels.state.test_conv import IMPLEMENTATIONS as CONV
@@ -26,6 +27,7 @@ CHECKED = {
     "grouped_product": ("grouped_matmul", "quantized_grouped_matmul"),
     "gated_product": ("gated_matmul", "quantized_gated_matmul"),
     "lora_product": ("lora_product",),
+    "microscaled": ("microscaled_rows",),
 }
 
 
@@ -43,6 +45,7 @@ def run_by_tests() -> set:
         | set(QUANTIZED)
         | set(TABLES)
         | set(LORA)
+        | MICROSCALED
         | states
     )
 

@@ -28,6 +28,16 @@ def test_codes_have_half_the_bytes(name, method):
     assert 0.5 < sizes[0] / sizes[1] < 0.58
 
 
+@pytest.mark.parametrize("kept", ["nvfp4", "mxfp4", "mxfp8"])
+def test_rows_of_few_bits(kept):
+    """Of the shape that is known by itself, with rows rounded in groups of a few inputs."""
+    published = model_config(f"llama-3.1-8b-{kept}")
+    assert replace(published, quantization=None) == model_config("llama-3.1-8b")
+    assert published.quantization is not None
+    (stored,) = (stored for _, stored in published.quantization.rules)
+    assert stored is not None and stored.activation is not None and stored.activation.microscaled
+
+
 def test_codes_and_experts_are_counted_apart():
     """Of gpt-oss as it is published the matrices of experts are codes with scales, their biases are not."""
     model = build_model(model_config("gpt-oss-120b-mxfp4:1"), Build("bfloat16"))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from models.weights.safetensors import SafetensorsCheckpoint
+from pallas_kernels.matmul.microscaled import microscaled_rows
 from pallas_kernels.matmul.rounding import (
     E4M3,
     E8M0,
@@ -16,7 +17,6 @@ from pallas_kernels.matmul.rounding import (
     UE8M0,
     dynamic_scales,
     largest_values,
-    microscaled_rows,
     rounded_rows,
 )
 from tests.fixtures.drawn_weights import FOLDER, checkpoint

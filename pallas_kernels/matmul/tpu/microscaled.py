@@ -1,0 +1,114 @@
+"""Rows with scales of a few inputs each: a Mosaic kernel that reads them once and writes them once.
+
+XLA:TPU brings rows into another order to have a few inputs side by side, and float32 values to memory and back. Here
+groups stay where they are, among a register's 128 lanes. As many columns of registers as a group has inputs are brought
+together, pair by pair with half as many left each time, until one register has the largest values of all their groups;
+scales are made there, and each column picks its own from it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.matmul.rounding import held_scales, microscaled
+from pallas_kernels.matmul.tpu.widened import LANES
+
+# Rows of a tile, and of those that are rounded at a time, while the scales of the next are made: one waits for the
+# permutations of lanes of which the other has none.
+ROWS, STEP = 256, 64
+# Rows of whole registers, of float32 and of bfloat16 as XLA stores it.
+_ALIGNED = 8
+
+
+def microscaled_rows(
+    x: jax.Array, whole: jax.Array | None, *, group: int, dtype: str, kind: str, interpret: Any = False
+) -> jax.Array:
+    """[M, in] in x's dtype; arguments as the public operation has checked them.
+
+    interpret: what `pl.pallas_call` takes.
+    """
+    num_rows, size = x.shape
+    rows, registers = min(pl.cdiv(num_rows, _ALIGNED) * _ALIGNED, ROWS), pl.cdiv(size, LANES)
+    columns = pl.cdiv(registers, pl.cdiv(registers, group)) * LANES
+    of_rows = pl.BlockSpec((rows, columns), lambda m, n: (m, n))
+    operands, specs = (x,), (of_rows,)
+    if whole is not None:
+        one = len(whole) == 1
+        of_whole = pl.BlockSpec((1 if one else rows, 1), lambda m, n: (0 if one else m, 0))
+        operands, specs = (x, whole), (of_rows, of_whole)
+    return pl.pallas_call(
+        partial(_body, group=group, dtype=dtype, kind=kind),
+        grid=(pl.cdiv(num_rows, rows), pl.cdiv(size, columns)),
+        in_specs=specs,
+        out_specs=of_rows,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(flops=24 * x.size, bytes_accessed=2 * x.nbytes, transcendentals=0),
+        interpret=interpret,
+        name="microscaled_rows",
+    )(*operands)
+
+
+def _body(x, *whole_and_out, group: int, dtype: str, kind: str):
+    *whole, out = whole_and_out
+    num_rows, registers = x.shape[0], x.shape[1] // LANES
+    step = min(STEP, num_rows)
+
+    def whole_of(rows) -> jax.Array | None:
+        return whole[0][rows if len(whole[0]) > 1 else slice(None)] if whole else None
+
+    def part(rows, register: int) -> jax.Array:
+        return x[rows, register * LANES : (register + 1) * LANES].astype(jnp.float32)
+
+    def scales(rows) -> jax.Array:
+        """Of every group of some rows, [rows, LANES]: a group's first lanes have those of the first registers."""
+        largest = _together([jnp.abs(part(rows, register)) for register in range(registers)], group)
+        return held_scales(largest, dtype, kind=kind, whole=whole_of(rows))
+
+    def write(rows, held: jax.Array) -> None:
+        first = lax.broadcasted_iota(jnp.int32, held.shape, 1) & -group
+        for register in range(registers):
+            own = jnp.take_along_axis(held, first + register, axis=1, mode="promise_in_bounds")
+            values = microscaled(part(rows, register), own, dtype, whole=whole_of(rows))
+            out[rows, register * LANES : (register + 1) * LANES] = values.astype(out.dtype)
+
+    def rows_of(index):
+        # The last ones begin where they must to end with the tile; what is rounded twice is alike.
+        first = jnp.minimum(index * step, num_rows - step)
+        return pl.ds(pl.multiple_of(first, _ALIGNED), step)
+
+    steps = pl.cdiv(num_rows, step)
+
+    def one(index, held):
+        later = scales(rows_of(jnp.minimum(index + 1, steps - 1)))
+        write(rows_of(index), held)
+        return later
+
+    held = scales(rows_of(0))
+    held = lax.fori_loop(0, steps - 1, one, held) if steps > 1 else held
+    write(rows_of(steps - 1), held)
+
+
+def _together(parts: list[jax.Array], group: int) -> jax.Array:
+    """The largest of each `group` lanes of at most as many parts: of part `n` at lane `n` of them."""
+    found, lane = dict(enumerate(parts)), lax.broadcasted_iota(jnp.int32, parts[0].shape, 1)
+    step = group // 2
+    while step:
+        # A lane keeps the part whose number has the bit that it has itself, and gives the other to the lane that is
+        # `step` away.
+        has_bit, there = (lane & step) != 0, lane ^ step
+        paired = {}
+        for number in [number for number in found if not number & step]:
+            zero = found[number]
+            one = found.get(number | step, zero)
+            given = jnp.take_along_axis(jnp.where(has_bit, zero, one), there, axis=1, mode="promise_in_bounds")
+            paired[number] = jnp.maximum(jnp.where(has_bit, one, zero), given)
+        found, step = paired, step // 2
+    return found[0]
