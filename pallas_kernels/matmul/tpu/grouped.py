@@ -12,8 +12,6 @@ sums: [M, 2 F] is in no memory.
 
 from __future__ import annotations
 
-import functools
-import logging
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.matmul import quantized_groups_xla
-from pallas_kernels.matmul.gated import Gating, activated
+from pallas_kernels.matmul.gated import Gating, activated, say_once
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
 from pallas_kernels.matmul.tpu.moved import ROWS, move_rows
 from pallas_kernels.matmul.tpu.quantized import (
@@ -39,8 +37,6 @@ from pallas_kernels.matmul.tpu.quantized import (
 )
 from pallas_kernels.matmul.tpu.widened import CHUNK, LANES, SUBLANES, add_product, why_not_aligned
 from pallas_kernels.tuning import TpuProducts, tuning_of
-
-logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 256  # multiplied at once: more would be more instructions, and little faster
 STEP = 8  # rows that blocks begin and end at multiples of
@@ -100,19 +96,13 @@ def is_apart(size: int, width: int, why_not: str) -> bool:
     """Whether gates and ups are activated from memory, which the log says; why_not: the kernel's reason, if any."""
     why = why_not or why_apart(width)
     if why and pltpu.is_tpu_device():  # and not traced beside what another platform does
-        _say_once(size, width, why)
+        say_once(size, width, why)
     return bool(why)
 
 
 def why_apart(width: int) -> str:
     """Why gates and ups, `width` of each, cannot be multiplied together, "" if they can."""
     return f"{width} columns do not fill whole registers" if width % LANES else ""
-
-
-@functools.cache
-def _say_once(size: int, width: int, why: str) -> None:
-    text = "gate and up [%d, 2 x %d] are multiplied, and then activated from memory: %s"
-    logger.info(text, size, width, why)
 
 
 class Matrix(NamedTuple):
