@@ -65,7 +65,7 @@ def multiplied_rows(visits: tpu.Visits, shape: tpu.Shape) -> int:
     for visit in range(int(visits.products[0])):
         group, before = visits.group[visit], int(visits.tile[visit]) * shape.rows
         first, last = int(visits.starts[group]) - before, int(visits.ends[group]) - before
-        whole, rest = divmod(min(last, shape.rows) - max(first, 0) // shape.step * shape.step, most)
+        whole, rest = divmod(min(last, shape.rows) - max(first, 0) // tpu.STEP * tpu.STEP, most)
         total += whole * most + min((block for block in shape.blocks if block >= rest), default=0) * (rest > 0)
     return total
 

@@ -11,6 +11,7 @@ from jaxengine.config import vllm_options
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.errors import ConfigError
 from jaxengine.config.gguf_file import with_gguf_file
+from jaxengine.config.kv_cache import AUTO, CALIBRATE
 from jaxengine.config.pooler_config import settle_names
 from jaxengine.config.speculation import settle_speculation
 from jaxengine.config.values import plain
@@ -28,6 +29,9 @@ def chosen_options(known: Collection[str], options: Mapping[str, Any]) -> dict[s
             near = difflib.get_close_matches(name, [*known, *vllm_options.NAMES], 1)
             advice = f"did you mean {near[0]}?" if near else "docs/options.md has all of them"
             raise ConfigError.because(name, f"there is no option {name!r}", advice)
+    if options.get("calculate_kv_scales") and (scales := chosen.get("kv_cache_scales", AUTO)) not in (AUTO, CALIBRATE):
+        problem = f"calculate_kv_scales is given beside kv_cache_scales={scales!r}, which measures nothing"
+        raise ConfigError.because("calculate_kv_scales", problem, "give one of them")
     if (sizes := options.get("cudagraph_capture_sizes")) is not None:
         shapes = CompilationConfig.read(chosen.get("compilation_config"))
         chosen["compilation_config"] = dataclasses.replace(shapes, cudagraph_capture_sizes=sizes)

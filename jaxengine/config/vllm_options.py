@@ -85,9 +85,11 @@ ELSEWHERE: dict[str, str] = {
     "shutdown_timeout": "jaxengine serve --shutdown-timeout",
 }
 
-# What vLLM had once, and why it is no more.
+# What vLLM had once, or transformers has, and what stands in its place.
 GONE: dict[str, str] = {
     "lora_extra_vocab_size": "vLLM has removed it: adapters add no tokens to the vocabulary; merge one that does",
+    "quantization_param_path": "vLLM has removed it: kv_cache_scales takes a file that jaxengine calibrate wrote",
+    "torch_dtype": "it is called dtype",
 }
 
 # Earlier names of options here, which EngineConfig.from_options reads.

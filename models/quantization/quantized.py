@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from models.quantization.online import Rounded
 from models.quantization.plain import Plain
 from models.quantization.scheme import Weight
 from models.quantization.stored import Activation, Stored
@@ -257,7 +258,7 @@ class Quantized:
     """models.quantization.scheme.Scheme of modules that a checkpoint keeps quantised.
 
     Tables are dequantised as they are read, unless `with_tables`: few checkpoints quantise them. So are matrices whose
-    codes are no numbers to multiply with.
+    codes are no numbers to multiply with. What would be rounded first is read as it is: that costs devices no more.
     """
 
     stored: Stored
@@ -277,7 +278,8 @@ class Quantized:
         if table and self.with_tables:
             return QuantizedTable(self.stored, shape, sources, axes, dtype=dtype)
         if table or self.stored.dtype == "float32":
-            return Plain(VALUES).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=table)
+            tensor = "weight" if isinstance(self.stored, Rounded) else VALUES
+            return Plain(tensor).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=table)
         stored, own = self.stored, shape[-2] // input_parts
         group = stored.activation.group if stored.activation is not None else None
         if input_parts > 1 and group is not None and own % group:

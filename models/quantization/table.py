@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.quantization.quantized import Quantized
+from models.config.model_config import ModelConfig
+from models.quantization.quantized import VALUES, Quantized
 from models.weights.declare import DeclaredParam, declared_params
 from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.quantized import product_of
@@ -12,14 +13,15 @@ from pallas_kernels.registry import kernel_module
 from sharding.layout import MeshLayout
 
 _AS_IS = "as it is"
+_LOOKED_UP = "none: rows are looked up"
 
 
 def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
     """The matrices of abstract models, the stages of one, in order; the same module of all layers is one row.
 
     platform: the row of the kernel registry. Each has modules, format (the checkpoint's, or how it is rounded), dtype,
-    bytes (of the whole model, scales included), product (what multiplies with it, and why where that is not the
-    platform's kernel) and activations (what the rows are rounded to).
+    bytes (of the whole model, scales included), product (what multiplies with it, if anything does, and why where that
+    is not the platform's kernel) and activations (what the rows are rounded to).
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     build = models[0].build
@@ -28,15 +30,16 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
         name, _, kind = ".".join("*" if isinstance(part, int) else str(part) for part in param.path).rpartition(".")
         if kind not in ("values", "codes", "scales", "zeros", "order", "input_scale"):
             continue
-        module = param.decl.sources[0].name.rpartition(".")[0]
+        module, _, tensor = param.decl.sources[0].name.rpartition(".")
         scheme = build.scheme(module)
         stored = scheme.stored if isinstance(scheme, Quantized) and kind != "values" else None
         kept = _AS_IS if stored is None else stored.format
-        # Not of token tables, which such checkpoints keep as they are.
-        if isinstance(scheme, Quantized) and scheme.stored.dtype == "float32" and param.decl.transposed:
+        if isinstance(scheme, Quantized) and tensor == VALUES:
             kept = f"{scheme.stored.format}, dequantised"
         op = "matmul" if stored is None else "quantized_matmul"
         op = op if param.decl.num_experts is None else op.replace("matmul", "grouped_matmul")
+        # Of latent attention, one for each head below the other: plain XLA's everywhere.
+        of_heads = param.decl.row_major and not param.decl.transposed and param.decl.axes[0] == "heads"
         row = rows.setdefault(
             (name, kept),
             {
@@ -44,7 +47,7 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
                 "format": kept,
                 "dtype": "",
                 "bytes": 0,
-                "product": kernel_module(op, platform),
+                "product": "matmul.batched" if of_heads else kernel_module(op, platform),
                 "activations": _AS_IS if stored is None or stored.activation is None else str(stored.activation),
             },
         )
@@ -62,7 +65,17 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
         elif op == "grouped_matmul":
             *_, size, out = _own_shape(param, build.mesh)
             row["product"] = product_of(op, platform, size, out, 1, param.dtype, build.dtype)
+    for row in rows.values():
+        if row["modules"] == "embed" and not _multiplies_with_table(models[0].config):
+            row["product"] = _LOOKED_UP
     return list(rows.values())
+
+
+def _multiplies_with_table(config: ModelConfig) -> bool:
+    """Whether logits, or the scores of some tokens, are products with the token table."""
+    classifier = None if config.pooler is None else config.pooler.classifier
+    scores = config.pooler is None or (classifier is not None and bool(classifier.token_ids))
+    return config.tie_word_embeddings and scores
 
 
 def _own_shape(param: DeclaredParam, mesh: MeshLayout) -> list[int]:

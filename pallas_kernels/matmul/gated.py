@@ -6,6 +6,8 @@ Knows no activation.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.registry import KERNELS, PLATFORM_ROWS, kernel
+
+logger = logging.getLogger(__name__)
 
 # Of gate and up, both and the result f32[M, F].
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
@@ -44,6 +48,12 @@ def check_halves(name: str, num_groups: int, out: int, bias: jax.Array | None) -
     if out % 2 or (bias is not None and bias.shape != (num_groups, out)):
         got = None if bias is None else bias.shape
         raise ValueError(f"{name}: outputs must be even, and bias {(num_groups, out)} or None, got {out} and {got}")
+
+
+@functools.cache
+def say_once(size: int, width: int, why: str) -> None:
+    text = "gate and up [%d, 2 x %d] are multiplied, and then activated from memory: %s"
+    logger.info(text, size, width, why)
 
 
 def activated(

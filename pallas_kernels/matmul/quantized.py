@@ -110,9 +110,9 @@ def quantized_gated_matmul(
     """activation(gate, up) of rows times the matrix of their group: [M, F] in `out_dtype`, by default `dtype`.
 
     Arguments are `quantized_grouped_matmul`'s. The first half of a matrix's outputs, [G, in, 2 F], are gates and the
-    second ups, to which the group's bias [G, 2 F] is added; None for none. A row of no group is what the activation
-    makes of zeros, which is 0 for a product with the gate's. Where a platform has one kernel for it all, that rounds
-    once; elsewhere the product is rounded to `out_dtype` and activated then.
+    second ups, to which the group's bias [G, 2 F] is added; None for none. A row of no group is 0, which the
+    activation must make of zeros. Where a platform has one kernel for it all, that rounds once; elsewhere the product
+    is rounded to `out_dtype` and activated then.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """

@@ -15,7 +15,7 @@ from pallas_kernels.tuning import HopperAttention, Tuning
 from tests.pallas_kernels import conformance
 from tests.pallas_kernels.cases import BY_NAME, MIXED_KV, MIXED_Q
 from tests.pallas_kernels.conformance import attend, check_attention, check_update, compiled, operands, pool, watched
-from tests.pallas_kernels.hopper_products import hopper_grouped, hopper_product
+from tests.pallas_kernels.hopper_products import hopper_gated, hopper_grouped, hopper_product
 from tests.pallas_kernels.implementations import Implementation
 from tests.pallas_kernels.lora_products import lora_product
 from tests.pallas_kernels.microscaled import microscaled
@@ -283,7 +283,8 @@ CHECKS: dict[str, Callable[..., None]] = {
     check.__name__: check
     for check in (
         *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange, quantized),
-        *(product, grouped_product, gated_product, hopper_product, hopper_grouped, lora_product, microscaled),
+        *(product, grouped_product, gated_product, hopper_product, hopper_grouped, hopper_gated, lora_product),
+        microscaled,
         *INVARIANTS,
     )
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
+from pallas_kernels.matmul.hopper.gated import why_apart
 from pallas_kernels.matmul.hopper.shape import why_xla
 from pallas_kernels.tuning import HopperProducts
 from tests.pallas_kernels.implementations import Implementation
@@ -84,6 +86,29 @@ THOROUGH_GROUPS = {
 }
 GROUPS = QUICK_GROUPS | THOROUGH_GROUPS
 ROUNDED_GROUPS = ("groups of several tiles",)
+# Gates and ups: a matrix's outputs are half of each, of which a tile has 64. One begins inside of the one before.
+QUICK_GATED = {
+    "groups of several tiles": GroupedProduct((5, 0, 17, 11, 0, 3), _PLAIN._replace(out=272)),
+    "pairs of groups": GroupedProduct((1, 0, 30, 0, 19, 0), _CODES._replace(out=144)),
+    "e4m3 of groups, rounded rows": GroupedProduct(
+        (33, 16), Product(50, 256, 128, 128, E4M3, False, E4M3, 128, sizes=_WIDE)
+    ),
+}
+MORE_GATED = {
+    "no rows of any group": GroupedProduct((0,) * 6, _PLAIN._replace(size=64, group=64, out=144)),
+    "one row": GroupedProduct((0, 1, 0), Product(1, 64, 128, 64, BFLOAT16, sizes=_SMALL)),
+    "all rows of one group": GroupedProduct((0, 0, 50), _PLAIN._replace(out=128)),
+    "int8 of groups, a scale a channel": GroupedProduct(
+        (2, 0, 40), Product(42, 256, 256, 256, "int8", False, "int8", sizes=_SMALL)
+    ),
+    "tiles of every size": GroupedProduct(tuple(range(1, 66, 8)), Product(297, 64, 128, 64, BFLOAT16, sizes=_WIDE)),
+    "tiles by sixteen rows": GroupedProduct((664,), Product(665, 128, 192, 64, "int8", True, sizes=_WIDE)),
+}
+GATED = (
+    QUICK_GATED
+    | MORE_GATED
+    | {name: case._replace(each=case.each._replace(out=688)) for name, case in THOROUGH_GROUPS.items()}
+)
 
 
 def hopper_product(name: str, implementation: Implementation) -> None:
@@ -104,7 +129,39 @@ def hopper_product(name: str, implementation: Implementation) -> None:
 
 def hopper_grouped(name: str, implementation: Implementation) -> None:
     """Rows of groups; those of none hold NaN, and must give zeros and disturb no other."""
-    group_sizes, case = GROUPS[name]
+    op, operands, exact, end = _of_groups(GROUPS[name])
+    for out_dtype, allowed in ((jnp.float32, ERROR), (jnp.bfloat16, ROUNDED)):
+        if out_dtype == jnp.float32 or name in ROUNDED_GROUPS:
+            got = run(op, name, GROUPS[name].each, operands, implementation, out_dtype)
+            _compare(got, exact, end, allowed)
+
+
+def hopper_gated(name: str, implementation: Implementation) -> None:
+    """The same of gates and ups, with a bias unless rows are rounded; what is made of them rounds but once."""
+    group_sizes, case = GATED[name]
+    op, operands, exact, end = _of_groups(GATED[name])
+    assert not why_apart(case.out // 2, silu_times), "the kernel does not take it"
+    bias = None
+    if case.rounded is None:
+        numbers = np.random.default_rng(1).standard_normal((len(group_sizes), case.out))
+        bias = jnp.asarray(numbers, jnp.bfloat16)
+        exact[:end] += np.repeat(np.asarray(bias, np.float64), group_sizes, axis=0)
+    gate, up = np.split(exact, 2, axis=1)
+    half = case._replace(out=case.out // 2)
+    for out_dtype, allowed in ((jnp.float32, ERROR), (jnp.bfloat16, ROUNDED)):
+        if out_dtype == jnp.float32 or name in ROUNDED_GROUPS:
+            of_both = op.replace("grouped", "gated"), name, half, (*operands, bias), implementation, out_dtype
+            got = run(*of_both, activation=silu_times)
+            _compare(got, gate * (1 + np.tanh(gate / 2)) / 2 * up, end, allowed)
+
+
+def silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _of_groups(problem: GroupedProduct) -> tuple[str, tuple, np.ndarray, int]:
+    """The product's operation and operands, what it is in float64, and the rows that groups have."""
+    group_sizes, case = problem
     plain, num_scales = case.codes == BFLOAT16, case.size // case.group
     given = case.size, case.out, num_scales, case.codes, np.dtype("bfloat16")
     assert not why_xla(*given, grouped=True), "the kernel does not take it"
@@ -119,16 +176,13 @@ def hopper_grouped(name: str, implementation: Implementation) -> None:
     exact, end = exact_groups(x, matrix, group_sizes)
     values = values.at[end:].set(jnp.nan) if x_scales is None else values
     sizes = jnp.asarray(group_sizes, jnp.int32)
-    for out_dtype, allowed in ((jnp.float32, ERROR), (jnp.bfloat16, ROUNDED)):
-        if plain:
-            op, operands = "grouped_matmul", (values, matrix[0], sizes)
-        else:
-            op, operands = (
-                "quantized_grouped_matmul",
-                (values, x_scales, stored(matrix[0], case.codes), *matrix[1:], sizes),
-            )
-        if out_dtype == jnp.float32 or name in ROUNDED_GROUPS:
-            got = run(op, name, case, operands, implementation, out_dtype)
-            assert not got[end:].any(), "rows of no group are not 0"
-            if end:
-                assert error(got, exact) < allowed, f"{error(got, exact):.1e}, not {allowed}"
+    if plain:
+        return "grouped_matmul", (values, matrix[0], sizes), exact, end
+    operands = values, x_scales, stored(matrix[0], case.codes), *matrix[1:], sizes
+    return "quantized_grouped_matmul", operands, exact, end
+
+
+def _compare(got: np.ndarray, exact: np.ndarray, end: int, allowed: float) -> None:
+    assert not got[end:].any(), "rows of no group are not 0"
+    if end:
+        assert error(got, exact) < allowed, f"{error(got, exact):.1e}, not {allowed}"

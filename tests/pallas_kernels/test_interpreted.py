@@ -93,6 +93,7 @@ def quick_groups() -> list[list[Job]]:
     groups.append([("lora_product", MOSAIC_GPU.name, name) for name in lora_products.HOPPER_QUICK])
     groups.append([("hopper_product", MOSAIC_GPU.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GROUPS])
+    groups.append([("hopper_gated", MOSAIC_GPU.name, name) for name in hopper_products.QUICK_GATED])
     groups.append([("hopper_product", BLACKWELL.name, name) for name in hopper_products.QUICK])
     groups.append([("hopper_grouped", BLACKWELL.name, name) for name in hopper_products.QUICK_GROUPS])
     return [group for group in groups + _ALWAYS if group]
@@ -121,6 +122,7 @@ def thorough_groups() -> list[list[Job]]:
     for one in (MOSAIC_GPU, BLACKWELL):
         groups += [[("hopper_product", one.name, case)] for case in hopper_products.PRODUCTS]
         groups += [[("hopper_grouped", one.name, case)] for case in hopper_products.GROUPS]
+    groups += [[("hopper_gated", MOSAIC_GPU.name, case)] for case in hopper_products.GATED]
     return groups + _ALWAYS
 
 

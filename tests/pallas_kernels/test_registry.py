@@ -24,6 +24,7 @@ CHECKED = {
     "product": ("quantized_matmul",),
     "hopper_product": ("quantized_matmul",),
     "hopper_grouped": ("grouped_matmul", "quantized_grouped_matmul"),
+    "hopper_gated": ("gated_matmul", "quantized_gated_matmul"),
     "grouped_product": ("grouped_matmul", "quantized_grouped_matmul"),
     "gated_product": ("gated_matmul", "quantized_gated_matmul"),
     "lora_product": ("lora_product",),

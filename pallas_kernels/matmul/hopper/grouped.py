@@ -3,8 +3,9 @@
 Each group's rows are brought to a multiple of eight before, and are cut into tiles, of which the last has as many as
 are left, to the next eight, which a product must have: no tile reads, multiplies or stores rows of two groups. A tile's
 CTAs are told its group and rows; how many tiles there are is known on the device only, and the CTAs of others end at
-once. XLA fuses the copies with what makes the rows and with what reads the result. The kernel is that of `quantized`.
-Products of experts by blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
+once. XLA fuses the copies with what makes the rows and with what reads the result. The kernel is that of `quantized`;
+where matrices are gates and ups it activates them, too. Products of experts by blocks are Gale et al.'s (MegaBlocks,
+2022, arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.matmul import grouped_tiles, quantized_groups_xla
-from pallas_kernels.matmul.hopper import quantized, shape
+from pallas_kernels.matmul.gated import Gating, activated, say_once
+from pallas_kernels.matmul.hopper import gated, quantized, shape
 from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, Shape, most_rows, step_of
 from pallas_kernels.tuning import HopperProducts, card_of_trace, tuning_of
 
@@ -46,7 +48,29 @@ def grouped_matmul(
     if _is_xla(interpret, f"[{size}, {out}]", why_xla(size, out, 1, w.dtype, x.dtype)):
         turned = _multiplies() and w.dtype == BFLOAT16  # as models store them there
         return grouped_tiles.grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, turned=turned)
-    return _multiply(x, None, w, None, None, group_sizes, out_dtype, sizes, interpret, tensor_memory)
+    return _multiply(_Matrix(w), x, None, group_sizes, None, out_dtype, sizes, interpret, tensor_memory)
+
+
+def gated_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Gating,
+    out_dtype: Any,
+    sizes: HopperProducts | None = None,
+    interpret: Any = False,
+    tensor_memory: bool | None = None,
+) -> jax.Array:
+    """[M, F] in out_dtype; arguments as the public operation has checked them, options as of the product alone."""
+    _, size, out = w.shape
+    reason = why_xla(size, out, 1, w.dtype, x.dtype)
+    if _is_apart(interpret, size, out, reason, activation, tensor_memory):
+        options: dict[str, Any] = {"sizes": sizes, "interpret": interpret, "tensor_memory": tensor_memory}
+        y = grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, **options)
+        return activated(y, group_sizes, bias, activation, out_dtype)
+    return _multiply(_Matrix(w, bias=bias), x, None, group_sizes, activation, out_dtype, sizes, interpret, False)
 
 
 def quantized_grouped_matmul(
@@ -64,14 +88,56 @@ def quantized_grouped_matmul(
     tensor_memory: bool | None = None,
 ) -> jax.Array:
     """[M, out] in out_dtype; arguments as `grouped_matmul` has them."""
-    (_, num_scales, out), size = scales.shape, x.shape[1]
-    reason = why_xla(size, out, num_scales, codes.dtype, dtype)
-    if not reason and x_scales is not None and x_scales.shape[1] > num_scales:
-        reason = "rows have more scales than the matrix"
-    if _is_xla(interpret, f"[{size}, {out}]", reason):
+    size, out = x.shape[1], scales.shape[2]
+    if _is_xla(interpret, f"[{size}, {out}]", _why_xla(x, x_scales, codes, scales, dtype)):
         options = {"dtype": dtype, "out_dtype": out_dtype, "turned": _multiplies()}
         return quantized_groups_xla.quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
-    return _multiply(x, x_scales, codes, scales, zeros, group_sizes, out_dtype, sizes, interpret, tensor_memory)
+    matrix = _Matrix(codes, scales, zeros)
+    return _multiply(matrix, x, x_scales, group_sizes, None, out_dtype, sizes, interpret, tensor_memory)
+
+
+def quantized_gated_matmul(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Gating,
+    dtype: Any,
+    out_dtype: Any,
+    sizes: HopperProducts | None = None,
+    interpret: Any = False,
+    tensor_memory: bool | None = None,
+) -> jax.Array:
+    """[M, F] in out_dtype; as `gated_matmul`."""
+    reason = _why_xla(x, x_scales, codes, scales, dtype)
+    if _is_apart(interpret, x.shape[1], scales.shape[2], reason, activation, tensor_memory):
+        options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
+        options |= {"tensor_memory": tensor_memory}
+        y = quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
+        return activated(y, group_sizes, bias, activation, out_dtype)
+    matrix = _Matrix(codes, scales, zeros, bias)
+    return _multiply(matrix, x, x_scales, group_sizes, activation, out_dtype, sizes, interpret, False)
+
+
+class _Matrix(NamedTuple):
+    """The operands of groups' matrices; bias: [G, out] of gates and ups, None for none."""
+
+    codes: jax.Array
+    scales: jax.Array | None = None
+    zeros: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
+def _why_xla(x: jax.Array, x_scales: jax.Array | None, codes: jax.Array, scales: jax.Array, dtype: Any) -> str:
+    _, num_scales, out = scales.shape
+    reason = why_xla(x.shape[1], out, num_scales, codes.dtype, dtype)
+    if not reason and x_scales is not None and x_scales.shape[1] > num_scales:
+        return "rows have more scales than the matrix"
+    return reason
 
 
 def _is_xla(interpret: Any, product: str, reason: str) -> bool:
@@ -80,6 +146,24 @@ def _is_xla(interpret: Any, product: str, reason: str) -> bool:
     if reason:
         quantized.log_once(f"{product} of groups: {reason}")
     return bool(reason)
+
+
+def _is_apart(interpret: Any, size: int, out: int, reason: str, activation: Gating, tensor_memory: bool | None) -> bool:
+    """Whether the product, by whatever makes it, goes to memory and is activated from there.
+
+    On Blackwell cards always: one warpgroup has all outputs of a tile there.
+    """
+    if reason or (interpret is False and not _multiplies()) or _on_blackwell(tensor_memory):
+        return True
+    if why := gated.why_apart(out // 2, activation):
+        say_once(size, out // 2, why)
+    return bool(why)
+
+
+def _on_blackwell(tensor_memory: bool | None) -> bool:
+    if tensor_memory is None:
+        return (card := card_of_trace()) is not None and card.blackwell
+    return tensor_memory
 
 
 def _multiplies() -> bool:
@@ -147,22 +231,21 @@ def most_tiles_of(num_rows: int, num_groups: int, tile_rows: int) -> int:
 
 
 def _multiply(
+    matrix: _Matrix,
     x: jax.Array,
     x_scales: jax.Array | None,
-    codes: jax.Array,
-    scales: jax.Array | None,
-    zeros: jax.Array | None,
     group_sizes: jax.Array,
+    gating: Gating | None,
     out_dtype: Any,
     sizes: HopperProducts | None,
     interpret: Any,
     tensor_memory: bool | None,
 ) -> jax.Array:
+    codes, scales, zeros, bias = matrix
     (num_rows, size), (num_groups, _, out) = x.shape, codes.shape
     sizes = tuning_of("gpu").hopper_products if sizes is None else sizes
     num_scales = 1 if scales is None else scales.shape[1]
-    if tensor_memory is None:
-        tensor_memory = (card := card_of_trace()) is not None and card.blackwell
+    tensor_memory = _on_blackwell(tensor_memory)
     most = most_rows(size, num_scales, codes.dtype, sizes.rows, tensor_memory=tensor_memory)
     tile_rows = tile_rows_of(num_rows, num_groups, most)
     step = step_of(tile_rows, tensor_memory=tensor_memory)
@@ -171,7 +254,7 @@ def _multiply(
     of_tiles = Shape(
         tiles.source.size,
         size,
-        out,
+        out if gating is None else out // 2,
         num_scales,
         codes.dtype,
         native,
@@ -183,8 +266,9 @@ def _multiply(
         tiles=tiles.tiles.size // quantized.TILE,
         has_scales=scales is not None,
         tensor_memory=tensor_memory,
+        gating=gating,
     )
     x = x.at[tiles.source].get(mode="clip")
     x_scales = None if x_scales is None else x_scales.at[tiles.source].get(mode="clip")
-    y = quantized.multiply(of_tiles, x, x_scales, codes, scales, zeros, tiles.tiles, interpret=interpret)
+    y = quantized.multiply(of_tiles, x, x_scales, codes, scales, zeros, tiles.tiles, bias=bias, interpret=interpret)
     return jnp.where(tiles.is_row[:, None], y.at[tiles.place].get(mode="clip"), 0)

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import quantized_xla
 from pallas_kernels.matmul.blackwell import tile as blackwell
-from pallas_kernels.matmul.hopper import ring
+from pallas_kernels.matmul.hopper import gated, ring
 from pallas_kernels.matmul.hopper.shape import BFLOAT16, E4M3, MOST_SHARED_ROWS, OUTPUTS, Shape, why_xla
 from pallas_kernels.matmul.nibbles import row_parts
 from pallas_kernels.matmul.rounding import RoundedRows
@@ -98,20 +98,25 @@ class _Refs(NamedTuple):
     """Operands, the result and shared memory of the kernel. What a problem does not have is None."""
 
     x: Any  # [packed * M, in / packed]
-    codes: Any  # [G * out, in / packed]
+    codes: Any  # [G * halves * out, in / packed]
     tiles: Any  # i32 [tiles * TILE]
-    scales: Any  # f32 [G * n, out]
+    scales: Any  # f32 [G * n, out], of gates and ups [G * n, 2, out]
     zeros: Any
     row_sums: Any  # f32 [tiles * sums, M]
     row_scales: Any  # f32 [n, M]
-    y: Any  # [splits, M, out tiles * OUTPUTS]
+    bias: Any  # [2 * G, out]
+    y: Any  # [splits, M, out tiles * outputs]
     x_smem: Any  # [stages, packed * rows, columns]
     codes_smem: Any  # [stages, OUTPUTS, columns]
-    scales_smem: Any  # f32 [stages, sums, OUTPUTS]
+    scales_smem: Any  # f32 [stages, sums, OUTPUTS], of gates and ups [stages, sums, 2, 64]
     zeros_smem: Any
     row_sums_smem: Any  # f32 [stages, sums, vector_rows]
     row_scales_smem: Any
-    y_smem: Any  # [2, rows, 64], on Blackwell [2, rows, 128]
+    y_smem: Any  # [2, rows, 64], of gates and ups [1, rows, 64], on Blackwell [2, rows, 128]
+    bias_smem: Any  # [2, 64]
+    ups_smem: Any  # f32 [64, rows]
+    bias_full: Any
+    ups_full: Any
     full: Any
     free: Any
     wide_smem: Any  # [2 * packed, OUTPUTS, columns], codes of two steps; this and what follows on Blackwell only
@@ -128,11 +133,13 @@ def multiply(
     zeros: jax.Array | None,
     tiles_of_groups: jax.Array | None = None,
     *,
+    bias: jax.Array | None = None,
     interpret: Any,
 ) -> jax.Array:
     """[M, out] in shape.out_dtype.
 
     tiles_of_groups: i32 [shape.tiles * TILE]; a tile whose group is -1 is none. What no tile has holds anything.
+    bias: [G, 2 F], of gates and ups.
     """
     rows, padded, count = shape.rows, shape.padded, shape.num_scales
     stages, sums, tile_rows = shape.stages, shape.sums, shape.tile_rows
@@ -148,25 +155,30 @@ def multiply(
     if shape.packed == 2:
         parts[1] = parts[1] * jnp.bfloat16(1 / 16)  # high codes are widened where they are, times 16
     wide = padded - shape.step + shape.vector_rows
-    stacked = [vector if vector is None else vector.reshape(-1, shape.out) for vector in (scales, zeros)]
+    by_outputs = (shape.out,) if shape.gating is None else (2, shape.out)
+    stacked = [vector if vector is None else vector.reshape(-1, *by_outputs) for vector in (scales, zeros)]
     stacked = [vector if vector is None else vector.astype(jnp.float32) for vector in stacked]
-    vectors = [tiles_of_groups, *stacked, _padded(row_sums, wide), _padded(row_scales, wide)]
+    bias = None if bias is None else bias.reshape(-1, shape.out)
+    vectors = [tiles_of_groups, *stacked, _padded(row_sums, wide), _padded(row_scales, wide), bias]
     of_codes = jnp.swapaxes(codes, -1, -2).reshape(-1, shape.size // shape.packed)
     operands = [jnp.concatenate(parts), of_codes, *(vector for vector in vectors if vector is not None)]
 
     def smem(*sizes: int) -> Any:
         return plgpu.SMEM((stages, sums, *sizes), jnp.float32)
 
+    of_outputs = (OUTPUTS,) if shape.gating is None else (2, WARPGROUP_ROWS)
     of_codes = stages, OUTPUTS, shape.columns
+    copies = len(operands) - (shape.tiles > 0) - (bias is not None) + shape.packed - 1 + shape.halves - 1
     scratch = [
         swizzled((stages, shape.packed * tile_rows, shape.columns), shape.row_dtype, shape.swizzle),
         swizzled(of_codes, codes.dtype, shape.swizzle) if shape.native else tiles(of_codes, codes.dtype),
-        smem(OUTPUTS) if shape.has_scales else None,
-        smem(OUTPUTS) if shape.has_zeros else None,
+        smem(*of_outputs) if shape.has_scales else None,
+        smem(*of_outputs) if shape.has_zeros else None,
         smem(shape.vector_rows) if shape.has_zeros else None,
         smem(shape.vector_rows) if shape.has_row_scales else None,
-        plgpu.SMEM((2, shape.stored_rows, shape.stored_outputs), shape.stored_dtype),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=len(operands) - (shape.tiles > 0) + shape.packed - 1),
+        plgpu.SMEM((shape.staged, shape.stored_rows, shape.stored_outputs), shape.stored_dtype),
+        *gated.scratch(shape, bias),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=copies),
     ]
     if shape.tensor_memory:
         wide = swizzled((2 * shape.packed, OUTPUTS, shape.columns), BFLOAT16, shape.swizzle)
@@ -178,7 +190,7 @@ def multiply(
         ]
     else:
         scratch += [plgpu.Barrier(num_barriers=stages, num_arrivals=2), None, None, None]
-    outputs = [jax.ShapeDtypeStruct((shape.splits, padded, shape.out_tiles * OUTPUTS), shape.stored_dtype)]
+    outputs = [jax.ShapeDtypeStruct((shape.splits, padded, shape.out_tiles * shape.outputs), shape.stored_dtype)]
     there = [True, True, shape.tiles > 0, *(vector is not None for vector in vectors[1:]), True]
     there += [each is not None for each in scratch]
 
@@ -189,7 +201,7 @@ def multiply(
     (y,) = launch(
         body,
         *operands,
-        name="grouped_matmul" if shape.tiles else "quantized_matmul",
+        name="quantized_matmul" if not shape.tiles else "grouped_matmul" if shape.gating is None else "gated_matmul",
         outputs=outputs,
         scratch=[each for each in scratch if each is not None],
         num_ctas=shape.row_tiles * shape.out_tiles * shape.splits,
@@ -197,9 +209,9 @@ def multiply(
         interpret=interpret,
     )
     y = y[0] if shape.splits == 1 else jnp.sum(y, axis=0)
-    whole = shape.out // OUTPUTS * OUTPUTS
+    whole = shape.out // shape.outputs * shape.outputs
     if whole != shape.out:  # the last tile has some of what is in the one before
-        y = jnp.concatenate([y[:, :whole], y[:, whole + OUTPUTS - (shape.out - whole) :]], axis=1)
+        y = jnp.concatenate([y[:, :whole], y[:, whole + shape.outputs - (shape.out - whole) :]], axis=1)
     return y[:rows].astype(shape.out_dtype)
 
 
@@ -238,7 +250,7 @@ def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
 
     def send(part, begin, warpgroup=0):
         rows = pl.ds(place.row + begin, part.shape[0])
-        columns = pl.ds(place.out_tile * OUTPUTS + warpgroup * WARPGROUP_ROWS, shape.stored_outputs)
+        columns = pl.ds(place.out_tile * shape.outputs + warpgroup * WARPGROUP_ROWS, shape.stored_outputs)
         plgpu.copy_smem_to_gmem(part, refs.y.at[place.split, rows, columns])
 
     def load(rows):
@@ -246,6 +258,9 @@ def _tile(shape: Shape, refs: _Refs, place: _Place) -> None:
 
     def compute(warpgroup, rows):
         y = (_multiply if shape.has_scales else _multiply_plain)(shape, refs, warpgroup, rows, count)
+        if shape.gating is not None:
+            gated.store(shape.gating, refs, warpgroup, y, send)
+            return
         ring.store_turned(y, refs.y_smem.at[warpgroup], partial(send, warpgroup=warpgroup))
 
     def compute_on_blackwell(rows):
@@ -271,14 +286,19 @@ def _of_own_rows(shape: Shape, place: _Place, work: Callable[[int], None]) -> No
 
 def _load(shape: Shape, refs: _Refs, place: _Place, rows: int, first, count) -> None:
     """Bring `count` tiles of inputs from the `first` on, as far ahead as there is room."""
-    start = jnp.minimum(place.out_tile * (OUTPUTS // 8), (shape.out - OUTPUTS) // 8)
-    outputs, own_rows = pl.ds(start * 8, OUTPUTS), pl.ds(place.row, shape.vector_rows)
-    code_rows = pl.ds((place.matrix * (shape.out // 8) + start) * 8, OUTPUTS)
+    start = jnp.minimum(place.out_tile * (shape.outputs // 8), (shape.out - shape.outputs) // 8)
+    outputs, own_rows = pl.ds(start * 8, shape.outputs), pl.ds(place.row, shape.vector_rows)
+    own = (outputs,) if shape.gating is None else (slice(None), outputs)
+    if refs.bias is not None:
+        plgpu.copy_gmem_to_smem(refs.bias.at[pl.ds(place.matrix * 2, 2), outputs], refs.bias_smem, refs.bias_full)
 
     def load(step, slot):
         tile, full = first + step, refs.full.at[slot]
         columns = pl.ds(tile * shape.columns, shape.columns)
-        plgpu.copy_gmem_to_smem(refs.codes.at[code_rows, columns], refs.codes_smem.at[slot], full)
+        for half in range(shape.halves):
+            code_rows = pl.ds(((place.matrix * shape.halves + half) * (shape.out // 8) + start) * 8, shape.outputs)
+            target = refs.codes_smem.at[slot, pl.ds(half * shape.outputs, shape.outputs)]
+            plgpu.copy_gmem_to_smem(refs.codes.at[code_rows, columns], target, full)
         for part in range(shape.packed):
             source = refs.x.at[pl.ds(part * shape.padded + place.row, rows), columns]
             target = refs.x_smem.at[slot, pl.ds(part * shape.tile_rows, rows)]
@@ -286,8 +306,8 @@ def _load(shape: Shape, refs: _Refs, place: _Place, rows: int, first, count) -> 
         group = lax.div(tile * shape.inputs, jnp.int32(shape.group))
         groups, own_groups = pl.ds(place.matrix * shape.num_scales + group, shape.sums), pl.ds(group, shape.sums)
         for source, target, part in (
-            (refs.scales, refs.scales_smem, (groups, outputs)),
-            (refs.zeros, refs.zeros_smem, (groups, outputs)),
+            (refs.scales, refs.scales_smem, (groups, *own)),
+            (refs.zeros, refs.zeros_smem, (groups, *own)),
             (refs.row_sums, refs.row_sums_smem, (pl.ds(tile * shape.sums, shape.sums), own_rows)),
             (refs.row_scales, refs.row_scales_smem, (own_groups, own_rows)),
         ):
@@ -301,6 +321,7 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
     """f32 [64, rows]: the sum over `count` tiles of inputs, scaled, of the warpgroup's outputs."""
     own, columns = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), shape.columns // shape.sums
     area, rows_of_tile = (WARPGROUP_ROWS, num_rows), pl.ds(0, num_rows)
+    of_own = own if shape.gating is None else warpgroup
 
     def add(step, total):
         slot = lax.rem(step, jnp.int32(shape.stages))
@@ -319,12 +340,12 @@ def _multiply(shape: Shape, refs: _Refs, warpgroup, num_rows: int, count):
                 return accumulator[...]
 
             y = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(area, jnp.float32))
-            y = y * _by_output(refs.scales_smem[slot, index, own], area)
+            y = y * _by_output(refs.scales_smem[slot, index, of_own], area)
             if refs.row_scales_smem is not None:
                 y = y * _by_row(refs.row_scales_smem[slot, index, rows_of_tile], area)
             if refs.zeros_smem is not None:
                 sums = _by_row(refs.row_sums_smem[slot, index, rows_of_tile], area)
-                y = y - _by_output(refs.zeros_smem[slot, index, own], area) * sums
+                y = y - _by_output(refs.zeros_smem[slot, index, of_own], area) * sums
             total = total + y
         plgpu.commit_smem()  # the next tile is copied where this one was read
         plgpu.barrier_arrive(refs.free.at[slot])

@@ -95,8 +95,13 @@ def store_turned(total: Any, staged: Any, send: Callable[[Any, int], None]) -> N
         count = min(most, rows - first)
         plgpu.wait_smem_to_gmem(0)
         part = staged.at[pl.ds(0, count)]
-        piece = total[:, first : first + count].astype(staged.dtype)
-        part.transpose((1, 0))[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
+        turn(total[:, first : first + count], part)
         send(part, first)
     plgpu.wait_smem_to_gmem(0)
+
+
+def turn(piece: Any, part: Any) -> None:
+    """Write a piece of the warpgroup's tile, f32 [64, rows], into shared memory [rows, 64], to be sent."""
+    piece = plgpu.layout_cast(piece.astype(part.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    part.transpose((1, 0))[...] = piece
+    plgpu.commit_smem()

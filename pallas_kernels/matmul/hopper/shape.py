@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.matmul.gated import Gating
 from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES, WARPGROUP_ROWS
 from pallas_kernels.tuning import HopperProducts
@@ -80,6 +81,7 @@ class Shape:
     tiles: int = 0  # of rows of groups, each with a matrix of its own; 0 where all rows have one
     has_scales: bool = True
     tensor_memory: bool = False  # of a Blackwell card: sums lie there
+    gating: Gating | None = None  # of matrices of gates and ups, `out` of each: what is made of both
 
     @property
     def tile_rows(self) -> int:
@@ -110,9 +112,19 @@ class Shape:
         return self.rows if self.tiles else self.row_tiles * self.tile_rows
 
     @property
+    def halves(self) -> int:
+        """Parts of the matrix that a tile has the same outputs of: gates and ups, or the whole of it."""
+        return 1 if self.gating is None else 2
+
+    @property
+    def outputs(self) -> int:
+        """Of a tile's result."""
+        return OUTPUTS // self.halves
+
+    @property
     def out_tiles(self) -> int:
         """The last one begins where it must to end with the matrix."""
-        return -(-self.out // OUTPUTS)
+        return -(-self.out // self.outputs)
 
     @property
     def inputs(self) -> int:
@@ -163,11 +175,23 @@ class Shape:
 
     @property
     def stored_rows(self) -> int:
+        if self.gating is not None:  # by fewer, but each where it stays
+            return self.tile_rows
         return min(self.tile_rows, STORED_ROWS // 2 if self.tensor_memory else STORED_ROWS)
 
     @property
     def stored_outputs(self) -> int:
         return OUTPUTS if self.tensor_memory else WARPGROUP_ROWS
+
+    @property
+    def staged(self) -> int:
+        """Parts of the result in shared memory at a time: of gates and ups one warpgroup stores the result."""
+        return 2 // self.halves
+
+    @property
+    def handed_rows(self) -> int:
+        """Of sums that one warpgroup hands to the other, and eight more, by which neighbours lie in other banks."""
+        return 0 if self.gating is None else self.tile_rows + 8
 
     @property
     def sum_columns(self) -> int:
@@ -191,7 +215,8 @@ class Shape:
         most = MOST_SHARED_ROWS // 2 if self.has_scales else MOST_SHARED_ROWS
         widens = self.tensor_memory and not self.native
         shared = 2 if self.tiles and self.tile_rows <= most and not widens else 1
-        taken = RESERVED_BYTES + 2 * self.stored_rows * self.stored_outputs * self.stored_dtype.itemsize
+        stored = self.stored_rows * self.stored_outputs * self.stored_dtype.itemsize
+        taken = RESERVED_BYTES + stored * self.staged + 4 * WARPGROUP_ROWS * self.handed_rows
         if widens:  # into shared memory, for two steps
             taken += 2 * OUTPUTS * self.columns * self.packed * BFLOAT16.itemsize
         return min((SHARED_MEMORY_BYTES // shared - taken) // stage, self.sizes.stages, self.per_split)

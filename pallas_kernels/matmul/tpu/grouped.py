@@ -3,8 +3,8 @@
 Its work is a list of visits, (group, tile of rows) for each pair that has rows in common, in the order of the rows,
 made on the device; the grid is as long as the list, so that time follows the rows and the groups that have some.
 Groups meet inside of tiles: a visit multiplies a block of rows that holds its group's, of a few sizes the least, and
-keeps what is not its own. The list ends with the tiles behind the last row, which are cleared. Products of experts by
-blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
+keeps what is not its own; each begins at an eighth row. The list ends with the tiles behind the last row, which are
+cleared. Products of experts by blocks are Gale et al.'s (MegaBlocks, 2022, arXiv:2211.15841).
 
 Gated, a visit multiplies with the same columns of both halves of the matrix and stores what the activation makes of the
 sums: [M, 2 F] is in no memory.
@@ -12,8 +12,6 @@ sums: [M, 2 F] is in no memory.
 
 from __future__ import annotations
 
-import functools
-import logging
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,8 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.matmul import quantized_groups_xla
-from pallas_kernels.matmul.gated import Gating, activated
+from pallas_kernels.matmul.gated import Gating, activated, say_once
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
+from pallas_kernels.matmul.tpu.moved import ROWS, move_rows
 from pallas_kernels.matmul.tpu.quantized import (
     PreparedRows,
     clear,
@@ -39,10 +38,8 @@ from pallas_kernels.matmul.tpu.quantized import (
 from pallas_kernels.matmul.tpu.widened import CHUNK, LANES, SUBLANES, add_product, why_not_aligned
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
-logger = logging.getLogger(__name__)
-
 _MOST_ROWS = 256  # multiplied at once: more would be more instructions, and little faster
-_STEPS = {2: 8, 1: 32}  # rows that blocks begin at multiples of, by the bytes of a number: what memory is laid out by
+STEP = 8  # rows that blocks begin and end at multiples of
 
 
 def quantized_grouped_matmul(
@@ -99,19 +96,13 @@ def is_apart(size: int, width: int, why_not: str) -> bool:
     """Whether gates and ups are activated from memory, which the log says; why_not: the kernel's reason, if any."""
     why = why_not or why_apart(width)
     if why and pltpu.is_tpu_device():  # and not traced beside what another platform does
-        _say_once(size, width, why)
+        say_once(size, width, why)
     return bool(why)
 
 
 def why_apart(width: int) -> str:
     """Why gates and ups, `width` of each, cannot be multiplied together, "" if they can."""
     return f"{width} columns do not fill whole registers" if width % LANES else ""
-
-
-@functools.cache
-def _say_once(size: int, width: int, why: str) -> None:
-    text = "gate and up [%d, 2 x %d] are multiplied, and then activated from memory: %s"
-    logger.info(text, size, width, why)
 
 
 class Matrix(NamedTuple):
@@ -162,15 +153,13 @@ class Shape(NamedTuple):
       rows: of a tile.
       columns: of the result, those of whose matrix are there at once; `piece` of them are made at a time.
       blocks: rows that are multiplied at once, ascending: the least that hold the group's rows in the tile, and of
-        more rows the most again and again.
-      step: blocks begin at multiples of it.
+        more rows the most again and again. They begin at multiples of STEP.
     """
 
     rows: int
     columns: int
     piece: int
     blocks: tuple[int, ...]
-    step: int
 
 
 def sums_are_scaled(average: int, group: int, sizes: TpuProducts) -> bool:
@@ -198,9 +187,8 @@ def shape_of(
     To bring a matrix into the matrix units takes as long as to multiply some tens of rows with it: the rows of a group
     are to be in one tile, and in one block there.
     """
-    step = _STEPS[jnp.dtype(x).itemsize]
-    most = min(num_rows, sizes.group_rows)
-    tile, piece = tiles(most // step * step or num_rows, size, out, num_scales, x, codes, sizes)
+    most, whole = min(num_rows, sizes.group_rows), ROWS if jnp.dtype(x).itemsize == 1 else STEP
+    tile, piece = tiles(most // whole * whole or num_rows, size, out, num_scales, x, codes, sizes)
     most_columns = sizes.group_bytes * jnp.dtype(codes).itemsize // (2 * column_bytes(size, num_scales, codes))
     if gated:
         piece, columns = _halves(out, piece // 2, most_columns // 2, sizes.cores)
@@ -208,13 +196,13 @@ def shape_of(
         most_pieces = pl.cdiv(pl.cdiv(out, piece), sizes.cores), out // piece
         columns = piece * max(min(most_columns // piece, *most_pieces), 1)
     most, mean, group = min(tile, _MOST_ROWS), max(num_rows // num_groups, SUBLANES), size // max(num_scales, 1)
-    blocks = blocks_of(mean, most, step)
+    blocks = blocks_of(mean, most)
     if num_scales and group < CHUNK and sums_are_scaled(tile_rows_of(num_rows, num_groups), group, sizes):
         # Of many sums the code is long, and compiled for minutes: sizes are few.
-        most = min(most, max(min(sizes.sum_rows, group // 2) // step * step, step))
-        wanted, apart = (mean, mean * 3 // 2, mean * 2, mean * 4), max(step, SUBLANES)
-        blocks = tuple(sorted({min(pl.cdiv(rows, apart) * apart, most) for rows in wanted}))
-    return Shape(tile, columns, piece, blocks, step)
+        most = min(most, max(min(sizes.sum_rows, group // 2) // STEP * STEP, STEP), mean * 2)
+        blocks = tuple(sorted({pl.cdiv(most * eighths, 8 * STEP) * STEP for eighths in (2, 4, 5, 6, 8)}))
+    blocks = (tile,) if tile % whole else blocks  # fewer rows than a register has
+    return Shape(tile, columns, piece, blocks)
 
 
 def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
@@ -225,15 +213,15 @@ def _halves(width: int, piece: int, most: int, cores: int) -> tuple[int, int]:
     return max(each for each in widths if columns % each == 0 and each <= max(piece, LANES)), columns
 
 
-def blocks_of(mean: int, most: int, step: int) -> tuple[int, ...]:
+def blocks_of(mean: int, most: int) -> tuple[int, ...]:
     """Numbers of rows, at most `most`, that there is code for: close to each other up to what most groups have.
 
     A group that has about `mean` rows has in its block a tenth more, about, than its own.
     """
-    apart = min(max((mean + 6 * step) // (8 * step) * step, step), max(step, _MOST_ROWS // 8))
+    apart = min(max((mean + 6 * STEP) // (8 * STEP) * STEP, STEP), _MOST_ROWS // 8)
     low = min(mean, _MOST_ROWS // 2) // 2
     wanted = low // 2, *range(low, min(mean * 3 // 2, _MOST_ROWS) + 1, apart), mean * 2, mean * 4
-    return tuple(sorted({min(pl.cdiv(rows, step) * step, most) for rows in wanted}))
+    return tuple(sorted({min(pl.cdiv(rows, STEP) * STEP, most) for rows in wanted}))
 
 
 class Visits(NamedTuple):
@@ -287,6 +275,7 @@ def _call(
     shape = shape_of(num_rows, size, out, count, num_groups, *dtypes, sizes, gated=halves > 1)
     limit = vmem_limit((shape.rows, halves * shape.columns), rows, *matrix[:3], sizes.vmem_limit_bytes)
     visits, strips = visits_of(group_sizes, num_rows, shape.rows), pl.cdiv(out, shape.columns)
+    most, is_bytes = pl.cdiv(shape.blocks[-1], ROWS) * ROWS, dtypes[0].itemsize == 1
 
     def of_rows(array: jax.Array | None) -> pl.BlockSpec | None:
         if array is None:
@@ -302,6 +291,7 @@ def _call(
     sums = None if matrix.zeros is None else group_sums(rows, count)
     operands = rows.values, rows.scales, rows.after, sums
     specs = *map(of_rows, operands), [Matrix(*map(partial(of_half, half), matrix)) for half in range(halves)]
+    total = pltpu.VMEM((halves, shape.blocks[-1], shape.piece), jnp.float32)
     kind = "grouped_matmul" if activation is None else "gated_matmul"
     of_codes = sum(each.nbytes for each in matrix if each is not None) // num_groups
     return pl.pallas_call(
@@ -311,7 +301,7 @@ def _call(
             grid=(strips, visits.count[0]),
             in_specs=specs,
             out_specs=pl.BlockSpec((shape.rows, shape.columns), lambda n, v, _, tile, *__: (tile[v], n)),
-            scratch_shapes=[pltpu.VMEM((halves, shape.blocks[-1], shape.piece), jnp.float32)],
+            scratch_shapes=[total, pltpu.VMEM((most, size), dtypes[0]) if is_bytes else None],
         ),
         out_shape=jax.ShapeDtypeStruct((num_rows, out), out_dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=limit),
@@ -338,6 +328,7 @@ def _body(
     halves,  # a Matrix, or those of gates and ups
     out,
     total,
+    moved,  # a block of rows of bytes, None of others
     *,
     shape: Shape,
     by_sums: bool,
@@ -352,10 +343,9 @@ def _body(
     def _():
         out[...] = jnp.zeros_like(out)
 
-    def add_rows(begin: Any, size: int, column: Any) -> None:
+    def add_rows(rows: Any, begin: Any, size: int, column: Any) -> None:
         own, columns = pl.ds(begin, size), pl.ds(column, shape.piece)
-        parts = (None if ref is None else ref.at[own] for ref in (x, x_scales, after, sums))
-        rows, of_rows, behind, of_groups = parts
+        of_rows, behind, of_groups = (None if ref is None else ref.at[own] for ref in (x_scales, after, sums))
         products = []
         for half, matrix in enumerate(halves):
             codes, scales, zeros, bias = (None if ref is None else ref.at[0, :, columns] for ref in matrix)
@@ -371,18 +361,23 @@ def _body(
 
     def add_block(at: Any, size: int) -> None:
         # A tile's last block may begin sooner: rows are then made again, or another group's and kept.
-        begin = pl.multiple_of(jnp.minimum(at, shape.rows - size), shape.step) if size < shape.rows else 0
+        begin = pl.multiple_of(jnp.minimum(at, shape.rows - size), STEP) if size < shape.rows else 0
+        if moved is None or size == shape.rows:
+            rows = x.at[pl.ds(begin, size)]
+        else:
+            move_rows(x, begin, size, moved)
+            rows = moved.at[pl.ds(0, size)]
         if shape.columns == shape.piece:
-            add_rows(begin, size, 0)
+            add_rows(rows, begin, size, 0)
             return
 
         @pl.loop(0, shape.columns // shape.piece)
         def _(index):
-            add_rows(begin, size, pl.multiple_of(index * shape.piece, shape.piece))
+            add_rows(rows, begin, size, pl.multiple_of(index * shape.piece, shape.piece))
 
     @pl.when(visit < products[0])
     def _():
-        begin, most = lax.div(first, shape.step) * shape.step, shape.blocks[-1]
+        begin, most = lax.div(first, STEP) * STEP, shape.blocks[-1]
 
         @pl.loop(0, pl.cdiv(last - begin, most))
         def _(index):

@@ -69,6 +69,21 @@ def test_what_devices_hold_is_the_same(tmp_path, capsys, with_experts, name):
         assert "model.layers.0.self_attn.q_proj" not in settings["ignore"]
 
 
+def test_what_devices_hold_wide_anyway_is_not_rounded(tmp_path, capsys):
+    """Matrices of heads of latent attention: devices hold them dequantised, so that rounding would save nothing."""
+    plain, folder = checkpoint("deepseek_v3"), tmp_path / "model"
+    assert main(["convert", str(plain), str(folder), "--quantize", "int4", "--disable-log-stats"]) == 0
+    assert "self_attn.o_proj" in (said := capsys.readouterr().out) and "kv_b_proj" not in said
+    written, rounded, wide = arrays(folder), arrays(plain, "int4"), arrays(plain)
+    assert written.keys() == rounded.keys()
+    for param, array in rounded.items():
+        np.testing.assert_array_equal(written[param], array, param)
+    of_heads = [param for param in rounded if ".w_uk." in param or ".w_uv." in param]
+    assert len(of_heads) == 4
+    for param in of_heads:
+        np.testing.assert_array_equal(rounded[param], wide[param], param)
+
+
 def test_perplexity_before_and_after(tmp_path, capsys):
     model, text = tmp_path / "model", tmp_path / "text"
     shutil.copytree(TINY_CHECKPOINT, model)

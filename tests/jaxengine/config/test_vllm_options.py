@@ -86,3 +86,22 @@ def test_options_of_other_commands_name_them(name):
     with pytest.raises(ConfigError, match="it belongs to another command: jaxengine (serve|worker) --"):
         EngineConfig.from_options(**{name: 3})
     EngineConfig.from_options(**{name: None})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"quantization_param_path": "kv.json"},
+            "there is no option quantization_param_path; vLLM has removed it: kv_",
+        ),
+        ({"torch_dtype": "bfloat16"}, "it is called dtype"),
+        ({"cpu_offload": 4}, "did you mean cpu_offload_gb"),
+        ({"calculate_kv_scales": True, "kv_cache_dtype": "fp8", "kv_cache_scales": "unit"}, "give one of them"),
+    ],
+)
+def test_what_is_refused_says_what_to_write(options, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        EngineConfig.from_options(**options)
+    assert error.value.param == next(iter(options))
+    EngineConfig.from_options(calculate_kv_scales=True, kv_cache_dtype="fp8", kv_cache_scales="calibrate")

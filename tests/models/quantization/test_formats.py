@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from flax import nnx
 from models.build import Build
 from models.quantization.plain import PlainWeight
 from models.quantization.quantized import QuantizedWeight
+from models.quantization.registry import read_quantization, rounded
 from models.quantization.table import weight_rows
 from models.registry import build_model, read_folder
 from models.weights.declare import declared_params
@@ -20,6 +22,7 @@ from models.weights.load import load_params
 from models.weights.quantized import QuantizedSource
 from models.weights.safetensors import SafetensorsCheckpoint
 from sharding.layout import MeshLayout
+from tests.fixtures.drawn_weights import FOLDER
 from tests.fixtures.quantized_models import FORMATS, shapes_of, write
 from tests.models.quantization import readings
 from tests.models.quantization.emulation import FLIPPED, MIDDLE, decoder_of
@@ -133,6 +136,24 @@ def test_what_people_are_told_of_it(written, name, kept):
     source.close()
     sizes = [param.get_value().nbytes for path, param in held if "norm" not in str(path)]
     assert sum(row["bytes"] for row in rows) == sum(sizes)
+
+
+def test_what_people_are_told_of_tables_and_of_matrices_of_heads():
+    """Of a token table that nothing is multiplied with, and of kv_b_proj, which devices hold dequantised."""
+    config = read_folder(FOLDER / "deepseek_v3")
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    told = []
+    for quantization in (rounded("int8"), read_quantization(settings)):
+        rows = weight_rows([build_model(replace(config, quantization=quantization), Build("float32"))], "cpu")
+        told.append({row["modules"]: (row["format"], row["product"]) for row in rows})
+    assert [each["layers.*.attention.w_uk"] for each in told] == [
+        ("as it is", "matmul.batched"),
+        ("fp8, dequantised", "matmul.batched"),
+    ]
+    assert told[0]["embed"] == ("as it is", "none: rows are looked up")
+    assert told[0]["lm_head"] == ("as it is", "matmul.dense_cpu")
+    tied = weight_rows([build_model(read_folder(FOLDER / "llama"), Build("float32"))], "cpu")
+    assert tied[0]["modules"] == "embed" and tied[0]["product"] == "matmul.dense_cpu"
 
 
 def read_part(held: QuantizedSource, module: str, rows: slice, half: bool) -> np.ndarray:

@@ -27,7 +27,7 @@ from pallas_kernels.mosaic_gpu import SHARED_MEMORY_BYTES
 from pallas_kernels.registry import plain_cards, platform_of
 from pallas_kernels.tuning import Card, HopperProducts, LoraTiles, card_of_trace, tuning_of
 from tests.pallas_kernels import lora_products
-from tests.pallas_kernels.hopper_products import GROUPS, PRODUCTS, hopper_grouped, hopper_product
+from tests.pallas_kernels.hopper_products import GROUPS, PRODUCTS, hopper_grouped, hopper_product, silu_times
 from tests.pallas_kernels.implementations import IMPLEMENTATIONS
 from tests.pallas_kernels.lora_products import HOPPER
 
@@ -285,16 +285,17 @@ def test_tiles_of_groups_are_those_of_the_kernel(codes, group, tensor_memory, mo
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 @pytest.mark.parametrize(("codes", "group"), [("bfloat16", 2880), ("uint8", 32), ("float8_e4m3fn", 2880)])
-def test_tiles_of_groups_fit_twice(rows, codes, group):
+@pytest.mark.parametrize("gating", [None, silu_times])
+def test_tiles_of_groups_fit_twice(rows, codes, group, gating):
     """The inputs of gpt-oss; two CTAs share a multiprocessor unless registers are too few for it."""
     codes, plain = jnp.dtype(codes), codes == "bfloat16"
-    of_groups = {"tiles": 4, "has_scales": not plain}
+    of_groups = {"tiles": 4, "has_scales": not plain, "gating": gating}
     sizes = HopperProducts(num_ctas=1, rows=rows)
     shape = Shape(4 * rows, 2880, 2880, 2880 // group, codes, plain, not plain, False, jnp.float32, sizes, **of_groups)
     assert shape.splits == 1 and shape.stages >= 2
     vectors = 4 * shape.sums * (2 * OUTPUTS + shape.vector_rows) * (not plain)
     stage = OUTPUTS * shape.columns * codes.itemsize + shape.tile_rows * shape.inputs * 2 + vectors
-    stored = OUTPUTS * shape.stored_rows * 4
+    stored = OUTPUTS * shape.stored_rows * 4 if gating is None else 64 * (shape.stored_rows + rows + 8) * 4
     assert (2 if rows <= (64 if plain else 32) else 1) * (shape.stages * stage + stored) < SHARED_MEMORY_BYTES
 
 

@@ -8,7 +8,7 @@ from tests.pallas_kernels.worker import Job
 SECONDS = 45
 
 _KERNEL, _SHAPE, _GROUPS = "matmul/hopper/quantized", "matmul/hopper/shape", "matmul/hopper/grouped"
-_RING = "matmul/hopper/ring"
+_RING, _GATED = "matmul/hopper/ring", "matmul/hopper/gated"
 
 
 def _on(*cases: str) -> tuple[Job, ...]:
@@ -28,6 +28,14 @@ def _of_groups(*cases: str) -> tuple[Job, ...]:
 _SEVERAL, _PAIRS_OF_GROUPS = _of_groups("groups of several tiles"), _of_groups("pairs of groups")
 _SIZES = _of_groups("tiles of every size")
 
+
+def _of_both(*cases: str) -> tuple[Job, ...]:
+    return tuple(("hopper_gated", "mgpu", case) for case in cases)
+
+
+_BOTH, _BOTH_SCALED = _of_both("groups of several tiles"), _of_both("pairs of groups")
+_PIECES = _of_both("e4m3 of groups, rounded rows")
+
 MUTANTS = [
     Mutant(
         "scales shifted by a group",
@@ -39,22 +47,22 @@ MUTANTS = [
     Mutant(
         "scales of the tile's first group for all",
         _KERNEL,
-        "refs.scales_smem[slot, index, own]",
-        "refs.scales_smem[slot, 0, own]",
+        "refs.scales_smem[slot, index, of_own]",
+        "refs.scales_smem[slot, 0, of_own]",
         _BYTES,
     ),
     Mutant(
         "sums not scaled",
         _KERNEL,
-        "            y = y * _by_output(refs.scales_smem[slot, index, own], area)\n",
+        "            y = y * _by_output(refs.scales_smem[slot, index, of_own], area)\n",
         "",
         _BYTES,
     ),
     Mutant(
         "zeros of the tile's first group for all",
         _KERNEL,
-        "refs.zeros_smem[slot, index, own]",
-        "refs.zeros_smem[slot, 0, own]",
+        "refs.zeros_smem[slot, index, of_own]",
+        "refs.zeros_smem[slot, 0, of_own]",
         _SPLIT,
     ),
     Mutant(
@@ -98,7 +106,7 @@ MUTANTS = [
     Mutant(
         "last tile at its own place and not at the end",
         _KERNEL,
-        "y[:, whole + OUTPUTS - (shape.out - whole) :]",
+        "y[:, whole + shape.outputs - (shape.out - whole) :]",
         "y[:, whole : shape.out]",
         _SPLIT,
     ),
@@ -138,7 +146,7 @@ MUTANTS = [
         "        plgpu.barrier_arrive(refs.free.at[slot])\n        codes = refs.codes_smem.at[slot, own]\n",
         _BYTES,
     ),
-    Mutant("result not committed", _RING, "        plgpu.commit_smem()\n", "", _TILE),
+    Mutant("result not committed", _RING, "[...] = piece\n    plgpu.commit_smem()\n", "[...] = piece\n", _TILE),
     Mutant(
         "result overwritten as it leaves",
         _RING,
@@ -157,7 +165,7 @@ MUTANTS = [
     Mutant(
         "every group the first's matrix",
         _KERNEL,
-        "(place.matrix * (shape.out // 8) + start) * 8",
+        "((place.matrix * shape.halves + half) * (shape.out // 8) + start) * 8",
         "start * 8",
         _SEVERAL,
     ),
@@ -251,4 +259,47 @@ MUTANTS = [
         "x_smem.at[slot, pl.ds(part * rows, rows)]",
         _PAIRS_OF_GROUPS,
     ),
+    Mutant(
+        "gates and ups change places",
+        _GATED,
+        "gating(sums[:, first : first + count], refs.ups_smem[:, pl.ds(first, count)])",
+        "gating(refs.ups_smem[:, pl.ds(first, count)], sums[:, first : first + count])",
+        _BOTH,
+    ),
+    Mutant("gates twice", _KERNEL, "(place.matrix * shape.halves + half)", "(place.matrix * shape.halves)", _BOTH),
+    Mutant(
+        "scales of gates for ups",
+        _KERNEL,
+        "shape.gating is None else warpgroup",
+        "shape.gating is None else 0",
+        _BOTH_SCALED,
+    ),
+    Mutant(
+        "tiles of gates too far apart", _KERNEL, "place.out_tile * shape.outputs +", "place.out_tile * OUTPUTS +", _BOTH
+    ),
+    Mutant("bias of another group", _KERNEL, "pl.ds(place.matrix * 2, 2)", "pl.ds(0 * place.matrix, 2)", _BOTH),
+    Mutant(
+        "bias of the first outputs", _KERNEL, "2, 2), outputs], refs.bias", "2, 2), pl.ds(0, 64)], refs.bias", _BOTH
+    ),
+    Mutant("bias of gates for ups", _GATED, "refs.bias_smem[warpgroup]", "refs.bias_smem[0 * warpgroup]", _BOTH),
+    Mutant("bias not waited for", _GATED, "        plgpu.barrier_wait(refs.bias_full)\n", "", _BOTH),
+    Mutant("ups not waited for", _GATED, "        plgpu.barrier_wait(refs.ups_full)\n", "", _BOTH),
+    Mutant("ups not committed", _GATED, "        plgpu.commit_smem()\n", "", _BOTH),
+    Mutant(
+        "ups of the first rows for all",
+        _GATED,
+        "refs.ups_smem[:, pl.ds(first, count)])",
+        "refs.ups_smem[:, pl.ds(0, count)])",
+        _PIECES,
+    ),
+    Mutant("gates of the first rows for all", _GATED, "sums[:, first : first + count]", "sums[:, :count]", _PIECES),
+    Mutant("every piece sent to the first rows", _GATED, "send(part, first)", "send(part, 0)", _PIECES),
+    Mutant(
+        "pieces on top of each other",
+        _GATED,
+        "refs.y_smem.at[warpgroup, pl.ds(first, count)]",
+        "refs.y_smem.at[warpgroup, pl.ds(0, count)]",
+        _PIECES,
+    ),
+    Mutant("result of both still leaving", _GATED, "        plgpu.wait_smem_to_gmem(0)\n", "", _BOTH),
 ]

@@ -8,7 +8,7 @@ from tests.pallas_kernels.worker import Job
 SECONDS = 60
 
 _DENSE, _GROUPED, _TILE = "matmul/tpu/quantized", "matmul/tpu/grouped", "matmul/tpu/widened"
-_PLAIN = "matmul/tpu/grouped_plain"
+_PLAIN, _MOVED = "matmul/tpu/grouped_plain", "matmul/tpu/moved"
 
 
 def _on(*cases: str) -> tuple[Job, ...]:
@@ -24,6 +24,7 @@ _SKEWED: tuple[Job, ...] = (
     ("grouped_product", "tpu-lazy", "groups that share tiles"),
 )
 _AS_IT_IS: tuple[Job, ...] = (("grouped_product", "tpu-lazy", "matrices as they are, in a loop"),)
+_BYTE_ROWS: tuple[Job, ...] = (("grouped_product", "tpu-lazy", "rows rounded by groups"),)
 _BY_GROUPS, _MANY_GROUPS = _on("e4m3 rows by groups"), _on("many e4m3 rows by groups")
 
 
@@ -222,10 +223,32 @@ MUTANTS = [
     Mutant("list without the tiles to clear", _GROUPED, "last[-1] + num_tiles - used", "last[-1] + 0 * used", _NO_ROWS),
     Mutant("last visit left out", _GROUPED, "visit < products[0])", "visit < products[0] - 1)", _SHARED),
     Mutant(
+        "rows of bytes from a register's first on",
+        _MOVED,
+        "skipped = lax.div(begin - low, 4)",
+        "skipped = lax.div(begin - low, ROWS)",
+        _BYTE_ROWS,
+    ),
+    Mutant(
+        "a word of the register before",
+        _MOVED,
+        "x.shape[1]), 0) < _WORDS - skipped",
+        "x.shape[1]), 0) <= _WORDS - skipped",
+        _BYTE_ROWS,
+    ),
+    Mutant("the first register for all", _MOVED, "        this = following\n", "", _BYTE_ROWS),
+    Mutant(
+        "registers behind the tile",
+        _MOVED,
+        "jnp.minimum(low + index * ROWS, x.shape[0] - ROWS)",
+        "low + index * ROWS",
+        _BYTE_ROWS,
+    ),
+    Mutant(
         "blocks begin a step late",
         _GROUPED,
-        "lax.div(first, shape.step) * shape.step",
-        "pl.cdiv(first, shape.step) * shape.step",
+        "lax.div(first, STEP) * STEP",
+        "pl.cdiv(first, STEP) * STEP",
         _SKEWED,
     ),
     Mutant("one block of each visit", _GROUPED, "pl.cdiv(last - begin, most)", "jnp.minimum(last - begin, 1)", _SKEWED),
@@ -234,8 +257,8 @@ MUTANTS = [
     Mutant(
         "blocks behind the tile",
         _GROUPED,
-        "jnp.minimum(at, shape.rows - size), shape.step)",
-        "at, shape.step)",
+        "jnp.minimum(at, shape.rows - size), STEP)",
+        "at, STEP)",
         _SKEWED,
     ),
     Mutant(
