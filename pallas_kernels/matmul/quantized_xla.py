@@ -42,8 +42,10 @@ def quantized_matmul(
     if coarse and (scales.shape[0] == 1 or rows <= MOST_GROUP_ROWS):
         y = _group_sums(x, x_scales, codes, scales, zeros, dtype)
     else:
-        wide = x if x_scales is None else RoundedRows(x, x_scales).widened(dtype)
+        behind = x_scales if x_scales is not None and x_scales.shape[1] == 1 else None
+        wide = x if x_scales is None or behind is not None else RoundedRows(x, x_scales).widened(dtype)
         y = _columns_product(wide.astype(dtype), codes, scales, zeros, dtype)
+        y = y if behind is None else y * behind
     return y[:rows].astype(out_dtype)
 
 

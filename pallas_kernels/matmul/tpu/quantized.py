@@ -6,6 +6,7 @@ the product is XLA's own, which is at the memory's bandwidth then (pallas_kernel
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.matmul import quantized_xla
 from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.rounding import RoundedRows
-from pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, why_not
+from pallas_kernels.matmul.tpu.widened import LANES, SUBLANES, add_product, chunk_of, why_not
 from pallas_kernels.tuned import product_sizes
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
@@ -67,7 +68,7 @@ class PreparedRows(NamedTuple):
 
     Attributes:
       values: [M, in], bfloat16 or codes.
-      scales: f32 [M, n] for as many groups as the matrix has; None for none.
+      scales: f32 [M, n] for as many groups as the matrix has, by weights for chunks of inputs; None for none.
       after: f32 [M, 1], of the result.
       by_sums: the form, see `widened`.
     """
@@ -92,7 +93,9 @@ def prepared(
     if x_scales is None:
         return PreparedRows(x.astype(dtype), None, None, by_sums)
     count = x_scales.shape[1]
-    if count > num_scales or (count > 1 and not by_sums):
+    if count > 1 and not by_sums:
+        return _in_units(x, x_scales, chunk_of(x.shape[1] // num_scales), dtype)
+    if count > num_scales:
         return PreparedRows(RoundedRows(x, x_scales).widened(dtype), None, None, by_sums)
     # Eight-bit codes are exact in bfloat16.
     eight = x.dtype == codes if x.dtype != jnp.int8 else codes != jnp.float8_e4m3fn and sizes.int8_products == 2
@@ -100,6 +103,17 @@ def prepared(
     if count == 1:
         return PreparedRows(values, None, x_scales, by_sums)
     return PreparedRows(values, jnp.repeat(x_scales, num_scales // count, axis=1), None, by_sums)
+
+
+def _in_units(x: jax.Array, x_scales: jax.Array, chunk: int, dtype: Any) -> PreparedRows:
+    """Rows for a product by weights, each chunk in units of its largest scale, where codes with that one are exact."""
+    size, group = x.shape[1], x.shape[1] // x_scales.shape[1]
+    step = math.gcd(group, chunk)
+    scales, each = jnp.repeat(x_scales, group // step, axis=1), chunk // step
+    padded = jnp.pad(scales, ((0, 0), (0, -(size // step) % each)))
+    units = jnp.max(padded.reshape(len(x), -1, each), axis=2)
+    own = jnp.repeat(units, each, axis=1)[:, : size // step]
+    return PreparedRows(RoundedRows(x, scales / own).widened(dtype), units, None, False)
 
 
 def group_sums(rows: PreparedRows, num_scales: int) -> jax.Array:

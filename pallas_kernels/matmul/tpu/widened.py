@@ -3,13 +3,14 @@
 Two forms, of which a tuning table chooses by the chip and the number of rows. "sums", of half a group's rows at
 most: codes are multiplied as they are and the sum of each group of inputs is scaled, which is exact but costs what the
 result's size is, for each group. "weights": codes are widened and scaled first, rounded to bfloat16, which costs what
-the matrix's size is, once.
+the matrix's size is, once. A piece of a few groups is scaled in units of its first one's scale, which its sums get: so
+codes of the first are exact, and two groups of 128 inputs are rounded 0.7 times as far as all of them would be.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -23,6 +24,10 @@ from pallas_kernels.matmul.nibbles import per_byte
 # Inputs that are widened at a time, about, and that a pass of the loop over inputs has where sums are scaled. Codes of
 # four bits fill tiles of whole registers from 64 inputs on.
 CHUNK, SPAN, ALIGNED = 512, 4096, 64
+# Inputs and columns that matrix units multiply at a time, of v6e and tpu7x. Fewer inputs leave them idle; more columns
+# at once wait for sums that are scaled.
+PIECE = 256
+_LEAST = 1e-30  # stands for scales that are no unit, zeros above all
 LANES = 128
 # Rows of bfloat16 in a register: groups begin at whole ones.
 SUBLANES = 16
@@ -56,7 +61,7 @@ def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, b
     """Add rows times a tile of a matrix to `total`, f32 [M, N]. All are references in VMEM.
 
     x: [M, in], bfloat16, or codes that are multiplied as they are with those of the matrix.
-    x_scales: f32 [M, n] of groups of rows, by sums only; None for none.
+    x_scales: f32 [M, n], by sums of groups of the matrix, else of chunks of inputs (`chunk_of`); None for none.
     codes: [in, N] or pairs [in / 2, N], or numbers in bfloat16. scales: f32 [n, N]; None for such numbers.
     """
     size = x.shape[1]
@@ -67,7 +72,8 @@ def add_product(total: Any, x: Any, x_scales: Any, codes: Any, scales: Any, *, b
         group = size // scales.shape[0]
         chunk = chunk_of(group)
         span = chunk * max(SPAN // chunk, 1) if by_sums else chunk
-        add = partial(_add_sums if by_sums else _add_weights, total, x, x_scales, codes, scales, group)
+        given = total, x, x_scales, codes, scales, group
+        add = partial(_add_sums, *given) if by_sums else partial(_add_weights, *given, chunk)
     # References are sliced at places known at run time only where these are whole registers.
     passes = size // span if span % LANES == 0 else 0
     if passes > 1:
@@ -93,20 +99,37 @@ def _add_sums(total, x, x_scales, codes, scales, group, first, length):
         index = (first + at) // group
         part = _dot(rows[:, at : at + step], wide[at : at + step]).astype(jnp.float32) * scales[pl.ds(index, 1), :]
         if x_scales is not None:
-            own = lax.broadcasted_iota(jnp.int32, x_scales.shape, 1) == index
-            part *= jnp.sum(jnp.where(own, x_scales[...], 0.0), axis=1, keepdims=True)
+            part *= _column(x_scales, index)
         y = part if y is None else y + part
     total[...] += y
 
 
-def _add_weights(total, x, x_scales, codes, scales, group, first, length):
-    assert x_scales is None, "scales of groups of rows go with sums"
-    wide, step, parts = _widened(codes, first, length, x.dtype), min(group, length), []
-    for at in range(0, length, step):
-        part = wide[at : at + step].astype(jnp.float32) * scales[pl.ds((first + at) // group, 1), :]
-        parts.append(part.astype(wide.dtype))  # rounded once
-    matrix = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
-    total[...] += _dot(x[:, pl.ds(first, length)], matrix)
+def _add_weights(total, x, x_scales, codes, scales, group, chunk, first, length):
+    rows, wide = x[:, pl.ds(first, length)], _widened(codes, first, length, x.dtype)
+    step, pieces = min(group, length), []
+    piece = step * max(PIECE // step, 1)
+    for begin in range(0, length, piece):
+        parts, unit = [], None
+        for at in range(begin, min(begin + piece, length), step):
+            part, scale = wide[at : at + step], scales[pl.ds((first + at) // group, 1), :]
+            if unit is None:
+                unit = jnp.where(jnp.abs(scale) < _LEAST, _LEAST, scale)
+            else:
+                part = (part.astype(jnp.float32) * (scale / unit)).astype(wide.dtype)  # rounded once
+            parts.append(part)
+        matrix = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+        pieces.append((rows[:, begin : begin + piece], matrix, unit))
+    behind = None if x_scales is None else _column(x_scales, first // chunk)
+    for column in range(0, scales.shape[1], PIECE):
+        own = slice(column, column + PIECE)
+        y = reduce(jnp.add, (_dot(values, matrix[:, own]) * unit[:, own] for values, matrix, unit in pieces))
+        total[:, own] += y if behind is None else y * behind
+
+
+def _column(array: Any, index: Any) -> jax.Array:
+    """One column, [M, 1], of an array [M, n] in VMEM, wherever it is."""
+    own = lax.broadcasted_iota(jnp.int32, array.shape, 1) == index
+    return jnp.sum(jnp.where(own, array[...], 0.0), axis=1, keepdims=True)
 
 
 def _dot(x: jax.Array, matrix: jax.Array) -> jax.Array:

@@ -97,7 +97,9 @@ def test_against_float64(case):
 
 
 @pytest.mark.parametrize("rounding", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize(("rows", "x_scales", "num_scales"), [(1, 1, 1), (5, 1, 1), (5, 3, 3), (70, 3, 6), (5, 1, 3)])
+@pytest.mark.parametrize(
+    ("rows", "x_scales", "num_scales"), [(1, 1, 1), (5, 1, 1), (5, 3, 3), (70, 3, 6), (5, 1, 3), (70, 1, 3)]
+)
 def test_rounded_rows(rounding, rows, x_scales, num_scales):
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.standard_normal((rows, 192)), jnp.float32)
@@ -108,8 +110,8 @@ def test_rounded_rows(rounding, rows, x_scales, num_scales):
     exact = reference.quantized_matmul(wide, np.asarray(matrix[0]), np.asarray(matrix[1]), None)
     for function, name in DENSE.items():
         assert error(compiled(function, "float32")(*rounded, *matrix), exact) < 1e-6, name
-        # Many rows with scales of groups are rounded to bfloat16 once more, as the matrix is (products.ROUNDED_TWICE).
-        allowed = 2.5e-3 if rows > MOST_GROUP_ROWS else ERROR
+        # XLA's widens many rows with scales of groups to bfloat16, as the matrix.
+        allowed = 2.5e-3 if rows > MOST_GROUP_ROWS and x_scales > 1 else ERROR
         assert error(compiled(function, "bfloat16")(*rounded, *matrix), exact) < allowed, name
 
 

@@ -25,7 +25,7 @@ _SKEWED: tuple[Job, ...] = (
 )
 _AS_IT_IS: tuple[Job, ...] = (("grouped_product", "tpu-lazy", "matrices as they are, in a loop"),)
 _BYTE_ROWS: tuple[Job, ...] = (("grouped_product", "tpu-lazy", "rows rounded by groups"),)
-_BY_GROUPS = _on("e4m3 rows by groups")
+_BY_GROUPS, _MANY_GROUPS = _on("e4m3 rows by groups"), _on("many e4m3 rows by groups")
 
 
 def _gated(*cases: str) -> tuple[Job, ...]:
@@ -61,15 +61,15 @@ MUTANTS = [
     Mutant(
         "scales of rows of another group",
         _TILE,
-        "x_scales.shape, 1) == index",
-        "x_scales.shape, 1) != index",
+        "array.shape, 1) == index",
+        "array.shape, 1) != index",
         _BY_GROUPS,
     ),
     Mutant(
         "scales of rows of the group before",
         _TILE,
-        "x_scales.shape, 1) == index",
-        "x_scales.shape, 1) == jnp.maximum(index - 1, 0)",
+        "array.shape, 1) == index",
+        "array.shape, 1) == jnp.maximum(index - 1, 0)",
         _BY_GROUPS,
     ),
     Mutant(
@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "widened chunks replace each other",
         _TILE,
-        "total[...] += _dot(x[:, pl.ds(first, length)], matrix)",
-        "total[...] = _dot(x[:, pl.ds(first, length)], matrix)",
+        "total[:, own] += y",
+        "total[:, own] = y",
         _LOOPS[::-1],
     ),
     Mutant(
@@ -121,10 +121,24 @@ MUTANTS = [
     Mutant(
         "rows of the chunk before",
         _TILE,
-        "total[...] += _dot(x[:, pl.ds(first, length)], matrix)",
-        "total[...] += _dot(x[:, pl.ds(0, length)], matrix)",
+        "rows, wide = x[:, pl.ds(first, length)]",
+        "rows, wide = x[:, pl.ds(0, length)]",
         _LOOPS[::-1],
     ),
+    Mutant("sums in units of weights not scaled", _TILE, "matrix[:, own]) * unit[:, own]", "matrix[:, own])", _WEIGHTS),
+    Mutant("weights not in units", _TILE, "(scale / unit)", "scale", _WEIGHTS),
+    Mutant("a unit of 0", _TILE, "jnp.where(jnp.abs(scale) < _LEAST, _LEAST, scale)", "scale", _WEIGHTS),
+    Mutant("every piece the first's rows", _TILE, "rows[:, begin : begin", "rows[:, 0 : 0", _LOOPS[::-1]),
+    Mutant("units of rows of the first chunk", _TILE, "x_scales, first // chunk", "x_scales, 0 * first", _MANY_GROUPS),
+    Mutant("rows not in units", _DENSE, "scales / own)", "scales)", _MANY_GROUPS),
+    Mutant(
+        "rows in units of other chunks",
+        _DENSE,
+        "jnp.repeat(units, each, axis=1)",
+        "jnp.tile(units, (1, each))",
+        _MANY_GROUPS,
+    ),
+    Mutant("rows rounded twice", _DENSE, "if count > 1 and not by_sums:", "if False:", _MANY_GROUPS),
     Mutant("codes unsigned", _TILE, "pltpu.bitcast(part, jnp.int4)", "pltpu.bitcast(part, jnp.uint4)", _on("one row")),
     Mutant(
         "inputs of a pair swapped",
@@ -185,8 +199,8 @@ MUTANTS = [
     Mutant(
         "finer groups of rows taken by sums",
         _DENSE,
-        "count > num_scales or",
-        "False and count > num_scales or",
+        "if count > num_scales:",
+        "if False and count > num_scales:",
         _on("e4m3 rows by finer groups"),
     ),
     Mutant("a group's first row left to others", _GROUPED, "(row >= first)", "(row > first)", _SHARED),
