@@ -54,6 +54,7 @@ def largest_of(values: jax.Array) -> jax.Array:
 
 def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> jax.Array:
     """The scales with which the largest values just fit into codes of `dtype`; 1 for zeros. kind: any but E4M3."""
+    assert kind != E4M3, "scales of e4m3 are parts of one for all: held_scales"
     if kind == E8M0:
         # A mantissa of one bit is nearer to the next power from 1.75 on.
         largest = jnp.minimum(largest, 2.0**127)
