@@ -47,14 +47,15 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     gated = not tpu.why_apart(out)
     of_both = out if gated else 2 * out
     shape = tpu.shape_of(num_rows, width, of_both, num_scales, count, *dtypes, TpuProducts(), gated=gated)
-    visits = jax.device_get(tpu.visits_of(sizes, num_rows, shape.rows))
+    visits = jax.device_get(jax.jit(tpu.visits_of, static_argnums=(1, 2))(sizes, num_rows, shape.rows))
     blocks = "|".join(map(str, shape.blocks))
     row |= {"TPU tile": shape.rows, "TPU blocks": blocks, "TPU visits": int(visits.products[0])}
     row["TPU ratio"] = multiplied_rows(visits, shape) / num_rows
     most = hopper_shape.most_rows(width, num_scales, dtypes[1], HopperProducts().rows)
     tile = hopper.tile_rows_of(num_rows, count, most)
     step = hopper_shape.step_of(tile, tensor_memory=False)
-    tiles = np.asarray(hopper.tiles_of(sizes, num_rows, tile, step).tiles).reshape(-1, 3)
+    listed = jax.jit(hopper.tiles_of, static_argnums=(1, 2, 3))(sizes, num_rows, tile, step)
+    tiles = np.asarray(listed.tiles).reshape(-1, 3)
     rows = int(tiles[tiles[:, 0] >= 0, 2].sum()) * step
     return row | {"Hopper tile": tile, "Hopper ratio": rows / num_rows}
 
