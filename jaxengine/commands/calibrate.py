@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ def calibrate(config: EngineConfig, texts: Path, output: Path) -> str:
         raise ConfigError("prompts", str(texts), "a file with a prompt on each line")
     if not output.parent.is_dir() or output.is_dir():
         raise ConfigError("output", str(output), "a file in a folder that is there")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise ConfigError("output", str(output), "a file that may be written")
     source, resolved, platform, devices, mesh = open_resolved(config)
     tokenizer = source.load_tokenizer(config)
     assert tokenizer is not None, "calibrate has no skip_tokenizer_init"

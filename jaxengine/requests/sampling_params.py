@@ -64,9 +64,9 @@ def _refuse(name: str, value: Any, allowed: str) -> RequestError:
 
 def _int(low: int, high: int, allowed: str) -> Rule:
     def check(name: str, value: Any) -> int:
-        # bool is an Integral, and 1.0 == 1: neither is what the caller meant.
-        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-            raise _refuse(name, value, allowed)
+        whole = isinstance(value, Integral) and not isinstance(value, bool)  # 1.0 and True are not what is meant
+        if not whole or not low <= int(value) <= high:
+            raise _refuse(name, value, f"at most {high}" if whole and int(value) > high else allowed)
         return int(value)
 
     return check

@@ -36,6 +36,8 @@ from scheduler.token_params import TokenParams
 logger = logging.getLogger(__name__)
 
 _NUM_TOKENS = 512  # of random text, where nothing else is measured
+# No model's magnitudes: a product of two such is beyond float32.
+_BEYOND = 1e30
 _KEYS, _VALUES = "largest_keys", "largest_values"
 
 
@@ -77,6 +79,7 @@ def measure(
     """The largest magnitudes of keys and values of prompts i32[n], None for one of random tokens, f32[layers, K].
 
     Compiles two steps of its own, which are kept as others are. progress(done, total, what) is called per prompt.
+    Raises ModelFileError for keys or values that no scale covers.
     """
     most = min(_NUM_TOKENS, config.max_model_len - 1)
     if prompts is None:
@@ -115,6 +118,10 @@ def measure(
             k[layers] = np.maximum(k[layers], keys)
             if values is not None:
                 v[layers] = np.maximum(v[layers], values)
+        if not (k.max() < _BEYOND and v.max() < _BEYOND):
+            layer = int(np.argmax(np.maximum(k, v).max(axis=1)))
+            text = f"keys or values of layer {layer} are not finite after prompt {number}: its weights are damaged"
+            raise ModelFileError(config.model or "the embedded model", text)
         if progress is not None:
             progress(number, len(prompts), f"{len(prompt)} tokens")
     return KVScales(k, None if model.attention[0].values_in_keys else v)
@@ -134,9 +141,14 @@ def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
 
 
 def write_largest(path: Path, largest: KVScales) -> None:
-    """A file that `read_largest` reads: of keys and of values a list of heads for each layer."""
+    """A file that `read_largest` reads: of keys and of values a list of heads for each layer. ConfigError, where it
+    cannot be written."""
     kinds = {_KEYS: largest.k} | ({} if largest.v is None else {_VALUES: largest.v})
-    path.write_text(json.dumps({name: kind.tolist() for name, kind in kinds.items()}) + "\n")
+    try:
+        path.write_text(json.dumps({name: kind.tolist() for name, kind in kinds.items()}) + "\n")
+    except OSError as error:
+        problem = f"output {str(path)!r} cannot be written ({error.strerror})"
+        raise ConfigError.because("output", problem, "name a file in a folder with room") from None
 
 
 def read_largest(path: Path, shape: KVShape) -> KVScales:
@@ -164,7 +176,7 @@ def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
         return None
     for row in rows:
         numbers = isinstance(row, list) and len(row) == shape.num_heads and {*map(type, row)} <= {int, float}
-        if not numbers or not all(0 <= number < 1e30 for number in row):
+        if not numbers or not all(0 <= number < _BEYOND for number in row):
             return None
     return np.array(rows, np.float32)
 

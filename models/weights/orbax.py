@@ -64,6 +64,9 @@ def save_checkpoint(
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(save_concurrent_gb=CONCURRENT_GB)) as checkpointer:
             checkpointer.save(folder.absolute() / WEIGHTS_FOLDER, args=ocp.args.PyTreeSave(arrays))
+    except Exception as error:  # of orbax, tensorstore and all that they call: a full disk is no OSError
+        raise ModelFileError(folder, f"cannot be written: {type(error).__name__}: {error}") from error
+    try:
         if jax.process_index() == 0:
             for file in files:
                 shutil.copyfile(file, folder / file.name)

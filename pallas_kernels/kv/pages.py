@@ -252,12 +252,14 @@ def largest(kv: KVPages, first: jax.Array, count: int) -> tuple[jax.Array, jax.A
     """The largest magnitude of keys and of values in `count` pages from row i32[] `first` on, f32[K] each; None of
     values that lie in keys.
 
-    Zeros count where nothing was written. Raises ValueError for a pool of codes.
+    Zeros count where nothing was written, and NaN as infinity, which XLA's maximum on CPUs may pass over. Raises
+    ValueError for a pool of codes.
     """
     spec = kv.spec
     if is_quantized(spec):
         raise ValueError(f"the largest of codes says nothing of what they stand for, got a pool of {spec.dtype}")
     pages = jnp.abs(from_storage(lax.dynamic_slice_in_dim(kv.data, first, count), spec))
+    pages = jnp.where(jnp.isnan(pages), jnp.inf, pages)
     if kv.layout == "tpu":
         pages = pages[..., : spec.num_kv_heads * spec.token_width].reshape(-1, spec.num_kv_heads, spec.token_width)
         keys = spec.head_dim

@@ -65,6 +65,9 @@ class JsonRoute(APIRoute):
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, "Content-Type must be application/json")
+            coding = request.headers.get("content-encoding", "identity")
+            if coding.strip().lower() not in ("", "identity"):
+                raise ApiError(415, f"Content-Encoding is {coding[:40]!r}; allowed is identity, a body as it is")
             return await handle(_JsonRequest(request.scope, request.receive, fields(), ignored))
 
         return handle_json

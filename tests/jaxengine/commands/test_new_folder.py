@@ -56,3 +56,19 @@ def test_nothing_is_left_of_a_model_that_was_not_written(tmp_path, monkeypatch, 
     monkeypatch.setattr(convert, "save_checkpoint", interrupted)
     assert main(["convert", str(TINY_CHECKPOINT), str(tmp_path / "out"), "--disable-log-stats"]) == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys):
+    """tensorstore's error for it is no OSError."""
+
+    def full(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: no space left on device")
+
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", full)
+    assert main(["convert", str(TINY_CHECKPOINT), str(tmp_path / "out"), "--disable-log-stats"]) == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith(f"jaxengine: error: {tmp_path / 'out.part'}: cannot be written: ValueError: RESOURCE_EXHAUSTED")
+    )
+    assert not list(tmp_path.iterdir())

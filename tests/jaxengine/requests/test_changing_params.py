@@ -26,6 +26,7 @@ def test_fields_can_be_set_and_are_normalised():
     ("name", "value", "said"),
     [
         ("max_tokens", 0, "max_tokens must be an int >= 1"),
+        ("max_tokens", 2**63, "max_tokens must be at most 2147483647, got 9223372036854775808"),
         ("temperature", 3, "temperature must be a number from 0 to 2, got 3"),
         ("n", True, "n must be an int"),
         ("logit_bias", {1: "x"}, "logit_bias"),

@@ -16,10 +16,12 @@ from jaxengine import LLM, ConfigError, ModelFileError, SamplingParams
 from jaxengine.commands.calibrate import calibrate
 from jaxengine.config.engine_config import EngineConfig
 from jaxengine.config.kv_cache import kv_dtype
+from jaxengine.runner import kv_scales
 from jaxengine.runner.kv_scales import read_largest, write_largest
+from jaxengine.runner.stage_runner import StageRunner
 from models.layers import attention
 from models.weights.kv_scales import KVScales, KVShape, scales_for
-from pallas_kernels.kv.pages import export_pages
+from pallas_kernels.kv.pages import export_pages, largest, pages_of
 from tests.conftest import TINY_CHECKPOINT, TINY_OPTIONS, use_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -292,3 +294,34 @@ def test_a_folder_is_no_file_to_write(with_words, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxengine.commands.calibrate.open_stages", lambda *_, **__: pytest.fail("weights are read"))
     with pytest.raises(ConfigError, match="output is .*; allowed: a file in a folder that is there"):
         calibrate(EngineConfig(model=with_words, max_model_len=64), tmp_path / "texts", tmp_path)
+
+
+def test_a_file_that_cannot_be_written(with_words, tmp_path, monkeypatch):
+    """Known before weights are read, where it can be; a disk may be full all the same."""
+    (tmp_path / "texts").write_text("w3 w9\n")
+    monkeypatch.setattr("jaxengine.commands.calibrate.open_stages", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match="output is .*; allowed: a file that may be written"):
+        calibrate(EngineConfig(model=with_words, max_model_len=64), tmp_path / "texts", tmp_path / "scales")
+    with pytest.raises(ConfigError, match="output .* cannot be written .No such file"):
+        write_largest(tmp_path / "gone" / "scales", KVScales(np.ones((1, 1), np.float32), None))
+
+
+def test_nan_counts_as_infinite():
+    """In rows so long that XLA's maximum on CPUs passes over it."""
+    rows = np.ones((512, 2, 4), np.float32)
+    rows[3, 0, 1] = rows[3, 1, 2] = np.nan
+    keys, values = largest(pages_of(jnp.asarray(rows), 2, 256, "cpu"), jnp.int32(0), 2)
+    assert keys.tolist() == [np.inf, 1] and values is not None and values.tolist() == [1, np.inf]
+
+
+def test_a_model_whose_keys_are_not_finite(with_words, tmp_path, monkeypatch):
+    (tmp_path / "texts").write_text("w3 w9\n")
+    sizes = np.ones((2, 2), np.float32)
+    monkeypatch.setattr(kv_scales, "ModelRunner", lambda *_: None)
+    monkeypatch.setattr(kv_scales, "_run", lambda *_: None)
+    monkeypatch.setattr(StageRunner, "largest", lambda _: (sizes, sizes * [[1], [np.inf]]))
+    config = EngineConfig(model=with_words, max_model_len=64, disable_log_stats=True)
+    with pytest.raises(ModelFileError, match="keys or values of layer 1 are not finite after prompt 1"):
+        calibrate(config, tmp_path / "texts", tmp_path / "scales")
+    assert not (tmp_path / "scales").exists()

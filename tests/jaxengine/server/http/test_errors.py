@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import re
 import time
@@ -183,6 +184,9 @@ async def test_only_json_is_read(app):
     assert (
         await send(app, b'{"prompt": [1], "max_tokens": 1}', **{"Content-Type": "Application/JSON; charset=utf-8"})
     ).status == 200
+    answer = await send(app, gzip.compress(b'{"prompt": [1]}'), **{"Content-Encoding": "gzip"})
+    assert answer.status == 415 and "Content-Encoding is 'gzip'" in answer.error["message"]
+    assert (await send(app, b'{"prompt": [1], "max_tokens": 1}', **{"Content-Encoding": "Identity"})).status == 200
 
 
 @pytest.mark.parametrize(
