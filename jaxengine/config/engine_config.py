@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
 from jaxengine.config.errors import ConfigError
@@ -48,6 +49,7 @@ _READERS = {
     "pooler_config": PoolerConfig.read,
     "speculative_config": SpeculativeConfig.read,
     "hf_overrides": read_hf_overrides,
+    "chat_template": read_chat_template,
     **READERS,
 }
 
@@ -124,7 +126,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
       generation_config: "auto" takes default sampling parameters from the model's generation_config.json, "vllm" none,
         the name of a folder those of its file.
       override_generation_config: default sampling parameters that go before those, such as {"temperature": 0.5}.
-      chat_template: a Jinja template to use instead of the model's.
+      chat_template: a Jinja template to use instead of the model's, or the name of a file that holds it.
       runner: "generate" text, or answer with embeddings, labels and scores, "pooling"; "auto" is as the checkpoint is.
       convert: what a pooling model is made of a checkpoint: "embed", "classify", "none" where it is one, or "auto".
       pooler_config: how it pools, over what the checkpoint says: a dict of task, pooling_type, use_activation and
@@ -316,8 +318,7 @@ class EngineConfig(EncoderOptions, LoraOptions, MediaOptions):
         if name in _READERS:
             return _READERS[name](value)
         if name in ("dtype", "kv_cache_dtype"):
-            value = dtype_name(value)
-            if value == "float16":
+            if (value := dtype_name(value)) == "float16":
                 logger.warning("%s: float16 is run in bfloat16, which is as large and has float32's range", name)
                 return "bfloat16"
         if name in SIZES and isinstance(value, str):

@@ -1,0 +1,48 @@
+"""The option chat_template: a template, or, as with vLLM, the name of the file that holds it. Renders nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxengine.config.errors import ConfigError
+
+_MAX_BYTES = 1 << 20
+_ADVICE = "give a template with {{ }} or {% %} in it, or the name of a file that holds one"
+
+
+def read_chat_template(value: Any) -> Any:
+    """The template: the text, where braces say that it is one, and else what is in the file of that name.
+
+    A name taken for a template would make every prompt the name. Raises ConfigError for a file that cannot be read or
+    holds no template.
+    """
+    if not isinstance(value, str) or not value or _is_template(value):
+        return value
+    try:
+        text = _read(Path(value).expanduser())
+    except (OSError, ValueError, RuntimeError) as error:  # also of names that no file can have, and of no home folder
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError.because(
+            "chat_template", f"chat_template {value[:200]!r} cannot be read ({why})", _ADVICE
+        ) from None
+    if not _is_template(text):
+        raise ConfigError.because(
+            "chat_template", f"the file of chat_template {value[:200]!r} holds no template", _ADVICE
+        )
+    return text
+
+
+def _read(path: Path) -> str:
+    path.stat()  # says why there is none
+    if not path.is_file():
+        raise ValueError("it is no regular file")
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+    return content.decode()
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
