@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.matmul.grouped_tiles import over_tiles
 from pallas_kernels.matmul.nibbles import code_parts, per_byte, row_parts
-from pallas_kernels.matmul.quantized_xla import multiplied, widened_parts
-from pallas_kernels.matmul.rounding import RoundedRows
+from pallas_kernels.matmul.quantized_xla import fine_rows, multiplied, widened_product
 
 
 def quantized_grouped_matmul(
@@ -28,25 +27,24 @@ def quantized_grouped_matmul(
     dtype: Any,
     out_dtype: Any,
     turned: bool = False,
+    fine: Any = jnp.float16,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them. turned: see grouped_tiles."""
+    """[M, out] in out_dtype; arguments as the public operation has checked them.
+
+    turned: see grouped_tiles. fine: see quantized_xla.fine_rows.
+    """
     out_size = codes.shape[2]
     by_channel = scales.shape[1] == 1 and zeros is None and (x_scales is None or x_scales.shape[1] == 1)
-    if not by_channel and x_scales is not None:
-        x, x_scales = RoundedRows(x, x_scales).widened(dtype), None
-    batched = (((2,), (1,)), ((0,), (0,)))
+    widened = None if by_channel else fine_rows(x, x_scales, dtype, fine)
 
     def multiply(row: jax.Array, group: jax.Array) -> jax.Array:
-        rows = row_parts(x.at[row].get(mode="clip"), codes.dtype)
         picked = jnp.swapaxes(jnp.swapaxes(codes, 1, 2)[group], 1, 2) if turned else codes[group]
-        if by_channel:
-            matrices = code_parts(picked)
-        else:
-            matrices = widened_parts(picked, scales[group], None if zeros is None else zeros[group], dtype)
-        parts = zip(rows, matrices, strict=True)
+        if widened is not None:
+            rows, own_zeros = widened.at(row), None if zeros is None else zeros[group]
+            return widened_product(rows, row_parts(rows.values, codes.dtype), picked, scales[group], own_zeros)
+        batched = (((2,), (1,)), ((0,), (0,)))
+        parts = zip(row_parts(x.at[row].get(mode="clip"), codes.dtype), code_parts(picked), strict=True)
         y = sum((multiplied(own, part, batched, dtype) for own, part in parts), jnp.zeros(()))
-        if not by_channel:
-            return y
         y = y * scales[group].astype(jnp.float32)
         return y if x_scales is None else y * x_scales.at[row].get(mode="clip")
 

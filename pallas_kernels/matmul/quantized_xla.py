@@ -1,20 +1,21 @@
 """Products with quantised matrices as plain XLA, for TPUs and CUDA cards.
 
 With a scale a channel codes go into the product as they are, and no widened matrix exists. Scales that vary along the
-inputs are applied to the sums of their groups where rows are few; with many rows some columns at a time are widened,
-and rows that have been rounded by groups of inputs are rounded to the model's dtype once more.
+inputs are applied to the sums of their groups where rows are few; with many rows some columns at a time are widened.
+Rows that have been rounded are widened as well then, and rounded once more, as the matrix is. For both bfloat16 has too
+few bits: they meet in float16, which a card multiplies as fast, each row and each column in units of its own.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul.nibbles import code_parts, row_parts
-from pallas_kernels.matmul.rounding import RoundedRows
+from pallas_kernels.matmul.rounding import MOST_CODE, RoundedRows, units_of
 from pallas_kernels.zeros import zeros_in_layer
 
 # Up to so many rows sums of groups [n, M, out] cost less than widening does.
@@ -31,8 +32,9 @@ def quantized_matmul(
     *,
     dtype: Any,
     out_dtype: Any,
+    fine: Any = jnp.float16,
 ) -> jax.Array:
-    """[M, out] in out_dtype; arguments as the public operation has checked them."""
+    """[M, out] in out_dtype; arguments as the public operation has checked them. fine: see `fine_rows`."""
     rows = x.shape[0]
     if rows == 1:
         # XLA:GPU makes of one row times a matrix a float32 array of the matrix's size in memory, and then its sums.
@@ -42,11 +44,37 @@ def quantized_matmul(
     if coarse and (scales.shape[0] == 1 or rows <= MOST_GROUP_ROWS):
         y = _group_sums(x, x_scales, codes, scales, zeros, dtype)
     else:
-        behind = x_scales if x_scales is not None and x_scales.shape[1] == 1 else None
-        wide = x if x_scales is None or behind is not None else RoundedRows(x, x_scales).widened(dtype)
-        y = _columns_product(wide.astype(dtype), codes, scales, zeros, dtype)
-        y = y if behind is None else y * behind
+        y = _columns_product(fine_rows(x, x_scales, dtype, fine), codes, scales, zeros)
     return y[:rows].astype(out_dtype)
+
+
+class FineRows(NamedTuple):
+    """Rows [M, in] that meet widened matrices, in their dtype.
+
+    units: f32 [M, 1], of which the values are; None for rows that are not rounded, and matrices without units.
+    precision: of the product.
+    """
+
+    values: jax.Array
+    units: jax.Array | None
+    precision: Any
+
+    def at(self, index: jax.Array) -> FineRows:
+        """The rows with these numbers, of which some may be too large."""
+        values, units = (part if part is None else part.at[index].get(mode="clip") for part in self[:2])
+        return self._replace(values=values, units=units)
+
+
+def fine_rows(x: jax.Array, x_scales: jax.Array | None, dtype: Any, fine: Any) -> FineRows:
+    """Rows as they meet widened matrices.
+
+    dtype: the model's. fine: what rounded rows and their matrix are rounded to where that is bfloat16; float16, or
+    float32, slowly, on what has no products of float16.
+    """
+    if x_scales is None:
+        return FineRows(x.astype(dtype), None, None)
+    fine = fine if dtype == jnp.bfloat16 else dtype
+    return FineRows(*RoundedRows(x, x_scales).in_units(fine), None if fine == dtype else lax.Precision.HIGHEST)
 
 
 def multiplied(x: jax.Array, codes: jax.Array, dims: Any, dtype: Any) -> jax.Array:
@@ -70,6 +98,25 @@ def widened_parts(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, 
         own = own if zeros is None else own - zeros.astype(jnp.float32)[..., None, :]
         wide.append(own.reshape(part.shape).astype(dtype))
     return wide
+
+
+def widened_product(
+    rows: FineRows, parts: list[jax.Array], codes: jax.Array, scales: jax.Array, zeros: jax.Array | None
+) -> jax.Array:
+    """f32 [..., M, out] of rows [..., M, in] in the `parts` that codes have and matrices [..., in, out], widened."""
+    units = None
+    if rows.units is not None:
+        scales = scales.astype(jnp.float32)
+        # A zero counts as a code would.
+        units = units_of(scales if zeros is None else jnp.abs(scales) + jnp.abs(zeros) / MOST_CODE, -2)
+        scales, zeros = scales / units, None if zeros is None else zeros / units
+    wide = widened_parts(codes, scales, zeros, rows.values.dtype)
+    alike = tuple(range(codes.ndim - 2))
+    dims = ((codes.ndim - 1,), (codes.ndim - 2,)), (alike, alike)
+    y = jnp.zeros(())
+    for own, part in zip(parts, wide, strict=True):
+        y = y + lax.dot_general(own, part, dims, precision=rows.precision, preferred_element_type=jnp.float32)
+    return y if units is None else y * rows.units * units
 
 
 def _group_sums(
@@ -96,20 +143,17 @@ def _group_sums(
     return y - jnp.dot(sums, zeros.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
-def _columns_product(
-    x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, dtype: Any
-) -> jax.Array:
-    """x [M, in] in `dtype` times columns that are widened some at a time."""
-    out_size, rows = codes.shape[1], row_parts(x, codes.dtype)
+def _columns_product(x: FineRows, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
+    """Rows [M, in] times columns that are widened some at a time."""
+    out_size, x_parts = codes.shape[1], row_parts(x.values, codes.dtype)
     width = min(BLOCK_COLUMNS, out_size)
 
     def multiply(block, out):
         # The last block begins where it must to end with the matrix: slices clamp, and what is made twice is alike.
         matrix, block = lax.optimization_barrier(((codes, scales, zeros), block))
         parts = jax.tree.map(lambda part: lax.dynamic_slice_in_dim(part, block * width, width, axis=1), matrix)
-        wide = widened_parts(parts[0], parts[1], parts[2], dtype)
-        y = sum(jnp.dot(own, part, preferred_element_type=jnp.float32) for own, part in zip(rows, wide, strict=True))
+        y = widened_product(x, x_parts, parts[0], parts[1], parts[2])
         return lax.dynamic_update_slice(out, y, (0, block * width))
 
-    out = zeros_in_layer(scales, (x.shape[0], out_size))
+    out = zeros_in_layer(scales, (x.values.shape[0], out_size))
     return lax.fori_loop(0, -(-out_size // width), multiply, out)

@@ -15,6 +15,7 @@ from jax import lax
 # Largest code of each dtype, and the least. No scale made of a largest value leads to -128; a static one may.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1fn": 6.0}
 LEAST = {"int8": -128.0, "float8_e4m3fn": -448.0, "float4_e2m1fn": -6.0}
+MOST_CODE = 512  # no code of any dtype is as large
 # Of floats, bits of the mantissa and the power of two below which steps get no smaller.
 _SHORT = {"float8_e4m3fn": (3, 2.0**-6), "float4_e2m1fn": (1, 1.0)}
 # What dynamic scales are rounded to: not at all; up to powers of two (DeepSeek-V3.1); to powers of two that are the
@@ -40,6 +41,11 @@ class RoundedRows(NamedTuple):
         """The rounded rows, [M, in]: exact in float32."""
         codes = by_group(self.codes.astype(jnp.float32), self.scales.shape[1])
         return as_rows(codes * of_groups(self.scales, codes)).astype(dtype)
+
+    def in_units(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """The rounded rows in units of their own, rounded to `dtype` once, and those f32 [M, 1]: see `units_of`."""
+        units = units_of(self.scales, 1)
+        return RoundedRows(self.codes, self.scales / units).widened(dtype), units
 
 
 def largest_values(x: jax.Array, group: int) -> jax.Array:
@@ -108,6 +114,16 @@ def _power(x: jax.Array) -> jax.Array:
     """The power of two in f32 x, without its sign; infinite where x is not finite."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type(bits & jnp.int32(_EXPONENT), jnp.float32)
+
+
+def units_of(scales: jax.Array, axis: int) -> jax.Array:
+    """The powers of two of which any code times the scales [..., n, ...] along `axis` is less than 2^15: f32, 1 there.
+
+    In such units float16 holds codes as well as bfloat16 does, and eight times as finely, where a scale is none too
+    small: codes of a scale 2^20 times smaller than the largest are normal numbers still.
+    """
+    power = _power(jnp.max(jnp.abs(scales.astype(jnp.float32)), axis=axis, keepdims=True))
+    return jnp.where(power > 0, power * (MOST_CODE / 2**14), 1.0)
 
 
 def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:

@@ -278,11 +278,20 @@ def quantized(number: int, implementation: Implementation) -> None:
     test_against_float64(CASES[number])
 
 
+def rounded_rows(number: int, implementation: Implementation) -> None:
+    """The same of rows that have been rounded."""
+    from tests.pallas_kernels.matmul.test_quantized import ROUNDED, test_rounded_rows
+
+    del implementation
+    test_rounded_rows(ROUNDED[number], "int8")
+
+
 INVARIANTS = [page_ids, neighbours, order, halves, update_then_attend, one_program_per_bucket, local_heads]
 CHECKS: dict[str, Callable[..., None]] = {
     check.__name__: check
     for check in (
-        *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange, quantized),
+        *(attention, update, update_sizes, update_keys, determinism, splits, many_parts, exchange),
+        *(quantized, rounded_rows),
         *(product, grouped_product, gated_product, hopper_product, hopper_grouped, hopper_gated, lora_product),
         microscaled,
         *INVARIANTS,

@@ -61,7 +61,7 @@ def quantized_grouped_matmul(
     """
     if why_not_aligned(x.shape[1], scales.shape[1], dtype):
         return quantized_groups_xla.quantized_grouped_matmul(
-            x, x_scales, codes, scales, zeros, group_sizes, dtype=dtype, out_dtype=out_dtype
+            x, x_scales, codes, scales, zeros, group_sizes, dtype=dtype, out_dtype=out_dtype, fine=jnp.float32
         )
     matrix = Matrix(codes, scales.astype(jnp.float32), zeros, None)
     return product_of_groups(x, x_scales, matrix, group_sizes, None, dtype, out_dtype, sizes, interpret)

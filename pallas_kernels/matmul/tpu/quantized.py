@@ -46,7 +46,8 @@ def quantized_matmul(
         usual = tuning_of("tpu").tpu_products if sizes is None else sizes
         # Eight-bit codes are exact in bfloat16.
         x = x.astype(dtype) if x.dtype == jnp.int8 and usual.int8_products == 1 else x
-        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, dtype=dtype, out_dtype=out_dtype)
+        options = {"dtype": dtype, "out_dtype": out_dtype, "fine": jnp.float32}  # a TPU has no float16
+        return quantized_xla.quantized_matmul(x, x_scales, codes, scales, zeros, **options)
     chosen: TpuProducts = product_sizes("tpu", num_rows, size, out, count, codes.dtype) if sizes is None else sizes
     by_sums = sums_are_smaller(num_rows, size // count, chosen)
     rows = prepared(x, x_scales, codes.dtype, count, dtype, chosen, by_sums=by_sums)

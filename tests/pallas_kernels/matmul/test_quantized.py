@@ -15,7 +15,6 @@ import pytest
 from pallas_kernels import reference
 from pallas_kernels.matmul import quantized_cpu, quantized_groups_xla
 from pallas_kernels.matmul.quantized import CODES, quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
-from pallas_kernels.matmul.quantized_xla import MOST_GROUP_ROWS
 from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
 from pallas_kernels.matmul.tpu import quantized as tpu
 from pallas_kernels.matmul.tpu.grouped import sums_are_scaled
@@ -96,23 +95,60 @@ def test_against_float64(case):
         assert error(got, exact) < ERROR, name
 
 
+# Rows, scales along their inputs, scales along the matrix's.
+ROUNDED = [(1, 1, 1), (5, 1, 1), (5, 3, 3), (70, 3, 6), (5, 1, 3), (70, 1, 3), (5, 6, 3)]
+
+
 @pytest.mark.parametrize("rounding", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize(
-    ("rows", "x_scales", "num_scales"), [(1, 1, 1), (5, 1, 1), (5, 3, 3), (70, 3, 6), (5, 1, 3), (70, 1, 3)]
-)
-def test_rounded_rows(rounding, rows, x_scales, num_scales):
+@pytest.mark.parametrize("case", ROUNDED, ids=str)
+def test_rounded_rows(case, rounding):
+    rows, x_scales, num_scales = case
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.standard_normal((rows, 192)), jnp.float32)
-    codes = "int8" if rounding == "int8" else rounding
-    matrix = matrix_of(rng, 192, 40, num_scales, codes, False)
-    rounded = rounded_rows(x, dynamic_scales(largest_values(x, 192 // x_scales), rounding), rounding)
-    wide = np.float64(np.float32(rounded.codes)) * np.repeat(rounded.scales, 192 // x_scales, axis=1)
+    matrix = matrix_of(rng, 192, 40, num_scales, rounding, False)
+    rounded, wide = rounded_to(x, x_scales, rounding)
     exact = reference.quantized_matmul(wide, np.asarray(matrix[0]), np.asarray(matrix[1]), None)
     for function, name in DENSE.items():
         assert error(compiled(function, "float32")(*rounded, *matrix), exact) < 1e-6, name
-        # XLA's widens many rows with scales of groups to bfloat16, as the matrix.
-        allowed = 2.5e-3 if rows > MOST_GROUP_ROWS and x_scales > 1 else ERROR
-        assert error(compiled(function, "bfloat16")(*rounded, *matrix), exact) < allowed, name
+        assert error(compiled(function, "bfloat16")(*rounded, *matrix), exact) < ERROR, name
+
+
+def rounded_to(x, num_scales, rounding):
+    """Rows as codes with so many scales each, and what they stand for in float64."""
+    group = x.shape[1] // num_scales
+    rounded = rounded_rows(x, dynamic_scales(largest_values(x, group), rounding), rounding)
+    return rounded, np.float64(np.float32(rounded.codes)) * np.repeat(np.float64(rounded.scales), group, axis=1)
+
+
+def test_rounded_rows_and_columns_of_any_size():
+    """XLA's meet in float16, which has neither large numbers nor small ones."""
+    rng = np.random.default_rng(0)
+    of_rows, of_columns = 2.0 ** rng.integers(-60, 40, (70, 1)), 2.0 ** rng.integers(-30, 20, 40)
+    x = jnp.asarray(rng.standard_normal((70, 96)) * of_rows, jnp.float32).at[5].set(0)
+    (codes, x_scales), wide = rounded_to(x, 3, "int8")
+    matrix, scales, zeros = matrix_of(rng, 96, 40, 3, "uint8", True)
+    scales, zeros = (part * jnp.asarray(of_columns, jnp.float32) for part in (scales.at[1, 4].set(0), 1000 * zeros))
+    exact = reference.quantized_matmul(wide, matrix, np.asarray(scales), np.asarray(zeros)) / of_rows / of_columns
+    given = stored(matrix, "uint8"), scales, zeros
+    for function, name in (DENSE | GROUPED).items():
+        operands = given if function in DENSE else (*(part[None] for part in given), jnp.asarray([70], jnp.int32))
+        got = compiled(function, "bfloat16")(codes, x_scales, *operands)
+        assert error(got / of_rows / of_columns, exact) < ERROR, name
+
+
+@pytest.mark.parametrize("op", ["quantized_matmul", "quantized_grouped_matmul"])
+def test_a_tpu_without_kernel_has_no_float16(op):
+    """Groups of 32 inputs do not fill its registers: XLA's product, of rows and a matrix in float32."""
+    rng = np.random.default_rng(0)
+    matrix = matrix_of(rng, 96, 40, 3, "int8", False)
+    rows, wide = rounded_to(jnp.asarray(rng.standard_normal((70, 96)), jnp.float32), 3, "int8")
+    operands = *rows, *(jnp.asarray(part) for part in matrix[:2]), None
+    if op == "quantized_grouped_matmul":
+        operands = *rows, *(part[None] for part in operands[2:4]), None, jnp.asarray([70], jnp.int32)
+    call = partial(kernel(op, "tpu"), dtype=jnp.bfloat16, out_dtype=jnp.float32)
+    text = jax.jit(call).trace(*operands).lower(lowering_platforms=("tpu",)).as_text()
+    assert "xf16" not in text and "HIGHEST" in text
+    assert error(call(*operands), reference.quantized_matmul(wide, matrix[0], np.asarray(matrix[1]), None)) < 1e-6
 
 
 def test_rounding():
@@ -134,15 +170,14 @@ SIZES = [5, 0, 17, 11]
 @pytest.mark.parametrize(
     ("num_scales", "codes", "zeros"), [(1, "int8", False), (1, "uint8", False), (3, "uint8", True)]
 )
-@pytest.mark.parametrize("rounding", [None, "int8"])
-def test_groups(num_scales, codes, zeros, rounding):
+@pytest.mark.parametrize("x_scales", [0, 1, 3])
+def test_groups(num_scales, codes, zeros, x_scales):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((37, 96)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((37, 96)), jnp.bfloat16).astype(jnp.float32)
     matrix = matrix_of(rng, 96, 136, num_scales, codes, zeros, (len(SIZES),))
     rows = x, None
-    if rounding is not None:
-        rows = rounded_rows(x, dynamic_scales(largest_values(x, 96), rounding), rounding)
-        x = rows.widened(jnp.float32)
+    if x_scales:
+        rows, x = rounded_to(x, x_scales, "int8")
     exact, ends = np.zeros((37, 136)), np.cumsum(SIZES)
     for group in range(len(SIZES)):
         own = slice(ends[group] - SIZES[group], ends[group])
@@ -153,7 +188,10 @@ def test_groups(num_scales, codes, zeros, rounding):
         got = compiled(function, "float32")(*rows, *given, jnp.asarray(SIZES, jnp.int32))
         assert error(got, exact) < 1e-6, name
         assert not np.asarray(got)[exact.sum(axis=1) == 0].any(), name
-    call = rows[0] if rounding is None else RoundedRows(*rows)
+        if zeros:
+            got = compiled(function, "bfloat16")(*rows, *given, jnp.asarray(SIZES, jnp.int32))
+            assert error(got, exact) < ERROR, name
+    call = RoundedRows(*rows) if x_scales else rows[0]
     sizes = jnp.asarray(SIZES, jnp.int32)
     got = quantized_grouped_matmul(call, *given, sizes, dtype=jnp.float32)
     assert error(got, exact) < 1e-6

@@ -21,8 +21,10 @@ _CODES = _on("fp8 e4m3 keys and values")
 _OF_TOKENS = _on("int8 of each token")
 _WRITE_SCALES = (("update", "cpu", "int8_per_token_head", "runs"),)
 _PAIRS, _LOOP, _SUMS = "matmul/nibbles", "matmul/quantized_cpu", "matmul/quantized_xla"
-# Of tests.pallas_kernels.matmul.test_quantized.CASES.
+_ROWS = "matmul/rounding"
+# Of tests.pallas_kernels.matmul.test_quantized.CASES, and ROUNDED.
 _ONE, _FOUR, _ZEROS, _MANY, _ROW = ((("quantized", "cpu", number),) for number in (2, 6, 4, 5, 9))
+_ROUNDED = (("rounded_rows", "cpu", 3),)
 
 MUTANTS = [
     Mutant("causal sees one too many", _SCHEDULE, "position + 1 if", "position + 2 if", _ANY),
@@ -183,5 +185,20 @@ MUTANTS = [
     ),
     Mutant("quantized: sums of groups without zeros", _SUMS, "return y - jnp.dot(", "return y + 0 * jnp.dot(", _ZEROS),
     Mutant("quantized: last widened columns not reached", _SUMS, "-(-out_size // width)", "out_size // width", _MANY),
+    Mutant(
+        "rounded rows: a group's scale for the next",
+        _ROWS,
+        "of_groups(self.scales,",
+        "of_groups(jnp.roll(self.scales, 1, 1),",
+        _ROUNDED,
+    ),
+    Mutant(
+        "rounded rows: the matrix has a group's scale for the next",
+        _SUMS,
+        "scales.astype(jnp.float32)[..., None, :]",
+        "jnp.roll(scales.astype(jnp.float32), 1, -2)[..., None, :]",
+        _ROUNDED,
+    ),
+    Mutant("rounded rows: not in units of their columns", _SUMS, "y * rows.units * units", "y * rows.units", _ROUNDED),
     Mutant("quantized: widened without a scale", _SUMS, "y * scales.astype(jnp.float32)[:, None]", "y", _FOUR),
 ]
