@@ -70,8 +70,8 @@ class EngineCore:
                 self._cluster.shutdown(f"start-up failed: {error}")
             raise
         if not config.disable_log_stats:
-            if self.inputs.model_config.quantization is not None:
-                logger.info("weights:\n%s", weight_table(self.runner.weight_rows))
+            if table := weight_table(self.runner.weight_rows):
+                logger.info("weights:\n%s", table)
             for row in self.runner.adapter_forms:
                 logger.info("adapters of %s: %s", row["modules"], row["forms"])
             logger.info("memory of a device:\n%s", self.runner.plan.table())

@@ -82,7 +82,10 @@ class ModelRunner:
         self.pools = stages[0].programs.model.config.pooler is not None
         models = [stage.programs.model for stage in stages]
         device = stages[0].programs.mesh.devices.flat[0]
-        self.weight_rows = weight_rows(models, product_platform_of(device))
+        products = product_platform_of(device)
+        self.weight_rows = weight_rows(models, products)
+        if (drafter := stages[-1].drafter) is not None:
+            self.weight_rows += weight_rows([drafter.programs.model], products, prefix="draft: ")
         self.adapter_forms = product_forms(models, platform_of(device))
         self._stages = stages
         self._last = stages[-1]

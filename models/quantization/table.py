@@ -16,12 +16,12 @@ _AS_IS = "as it is"
 _LOOKED_UP = "none: rows are looked up"
 
 
-def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
+def weight_rows(models: list[Any], platform: str, *, prefix: str = "") -> list[dict[str, Any]]:
     """The matrices of abstract models, the stages of one, in order; the same module of all layers is one row.
 
-    platform: the row of the kernel registry. Each has modules, format (the checkpoint's, or how it is rounded), dtype,
-    bytes (of the whole model, scales included), product (what multiplies with it, if anything does, and why where that
-    is not the platform's kernel) and activations (what the rows are rounded to).
+    platform: the row of the kernel registry. prefix: of the modules' names. Each has modules, format (the checkpoint's,
+    or how it is rounded), dtype, bytes (of the whole model, scales included), product (what multiplies with it, if
+    anything does, and why where that is not the platform's kernel) and activations (what the rows are rounded to).
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     build = models[0].build
@@ -68,6 +68,7 @@ def weight_rows(models: list[Any], platform: str) -> list[dict[str, Any]]:
     for row in rows.values():
         if row["modules"] == "embed" and not _multiplies_with_table(models[0].config):
             row["product"] = _LOOKED_UP
+        row["modules"] = prefix + row["modules"]
     return list(rows.values())
 
 
@@ -85,7 +86,9 @@ def _own_shape(param: DeclaredParam, mesh: MeshLayout) -> list[int]:
 
 
 def weight_table(rows: list[dict[str, Any]]) -> str:
-    """Rows of `weight_rows` for a person to read, and the bytes of each dtype."""
+    """Rows of `weight_rows` for a person to read, and the bytes of each dtype; "" where all are as they are."""
+    if all(row["format"] == _AS_IS for row in rows):
+        return ""
     shown = [(*map(str, row.values()),) for row in ({**row, "bytes": f"{row['bytes']:,}"} for row in rows)]
     shown.insert(0, tuple(rows[0]))
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]

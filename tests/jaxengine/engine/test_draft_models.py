@@ -72,6 +72,14 @@ def accepted_share(llm, prompts, params, expected) -> float:
     return float((right_after - right).sum()) / (after - before)
 
 
+def assert_told(llm: LLM, formats: dict[str, str]) -> None:
+    """What drafts has these modules of these formats in the table of weights, with the bytes that are loaded."""
+    rows = {row["modules"]: row for row in llm.core.utility("weights") if row["modules"].startswith("draft: ")}
+    assert {name.removeprefix("draft: "): row["format"] for name, row in rows.items()} == formats
+    matrices = [leaf for leaf in llm.core.runner._stages[-1].drafter._params if leaf.ndim > 1]
+    assert sum(row["bytes"] for row in rows.values()) == sum(leaf.nbytes for leaf in matrices)
+
+
 @pytest.fixture(scope="module")
 def options(tmp_path_factory, executables_dir):
     return OPTIONS | {
@@ -163,6 +171,7 @@ def test_memory_is_planned_for_both(plain, own):
     assert own.core.runner.plan.weights == 2 * plain.core.runner.plan.weights
     assert stage.drafter._kept.num_pages == stage._kv.num_pages
     assert not own.core.runner.keeps_history
+    assert_told(own, {row["modules"]: "as it is" for row in plain.core.utility("weights")})
 
 
 def test_steps_without_drafts_are_the_same_forward_passes(plain, own):

@@ -24,7 +24,7 @@ from jaxengine.config.speculation import EAGLE3, check_head
 from models.config.eagle3 import Eagle3Config
 from models.registry import read_hf
 from tests.fixtures.drawn_weights import FOLDER, checkpoint, draw_all
-from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on
+from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on, assert_told
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload
 from tests.sharding.parallel_cases import OPTIONS
 from tests.sharding.parallel_models import DENSE
@@ -132,6 +132,8 @@ def test_keys_and_values_are_those_of_all_tokens_before(tmp_path, options, thoro
     model, head = attending(tmp_path, missing)
     drafts = {"method": "eagle3", "model": head, "num_speculative_tokens": 1}
     drafting = LLM(model, **options, speculative_config=drafts)
+    layer = [f"layers.*.{name}" for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")]
+    assert_told(drafting, dict.fromkeys([*layer, "joined", "lm_head"], "as it is"))
     plain = drafting if not thorough else LLM(model, **options)
 
     def without(prompts, params):

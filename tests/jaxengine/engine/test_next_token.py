@@ -17,7 +17,7 @@ from jaxengine.config.platforms import PLATFORMS
 from jaxengine.config.speculation import MTP
 from models.registry import read_hf
 from tests.fixtures.drawn_weights import FOLDER, draw_all
-from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on
+from tests.jaxengine.engine.test_draft_models import accepted_share, assert_counts_on, assert_told
 from tests.jaxengine.engine.test_speculation import assert_same, force, workload
 from tests.sharding.parallel_cases import OPTIONS
 from tests.sharding.parallel_models import GLM4
@@ -160,6 +160,10 @@ def test_a_quantised_layer_of_a_quantised_model(tmp_path, options):
     expected = plain.generate(prompts, params, use_tqdm=False)
     force(drafting, 2)
     assert accepted_share(drafting, prompts, params, expected) > 0.95
+    layer = {
+        row["modules"]: row["format"] for row in plain.core.utility("weights") if row["modules"].startswith("layers")
+    }
+    assert_told(drafting, layer | {"joined": "as it is"})
 
 
 @pytest.mark.thorough("minutes of compiling")

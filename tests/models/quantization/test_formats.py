@@ -15,7 +15,7 @@ from models.build import Build
 from models.quantization.plain import PlainWeight
 from models.quantization.quantized import QuantizedWeight
 from models.quantization.registry import read_quantization, rounded
-from models.quantization.table import weight_rows
+from models.quantization.table import weight_rows, weight_table
 from models.registry import build_model, read_folder
 from models.weights.declare import declared_params
 from models.weights.load import load_params
@@ -154,6 +154,16 @@ def test_what_people_are_told_of_tables_and_of_matrices_of_heads():
     assert told[0]["lm_head"] == ("as it is", "matmul.dense_cpu")
     tied = weight_rows([build_model(read_folder(FOLDER / "llama"), Build("float32"))], "cpu")
     assert tied[0]["modules"] == "embed" and tied[0]["product"] == "matmul.dense_cpu"
+    assert weight_table(tied) == ""
+    own = weight_rows(
+        [build_model(replace(config, quantization=rounded("int8")), Build("float32"))], "cpu", prefix="x: "
+    )
+    table, sums = weight_table([*tied, *own]).rsplit("\n", 1)
+    assert "  x: layers.*.mlp.gate_up " in table
+    assert (
+        sums.split(", ")[0]
+        == f"  float32 {sum(row['bytes'] for row in [*tied, *own] if row['dtype'] == 'float32') / 2**20:,.1f} MiB"
+    )
 
 
 def read_part(held: QuantizedSource, module: str, rows: slice, half: bool) -> np.ndarray:
