@@ -116,7 +116,7 @@ def widened_product(
     y = jnp.zeros(())
     for own, part in zip(parts, wide, strict=True):
         y = y + lax.dot_general(own, part, dims, precision=rows.precision, preferred_element_type=jnp.float32)
-    return y if units is None else y * rows.units * units
+    return y if rows.units is None or units is None else y * rows.units * units
 
 
 def _group_sums(
