@@ -3,8 +3,8 @@
     python -m benchmarks.expert_tiles [--tokens 8 128 1024 8192] [--json FILE]
 
 Every token goes to as many experts as the model has it go to, each as likely as another; the kernels' own lists of
-tiles are counted, of gate and up. Needs no device. Of few rows an expert's matrix takes longer to read than to multiply
-with.
+tiles are counted, of gate and up, on a device that has all experts. `jaxengine check` tells the same of its steps.
+Needs no device. Of few rows an expert's matrix takes longer to read than to multiply with.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxengine.bench.report import table, write_json
 from jaxengine.check.shapes import SHAPES
-from pallas_kernels.matmul.hopper import grouped as hopper
-from pallas_kernels.matmul.hopper import shape as hopper_shape
-from pallas_kernels.matmul.tpu import grouped as tpu
-from pallas_kernels.tuning import HopperProducts, TpuProducts
+from models.layers.expert_counts import routed
+from pallas_kernels.registry import group_kernel
 
 # Codes, inputs of a scale (0 for all) and what rows are given as: as published, of Qwen3 as `--quantization int8` makes
 # them.
@@ -30,6 +27,7 @@ MODELS = {
     "gpt-oss-120b": ("int8", 32, "bfloat16"),
     "deepseek-v3": ("float8_e4m3fn", 128, "float8_e4m3fn"),
 }
+KERNELS = {"TPU": "tpu", "Hopper": "gpu"}
 
 
 def measure(model: str, num_tokens: int) -> dict[str, Any]:
@@ -37,38 +35,21 @@ def measure(model: str, num_tokens: int) -> dict[str, Any]:
     experts = SHAPES[model].experts
     assert experts is not None
     count, k = experts.num_experts, experts.num_per_token
-    scores = np.random.default_rng(0).random((num_tokens, count))
-    picked = np.argpartition(scores, k, axis=1)[:, :k]
-    sizes = jnp.asarray(np.bincount(picked.ravel(), minlength=count), jnp.int32)
-    num_rows = num_tokens * k
+    sizes, num_rows = routed(num_tokens, count, k), num_tokens * k
     row: dict[str, Any] = {"model": model, "tokens": num_tokens, "rows": num_rows, "experts": int((sizes > 0).sum())}
-    width, out, (codes, group, rows) = SHAPES[model].hidden_size, experts.intermediate_size, MODELS[model]
-    num_scales, dtypes = width // (group or width), (jnp.dtype(rows), jnp.dtype(codes))
-    gated = not tpu.why_apart(out)
-    of_both = out if gated else 2 * out
-    shape = tpu.shape_of(num_rows, width, of_both, num_scales, count, *dtypes, TpuProducts(), gated=gated)
-    visits = jax.device_get(jax.jit(tpu.visits_of, static_argnums=(1, 2))(sizes, num_rows, shape.rows))
-    blocks = "|".join(map(str, shape.blocks))
-    row |= {"TPU tile": shape.rows, "TPU blocks": blocks, "TPU visits": int(visits.products[0])}
-    row["TPU ratio"] = multiplied_rows(visits, shape) / num_rows
-    most = hopper_shape.most_rows(width, num_scales, dtypes[1], HopperProducts().rows)
-    tile = hopper.tile_rows_of(num_rows, count, most)
-    step = hopper_shape.step_of(tile, tensor_memory=False)
-    listed = jax.jit(hopper.tiles_of, static_argnums=(1, 2, 3))(sizes, num_rows, tile, step)
-    tiles = np.asarray(listed.tiles).reshape(-1, 3)
-    rows = int(tiles[tiles[:, 0] >= 0, 2].sum()) * step
-    return row | {"Hopper tile": tile, "Hopper ratio": rows / num_rows}
-
-
-def multiplied_rows(visits: tpu.Visits, shape: tpu.Shape) -> int:
-    """What the TPU kernel multiplies: of each visit blocks from the group's first row in the tile on."""
-    total, most = 0, shape.blocks[-1]
-    for visit in range(int(visits.products[0])):
-        group, before = visits.group[visit], int(visits.tile[visit]) * shape.rows
-        first, last = int(visits.starts[group]) - before, int(visits.ends[group]) - before
-        whole, rest = divmod(min(last, shape.rows) - max(first, 0) // tpu.STEP * tpu.STEP, most)
-        total += whole * most + min((block for block in shape.blocks if block >= rest), default=0) * (rest > 0)
-    return total
+    size, (codes, group, rows) = SHAPES[model].hidden_size, MODELS[model]
+    num_scales = size // (group or size)
+    matrices = (count, size, 2 * experts.intermediate_size), (count, num_scales, 2 * experts.intermediate_size)
+    for name, platform in KERNELS.items():
+        kernel = group_kernel(platform)
+        step = kernel.group_step(num_rows, count)  # as models.layers.expert_rows fills groups up
+        most = num_rows + count * (step - 1)
+        x, scaled = jax.ShapeDtypeStruct((most, size), rows), rows == codes
+        of_rows = x, jax.ShapeDtypeStruct((most, num_scales), jnp.float32) if scaled else None
+        of_codes = map(jax.ShapeDtypeStruct, matrices, (jnp.dtype(codes), jnp.dtype(jnp.float32)))
+        multiplied = kernel.multiplied_rows(sizes + -sizes % step, *of_rows, *of_codes, gated=True)
+        row |= {f"{name} rows": multiplied, f"{name} ratio": multiplied / num_rows}
+    return row
 
 
 def main() -> None:

@@ -79,6 +79,8 @@ KERNELS = tuple(_MODULES)
 _PROFILES = {"tpu": "attention.tpu.profile"}
 # Where the choices of sizes for products with quantised matrices are, for `jaxengine tune`.
 _CANDIDATES = {"tpu": "matmul.tpu.candidates", "gpu": "matmul.hopper.candidates"}
+# What a platform's kernels of groups of rows make of these: `group_step` and `multiplied_rows`.
+_GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 
 # What jax calls a platform when it compiles for it, and the row of operations that choose one only then. There all CUDA
 # cards share one implementation.
@@ -137,6 +139,12 @@ def product_candidates(platform: str) -> Callable | None:
     """`matmul.candidates.Problem` -> its `Candidate`s; None where there is nothing to choose."""
     module = _CANDIDATES.get(platform)
     return None if module is None else importlib.import_module(f"pallas_kernels.{module}").candidates
+
+
+def group_kernel(platform: str) -> Any:
+    """The module that tells of rows of groups there; None where XLA multiplies them."""
+    module = _GROUPS.get(platform)
+    return None if module is None else importlib.import_module(f"pallas_kernels.{module}")
 
 
 def kernel_modules(platform: str) -> tuple[str, ...]:

@@ -242,6 +242,8 @@ class Compiler:
             most = max(program.work.flops, program.products.flops)
             row["needs"] = {"operations": most, **dataclasses.asdict(program.products)}
             row["dtype"] = program.dtype
+        if program.experts is not None:
+            row["experts"] = program.experts._asdict()
         if program.num_attentions and self.request.platform is None:
             row |= {"attentions": program.num_attentions, "latent_bytes": program.latent_bytes}
         if self.target.flops:

@@ -18,6 +18,8 @@ WIDTHS = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 TOLERANCE = 0.02
 # Products, attention and nothing else multiply matrices.
 OPERATIONS_SLACK = 1.1
+# Experts with so many rows each: of fewer, kernels multiply by eights what is less than that.
+EXPERT_ROWS = 64
 # Of a step's operations these may be in a wider type than the model's.
 WIDE_SHARE = 0.02
 # Weights are read once: of a step of few rows the bytes are theirs. What goes into a product and comes out of it is
@@ -64,6 +66,10 @@ def failures(row: dict[str, Any], target: Target, planned: int, *, is_largest: b
         found.append(
             f"{row['attention_kernels']} of {row['attentions']} layers attend with a kernel, the others with XLA"
         )
+    if (experts := row.get("experts")) and experts["average"] >= EXPERT_ROWS:
+        if experts["multiplied"] > OPERATIONS_SLACK:
+            times = f"{experts['multiplied']:.2f} times the rows of experts are multiplied"
+            found.append(f"{times}, at most {OPERATIONS_SLACK} where each has {experts['average']:.0f}")
     if row.get("latent_bytes") and not target.plain_attention:
         most = max(int(LATENT_SHARE * row["latent_bytes"]), LATENT_BYTES)
         if (temporaries := row["workspace_bytes"] - row["result_bytes"]) > most:

@@ -50,6 +50,7 @@ from models.layers.attention import (
     ragged_paged_attention,
 )
 from models.layers.decoder import attention_schedule, kv_update_schedule
+from models.layers.expert_counts import ExpertRows, rows_of_experts
 from models.weights.lora_pools import POOLS, abstract_leaves
 from scheduler.buckets import Bucket
 from sharding.layout import ONE_DEVICE
@@ -57,8 +58,7 @@ from sharding.mesh import make_mesh
 from sharding.rules import part_bytes, part_shape
 from sharding.stages import devices_of_stages
 
-# Of an expert that has any: what a tensor core takes.
-_EXPERT_ROWS = {"gpu": 16}
+_LEAST = {"gpu": 16}  # rows of an expert that has any: what a tensor core takes
 
 # A state array, or one of adapters, below this size costs nothing to copy.
 _SMALL = 1 << 20
@@ -93,6 +93,7 @@ class Program:
       precious: the arrays it must not copy.
       expected: what devices may tell each other in it; None for a kernel, which runs on one.
       products: what its matrix products need; None where it has none to speak of.
+      experts: rows that kernels multiply of a layer's experts, if they do.
       num_attentions: layers that attend in it, each with a kernel where the platform has one.
       latent_bytes: of attention over latents, the bytes of its query in the latents' space, as many as its result's.
       dtype: of the model.
@@ -110,6 +111,7 @@ class Program:
     precious: Precious
     expected: Expected | None
     products: Products | None = None
+    experts: ExpertRows | None = None
     num_attentions: int = 0
     latent_bytes: int = 0
     dtype: str = ""
@@ -225,8 +227,6 @@ class StagePrograms:
         program = self.steps.forward(bucket, self.params, kv)
         # CPUs and GPUs multiply a single row with another one beside it.
         at_least_two = Bucket(max(2, bucket.num_tokens), max(2, bucket.num_seqs))
-        expert_rows = _EXPERT_ROWS.get(self._layout, 1)
-        work = step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context)
         return Program(
             name=f"{self._place}{program.name}",
             mesh=self.mesh,
@@ -235,10 +235,11 @@ class StagePrograms:
             function=program.function,
             arguments=program.arguments,
             donate=program.donate,
-            work=work,
+            work=step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context),
             precious=self._precious(self.steps.num_logits(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
-            products=product_work(self.model, at_least_two, self.config.dtype, expert_rows=expert_rows),
+            products=product_work(self.model, at_least_two, self.config.dtype, expert_rows=_LEAST.get(self._layout, 1)),
+            experts=rows_of_experts(self.model, bucket.num_tokens, self._layout),
             num_attentions=sum(self.model.config.attention[layer].attends for layer in self.model.stage.layers),
             dtype=self.config.dtype,
         )

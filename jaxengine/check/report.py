@@ -31,6 +31,7 @@ def _line(row: dict[str, Any]) -> dict[str, Any]:
         "collectives": sum(row["collectives"].values()) if "collectives" in row else None,
         "cycles": row.get("cycles"),
         "Gop": _scaled({"done": sum(row["operations"].values())}, "done", 10**9) if row.get("operations") else None,
+        "rows x": row["experts"]["multiplied"] if row.get("experts") else None,
         "moved MiB": _scaled(row, "moved_bytes", MIB),
         "exchanged MiB": _scaled(row, "exchanged_bytes", MIB) if row.get("exchanged_bytes") else None,
         "roofline us": row.get("roofline_us"),

@@ -18,7 +18,7 @@ from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
 from models.cache import KVSpec
 from models.config.attention import LayerAttention
 from models.config.state import LayerState
-from models.layers.expert_rows import rows_of_block
+from models.layers.expert_rows import rows_of_own
 from models.lora import declared_pools
 from models.weights.declare import ParamDecl, declared_params
 from scheduler.buckets import Bucket
@@ -195,8 +195,8 @@ def _expert_rows(model: Any, bucket: Bucket) -> int | None:
     if experts is None or not mesh.expert_parallel or mesh.size == 1 or mesh.sends_rows:
         return None
     num_tokens, devices = bucket.num_tokens * mesh.ranks_sharing("experts"), mesh.num_shards("experts")
-    own = min(experts.num_per_token, experts.num_experts // devices)
-    return rows_of_block(num_tokens * own, -(-num_tokens * experts.num_per_token // devices))
+    k, own = experts.num_per_token, experts.num_experts // devices
+    return rows_of_own(num_tokens, k, own, -(-num_tokens * k // devices))[1]
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:

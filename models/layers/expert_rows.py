@@ -25,12 +25,26 @@ def tokens_per_expert(ids: jax.Array, num_experts: int) -> jax.Array:
     return jnp.sum(ids.reshape(-1, 1) == jnp.arange(num_experts, dtype=ids.dtype), axis=0, dtype=jnp.int32)
 
 
+def by_expert(ids: jax.Array, num_experts: int, step: int = 1) -> tuple[jax.Array, jax.Array]:
+    """The order of ids i32[N] by expert, i32[M], and how many rows each expert then has, i32[num_experts].
+
+    Each has a multiple of `step`: its own, in the order of ids, and up to step - 1 to fill up, which are entries from N
+    on. Those of no expert come last. M is N + num_experts * (step - 1).
+    """
+    ids, sizes = ids.ravel(), tokens_per_expert(ids, num_experts)
+    if step > 1:
+        missing, expert = -sizes % step, jnp.arange(num_experts, dtype=ids.dtype)[:, None]
+        filling = jnp.where(jnp.arange(step - 1) < missing[:, None], expert, num_experts)
+        ids, sizes = jnp.append(ids, filling), sizes + missing
+    return jnp.argsort(ids, stable=True), sizes
+
+
 def mix(y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-    """Results y [T * k, D], row i of token order[i] // k, and weights f32[T, k] to f32[T, D].
+    """Results y [M, D], row i of token order[i] // k, if it is of one, and weights f32[T, k] to f32[T, D].
 
     One addition after the other, in the order of k: no token's sum depends on another's.
     """
-    places = jnp.argsort(order).reshape(weights.shape)
+    places = jnp.argsort(order)[: weights.size].reshape(weights.shape)
     if y.shape[0] <= _MOST_TURNED:
         return _mixed_at_once(y, weights, places)
     return lax.platform_dependent(y, weights, places, tpu=_mixed_one_by_one, default=_mixed_at_once)
@@ -57,6 +71,16 @@ def rows_of_block(most: int, average: int) -> int:
     """Rows of a block where a device has `average` rows and at most `most`: with room for routing that is not even."""
     wanted = -(-average * 5 // 4 // _LEAST_ROWS) * _LEAST_ROWS
     return min(most, max(_LEAST_ROWS, min(wanted, _MOST_ROWS)))
+
+
+def rows_of_own(num_tokens: int, k: int, own: int, average: int, step: int = 1) -> tuple[int, int]:
+    """The most rows that a device with `own` whole experts has of tokens with k each, and those of a block.
+
+    average: what it has on average. step: each expert's are filled up to a multiple of it.
+    """
+    more = own * (step - 1)
+    most = num_tokens * min(k, own) + more
+    return most, rows_of_block(most, average + more)
 
 
 def in_blocks(

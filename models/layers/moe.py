@@ -22,7 +22,7 @@ from models.build import Build
 from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
 from models.forward_batch import Adapters
-from models.layers.expert_rows import add_rows, in_blocks, mix, rows_of_block, tokens_per_expert
+from models.layers.expert_rows import add_rows, by_expert, in_blocks, mix, rows_of_own, tokens_per_expert
 from models.layers.linear import with_adapters
 from models.layers.lora import LoraPools
 from models.layers.lora_experts import ExpertPools
@@ -31,6 +31,7 @@ from models.layers.rows import Rows
 from models.quantization.registry import PLAIN
 from models.weights.declare import ParamDecl, Source, declare
 from pallas_kernels.matmul.gated import Gating, activated, rows_of_groups
+from pallas_kernels.matmul.grouped import group_step
 from pallas_kernels.zeros import zeros_in_layer
 from sharding.collectives import (
     exchange_rows,
@@ -197,10 +198,10 @@ class MixtureOfExperts(nnx.Module):
     def _every_expert(self, x: jax.Array, weights: jax.Array, ids: jax.Array, adapters: Adapters | None) -> jax.Array:
         """f32[T, D] of tokens x [T, D], where this device has all experts or a slice of each."""
         with jax.named_scope("group"):
-            order = jnp.argsort(ids.ravel(), stable=True)
+            num_experts = self.experts.num_experts
+            order, sizes = by_expert(ids, num_experts, group_step(ids.size, num_experts))
             rows = self._inputs(x, weights, order)
-            sizes = tokens_per_expert(ids, self.experts.num_experts)
-            adapters = _of_rows(adapters, lambda slots: slots[order // self.experts.num_per_token])
+            adapters = _of_rows(adapters, self._slots_of(order))
         y = self._multiply(rows, sizes, adapters)
         with jax.named_scope("combine"):
             return self._mix(y, weights, order)
@@ -212,25 +213,27 @@ class MixtureOfExperts(nnx.Module):
         """
         (num_tokens, k), own = ids.shape, self._num_own
         most_of_token = min(k, own)
-        most = num_tokens * most_of_token
-        block = rows_of_block(most, -(-num_tokens * k // num_shards(self.axis)))
+        average = -(-num_tokens * k // num_shards(self.axis))
+        step = group_step(average, own)
+        most, block = rows_of_own(num_tokens, k, own, average, step)
         with jax.named_scope("group"):
             ids = (ids - shard_index(self.axis) * own).ravel()
             ids = jnp.where((ids >= 0) & (ids < own), ids, own)
-            order = jnp.pad(jnp.argsort(ids, stable=True)[:most], (0, -most % block))
-            sizes = tokens_per_expert(ids, own)
+            order, sizes = by_expert(ids, own, step)
+            order = jnp.pad(order[:most], (0, -most % block))
             mixed = zeros_in_layer(weights, x.shape)
 
         def add_block(first: jax.Array, sizes: jax.Array, mixed: jax.Array) -> jax.Array:
             with jax.named_scope("group"):
                 picked = lax.dynamic_slice_in_dim(order, first, block)
                 rows = self._inputs(x, weights, picked)
-                of_rows = _of_rows(adapters, lambda slots: slots[picked // k])
+                of_rows = _of_rows(adapters, self._slots_of(picked))
             y = self._multiply(rows, sizes, of_rows)
             with jax.named_scope("combine"):
                 if not self.experts.apply_router_weight_on_input:
-                    y = y * weights.ravel()[picked, None]
-                tokens = jnp.where(jnp.arange(block) < jnp.sum(sizes), picked // k, num_tokens)
+                    y = y * _taken(weights.ravel(), picked)[:, None]
+                is_own = (jnp.arange(block) < jnp.sum(sizes)) & (picked < weights.size)
+                tokens = jnp.where(is_own, picked // k, num_tokens)
                 # Products are rounded before they are added, whichever addition it is.
                 return add_rows(mixed, lax.optimization_barrier(y), tokens, most_of_token)
 
@@ -265,11 +268,15 @@ class MixtureOfExperts(nnx.Module):
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
 
     def _inputs(self, x: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
-        """What the experts get of tokens x [T, D], [T * k, D] in this order of their rows."""
-        rows = x[order // self.experts.num_per_token]
+        """What the experts get of tokens x [T, D], [M, D] in this order of their rows; any where it fills up."""
+        rows = _taken(x, order // self.experts.num_per_token)
         if self.experts.apply_router_weight_on_input:
-            rows = (rows * weights.ravel()[order, None]).astype(x.dtype)
+            rows = (rows * _taken(weights.ravel(), order)[:, None]).astype(x.dtype)
         return rows
+
+    def _slots_of(self, order: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """What makes of the tokens' slots of adapters those of their rows in this order; none where it fills up."""
+        return lambda slots: slots.at[order // self.experts.num_per_token].get(mode="fill", fill_value=-1)
 
     def _mix(self, y: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:
         return mix(y, jnp.ones_like(weights) if self.experts.apply_router_weight_on_input else weights, order)
@@ -351,6 +358,10 @@ class MixtureOfExperts(nnx.Module):
         groups = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1), experts.topk_group)[1]
         is_best = jnp.any(groups[:, :, None] == jnp.arange(experts.num_expert_group), axis=1)
         return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(choices.shape)
+
+
+def _taken(rows: jax.Array, places: jax.Array) -> jax.Array:
+    return rows.at[places].get(mode="clip")
 
 
 def _of_rows(adapters: Adapters | None, slots_of: Callable[[jax.Array], jax.Array]) -> Adapters | None:

@@ -7,29 +7,43 @@ import numpy as np
 import pytest
 
 from benchmarks.expert_tiles import measure
-from pallas_kernels.matmul.tpu.grouped import STEP, blocks_of, shape_of
+from models.layers.expert_counts import routed
+from pallas_kernels.matmul.tpu.grouped import STEP, blocks_of, shape_of, visits_of
 from pallas_kernels.tuning import TpuProducts
 
 
 @pytest.mark.parametrize(
-    ("model", "tokens", "visits", "ratio", "on_hopper"),
+    ("model", "tokens", "ratio", "on_hopper"),
     [
-        ("qwen3-moe-30b-a3b", 64, 125, 2.8, 2.1),
-        ("qwen3-moe-30b-a3b", 1024, 143, 1.12, 1.06),
-        ("gpt-oss-120b", 1024, 135, 1.23, 1.12),
-        ("qwen3-moe-30b-a3b", 8192, 253, 1.07, 1.01),
-        ("gpt-oss-120b", 8192, 191, 1.1, 1.02),
-        ("deepseek-v3", 1024, 270, 1.26, 1.12),
-        ("deepseek-v3", 2048, 286, 1.18, 1.06),
-        ("deepseek-v3", 8192, 382, 1.11, 1.02),
+        ("qwen3-moe-30b-a3b", 64, 2.8, 2.1),
+        ("gpt-oss-120b", 1024, 1.23, 1.12),
+        ("deepseek-v3", 1024, 1.26, 1.12),
+        # From 64 rows of an expert on, on average, experts are filled up to multiples of eight.
+        ("qwen3-moe-30b-a3b", 1024, 1.08, 1.06),
+        ("gpt-oss-120b", 2048, 1.08, 1.06),
+        ("deepseek-v3", 2048, 1.08, 1.06),
+        ("qwen3-moe-30b-a3b", 2048, 1.1, 1.03),
+        ("qwen3-moe-30b-a3b", 4096, 1.1, 1.02),
+        ("gpt-oss-120b", 4096, 1.1, 1.03),
+        ("deepseek-v3", 4096, 1.1, 1.03),
+        ("qwen3-moe-30b-a3b", 8192, 1.07, 1.01),
+        ("gpt-oss-120b", 8192, 1.1, 1.02),
+        ("deepseek-v3", 8192, 1.1, 1.02),
     ],
 )
-def test_visits_multiply_little_beyond_the_rows(model, tokens, visits, ratio, on_hopper):
+def test_kernels_multiply_little_beyond_the_rows(model, tokens, ratio, on_hopper):
     """In tiles of 256 rows, by blocks of four sizes that began at every sixteenth row, it was 1.5 times those of 1,024
-    tokens. Blocks begin and end at an eighth row, which is much where an expert has 32, and little where it has 64."""
+    tokens on TPUs."""
     row = measure(model, tokens)
-    assert row["TPU visits"] <= visits and row["TPU ratio"] <= ratio
-    assert row["Hopper ratio"] <= on_hopper
+    assert 1 <= row["TPU ratio"] <= ratio and 1 <= row["Hopper ratio"] <= on_hopper
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(64, 125), (1024, 143), (8192, 256)])
+def test_visits_are_few(tokens, most):
+    """Each gives its expert's matrix to the matrix unit anew: of Qwen3's a group is in two tiles of 512 rows at most,
+    unless it has more."""
+    sizes = jnp.asarray(routed(tokens, 128, 8), jnp.int32)
+    assert int(visits_of(sizes, 8 * tokens, min(8 * tokens, 512)).products[0]) <= most
 
 
 @pytest.mark.parametrize("most", [96, 256])
@@ -43,7 +57,7 @@ def test_blocks_are_few_and_close_to_each_other(most):
 
 @pytest.mark.parametrize("rows", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize(
-    ("tokens", "blocks"), [(128, (8, 16, 24, 32)), (1024, (16, 32, 40, 48, 64)), (2048, (16, 32, 40, 48, 64))]
+    ("tokens", "blocks"), [(128, (8, 16, 24, 32)), (1024, (16, 32, 40, 48, 64)), (2048, (8, 24, 40, 56, 64))]
 )
 def test_sizes_are_few_where_many_sums_are_scaled(rows, tokens, blocks):
     """DeepSeek-V3's, by groups of 128 inputs: the code of each size is as long as there are groups."""

@@ -138,12 +138,18 @@ def product_of_groups(
 ) -> jax.Array:
     """[M, out], or activated [M, out / 2], in out_dtype; arguments as of the operations, which have checked them."""
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
-    count = matrix.count
-    by_sums = not count or sums_are_scaled(tile_rows_of(len(x), len(group_sizes)), x.shape[1] // count, sizes)
-    rows = prepared(x, x_scales, matrix.codes.dtype, count, dtype, sizes, by_sums=by_sums)
+    rows = rows_for(x, x_scales, matrix.codes.dtype, matrix.count, len(group_sizes), dtype, sizes)
     if matrix.bias is not None:
         matrix = matrix._replace(bias=matrix.bias.astype(jnp.float32)[:, None])
     return _call(rows, matrix, group_sizes, activation, out_dtype, sizes, interpret)
+
+
+def rows_for(
+    x: jax.Array, x_scales: jax.Array | None, codes: Any, count: int, num_groups: int, dtype: Any, sizes: TpuProducts
+) -> PreparedRows:
+    """Rows as they meet matrices of `num_groups` groups with codes of this dtype and `count` scales, 0 for none."""
+    by_sums = not count or sums_are_scaled(tile_rows_of(len(x), num_groups), x.shape[1] // count, sizes)
+    return prepared(x, x_scales, codes, count, dtype, sizes, by_sums=by_sums)
 
 
 class Shape(NamedTuple):
@@ -200,7 +206,9 @@ def shape_of(
     if num_scales and group < CHUNK and sums_are_scaled(tile_rows_of(num_rows, num_groups), group, sizes):
         # Of many sums the code is long, and compiled for minutes: sizes are few.
         most = min(most, max(min(sizes.sum_rows, group // 2) // STEP * STEP, STEP), mean * 2)
-        blocks = tuple(sorted({pl.cdiv(most * eighths, 8 * STEP) * STEP for eighths in (2, 4, 5, 6, 8)}))
+        # Of groups with more rows than the most those left are few, or nearly as many.
+        chosen = (2, 4, 5, 6, 8) if mean < most else (1, 3, 5, 7, 8)
+        blocks = tuple(sorted({pl.cdiv(most * eighths, 8 * STEP) * STEP for eighths in chosen}))
     blocks = (tile,) if tile % whole else blocks  # fewer rows than a register has
     return Shape(tile, columns, piece, blocks)
 

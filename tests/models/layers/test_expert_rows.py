@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.layers import expert_rows
-from models.layers.expert_rows import add_rows, in_blocks, mix, rows_of_block
+from models.layers.expert_rows import add_rows, by_expert, in_blocks, mix, rows_of_block
 
 TOKENS, WIDTH = 9, 5
 SIZES = ([0, 7, 0, 1, 5], [0, 0, 0, 0, 0], [9, 9, 2, 9, 9], [0, 0, 0, 0, 1])
@@ -71,6 +71,24 @@ def test_tokens_are_mixed_alike_in_every_form(form, monkeypatch):
     # In any other order the last one is lost.
     numbers = np.float32([1e8, -1e8, 1])[np.argsort(np.argsort(order)) * 0 + order % 3][:, None]
     np.testing.assert_array_equal(form(numbers, np.ones_like(weights), places), 1)
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_rows_are_sorted_by_expert_and_filled_up(step):
+    """Of five experts, of which the third has none; what belongs to none, 5 or more, stays behind all rows."""
+    ids = np.array([[4, 0], [5, 4], [0, 1], [7, 4], [4, 0], [3, 4]] * 3, np.int32)
+    order, sizes = map(np.asarray, jax.jit(by_expert, static_argnums=(1, 2))(ids, 5, step))
+    assert len(order) == ids.size + 5 * (step - 1) and set(order) == set(range(len(order)))
+    counts = [np.sum(ids == expert) for expert in range(5)]
+    np.testing.assert_array_equal(sizes, [-(-count // step) * step for count in counts])
+    for expert, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
+        own = order[end - size : end]
+        np.testing.assert_array_equal(own[: counts[expert]], np.flatnonzero(ids.ravel() == expert))
+        assert (own[counts[expert] :] >= ids.size).all()
+    # Each row's result is found again, and what fills up is in no sum.
+    y = np.where(order < ids.size, order + 1.0, np.nan)[:, None].astype(np.float32)
+    wanted = np.arange(1, ids.size + 1, dtype=np.float32).reshape(ids.shape).sum(axis=1, keepdims=True)
+    np.testing.assert_array_equal(mix(jnp.asarray(y), jnp.ones(ids.shape), jnp.asarray(order)), wanted)
 
 
 def test_blocks_are_of_the_groups_that_have_rows():

@@ -23,7 +23,7 @@ from models.config.experts import ExpertsConfig
 from models.config.fields import ModelConfigError
 from models.config.hf import read_config_json
 from models.config.model_config import ModelConfig
-from models.layers import expert_rows
+from models.layers import expert_rows, moe
 from models.layers.mlp import GatedMLP
 from models.layers.moe import ExpertLoad, MixtureOfExperts
 from models.layers.rows import Rows
@@ -142,6 +142,23 @@ def test_against_a_loop_over_tokens(experts):
     (got, load), (expected, expected_load) = run(layer, tokens()), oracle(layer, tokens())
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_array_equal(load, expected_load)
+
+
+@pytest.mark.parametrize("experts", [replace(EXPERTS, apply_router_weight_on_input=True), ALL], ids=["inputs", "all"])
+def test_rows_of_experts_are_filled_up(experts, monkeypatch):
+    """As for the kernel of TPUs: what fills them up is in no sum, be it a token that is not finite."""
+    monkeypatch.setattr(moe, "group_step", lambda num_rows, num_groups: 8)
+    seen, multiply = [], MixtureOfExperts._multiply
+    monkeypatch.setattr(MixtureOfExperts, "_multiply", lambda *given: seen.append(given[1:3]) or multiply(*given))
+    layer = make_layer(replace(CONFIG, experts=experts))
+    is_token = np.arange(NUM_TOKENS) % 3 > 0
+    x = jnp.where(is_token[:, None], tokens(), jnp.inf)
+    got = np.asarray(layer(x, Rows(jnp.asarray(is_token))))
+    rows, sizes = seen[-1]
+    assert rows.shape[0] == NUM_TOKENS * experts.num_per_token + 7 * experts.num_experts
+    assert not (sizes % 8).any() and sizes.sum() >= is_token.sum() * experts.num_per_token
+    expected = oracle(layer, tokens()[is_token])[0]
+    np.testing.assert_allclose(got[is_token], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def test_bfloat16():
@@ -312,12 +329,12 @@ LAYOUTS_OF_ALL = {
 
 
 def check_layouts(
-    names: Sequence[str] = (*LAYOUTS, *LAYOUTS_OF_ALL), grouped: str = "grouped_xla", block: int = 8
+    names: Sequence[str] = (*LAYOUTS, *LAYOUTS_OF_ALL), grouped: str = "grouped_xla", block: int = 8, step: int = 1
 ) -> None:
     """Run in a process with eight devices: the same result as one device, exchanging no more than it must.
 
     grouped: the implementation of grouped products that all of them have, one device's being the CPU's.
-    block: rows that a device with whole experts takes at a time.
+    block: rows that a device with whole experts takes at a time. step: to multiples of which experts' are filled up.
     """
     expert_rows._LEAST_ROWS = expert_rows._MOST_ROWS = block
     assert jax.device_count() == 8
@@ -326,6 +343,7 @@ def check_layouts(
     everything = replace(CONFIG, experts=ALL)
     expected = {config: run(make_layer(config), tokens(), jnp.asarray(is_token)) for config in (CONFIG, everything)}
     registry._MODULES["grouped_matmul", "cpu"] = f"matmul.{grouped}"
+    moe.group_step = lambda num_rows, num_groups: step
     cases = [(name, CONFIG, *LAYOUTS[name]) for name in LAYOUTS if name in names]
     cases += [(name, everything, *LAYOUTS_OF_ALL[name]) for name in LAYOUTS_OF_ALL if name in names]
     for name, config, layout, gathers, all_reduces, reduce_scatters in cases:
@@ -352,11 +370,18 @@ def check_routing(layout: MeshLayout) -> None:
     np.testing.assert_array_equal(of_alike[0][1::5], np.repeat(found[0][1:2], len(alike[1::5]), axis=0))
 
 
-@pytest.mark.thorough("an engine shares them in test_parallel_tokens.py")
+_BY_ENGINES = pytest.mark.thorough("an engine shares them in test_parallel_tokens.py")
+
+
 @pytest.mark.parametrize(
     "arguments",
-    ["", "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'grouped_tiles', 128"],
-    ids=["cpu", "gpu"],
+    [
+        pytest.param("", marks=_BY_ENGINES, id="cpu"),
+        pytest.param(
+            "('tp 4, 2 kv heads', 'ep of tp 4', 'ep of dp 2, tp 2'), 'grouped_tiles', 128", marks=_BY_ENGINES, id="gpu"
+        ),
+        pytest.param("('ep of tp 4',), step=8", id="filled up"),
+    ],
 )
 def test_devices_share_the_experts(arguments):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"

@@ -1,0 +1,105 @@
+"""Rows that kernels multiply for a layer of experts, beside those of tokens there: tiles are shared, or not full.
+
+Each token goes to its number of experts, each as likely as another. Needs no device. Of few rows an expert's matrix
+takes longer to read than to multiply with.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.layers.expert_rows import rows_of_own
+from models.layers.moe import MixtureOfExperts
+from models.quantization.quantized import QuantizedWeight
+from models.quantization.scheme import Weight
+from pallas_kernels.registry import group_kernel
+from sharding.layout import MeshLayout
+
+
+class ExpertRows(NamedTuple):
+    """Of a device, in one layer.
+
+    Attributes:
+      rows: that its tokens have.
+      average: of an expert.
+      multiplied: what the kernels multiply for each of `rows`, on average over all numbers of the matrices.
+    """
+
+    rows: int
+    average: float
+    multiplied: float
+
+
+def routed(num_tokens: int, num_experts: int, num_per_token: int) -> np.ndarray:
+    """Tokens of each expert, i64[num_experts]."""
+    scores = np.random.default_rng(0).random((num_tokens, num_experts))
+    picked = np.argpartition(scores, num_per_token - 1, axis=1)[:, :num_per_token]
+    return np.bincount(picked.ravel(), minlength=num_experts)
+
+
+def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | None:
+    """Of the first layer with experts of an abstract model, to which the others are alike; arguments as below."""
+    layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, MixtureOfExperts))
+    layer = next(layers, None)
+    if layer is None or jnp.dtype(model.build.dtype) != jnp.bfloat16:
+        return None
+    return expert_rows(layer, model.mesh, num_tokens, platform)
+
+
+def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, platform: str) -> ExpertRows | None:
+    """Of the device with the first experts, for steps of `num_tokens` on each rank; None where XLA multiplies, or rows
+    are sent between devices.
+
+    platform: a row of `pallas_kernels.registry`.
+    """
+    kernel = group_kernel(platform)
+    if kernel is None or layer.sends_rows:
+        return None
+    experts, num_tokens = layer.experts, num_tokens * mesh.ranks_sharing(layer.axis)
+    own = experts.num_experts // mesh.num_shards("experts") if layer.axis == "experts" else experts.num_experts
+    sizes = routed(num_tokens, experts.num_experts, experts.num_per_token)[:own]
+    if own < experts.num_experts:
+        average = -(-num_tokens * experts.num_per_token // mesh.num_shards("experts"))
+        step = kernel.group_step(average, own)
+        _, block = rows_of_own(num_tokens, experts.num_per_token, own, average, step)
+    else:
+        step = kernel.group_step(num_tokens * experts.num_per_token, own)
+        block = num_tokens * experts.num_per_token + own * (step - 1)
+    ends = np.cumsum(sizes + -sizes % step)
+    done = needed = 0
+    for weight, gated in ((layer.gate_up, True), (layer.down, False)):
+        matrix, numbers = _operands(weight, mesh, block)
+        for first in range(0, int(ends[-1]), block):
+            parts = np.diff(np.clip(ends - first, 0, block), prepend=0)
+            multiplied = kernel.multiplied_rows(parts, *matrix, gated=gated)
+            if not multiplied:
+                return None
+            done += multiplied * numbers
+        needed += int(sizes.sum()) * numbers
+    return ExpertRows(int(sizes.sum()), float(sizes.mean()), done / needed)
+
+
+def _operands(weight: Weight, mesh: MeshLayout, num_rows: int) -> tuple[tuple[Any, ...], int]:
+    """A device's operands of the product with so many rows, as shapes, and the numbers of one of its matrices."""
+
+    def part(param: Any) -> jax.ShapeDtypeStruct:
+        axes = param.get_metadata()["decl"].axes
+        over = [1 if axis is None else mesh.num_shards(axis) for axis in axes]
+        return jax.ShapeDtypeStruct([size // n for size, n in zip(param.shape, over, strict=True)], param.dtype)
+
+    if not isinstance(weight, QuantizedWeight):
+        codes, scales, activation = part(weight.values), None, None  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        codes, scales, activation = part(weight.codes), part(weight.scales), weight.activation
+    size, out = codes.shape[1] * (2 if codes.dtype == jnp.uint8 else 1), codes.shape[2]
+    if activation is None or activation.microscaled:
+        return (jax.ShapeDtypeStruct((num_rows, size), jnp.bfloat16), None, codes, scales), size * out
+    count = 1 if activation.group is None else size // math.gcd(activation.group, size)
+    x_scales = jax.ShapeDtypeStruct((num_rows, count), jnp.float32)
+    return (jax.ShapeDtypeStruct((num_rows, size), activation.dtype), x_scales, codes, scales), size * out

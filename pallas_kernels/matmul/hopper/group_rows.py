@@ -1,0 +1,35 @@
+"""How many rows of groups the kernel of `grouped` multiplies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.matmul.hopper.grouped import tile_rows_of, tiles_of, why_xla
+from pallas_kernels.matmul.hopper.shape import BFLOAT16, most_rows, step_of
+from pallas_kernels.tuning import HopperProducts
+
+
+def group_step(num_rows: int, num_groups: int) -> int:
+    """What groups are best given a multiple of rows of: any, for the kernel has each begin where it wants it."""
+    del num_rows, num_groups
+    return 1
+
+
+def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, scales: Any, *, gated: bool) -> int:
+    """Rows that are multiplied with a matrix for groups of these sizes; 0 where XLA multiplies.
+
+    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None where there are none.
+    """
+    del x_scales, gated
+    (num_rows, size), (num_groups, _, out), count = x.shape, codes.shape, 1 if scales is None else scales.shape[1]
+    if why_xla(size, out, count, codes.dtype, BFLOAT16):
+        return 0
+    tile = tile_rows_of(num_rows, num_groups, most_rows(size, count, codes.dtype, HopperProducts().rows))
+    step = step_of(tile, tensor_memory=False)
+    listed = jax.jit(tiles_of, static_argnums=(1, 2, 3))(jnp.asarray(group_sizes, jnp.int32), num_rows, tile, step)
+    tiles = np.asarray(listed.tiles).reshape(-1, 3)
+    return int(tiles[tiles[:, 0] >= 0, 2].sum()) * step

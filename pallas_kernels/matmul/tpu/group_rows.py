@@ -1,0 +1,50 @@
+"""What rows of groups are to `grouped`: where they best begin, and how many of them the kernel multiplies."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.matmul.tpu.grouped import STEP, Shape, rows_for, shape_of, visits_of, why_apart
+from pallas_kernels.matmul.tpu.widened import why_not_aligned
+from pallas_kernels.tuning import TpuProducts
+
+# Of a group on average, from which on each is worth a multiple of STEP: as many more are a ninth, at most, in memory.
+_ALIGNED_ROWS = 64
+
+
+def group_step(num_rows: int, num_groups: int) -> int:
+    """What groups are best given a multiple of rows of."""
+    return STEP if num_rows >= _ALIGNED_ROWS * num_groups else 1
+
+
+def multiplied_rows(group_sizes: np.ndarray, x: Any, x_scales: Any, codes: Any, scales: Any, *, gated: bool) -> int:
+    """Rows that are multiplied with a matrix for groups of these sizes; 0 where XLA multiplies.
+
+    x, x_scales, codes, scales: shapes and dtypes of the operation's operands; None where there are none.
+    """
+    (num_rows, size), (num_groups, _, out), count = x.shape, codes.shape, 0 if scales is None else scales.shape[1]
+    if why_not_aligned(size, count or 1, jnp.bfloat16):
+        return 0
+    of_rows = partial(rows_for, codes=codes.dtype, count=count, num_groups=num_groups)
+    rows = jax.eval_shape(partial(of_rows, dtype=jnp.bfloat16, sizes=TpuProducts()), x, x_scales)
+    gated = gated and not why_apart(out // 2)
+    dtypes, out = (rows.values.dtype, codes.dtype), out // 2 if gated else out
+    shape = shape_of(num_rows, size, out, count, num_groups, *dtypes, TpuProducts(), gated=gated)
+    return _rows_of_visits(group_sizes, num_rows, shape)
+
+
+def _rows_of_visits(group_sizes: np.ndarray, num_rows: int, shape: Shape) -> int:
+    """By the kernel's own list: of each visit blocks from the group's first row in the tile on."""
+    listed = jax.jit(visits_of, static_argnums=(1, 2))(jnp.asarray(group_sizes, jnp.int32), num_rows, shape.rows)
+    visits, total, most = jax.device_get(listed), 0, shape.blocks[-1]
+    for visit in range(int(visits.products[0])):
+        group, before = visits.group[visit], int(visits.tile[visit]) * shape.rows
+        first, last = int(visits.starts[group]) - before, int(visits.ends[group]) - before
+        whole, rest = divmod(min(last, shape.rows) - max(first, 0) // STEP * STEP, most)
+        total += whole * most + min((block for block in shape.blocks if block >= rest), default=0) * (rest > 0)
+    return total
