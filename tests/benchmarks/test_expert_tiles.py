@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.expert_tiles import measure
 from models.layers.expert_counts import routed
-from pallas_kernels.matmul.tpu.grouped import STEP, blocks_of, shape_of, visits_of
+from pallas_kernels.matmul.tpu.grouped import STEP, blocks_of, shape_of
+from pallas_kernels.matmul.tpu.visits import visits_of
 from pallas_kernels.tuning import TpuProducts
 
 

@@ -136,6 +136,7 @@ QUICK_GATED = {
         (1, 40, 0, 1), _BOTH._replace(out=256, codes="int8", zeros=False, rounded="int8", row_group=0)
     ),
     "one row": GroupedProduct((0, 0, 1), Product(1, 64, 256, 64, "uint8", True)),
+    "more groups than biases at once": GroupedProduct((0,) * 14 + (3, 2, 4, 0, 0, 1), Product(10, 64, 256, 64, "int8")),
     "columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _ROWS),
     "matrices as they are": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS._replace(out=512)),
     "matrices as they are, columns that fill no registers": GroupedProduct((5, 0, 17, 11, 0, 3), _AS_IT_IS),

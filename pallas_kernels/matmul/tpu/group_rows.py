@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.matmul.tpu.grouped import STEP, Shape, rows_for, shape_of, visits_of, why_apart
+from pallas_kernels.matmul.tpu.grouped import STEP, Shape, rows_for, shape_of, why_apart
+from pallas_kernels.matmul.tpu.visits import visits_of
 from pallas_kernels.matmul.tpu.widened import why_not_aligned
 from pallas_kernels.tuning import TpuProducts
 

@@ -35,11 +35,13 @@ from pallas_kernels.matmul.tpu.quantized import (
     tiles,
     vmem_limit,
 )
+from pallas_kernels.matmul.tpu.visits import visits_of
 from pallas_kernels.matmul.tpu.widened import CHUNK, LANES, SUBLANES, add_product, why_not_aligned
 from pallas_kernels.tuning import TpuProducts, tuning_of
 
 _MOST_ROWS = 256  # multiplied at once: more would be more instructions, and little faster
 STEP = 8  # rows that blocks begin and end at multiples of
+_BIASES = 16  # that are there at once, as many as a register of bfloat16 has rows
 
 
 def quantized_grouped_matmul(
@@ -84,20 +86,39 @@ def quantized_gated_matmul(
 ) -> jax.Array:
     """[M, F] in out_dtype; arguments as the public operation has checked them, options as of the product alone."""
     options = {"dtype": dtype, "out_dtype": out_dtype, "sizes": sizes, "interpret": interpret}
-    size, width = x.shape[1], codes.shape[2] // 2
-    if is_apart(size, width, why_not_aligned(size, scales.shape[1], dtype)):
+    size = x.shape[1]
+    if why := why_not_aligned(size, scales.shape[1], dtype):
+        say_apart(size, codes.shape[2] // 2, why)
         y = quantized_grouped_matmul(x, x_scales, codes, scales, zeros, group_sizes, **options)
         return activated(y, group_sizes, bias, activation, out_dtype)
     matrix = Matrix(codes, scales.astype(jnp.float32), zeros, bias)
-    return product_of_groups(x, x_scales, matrix, group_sizes, activation, *options.values())
+    return gated_product_of_groups(x, x_scales, matrix, group_sizes, activation, *options.values())
 
 
-def is_apart(size: int, width: int, why_not: str) -> bool:
-    """Whether gates and ups are activated from memory, which the log says; why_not: the kernel's reason, if any."""
-    why = why_not or why_apart(width)
-    if why and pltpu.is_tpu_device():  # and not traced beside what another platform does
+def gated_product_of_groups(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    matrix: Matrix,
+    group_sizes: jax.Array,
+    activation: Gating,
+    dtype: Any,
+    out_dtype: Any,
+    *options: Any,
+) -> jax.Array:
+    """[M, F] in out_dtype: by one kernel, or, where that cannot be, of gates and ups that a kernel has added the bias
+    to; arguments as `product_of_groups` has them."""
+    size, width = x.shape[1], matrix.codes.shape[2] // 2
+    if not (why := why_apart(width)):
+        return product_of_groups(x, x_scales, matrix, group_sizes, activation, dtype, out_dtype, *options)
+    say_apart(size, width, why)
+    y = product_of_groups(x, x_scales, matrix, group_sizes, None, dtype, out_dtype, *options)
+    return activated(y, group_sizes, None, activation, out_dtype)
+
+
+def say_apart(size: int, width: int, why: str) -> None:
+    """Have the log say why gates and ups are activated from memory."""
+    if pltpu.is_tpu_device():  # and not traced beside what another platform does
         say_once(size, width, why)
-    return bool(why)
 
 
 def why_apart(width: int) -> str:
@@ -139,8 +160,6 @@ def product_of_groups(
     """[M, out], or activated [M, out / 2], in out_dtype; arguments as of the operations, which have checked them."""
     sizes = tuning_of("tpu").tpu_products if sizes is None else sizes
     rows = rows_for(x, x_scales, matrix.codes.dtype, matrix.count, len(group_sizes), dtype, sizes)
-    if matrix.bias is not None:
-        matrix = matrix._replace(bias=matrix.bias.astype(jnp.float32)[:, None])
     return _call(rows, matrix, group_sizes, activation, out_dtype, sizes, interpret)
 
 
@@ -232,42 +251,6 @@ def blocks_of(mean: int, most: int) -> tuple[int, ...]:
     return tuple(sorted({min(pl.cdiv(rows, STEP) * STEP, most) for rows in wanted}))
 
 
-class Visits(NamedTuple):
-    """What the kernel does, in order; entries past `count` are never read.
-
-    Attributes:
-      group, tile: i32[V], of each visit. Behind `products` of them are tiles to clear.
-      starts, ends: i32[G], rows of each group.
-      products, count: i32[1]
-    """
-
-    group: jax.Array
-    tile: jax.Array
-    starts: jax.Array
-    ends: jax.Array
-    products: jax.Array
-    count: jax.Array
-
-
-def visits_of(group_sizes: jax.Array, num_rows: int, tile_rows: int) -> Visits:
-    """The visits of groups of i32[G] rows, which follow each other."""
-    ends = jnp.cumsum(group_sizes)
-    starts = ends - group_sizes
-    first = starts // tile_rows
-    each = jnp.where(group_sizes > 0, (ends - 1) // tile_rows - first + 1, 0)
-    last = jnp.cumsum(each)
-    num_tiles = pl.cdiv(num_rows, tile_rows)
-    visit = jnp.arange(num_tiles + group_sizes.size, dtype=jnp.int32)
-    # Compared rather than searched: a search is a loop of its own. Visits that clear keep the last one's matrix.
-    real = jnp.minimum(visit, jnp.maximum(last[-1] - 1, 0))
-    group = jnp.minimum(jnp.sum(real[:, None] >= last, axis=1, dtype=jnp.int32), group_sizes.size - 1)
-    used = pl.cdiv(ends[-1], tile_rows)
-    tile = jnp.where(visit < last[-1], first[group] + visit - (last - each)[group], used + visit - last[-1])
-    tile = jnp.minimum(tile, num_tiles - 1)
-    count = last[-1] + num_tiles - used
-    return Visits(group, tile, starts, ends, last[-1][None], count[None])
-
-
 def _call(
     rows: PreparedRows,
     matrix: Matrix,
@@ -293,8 +276,15 @@ def _call(
     def of_half(half: int, array: jax.Array | None) -> pl.BlockSpec | None:
         if array is None:
             return None
+
+        def strip(n: Any) -> Any:
+            return half * strips + n
+
+        if array.ndim == 2:  # a bias, whose rows memory lays out several at a time
+            block = _BIASES, shape.columns
+            return pl.BlockSpec(block, lambda n, v, group, *_: (lax.div(group[v], _BIASES), strip(n)))
         block = 1, array.shape[1], shape.columns
-        return pl.BlockSpec(block, lambda n, v, group, *_: (group[v], 0, half * strips + n))
+        return pl.BlockSpec(block, lambda n, v, group, *_: (group[v], 0, strip(n)))
 
     sums = None if matrix.zeros is None else group_sums(rows, count)
     operands = rows.values, rows.scales, rows.after, sums
@@ -356,12 +346,12 @@ def _body(
         of_rows, behind, of_groups = (None if ref is None else ref.at[own] for ref in (x_scales, after, sums))
         products = []
         for half, matrix in enumerate(halves):
-            codes, scales, zeros, bias = (None if ref is None else ref.at[0, :, columns] for ref in matrix)
+            codes, scales, zeros = (None if ref is None else ref.at[0, :, columns] for ref in matrix[:3])
             y = total.at[half, pl.ds(0, size)]
             clear(y, of_groups, zeros)
             add_product(y, rows, of_rows, codes, scales, by_sums=by_sums)
             y = y[...] if behind is None else y[...] * behind[...]
-            products.append(y if bias is None else y + bias[...])
+            products.append(y if matrix.bias is None else y + _row_of(matrix.bias[:, columns], group[visit]))
         made = products[0] if activation is None else activation(*products)
         row = begin + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         kept = out[own, columns].astype(jnp.float32)
@@ -395,3 +385,10 @@ def _body(
                 is_least = (last - at > fewer) & ((last - at <= size) | (size == most))
                 pl.when(is_least)(partial(add_block, at, size))
                 fewer = size
+
+
+def _row_of(biases: jax.Array, group: Any) -> jax.Array:
+    """f32 [1, columns] of _BIASES rows, of which the group's is one; others may be anything."""
+    row = lax.broadcasted_iota(jnp.int32, (_BIASES, 1), 0)
+    own = jnp.where(row == lax.rem(group, _BIASES), biases.astype(jnp.float32), 0)
+    return jnp.sum(own, axis=0, keepdims=True)

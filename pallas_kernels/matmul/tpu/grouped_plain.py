@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul.gated import Gating, activated
-from pallas_kernels.matmul.tpu.grouped import Matrix, is_apart, product_of_groups
+from pallas_kernels.matmul.tpu.grouped import Matrix, gated_product_of_groups, product_of_groups, say_apart
 from pallas_kernels.matmul.tpu.widened import why_not_aligned
 from pallas_kernels.tuning import TpuProducts
 
@@ -46,9 +46,10 @@ def gated_matmul(
     interpret: Any = False,
 ) -> jax.Array:
     """[M, F] in out_dtype; arguments as the public operation has checked them, options as of quantised ones."""
-    size, width = x.shape[1], w.shape[2] // 2
-    if is_apart(size, width, why_not_aligned(size, 1, x.dtype)):
+    size = x.shape[1]
+    if why := why_not_aligned(size, 1, x.dtype):
+        say_apart(size, w.shape[2] // 2, why)
         y = grouped_matmul(x, w, group_sizes, out_dtype=out_dtype, sizes=sizes, interpret=interpret)
         return activated(y, group_sizes, bias, activation, out_dtype)
     matrix = Matrix(w, bias=bias)
-    return product_of_groups(x, None, matrix, group_sizes, activation, x.dtype, out_dtype, sizes, interpret)
+    return gated_product_of_groups(x, None, matrix, group_sizes, activation, x.dtype, out_dtype, sizes, interpret)

@@ -8,7 +8,7 @@ from tests.pallas_kernels.worker import Job
 SECONDS = 60
 
 _DENSE, _GROUPED, _TILE = "matmul/tpu/quantized", "matmul/tpu/grouped", "matmul/tpu/widened"
-_PLAIN, _MOVED = "matmul/tpu/grouped_plain", "matmul/tpu/moved"
+_PLAIN, _MOVED, _VISITS = "matmul/tpu/grouped_plain", "matmul/tpu/moved", "matmul/tpu/visits"
 
 
 def _on(*cases: str) -> tuple[Job, ...]:
@@ -32,6 +32,7 @@ def _gated(*cases: str) -> tuple[Job, ...]:
     return tuple(("gated_product", "tpu-lazy", case) for case in cases)
 
 
+_MANY_BIASES = _gated("more groups than biases at once")
 _STRIPS, _GATED = _gated("strips of columns"), _gated("groups that share tiles")
 
 MUTANTS = [
@@ -220,7 +221,7 @@ MUTANTS = [
         _NO_ROWS,
     ),
     Mutant("tiles cleared at every visit", _GROUPED, "(visit == 0) | (tile[", "(visit >= 0) | (tile[", _SHARED),
-    Mutant("list without the tiles to clear", _GROUPED, "last[-1] + num_tiles - used", "last[-1] + 0 * used", _NO_ROWS),
+    Mutant("list without the tiles to clear", _VISITS, "last[-1] + num_tiles - used", "last[-1] + 0 * used", _NO_ROWS),
     Mutant("last visit left out", _GROUPED, "visit < products[0])", "visit < products[0] - 1)", _SHARED),
     Mutant(
         "rows of bytes from a register's first on",
@@ -275,17 +276,17 @@ MUTANTS = [
         "shape.columns // shape.piece - 1)",
         _SKEWED,
     ),
-    Mutant("every visit the first group's matrix", _GROUPED, "(group[v], 0, half", "(0 * group[v], 0, half", _SHARED),
+    Mutant("every visit the first group's matrix", _GROUPED, "(group[v], 0, strip", "(0 * group[v], 0, strip", _SHARED),
     Mutant(
         "a tile too few of a group",
-        _GROUPED,
+        _VISITS,
         "(ends - 1) // tile_rows - first + 1",
         "(ends - 1) // tile_rows - first",
         _SHARED,
     ),
     Mutant(
         "tile of the group before",
-        _GROUPED,
+        _VISITS,
         "first[group] + visit - (last - each)[group]",
         "first[group] + visit - last[group]",
         _SHARED,
@@ -309,12 +310,20 @@ MUTANTS = [
     Mutant(
         "bias of gates for ups",
         _GROUPED,
-        "y if bias is None else y + bias[...]",
-        "y if bias is None else y + halves[0].bias[0, :, columns]",
+        "_row_of(matrix.bias[:, columns]",
+        "_row_of(halves[0].bias[:, columns]",
         _GATED,
     ),
-    Mutant("bias left out", _GROUPED, "y if bias is None else y + bias[...]", "y", _GATED),
-    Mutant("bias of the next group", _GROUPED, "jnp.float32)[:, None]", "jnp.float32)[:, None][::-1]", _GATED),
+    Mutant("bias left out", _GROUPED, " + _row_of(matrix.bias[:, columns], group[visit])", "", _GATED),
+    Mutant("bias of the next group", _GROUPED, "columns], group[visit])", "columns], group[visit] + 1)", _GATED),
+    Mutant("bias of the first groups", _GROUPED, "(lax.div(group[v], _BIASES), strip", "(0, strip", _MANY_BIASES),
+    Mutant(
+        "bias left out, apart",
+        _GROUPED,
+        "product_of_groups(x, x_scales, matrix, group_sizes, None, dtype, out_dtype, *options)",
+        "product_of_groups(x, x_scales, matrix._replace(bias=None), group_sizes, None, dtype, out_dtype, *options)",
+        _gated("columns that fill no registers"),
+    ),
     Mutant("gates and ups change places", _GROUPED, "activation(*products)", "activation(*products[::-1])", _GATED),
     Mutant(
         "rows with scales of their own have none in both",
