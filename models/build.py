@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from models.config.fields import ModelConfigError
 from models.config.lora import LoraSpec
 from models.quantization.four_bits import GPTQ
 from models.quantization.online import Rounded
@@ -60,12 +61,14 @@ class Build:
     ) -> Weight:
         """A matrix of the model, stored as the scheme of its checkpoint modules says (see Scheme.declare).
 
-        Raises ValueError where one product is made of modules that are stored differently.
+        Raises ModelConfigError where one product is made of modules that are stored differently.
         """
         names = [source.name.replace("{layer}", str(self.layer)) for source in sources]
-        schemes = {self.scheme(name) for name in names}
+        chosen = {name: self.scheme(name) for name in names}
+        schemes = {*chosen.values()}
         if len(schemes) != 1:
-            raise ValueError(f"{', '.join(names)} are one product and must share a scheme, got {schemes}")
+            kept = ", ".join(f"{name} as {getattr(scheme, 'stored', 'it is')}" for name, scheme in chosen.items())
+            raise ModelConfigError(f"quantization_config: modules of one product must be stored in one way, got {kept}")
         parts = 1 if table or axes[-2] is None else self.mesh.num_shards(axes[-2])
         options: dict[str, Any] = {"num_experts": num_experts, "table": table, "input_parts": parts}
         return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, **options)

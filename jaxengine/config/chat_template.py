@@ -41,7 +41,7 @@ def _read(path: Path) -> str:
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-    return content.decode()
+    return content.decode("utf-8-sig")  # a mark of the byte order would begin every prompt
 
 
 def _is_template(text: str) -> bool:

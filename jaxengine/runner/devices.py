@@ -20,10 +20,12 @@ from jaxengine.runner.stage_runner import StageRunner
 from jaxengine.runner.step_programs import StepPrograms
 from models.build import Build
 from models.causal_lm import CausalLM
+from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
 from models.registry import build_model, tensor_sizes
 from models.weights.declare import declared_params
 from models.weights.dummy import dummy_params
+from models.weights.errors import ModelFileError
 from models.weights.load import load_params
 from models.weights.lora_pools import with_pools
 from models.weights.orbax import load_checkpoint
@@ -142,7 +144,8 @@ def choose_stages(model_config: ModelConfig, config: ResolvedConfig, layout: Mes
 
 
 def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshLayout, stage: Stage) -> CausalLM:
-    """The abstract model of a stage; ConfigError with the sizes that would do if the mesh does not divide it."""
+    """The abstract model of a stage. Raises ConfigError with the sizes that would do if the mesh does not divide it,
+    ModelFileError for a checkpoint that stores modules of one product in several ways."""
     parts = 1 if model_config.tower is None else model_config.tower.num_parts
     if not stage.is_first and stage.layers[0] < parts - 1:
         # Embeddings are where they are encoded; hidden states alone go on to the next stage.
@@ -159,6 +162,8 @@ def build_split(model_config: ModelConfig, config: ResolvedConfig, layout: MeshL
         split_tower = config.mm_encoder_tp_mode == "weights"
         build = Build(config.dtype, layout, stage, lora=config.lora_spec, split_tower=split_tower)
         return build_model(model_config, build)
+    except ModelConfigError as error:
+        raise ModelFileError(config.model or "the embedded model", str(error)) from None
     except ValueError as error:
         sizes = tensor_sizes(
             model_config, lambda size: replace(config, tensor_parallel_size=size).mesh_layout(model_config)

@@ -13,6 +13,7 @@ from jaxengine.config.speculation import DRAFT_MODEL, EAGLE3, NAME, STORED, chec
 from jaxengine.runner.draft_programs import DraftPrograms, HeadPrograms
 from models.build import Build
 from models.config.eagle3 import Eagle3Config
+from models.config.fields import ModelConfigError
 from models.config.model_config import ModelConfig
 from models.layers.decoder import Decoder
 from models.layers.eagle3 import Eagle3Source
@@ -141,6 +142,9 @@ def _as_read(head: ModelSource, model: WeightSource | None) -> ModelSource:
 def _split(method: str, build: Callable[[], Any]) -> Any:
     try:
         return build()
+    except ModelConfigError as error:
+        problem = f"what {NAME} says, {method}, cannot be used ({error})"
+        raise ConfigError.because(NAME, problem, "leave it out") from None
     except ValueError as error:
         problem = f"what {NAME} says, {method}, cannot be split as the model is ({error})"
         raise ConfigError.because(NAME, problem, "leave it out, or give another tensor_parallel_size") from None

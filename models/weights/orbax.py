@@ -7,11 +7,15 @@ depends on how many devices they are split over (declare.ParamDecl): another num
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import re
 import shutil
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +66,10 @@ def save_checkpoint(
     held = dict(nnx.to_flat_state(params))
     arrays = {param.name: held[param.path].get_value() for param in declared}
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(save_concurrent_gb=CONCURRENT_GB)) as checkpointer:
+        with (
+            _reported_once(),
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler(save_concurrent_gb=CONCURRENT_GB)) as checkpointer,
+        ):
             checkpointer.save(folder.absolute() / WEIGHTS_FOLDER, args=ocp.args.PyTreeSave(arrays))
     except Exception as error:  # of orbax, tensorstore and all that they call: a full disk is no OSError
         raise ModelFileError(folder, f"cannot be written: {type(error).__name__}: {error}") from error
@@ -75,6 +82,29 @@ def save_checkpoint(
         ocp.multihost.sync_global_processes("the folder is complete")
     except OSError as error:
         raise ModelFileError(folder, f"cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def _reported_once() -> Iterator[None]:
+    """Silences what is said of errors that are raised as well: orbax's threads log them, asyncio does when their tasks
+    are collected, and tensorstore's speak to an event loop that has been closed. All of it may come when the error is
+    long known, so that the silence ends only where there was none."""
+    loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not re.search(r"run\(\) raised an exception|exception was never retrieved", record.getMessage())
+
+    def unless_closed(report: Any) -> None:
+        if str(report.exc_value) != "Event loop is closed":
+            hook(report)
+
+    for logger in loggers:
+        logger.addFilter(is_news)
+    sys.unraisablehook = unless_closed
+    yield
+    for logger in loggers:
+        logger.removeFilter(is_news)
+    sys.unraisablehook = hook
 
 
 def load_checkpoint(folder: Path, model: CausalLM, *, mesh: Mesh | None = None) -> nnx.State:

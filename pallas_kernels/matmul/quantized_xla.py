@@ -116,7 +116,8 @@ def widened_product(
     y = jnp.zeros(())
     for own, part in zip(parts, wide, strict=True):
         y = y + lax.dot_general(own, part, dims, precision=rows.precision, preferred_element_type=jnp.float32)
-    return y if rows.units is None or units is None else y * rows.units * units
+    # Columns first: rows may be so large that they are not finite in units of columns.
+    return y if rows.units is None or units is None else y * units * rows.units
 
 
 def _group_sums(

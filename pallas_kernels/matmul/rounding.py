@@ -23,6 +23,7 @@ _SHORT = {"float8_e4m3fn": (3, 2.0**-6), "float4_e2m1fn": (1, 1.0)}
 # that, as compressed-tensors has it); to e4m3 beside a scale of all rows (NVFP4).
 FLOAT32, UE8M0, E8M0, E4M3 = SCALES = "float32", "ue8m0", "e8m0", "e4m3"
 _EXPONENT = 0x7F800000  # the bits of a float32's
+_LEAST_NORMAL = 2.0**-126  # of float32
 _TILE = 8, 128  # rows and columns that a TPU stores together
 
 
@@ -49,8 +50,12 @@ class RoundedRows(NamedTuple):
 
 
 def largest_values(x: jax.Array, group: int) -> jax.Array:
-    """Of each group of `group` neighbouring entries of rows [M, in], the largest magnitude: f32 [M, in / group]."""
-    return as_rows(largest_of(by_group(x.astype(jnp.float32), x.shape[1] // group)))
+    """Of each group of `group` neighbouring entries of rows [M, in], the largest magnitude: f32 [M, in / group].
+
+    NaN counts as infinity: XLA's maximum on CPUs may pass over it, and int8 has no code for it: the scale tells.
+    """
+    values = by_group(x.astype(jnp.float32), x.shape[1] // group)
+    return as_rows(largest_of(jnp.where(jnp.isnan(values), jnp.inf, values)))
 
 
 def largest_of(values: jax.Array) -> jax.Array:
@@ -59,7 +64,8 @@ def largest_of(values: jax.Array) -> jax.Array:
 
 
 def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> jax.Array:
-    """The scales with which the largest values just fit into codes of `dtype`; 1 for zeros. kind: any but E4M3."""
+    """The scales with which the largest values just fit into codes of `dtype`; 1 for zeros, and for what is so small
+    that its scale would be no normal number. kind: any but E4M3."""
     assert kind != E4M3, "scales of e4m3 are parts of one for all: held_scales"
     if kind == E8M0:
         # A mantissa of one bit is nearer to the next power from 1.75 on.
@@ -68,7 +74,9 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
         power = jnp.where(largest >= 1.75 * power, 2 * power, power)
         scales = power * 2.0 ** -(int(LARGEST[dtype]).bit_length() - 1)
         return jnp.where(scales > 0, scales, 1.0)
-    scales = jnp.where(largest > 0, _in_largest(largest, dtype), 1.0)
+    # A subnormal scale may count as 0 where it divides.
+    scales = _in_largest(largest, dtype)
+    scales = jnp.where(scales < _LEAST_NORMAL, 1.0, scales)
     if kind == FLOAT32:
         return scales
     # Up to the next number without a mantissa; one that has none stays.
@@ -123,7 +131,8 @@ def units_of(scales: jax.Array, axis: int) -> jax.Array:
     small: codes of a scale 2^20 times smaller than the largest are normal numbers still.
     """
     power = _power(jnp.max(jnp.abs(scales.astype(jnp.float32)), axis=axis, keepdims=True))
-    return jnp.where(power > 0, power * (MOST_CODE / 2**14), 1.0)
+    # What divides is no subnormal number, which would count as 0.
+    return jnp.where(power > 0, jnp.maximum(power * (MOST_CODE / 2**14), _LEAST_NORMAL), 1.0)
 
 
 def rounded_rows(x: jax.Array, scales: jax.Array, dtype: str) -> RoundedRows:

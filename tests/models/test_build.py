@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from models.build import Build
+from models.config.fields import ModelConfigError
 from models.quantization.plain import Plain
 from models.quantization.registry import PLAIN, SCHEMES
 from models.registry import build_model
@@ -49,7 +50,9 @@ def test_a_scheme_is_chosen_by_the_checkpoints_name_of_a_module():
 
 
 def test_modules_of_one_product_share_a_scheme():
-    with pytest.raises(ValueError, match="0.mlp.gate_proj, .*0.mlp.up_proj are one product and must share"):
+    with pytest.raises(
+        ModelConfigError, match="one product must be stored in one way, got .*0.mlp.gate_proj as it is, .*0.mlp.up_proj"
+    ):
         build_model(TINY, Build("float32", scheme=Only("up_proj")))
 
 

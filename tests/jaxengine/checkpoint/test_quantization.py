@@ -8,7 +8,7 @@ import shutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxengine import LLM, SamplingParams
+from jaxengine import LLM, ModelFileError, SamplingParams
 from jaxengine.checkpoint.model_source import open_model
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from models.build import Build
@@ -44,6 +44,17 @@ def test_a_checkpoint_is_what_its_configuration_says(tmp_path):
         ConfigError, match="quantization is 'fp8', but the checkpoint is quantised as 'awq'; .*'awq_marlin'"
     ):
         method_of(model=folders["awq"], quantization="fp8")
+
+
+def test_a_product_of_modules_that_are_stored_differently_is_one_error(tmp_path):
+    folder = write(tmp_path, "awq")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["k_proj"]
+    (folder / "config.json").write_text(json.dumps(config))
+    said = "modules of one product must be stored in one way, got .*q_proj as AwqGemm.*, .*k_proj as it is, .*v_proj"
+    with pytest.raises(ModelFileError, match=said) as error:
+        LLM(str(folder), **OPTIONS)
+    assert error.value.path == str(folder)
 
 
 @pytest.mark.parametrize("name", ROUNDED)

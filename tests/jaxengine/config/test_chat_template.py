@@ -14,9 +14,10 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 def test_a_file_is_read_and_a_template_is_kept(tmp_path, monkeypatch):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
+    (tmp_path / "marked.jinja").write_text(TEMPLATE, "utf-8-sig")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for value in (TEMPLATE, str(tmp_path / "t.jinja"), tmp_path / "t.jinja", "t.jinja", "~/t.jinja"):
+    for value in (TEMPLATE, str(tmp_path / "t.jinja"), tmp_path / "t.jinja", "t.jinja", "~/t.jinja", "marked.jinja"):
         config = EngineConfig(chat_template=value)
         assert config.chat_template == TEMPLATE
         assert dataclasses.replace(config, max_num_seqs=1).chat_template == TEMPLATE

@@ -136,6 +136,40 @@ def test_rounded_rows_and_columns_of_any_size():
         assert error(got / of_rows / of_columns, exact) < ERROR, name
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_numbers_at_the_ends_of_float32(dtype):
+    """Rows and columns of nearly its least and its largest numbers are finite, and units of them are."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((70, 96)), jnp.float32).at[6, ::2].set(0)
+    x = x * jnp.ones((70, 1)).at[5].set(1e-35).at[6].set(1e-37).at[7].set(1e35)
+    for rounding in ("int8", "float8_e4m3fn"):
+        matrix, scales, _ = matrix_of(rng, 96, 40, 3, rounding, False)
+        scales = scales.at[:, 4].set(1.2e-38).at[:, 5].set(1e-37)
+        (codes, x_scales), wide = rounded_to(x, 3, rounding)
+        exact = reference.quantized_matmul(wide, np.asarray(matrix), np.asarray(scales), None)
+        sizes = np.abs(wide).max(axis=1, keepdims=True) + 1e-30
+        for function, name in (DENSE | GROUPED).items():
+            operands = (jnp.asarray(matrix), scales, None)
+            if function not in DENSE:
+                operands = *(part[None] for part in operands[:2]), None, jnp.asarray([70], jnp.int32)
+            got = np.asarray(compiled(function, dtype)(codes, x_scales, *operands))
+            assert error(got / sizes, exact / sizes) < ERROR, (rounding, name)
+
+
+@pytest.mark.parametrize("rounding", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("num_scales", [1, 3])
+def test_a_row_that_is_not_finite_is_known_by_its_product(num_scales, rounding):
+    """Also of int8, which has no code for it; other rows know nothing of it."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((70, 96)), jnp.float32).at[5, 50].set(jnp.nan).at[8, 50].set(-jnp.inf)
+    matrix, scales, _ = matrix_of(rng, 96, 40, num_scales, rounding, False)
+    rounded = rounded_rows(x, dynamic_scales(largest_values(x, 96 // num_scales), rounding), rounding)
+    for function, name in DENSE.items():
+        finite = np.isfinite(compiled(function, "bfloat16")(*rounded, jnp.asarray(matrix), scales, None))
+        assert finite.any(axis=1).tolist() == finite.all(axis=1).tolist(), name
+        assert np.flatnonzero(~finite.any(axis=1)).tolist() == [5, 8], name
+
+
 @pytest.mark.parametrize("op", ["quantized_matmul", "quantized_grouped_matmul"])
 def test_a_tpu_without_kernel_has_no_float16(op):
     """Groups of 32 inputs do not fill its registers: XLA's product, of rows and a matrix in float32."""

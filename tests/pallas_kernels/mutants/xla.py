@@ -199,6 +199,6 @@ MUTANTS = [
         "jnp.roll(scales.astype(jnp.float32), 1, -2)[..., None, :]",
         _ROUNDED,
     ),
-    Mutant("rounded rows: not in units of their columns", _SUMS, "y * rows.units * units", "y * rows.units", _ROUNDED),
+    Mutant("rounded rows: not in units of their columns", _SUMS, "y * units * rows.units", "y * rows.units", _ROUNDED),
     Mutant("quantized: widened without a scale", _SUMS, "y * scales.astype(jnp.float32)[:, None]", "y", _FOUR),
 ]
