@@ -78,9 +78,8 @@ def rows_of_own(num_tokens: int, k: int, own: int, average: int, step: int = 1) 
 
     average: what it has on average. step: each expert's are filled up to a multiple of it.
     """
-    more = own * (step - 1)
-    most = num_tokens * min(k, own) + more
-    return most, rows_of_block(most, average + more)
+    most, more = num_tokens * min(k, own), own * (step - 1)
+    return most + more, rows_of_block(most, average) + more
 
 
 def in_blocks(
