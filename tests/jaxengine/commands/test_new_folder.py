@@ -62,8 +62,10 @@ def test_nothing_is_left_of_a_model_that_was_not_written(tmp_path, monkeypatch, 
 
 def test_a_full_disk_is_one_message(tmp_path):
     """tensorstore's error for it is no OSError, and orbax's threads would log it, each with its traceback."""
+    # Modules compiled under the limit would be kept cut off, for every later process to stumble over.
     program = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14));"
+        "import resource, sys; sys.dont_write_bytecode = True;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14));"
         "from jaxengine.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, "convert", str(TINY_CHECKPOINT), str(tmp_path / "out")]
