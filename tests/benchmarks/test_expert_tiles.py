@@ -39,12 +39,24 @@ def test_kernels_multiply_little_beyond_the_rows(model, tokens, ratio, on_hopper
     assert 1 <= row["TPU ratio"] <= ratio and 1 <= row["Hopper ratio"] <= on_hopper
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(64, 125), (1024, 143), (8192, 256)])
-def test_visits_are_few(tokens, most):
-    """Each gives its expert's matrix to the matrix unit anew: of Qwen3's a group is in two tiles of 512 rows at most,
-    unless it has more."""
-    sizes = jnp.asarray(routed(tokens, 128, 8), jnp.int32)
-    assert int(visits_of(sizes, 8 * tokens, min(8 * tokens, 512)).products[0]) <= most
+@pytest.mark.parametrize(
+    ("experts", "k", "tokens", "most"),
+    [
+        (128, 8, 64, 125),
+        (128, 8, 1024, 143),
+        (128, 8, 8192, 253),
+        (128, 4, 1024, 135),
+        (128, 4, 8192, 191),
+        (256, 8, 1024, 270),
+        (256, 8, 2048, 286),
+        (256, 8, 8192, 382),
+    ],
+)
+def test_visits_are_few(experts, k, tokens, most):
+    """Each gives its expert's matrix to the matrix unit anew; a group is in two tiles of 512 rows at most, unless it
+    has more."""
+    sizes = jnp.asarray(routed(tokens, experts, k), jnp.int32)
+    assert int(visits_of(sizes, k * tokens, min(k * tokens, 512)).products[0]) <= most
 
 
 @pytest.mark.parametrize("most", [96, 256])
