@@ -79,6 +79,8 @@ KERNELS = tuple(_MODULES)
 _PROFILES = {"tpu": "attention.tpu.profile"}
 # Where the choices of sizes for products with quantised matrices are, for `jaxengine tune`.
 _CANDIDATES = {"tpu": "matmul.tpu.candidates", "gpu": "matmul.hopper.candidates"}
+# Products of groups whose kernels add the bias of a row's group to its sums. Elsewhere it is added to the product.
+ADDS_BIAS = frozenset((("grouped_matmul", "tpu"), ("quantized_grouped_matmul", "tpu")))
 # What a platform's kernels of groups of rows make of these: `group_step` and `multiplied_rows`.
 _GROUPS = {"tpu": "matmul.tpu.group_rows", "gpu": "matmul.hopper.group_rows"}
 

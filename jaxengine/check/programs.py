@@ -58,8 +58,6 @@ from sharding.mesh import make_mesh
 from sharding.rules import part_bytes, part_shape
 from sharding.stages import devices_of_stages
 
-_LEAST = {"gpu": 16}  # rows of an expert that has any: what a tensor core takes
-
 # A state array, or one of adapters, below this size costs nothing to copy.
 _SMALL = 1 << 20
 
@@ -238,7 +236,7 @@ class StagePrograms:
             work=step_work(self.model, bucket, self.config.kv_cache_dtype, self.config.dtype, self._context),
             precious=self._precious(self.steps.num_logits(bucket), kv),
             expected=expected(self.model, bucket, self._exchanged_itemsize),
-            products=product_work(self.model, at_least_two, self.config.dtype, expert_rows=_LEAST.get(self._layout, 1)),
+            products=product_work(self.model, at_least_two, self.config.dtype, kv),
             experts=rows_of_experts(self.model, bucket.num_tokens, self._layout),
             num_attentions=sum(self.model.config.attention[layer].attends for layer in self.model.stage.layers),
             dtype=self.config.dtype,

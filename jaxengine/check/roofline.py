@@ -15,15 +15,17 @@ import jax.numpy as jnp
 
 from jaxengine.runner.heads import HEADS, SAMPLE
 from jaxengine.sampling.logprobs import PROMPT_BLOCK_ROWS
-from models.cache import KVSpec
+from models.cache import KVPages, KVSpec
 from models.config.attention import LayerAttention
 from models.config.state import LayerState
-from models.layers.expert_rows import rows_of_own
+from models.layers.expert_counts import rows_at_once
+from models.layers.mla_made import made_numbers, makes_rows
 from models.lora import declared_pools
 from models.weights.declare import ParamDecl, declared_params
 from scheduler.buckets import Bucket
 
 DECODE_CONTEXT = 1024
+_LEAST = {"gpu": 16}  # rows of an expert that has any: what a tensor core takes
 TOWER = "tower"  # of what a model sees with: no forward pass has it
 
 
@@ -120,14 +122,14 @@ class Products:
     state_bytes: int
 
 
-def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1) -> Products:
+def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
     """Of a forward pass of an abstract model, every rank with a bucket of tokens of its own.
 
-    expert_rows: the fewest rows that are multiplied with an expert which has any.
+    kv: the pool, abstract, on whose platform products are of whole tiles; None for what no platform adds.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0
-    block = _expert_rows(model, bucket)
+    block, expert_rows = _expert_rows(model, bucket, kv), _LEAST.get("" if kv is None else kv.layout, 1)
     for param in declared_params(model):
         if param.path[0] == TOWER:
             continue
@@ -175,6 +177,10 @@ def product_work(model: Any, bucket: Bucket, dtype: str, *, expert_rows: int = 1
         gathered = bucket.num_tokens * mesh.ranks_sharing("experts")
         sparse = sum(layer not in config.experts.dense_layers for layer in model.stage.layers)
         row_bytes += sparse * config.hidden_size * (gathered * (itemsize + 4) + block * 8)
+    for attention in (config.attention[layer] for layer in model.stage.layers):
+        if kv is not None and makes_rows(attention, kv, bucket.num_tokens):
+            heads = attention.num_heads // mesh.num_shards("heads")
+            row_bytes += made_numbers(attention, heads, bucket.num_tokens) * itemsize
     kinds = (config.attention[layer].state for layer in model.stage.layers)
     state_bytes = sum(_state_bytes(state, bucket.num_seqs, dtype) for state in kinds if state is not None)
     state_bytes //= mesh.model
@@ -188,7 +194,7 @@ def _num_matrices(decl: ParamDecl) -> int:
     return sum(source.rows // source.group for source in decl.sources)
 
 
-def _expert_rows(model: Any, bucket: Bucket) -> int | None:
+def _expert_rows(model: Any, bucket: Bucket, kv: KVPages | None) -> int | None:
     """Rows that a device with whole experts takes at a time, where it takes its own from those of all devices; else
     None. Of a loop over blocks, whose trips are data, one is counted."""
     experts, mesh = model.config.experts, model.mesh
@@ -196,7 +202,7 @@ def _expert_rows(model: Any, bucket: Bucket) -> int | None:
         return None
     num_tokens, devices = bucket.num_tokens * mesh.ranks_sharing("experts"), mesh.num_shards("experts")
     k, own = experts.num_per_token, experts.num_experts // devices
-    return rows_of_own(num_tokens, k, own, -(-num_tokens * k // devices))[1]
+    return rows_at_once(num_tokens, k, own, -(-num_tokens * k // devices), "cpu" if kv is None else kv.layout)
 
 
 def step_work(model: Any, bucket: Bucket, kv_dtype: str, dtype: str, context: int) -> Work:

@@ -43,6 +43,12 @@ def routed(num_tokens: int, num_experts: int, num_per_token: int) -> np.ndarray:
     return np.bincount(picked.ravel(), minlength=num_experts)
 
 
+def rows_at_once(num_tokens: int, k: int, own: int, average: int, platform: str) -> int:
+    """Rows of a block where a device has `own` whole experts: see `rows_of_own`. platform: as below."""
+    kernel = group_kernel(platform)
+    return rows_of_own(num_tokens, k, own, average, 1 if kernel is None else kernel.group_step(average, own))[1]
+
+
 def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | None:
     """Of the first layer with experts of an abstract model, to which the others are alike; arguments as below."""
     layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, MixtureOfExperts))
@@ -65,9 +71,9 @@ def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, plat
     own = experts.num_experts // mesh.num_shards("experts") if layer.axis == "experts" else experts.num_experts
     sizes = routed(num_tokens, experts.num_experts, experts.num_per_token)[:own]
     if own < experts.num_experts:
-        average = -(-num_tokens * experts.num_per_token // mesh.num_shards("experts"))
-        step = kernel.group_step(average, own)
-        _, block = rows_of_own(num_tokens, experts.num_per_token, own, average, step)
+        k = experts.num_per_token
+        average = -(-num_tokens * k // mesh.num_shards("experts"))
+        step, block = kernel.group_step(average, own), rows_at_once(num_tokens, k, own, average, platform)
     else:
         step = kernel.group_step(num_tokens * experts.num_per_token, own)
         block = num_tokens * experts.num_per_token + own * (step - 1)

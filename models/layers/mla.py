@@ -22,7 +22,7 @@ from models.config.attention import LayerAttention
 from models.config.fields import ModelConfigError
 from models.layers.attention import LayerPages, StepInputs, attention_spec
 from models.layers.linear import Linear
-from models.layers.mla_made import attend_made
+from models.layers.mla_made import attend_made, most_short
 from models.layers.norm import RMSNorm
 from models.layers.rope import apply_rope
 from models.weights.declare import Source
@@ -100,27 +100,25 @@ class LatentAttention(nnx.Module):
         if (made := step.made) is None:
             return self._absorbed(q, kv, ragged, step.schedule)
         num_tokens, num_heads = q[0].shape[:2]
-        num_seqs = len(ragged.kv_lens)
-        short = ragged._replace(num_seqs=made.num_short)
 
         def nothing():
             return jnp.zeros((num_tokens, num_heads, self.latent.v_head_dim), keys.dtype)
 
-        def decodes():
-            few = short._replace(slot_mapping=short.slot_mapping[:num_seqs])
-            o = self._absorbed((q[0][:num_seqs], q[1][:num_seqs]), kv, few, made.decode_schedule)
-            return jnp.pad(o, ((0, num_tokens - num_seqs), (0, 0), (0, 0)))
+        def of_first(count: int, schedule: Any):
+            short = ragged._replace(num_seqs=made.num_short, slot_mapping=ragged.slot_mapping[:count])
+            o = self._absorbed((q[0][:count], q[1][:count]), kv, short, schedule)
+            return jnp.pad(o, ((0, num_tokens - count), (0, 0), (0, 0)))
 
-        with jax.named_scope("short_rows"):
-            o = lax.switch(made.short_form, (nothing, decodes, lambda: self._absorbed(q, kv, short, made.schedule)))
-        with jax.named_scope("made_rows"):
-            attend = partial(attend_made, latent=self.latent, spec=self.spec)
-            return lax.cond(
-                made.rows.num_seqs > 0,
-                lambda o: attend(o, q, keys, (self.w_uk, self.w_uv), kv, ragged.page_table, made),
-                lambda o: o,
-                o,
-            )
+        def both():
+            with jax.named_scope("short_rows"):
+                decodes = partial(of_first, len(ragged.kv_lens), made.decode_schedule)
+                few = partial(of_first, most_short(self.latent, num_tokens), made.schedule)
+                o = lax.switch(made.short_form, (nothing, decodes, few))
+            with jax.named_scope("made_rows"):
+                weights, sizes = (self.w_uk, self.w_uv), {"latent": self.latent, "spec": self.spec}
+                return attend_made(o, q, keys, weights, kv, ragged.page_table, made, **sizes)
+
+        return lax.cond(made.rows.num_seqs > 0, both, lambda: self._absorbed(q, kv, ragged, step.schedule))
 
     def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
         """The same of all rows, by attention to latents."""

@@ -36,8 +36,8 @@ class MadeRows(NamedTuple):
     """Rows of a step whose keys and values are made, the last ones; worked out once for all layers. L rows at most.
 
     Attributes:
-      num_short: i32[], the rows before them. schedule: of attention to the latents of these; decode_schedule: the same
-        of their first S tokens, which are all where these rows are decodes.
+      num_short: i32[], the rows before them. schedule: of attention to the latents of these, which are in the step's
+        first `most_short` tokens; decode_schedule: of the first S, which have them all where these rows are decodes.
       short_form: i32[], 0 where there are none of these rows, 1 where they are decodes, else 2.
       rows: the new tokens of made rows among themselves, in pages of PAGE; own_schedule is theirs.
       token_row: i32[T], which of the L rows a token is of, -1 of no such row.
@@ -70,9 +70,35 @@ def least_tokens(latent: Latent) -> int | None:
     return -(-4 * latent.kv_lora_rank * made // saved) if saved > 0 else None
 
 
+def makes_rows(attention: LayerAttention, kv: KVPages, num_tokens: int) -> bool:
+    """Whether a step of so many tokens may have rows whose keys and values are made, from a pool like this."""
+    latent = attention.latent
+    if latent is None or (least := least_tokens(latent)) is None or num_tokens < least:
+        return False
+    return kv.layout in LAYOUTS and not is_quantized(kv.spec) and BLOCK % kv.page_size == 0 and attention.reach is None
+
+
+def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> int:
+    """Of the products that make keys and values of `num_heads` heads on a device: latents that go in, once for the
+    heads that are made together, and what comes out."""
+    latent = attention.latent
+    assert latent is not None
+    groups = num_heads // _heads_at_once(num_heads)
+    width = latent.kv_lora_rank + latent.qk_rope_head_dim
+    made = width - latent.kv_lora_rank + latent.qk_nope_head_dim + latent.v_head_dim
+    return num_tokens * (groups * width + num_heads * made)
+
+
+def most_short(latent: Latent, num_tokens: int) -> int:
+    """Of a step of `num_tokens` tokens those that rows may have which stand before a made one, in whole tiles."""
+    least = least_tokens(latent)
+    assert least is not None
+    return min(-(-max(num_tokens - least, 1) // PAGE) * PAGE, num_tokens)
+
+
 def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> AttentionSpec:
     """Attention of as many of a device's heads as are made at a time; spec: over latents."""
-    heads = max(count for count in range(1, min(HEADS, spec.num_q_heads) + 1) if spec.num_q_heads % count == 0)
+    heads = _heads_at_once(spec.num_q_heads)
     return AttentionSpec(
         num_q_heads=heads,
         num_kv_heads=heads,
@@ -84,6 +110,10 @@ def made_spec(latent: Latent, spec: AttentionSpec, *, causal: bool) -> Attention
     )
 
 
+def _heads_at_once(num_heads: int) -> int:
+    return max(count for count in range(1, min(HEADS, num_heads) + 1) if num_heads % count == 0)
+
+
 def made_rows(
     attention: LayerAttention, spec: AttentionSpec, batch: RaggedBatch, kv: KVPages, num_tokens: int
 ) -> MadeRows | None:
@@ -91,15 +121,12 @@ def made_rows(
 
     spec: that of attention over latents.
     """
-    assert batch.num_decode is not None
+    if not makes_rows(attention, kv, num_tokens):
+        return None
     latent, num_seqs = attention.latent, batch.kv_lens.shape[0]
-    least = None if latent is None else least_tokens(latent)
-    if latent is None or least is None or num_tokens < least:
-        return None
-    if kv.layout not in LAYOUTS or is_quantized(kv.spec) or BLOCK % kv.page_size:
-        return None
-    if spec.window is not None or spec.chunk is not None:
-        return None
+    assert latent is not None and batch.num_decode is not None
+    least = least_tokens(latent)
+    assert least is not None
     most = min(num_seqs, num_tokens // least)
     index = jnp.arange(num_seqs, dtype=jnp.int32)
     q_lens = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
@@ -142,13 +169,15 @@ def made_rows(
     pieces = jax.vmap(lambda row, count: schedule(_piece(own, row, count), causal=False))(
         jnp.tile(jnp.arange(most, dtype=jnp.int32), 2), jnp.concatenate([jnp.full_like(last, PIECE), last])
     )
-    short = batch._replace(num_seqs=num_short)
-    sizes: dict[str, Any] = {"page_size": kv.page_size, "platform": kv.layout}
-    decodes = short._replace(slot_mapping=short.slot_mapping[:num_seqs])
+
+    def of_first(count: int) -> Any:
+        short = batch._replace(num_seqs=num_short, slot_mapping=batch.slot_mapping[:count])
+        return attention_schedule(short, spec, num_tokens=count, page_size=kv.page_size, platform=kv.layout)
+
     return MadeRows(
         num_short=num_short,
-        schedule=attention_schedule(short, spec, num_tokens=num_tokens, **sizes),
-        decode_schedule=attention_schedule(decodes, spec, num_tokens=num_seqs, **sizes),
+        schedule=of_first(most_short(latent, num_tokens)),
+        decode_schedule=of_first(num_seqs),
         short_form=jnp.where(num_short == 0, 0, jnp.where(num_short <= batch.num_decode, 1, 2)),
         rows=own,
         own_schedule=schedule(own, causal=True),

@@ -30,7 +30,7 @@ from models.layers.mlp import GatedMLP
 from models.layers.rows import Rows
 from models.quantization.registry import PLAIN
 from models.weights.declare import ParamDecl, Source, declare
-from pallas_kernels.matmul.gated import Gating, activated, rows_of_groups
+from pallas_kernels.matmul.gated import Gating, activated
 from pallas_kernels.matmul.grouped import group_step
 from pallas_kernels.zeros import zeros_in_layer
 from sharding.collectives import (
@@ -296,18 +296,17 @@ class MixtureOfExperts(nnx.Module):
             if self.gate_up_lora is None or adapters is None:
                 inner = self.gate_up.gated_matmul(rows, sizes, bias, self.activation, rows.dtype)
             else:
-                inner = self.gate_up.grouped_matmul(rows, sizes, rows.dtype)
+                inner = self.gate_up.grouped_matmul(rows, sizes, None, rows.dtype)
                 inner = self.gate_up_lora.add(inner, rows, sizes, adapters)
                 inner = activated(inner, sizes, bias, self.activation, rows.dtype)
         with jax.named_scope("down"):
-            y = self.down.grouped_matmul(inner, sizes, rows.dtype)
+            bias = None if self.down_bias is None else self.down_bias[...]
+            if bias is not None and self.axis == "ffn" and num_shards("ffn") > 1:
+                # Devices with slices of all experts are added up: one of them has the bias.
+                bias = jnp.where(shard_index("ffn") == 0, bias, 0)
+            y = self.down.grouped_matmul(inner, sizes, bias, rows.dtype)
             if self.down_lora is not None and adapters is not None:
                 y = self.down_lora.add(y, inner, sizes, adapters)
-            if self.down_bias is not None:
-                # Devices with slices of all experts are added up: one of them has the bias.
-                adds = True if self.axis == "experts" else shard_index("ffn") == 0
-                own = rows_of_groups(self.down_bias[...], jnp.where(adds, sizes, 0), len(y))
-                y = y + own.astype(rows.dtype)
             return y
 
     @property

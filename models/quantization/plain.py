@@ -26,8 +26,8 @@ class PlainWeight(nnx.Module):
     def matmul(self, x: jax.Array, *, contract: int = 0, out_dtype: Any = jnp.float32) -> jax.Array:
         return matmul(x, self.values[...], contract=contract).astype(out_dtype)
 
-    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
-        return grouped_matmul(x, self.values[...], group_sizes, out_dtype=out_dtype)
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, out_dtype: Any) -> jax.Array:
+        return grouped_matmul(x, self.values[...], group_sizes, bias, out_dtype=out_dtype)
 
     def gated_matmul(
         self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any

@@ -111,10 +111,10 @@ class QuantizedWeight(nnx.Module):
         x = x if self.order is None else self._in_order(x, self.order[...])
         return quantized_matmul(self._rows(x, scale), *self._matrix, dtype=self.dtype, out_dtype=out_dtype)
 
-    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, out_dtype: Any) -> jax.Array:
         rows = self._rows_of_groups(x, group_sizes)
         options = {"dtype": self.dtype, "out_dtype": out_dtype}
-        return quantized_grouped_matmul(rows, *self._matrix, group_sizes, **options)
+        return quantized_grouped_matmul(rows, *self._matrix, group_sizes, bias, **options)
 
     def gated_matmul(
         self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, activation: Gating, out_dtype: Any
@@ -221,7 +221,7 @@ class QuantizedTable(nnx.Module):
         options = {"dtype": self.dtype, "out_dtype": out_dtype}
         return quantized_table_matmul(x, self.codes[...], self.scales[...], zeros, **options)
 
-    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, out_dtype: Any) -> jax.Array:
         raise ValueError("a quantised table is no stack of matrices")
 
     def gated_matmul(

@@ -27,8 +27,8 @@ class Weight(Protocol):
         """x [R, n] times the matrix, over its axis `contract` of size n: [R, size of the other], summed in float32."""
         ...
 
-    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, out_dtype: Any) -> jax.Array:
-        """Rows of x [M, in] times the matrix of their group: see pallas_kernels.matmul.grouped."""
+    def grouped_matmul(self, x: jax.Array, group_sizes: jax.Array, bias: jax.Array | None, out_dtype: Any) -> jax.Array:
+        """Rows of x [M, in] times the matrix of their group, plus its bias: see pallas_kernels.matmul.grouped."""
         ...
 
     def gated_matmul(

@@ -1,7 +1,7 @@
-"""What is made of the product of rows with gates and ups, side by side in a group's matrix: bias and activation.
+"""What is made of the product of rows with their group's matrix: a bias added, gates and ups side by side activated.
 
-Owns that step apart from the product, as every platform without a kernel of both does it, and which platforms have one.
-Knows no activation.
+Owns these steps apart from the product, as every platform without a kernel of both does them, and which platforms have
+one. Knows no activation.
 """
 
 from __future__ import annotations
@@ -15,12 +15,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.registry import KERNELS, PLATFORM_ROWS, kernel
+from pallas_kernels.registry import ADDS_BIAS, KERNELS, PLATFORM_ROWS, kernel
 
 logger = logging.getLogger(__name__)
 
 # Of gate and up, both and the result f32[M, F].
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def biased_products(op: str, products: Mapping[str, Callable[..., jax.Array]]) -> dict[str, Callable[..., jax.Array]]:
+    """What each platform has for `op` with a bias: the kernel of its row, or its product, of these, and then the sum.
+
+    All take the products' operands, the last of which are group sizes, and a bias [G, out]; None for none.
+    """
+
+    def apart(product: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+        *_, group_sizes, bias = operands
+        return biased(product(*operands[:-1]), group_sizes, bias)
+
+    return {
+        platform: products[platform] if (op, row) in ADDS_BIAS else partial(apart, products[platform])
+        for platform, row in PLATFORM_ROWS.items()
+    }
+
+
+def check_bias(name: str, num_groups: int, out: int, bias: jax.Array | None) -> None:
+    """Raise ValueError where a bias is not one of `out` outputs of each group."""
+    if bias is not None and bias.shape != (num_groups, out):
+        raise ValueError(f"{name}: bias must be {(num_groups, out)} or None, got {bias.shape}")
 
 
 def gated_products(
@@ -64,6 +86,11 @@ def activated(
     # XLA:TPU would store all of `y` in float32 before it is split.
     gate, up = (part.astype(jnp.float32) for part in jnp.split(y, 2, axis=-1))
     return activation(gate, up).astype(out_dtype)
+
+
+def biased(y: jax.Array, group_sizes: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """y [M, out] with the bias [G, out] of each row's group, in y's dtype; zeros stay behind the last group."""
+    return y if bias is None else (y + rows_of_groups(bias, group_sizes, len(y))).astype(y.dtype)
 
 
 def rows_of_groups(table: jax.Array, group_sizes: jax.Array, num_rows: int) -> jax.Array:

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.gated import Gating, check_halves, gated_products
+from pallas_kernels.matmul.gated import Gating, biased_products, check_bias, check_halves, gated_products
 from pallas_kernels.registry import PLATFORM_ROWS, group_kernel, kernel
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dtype: Any = None) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, bias: jax.Array | None = None, *, out_dtype: Any = None
+) -> jax.Array:
     """Every row of x times the matrix of its group, summed in float32: [M, out] in `out_dtype` (default: x's).
 
     Rows are sorted by group; those after the last group's are exactly 0 whatever x holds there.
@@ -28,12 +30,15 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, out_dt
       x: [M, in], bfloat16 or float32.
       w: [G, in, out] in x's dtype.
       group_sizes: i32[G], rows of each group; their sum is at most M.
+      bias: [G, out], added to the rows of each group: by the kernel, which rounds once then, or to the rounded product.
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
     _check("grouped_matmul", x, w, group_sizes)
-    products = _products(jnp.dtype(x.dtype if out_dtype is None else out_dtype))
-    return lax.platform_dependent(x, w, group_sizes, **products)
+    check_bias("grouped_matmul", len(w), w.shape[2], bias)
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    products = biased_products("grouped_matmul", _products(out_dtype))
+    return lax.platform_dependent(x, w, group_sizes, bias, **products)
 
 
 def gated_matmul(

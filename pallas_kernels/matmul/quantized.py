@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.gated import Gating, check_halves, gated_products
+from pallas_kernels.matmul.gated import Gating, biased_products, check_bias, check_halves, gated_products
 from pallas_kernels.matmul.nibbles import per_byte
 from pallas_kernels.matmul.rounding import RoundedRows
 from pallas_kernels.registry import PLATFORM_ROWS, kernel, kernel_module
@@ -78,21 +78,25 @@ def quantized_grouped_matmul(
     scales: jax.Array,
     zeros: jax.Array | None,
     group_sizes: jax.Array,
+    bias: jax.Array | None = None,
     *,
     dtype: Any = None,
     out_dtype: Any = None,
 ) -> jax.Array:
     """Rows times the quantised matrix of their group: [M, out] in `out_dtype`, by default `dtype`.
 
-    Rows and groups are those of pallas_kernels.matmul.grouped, matrices those of `quantized_matmul` with a first axis
-    of groups: codes [G, in, out], scales and zeros [G, n, out].
+    Rows, groups and biases are those of pallas_kernels.matmul.grouped, matrices those of `quantized_matmul` with a
+    first axis of groups: codes [G, in, out], scales and zeros [G, n, out].
 
     Raises ValueError when shapes or dtypes do not fit together.
     """
-    _check_groups("quantized_grouped_matmul", x, codes, scales, zeros, group_sizes)
+    name = "quantized_grouped_matmul"
+    _check_groups(name, x, codes, scales, zeros, group_sizes)
+    check_bias(name, len(codes), codes.shape[2], bias)
     values, x_scales, dtype = _parts(x, dtype)
-    products = _grouped_products(dtype, jnp.dtype(dtype if out_dtype is None else out_dtype))
-    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, **products)
+    out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
+    products = biased_products(name, _grouped_products(dtype, out_dtype))
+    return lax.platform_dependent(values, x_scales, codes, scales, zeros, group_sizes, bias, **products)
 
 
 def quantized_gated_matmul(

@@ -166,9 +166,11 @@ def product(name: str, implementation: Implementation) -> None:
 
 
 def grouped_product(name: str, implementation: Implementation) -> None:
+    """With the bias of each group."""
     group_sizes, case = GROUPED[name]
     operands, exact = _of_groups(group_sizes, case)
-    got = run(_op("grouped_matmul", case), name, case, operands, implementation)
+    bias = _bias_of_groups(group_sizes, case, exact)
+    got = run(_op("grouped_matmul", case), name, case, (*operands, bias), implementation)
     _compare_groups(got, exact, group_sizes, case)
 
 
@@ -176,10 +178,7 @@ def gated_product(name: str, implementation: Implementation) -> None:
     """The sums as an activation gets them, bias included: this one is linear, and tells gates from ups."""
     group_sizes, case = GATED[name]
     operands, exact = _of_groups(group_sizes, case)
-    rng_of_bias, bias = np.random.default_rng(1), None
-    if case.rounded is None:
-        bias = jnp.asarray(rng_of_bias.standard_normal((len(group_sizes), case.out)), jnp.float32)
-        exact[: sum(group_sizes)] += np.repeat(bias, group_sizes, axis=0)
+    bias = _bias_of_groups(group_sizes, case, exact)
     expected = _both(*np.split(exact, 2, axis=1))
     half = case._replace(out=case.out // 2)
     got = run(_op("gated_matmul", case), name, half, (*operands, bias), implementation, activation=_both)
@@ -211,6 +210,15 @@ def _of_groups(group_sizes: tuple[int, ...], case: Product) -> tuple[tuple, np.n
     if case.codes == BFLOAT16:
         return (values, jnp.asarray(matrix[0]), sizes), exact
     return (values, x_scales, stored(matrix[0], case.codes), *matrix[1:], sizes), exact
+
+
+def _bias_of_groups(group_sizes: tuple[int, ...], case: Product, exact: np.ndarray) -> jax.Array | None:
+    """One of random numbers, which `exact` has then, too; none where rows are rounded."""
+    if case.rounded is not None:
+        return None
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal((len(group_sizes), case.out)), jnp.float32)
+    exact[: sum(group_sizes)] += np.repeat(bias, group_sizes, axis=0)
+    return bias
 
 
 def _compare_groups(got: np.ndarray, exact: np.ndarray, group_sizes: tuple[int, ...], case: Product) -> None:

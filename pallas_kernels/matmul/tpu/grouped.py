@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.matmul import quantized_groups_xla
-from pallas_kernels.matmul.gated import Gating, activated, say_once
+from pallas_kernels.matmul.gated import Gating, activated, biased, say_once
 from pallas_kernels.matmul.grouped_tiles import tile_rows_of
 from pallas_kernels.matmul.tpu.moved import ROWS, move_rows
 from pallas_kernels.matmul.tpu.quantized import (
@@ -51,6 +51,7 @@ def quantized_grouped_matmul(
     scales: jax.Array,
     zeros: jax.Array | None,
     group_sizes: jax.Array,
+    bias: jax.Array | None = None,
     *,
     dtype: Any,
     out_dtype: Any,
@@ -62,10 +63,11 @@ def quantized_grouped_matmul(
     sizes: by default those of the chip that the trace is for. interpret: what `pl.pallas_call` takes.
     """
     if why_not_aligned(x.shape[1], scales.shape[1], dtype):
-        return quantized_groups_xla.quantized_grouped_matmul(
+        y = quantized_groups_xla.quantized_grouped_matmul(
             x, x_scales, codes, scales, zeros, group_sizes, dtype=dtype, out_dtype=out_dtype, fine=jnp.float32
         )
-    matrix = Matrix(codes, scales.astype(jnp.float32), zeros, None)
+        return biased(y, group_sizes, bias)
+    matrix = Matrix(codes, scales.astype(jnp.float32), zeros, bias)
     return product_of_groups(x, x_scales, matrix, group_sizes, None, dtype, out_dtype, sizes, interpret)
 
 

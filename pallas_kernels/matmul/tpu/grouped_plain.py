@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.gated import Gating, activated
+from pallas_kernels.matmul.gated import Gating, activated, biased
 from pallas_kernels.matmul.tpu.grouped import Matrix, gated_product_of_groups, product_of_groups, say_apart
 from pallas_kernels.matmul.tpu.widened import why_not_aligned
 from pallas_kernels.tuning import TpuProducts
@@ -21,6 +21,7 @@ def grouped_matmul(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
+    bias: jax.Array | None = None,
     *,
     out_dtype: Any,
     sizes: TpuProducts | None = None,
@@ -30,8 +31,9 @@ def grouped_matmul(
     if why_not_aligned(x.shape[1], 1, x.dtype):
         y = lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32)
         row = jnp.arange(len(x), dtype=jnp.int32)
-        return jnp.where((row < jnp.sum(group_sizes))[:, None], y, 0).astype(out_dtype)
-    return product_of_groups(x, None, Matrix(w), group_sizes, None, x.dtype, out_dtype, sizes, interpret)
+        y = jnp.where((row < jnp.sum(group_sizes))[:, None], y, 0).astype(out_dtype)
+        return biased(y, group_sizes, bias)
+    return product_of_groups(x, None, Matrix(w, bias=bias), group_sizes, None, x.dtype, out_dtype, sizes, interpret)
 
 
 def gated_matmul(

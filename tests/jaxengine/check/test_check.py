@@ -23,7 +23,7 @@ from models.config.experts import ExpertsConfig
 from models.registry import build_model
 from models.weights.declare import declared_params
 from scheduler.buckets import Bucket
-from sharding.layout import GATHER, RAGGED, MeshLayout
+from sharding.layout import MeshLayout
 from tests.models.tiny import with_attention
 
 CONFIG = {
@@ -331,41 +331,6 @@ def test_a_device_does_its_share_of_a_step():
     # Three tokens go to at most six experts, those of two ranks to all of a device's two.
     assert alone.num_bytes // 2 - share.num_bytes < 2 * 3 * 1024 * 32
     assert share.num_bytes > 2 * 2 * 3 * 1024 * 32
-
-
-def test_few_rows_of_an_expert_are_a_tile():
-    """Three tokens to two experts of eight each: six experts with a row each, which a tensor core multiplies as 16."""
-    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
-    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
-    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
-    model, of_an_expert = build_model(config, Build("bfloat16")), 2 * 3 * 1024 * 32
-    plain, tiled = (product_work(model, Bucket(3, 3), "bfloat16", expert_rows=rows).flops for rows in (1, 16))
-    assert tiled - plain == 6 * (16 - 1) * of_an_expert
-    plain, tiled = (product_work(model, Bucket(64, 3), "bfloat16", expert_rows=rows).flops for rows in (1, 16))
-    assert tiled == plain
-
-
-def test_a_block_of_rows_and_all_tokens_are_counted_where_devices_have_experts():
-    """Of 6 tokens on four devices 3 rows are a device's, and 12 at most: one block. Others are sent rows."""
-    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
-    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
-    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
-    gathers, sends = (
-        product_work(
-            build_model(config, Build("bfloat16", MeshLayout(2, 1, 2, True, backend))), Bucket(3, 3), "bfloat16"
-        ).row_bytes
-        for backend in (GATHER, RAGGED)
-    )
-    matrices = (1024 + 2 * 32) + (32 + 1024)
-    assert gathers - sends == 2 * (12 - 3) * matrices + 1024 * (6 * (2 + 4) + 12 * 8)
-
-
-def test_states_are_read_and_written_once():
-    """Of Qwen3-Next: 32 matrices of 128 x 128 in float32 and three tokens of 8,192 channels, over two devices."""
-    model = build_model(model_config("qwen3-next-80b-a3b:4"), Build("bfloat16", MeshLayout(attn=4, model=2)))
-    of_one = 4 * 32 * 128 * 128 + 2 * 3 * 8192
-    for bucket in (Bucket(5, 5), Bucket(64, 5)):
-        assert product_work(model, bucket, "bfloat16").state_bytes == 3 * 2 * 5 * of_one // 2
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,12 @@ from pallas_kernels.kv.pages import KVSpec, alloc, import_pages
 LATENT = Latent(kv_lora_rank=32, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=1)
 ATTENTION = LayerAttention(num_heads=4, num_kv_heads=1, head_dim=34, rope=None, latent=LATENT)
 LEAST = 9  # 4 * 32 * 4 / (2 * 32 - 4), rounded up
-NUM_TOKENS, NUM_SEQS, PAGE_SIZE, NUM_PAGES, WIDTH = 64, 8, 8, 60, 14
+NUM_TOKENS, NUM_SEQS, PAGE_SIZE, NUM_PAGES, WIDTH = 73, 9, 8, 60, 14
 MIXED = [(1, 12), (1, 39), (LEAST - 1, 5), (LEAST, 0), (11, 70), (20, 32)]  # new tokens and those before
 BATCHES = {
     "mixed": (MIXED, 3),
     "decodes and long ones": ([(1, 0), (1, 23), (9, 33), (30, 10)], 2),
+    "all the tokens that a long one leaves": ([(LEAST - 1, 10)] * 8 + [(LEAST, 7)], 8),
     "none long": ([(1, 20), (LEAST - 1, 40)], 2),
     "all long": ([(9, 33), (16, 0), (39, 64)], 0),
     "a long one before a short one": ([(12, 40), (2, 9), (30, 17)], 2),
@@ -54,27 +55,28 @@ def test_the_break_even_is_of_the_shape():
     assert mla_made.least_tokens(Latent(16, 16, 8, 16)) is None
 
 
-WINDOWED = dataclasses.replace(attention_spec(ATTENTION), window=64)
+WINDOWED = dataclasses.replace(ATTENTION, window=64)
 
 
 @pytest.mark.parametrize(
-    ("change", "spec", "num_tokens", "has_some"),
+    ("change", "attention", "num_tokens", "has_some"),
     [
-        ({}, attention_spec(ATTENTION), NUM_TOKENS, True),
-        ({}, attention_spec(ATTENTION), LEAST - 1, False),
+        ({}, ATTENTION, NUM_TOKENS, True),
+        ({}, ATTENTION, LEAST - 1, False),
         ({}, WINDOWED, NUM_TOKENS, False),
-        ({"dtype": "int8"}, attention_spec(ATTENTION), NUM_TOKENS, False),
-        ({"page_size": 24}, attention_spec(ATTENTION), NUM_TOKENS, False),
-        ({"layout": "gpu"}, attention_spec(ATTENTION), NUM_TOKENS, False),
+        ({"dtype": "int8"}, ATTENTION, NUM_TOKENS, False),
+        ({"page_size": 24}, ATTENTION, NUM_TOKENS, False),
+        ({"layout": "gpu"}, ATTENTION, NUM_TOKENS, False),
     ],
 )
-def test_who_has_made_rows(monkeypatch, change, spec, num_tokens, has_some):
+def test_who_has_made_rows(monkeypatch, change, attention, num_tokens, has_some):
     monkeypatch.setattr(mla_made, "LAYOUTS", ("cpu",))
     wanted = {"page_size": PAGE_SIZE, "dtype": "float32", "layout": "cpu"} | change
     kv = KVSpec(NUM_PAGES, wanted["page_size"], 1, 34, 32, wanted["dtype"], values_in_keys=True)
     pool = jax.eval_shape(lambda: alloc(kv, layout=wanted["layout"]))
     batch, *_ = drawn(np.random.default_rng(0), MIXED)
-    assert (mla_made.made_rows(ATTENTION, spec, batch, pool, num_tokens) is not None) == has_some
+    made = mla_made.made_rows(attention, attention_spec(attention), batch, pool, num_tokens)
+    assert (made is not None) == has_some
 
 
 @pytest.mark.parametrize(("name", "expected"), [("mixed T=1024", True), ("mixed T=512", False), ("decode", False)])
@@ -90,6 +92,12 @@ def test_steps_that_hold_such_rows_have_them(monkeypatch, name, expected):
     with jax.set_mesh(program.mesh):
         jax.eval_shape(program.function, *program.arguments)
     assert seen == ([(1024, 128, 128)] if expected else [])
+
+
+def test_short_rows_before_long_ones_have_few_tokens():
+    assert mla_made.most_short(LATENT, NUM_TOKENS) == NUM_TOKENS - LEAST == 64
+    deepseek = Latent(512, 128, 64, 128)
+    assert [mla_made.most_short(deepseek, tokens) for tokens in (683, 1024, 2048)] == [16, 352, 1376]
 
 
 def test_made_rows_are_what_absorbed_ones_are(layout):
@@ -113,7 +121,7 @@ def test_made_rows_are_what_absorbed_ones_are(layout):
         )
         return absorbed, both, made.num_short
 
-    for rows, num_short in list(BATCHES.values())[: 2 if layout == "tpu" else None]:
+    for rows, num_short in list(BATCHES.values())[: 3 if layout == "tpu" else None]:
         batch, keys, pages = drawn(rng, rows)
         q, q_rope = (rng.standard_normal((NUM_TOKENS, 4, width), np.float32) for width in (3, 2))
         absorbed, both, short = attend(q, q_rope, keys, pages, batch)

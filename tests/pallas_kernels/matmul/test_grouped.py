@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels.matmul import grouped_tiles
 from pallas_kernels.matmul.grouped import gated_matmul, grouped_matmul
 from pallas_kernels.matmul.grouped_xla import block_rows_of
+from pallas_kernels.matmul.quantized import quantized_grouped_matmul
 from pallas_kernels.registry import KERNELS, kernel
 
 IN, OUT = 40, 24
@@ -75,6 +76,44 @@ def test_the_operation_passes_everything_on():
     run = jax.jit(partial(grouped_matmul, out_dtype=jnp.float32))
     got = run(x, w, jnp.asarray(sizes, jnp.int32))
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_have_biases(dtype):
+    """Added to the product as it is rounded, as every platform but TPUs does."""
+    _, sizes = CASES["rows after the last group"]
+    x, w = operands(61, len(sizes), dtype)
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal((len(sizes), OUT)), dtype)
+    added = np.zeros((61, OUT), np.float32)
+    added[: sum(sizes)] = np.repeat(np.asarray(bias, np.float32), sizes, axis=0)
+    given = x, w, jnp.asarray(sizes, jnp.int32)
+    plain, got = grouped_matmul(*given), grouped_matmul(*given, bias)
+    assert got.dtype == dtype and not np.asarray(got[sum(sizes) :]).any()
+    np.testing.assert_array_equal(got, (plain.astype(jnp.float32) + added).astype(dtype))
+    exact = oracle(*(np.asarray(part, np.float64) for part in given[:2]), sizes) + added
+    np.testing.assert_allclose(got.astype(jnp.float32), exact, rtol=0, atol=2e-5 if dtype == "float32" else 0.05)
+
+
+@pytest.mark.parametrize(("size", "by_kernel"), [(128, True), (40, False)])
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_kernels_of_tpus_add_biases_themselves(is_quantized, size, by_kernel):
+    """Where they multiply; XLA looks up the bias of each row's group."""
+
+    def product(x, sizes, bias):
+        if not is_quantized:
+            return grouped_matmul(x, jnp.zeros((4, size, 136), jnp.bfloat16), sizes, bias)
+        return quantized_grouped_matmul(
+            x, jnp.zeros((4, size, 136), jnp.int8), jnp.zeros((4, 1, 136)), None, sizes, bias
+        )
+
+    def look_ups(bias):
+        shapes = ((8, size), "bfloat16"), ((4,), "int32")
+        traced = jax.jit(product).trace(*(jax.ShapeDtypeStruct(*each) for each in shapes), bias)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert ("tpu_custom_call" in text) == by_kernel
+        return text.count("stablehlo.gather")
+
+    assert (look_ups(jax.ShapeDtypeStruct((4, 136), "bfloat16")) == look_ups(None)) == by_kernel
 
 
 def test_gates_and_ups_are_activated_with_their_biases():
@@ -231,6 +270,7 @@ def test_blocks_are_as_long_as_an_average_group(rows, groups, block):
         ({"x": jnp.zeros((4, 8), jnp.bfloat16)}, "must both be bfloat16 or float32, got bfloat16 and float32"),
         ({"group_sizes": jnp.zeros(2)}, r"must be int32 \(2,\), got float32 \(2,\)"),
         ({"group_sizes": jnp.zeros(1, jnp.int32)}, r"got int32 \(1,\)"),
+        ({"bias": jnp.zeros((2, 2))}, r"grouped_matmul: bias must be \(2, 3\) or None, got \(2, 2\)"),
     ],
 )
 def test_unfit_operands(changes, message):

@@ -229,6 +229,10 @@ def test_groups(num_scales, codes, zeros, x_scales):
     sizes = jnp.asarray(SIZES, jnp.int32)
     got = quantized_grouped_matmul(call, *given, sizes, dtype=jnp.float32)
     assert error(got, exact) < 1e-6
+    bias = rng.standard_normal((len(SIZES), 136)).astype(np.float32)
+    got = quantized_grouped_matmul(call, *given, sizes, jnp.asarray(bias), dtype=jnp.float32)
+    exact[: sum(SIZES)] += np.repeat(bias, SIZES, axis=0)
+    assert error(got, exact) < 1e-6 and not np.asarray(got[sum(SIZES) :]).any()
 
 
 def test_codes_of_groups_that_are_stored_turned():
@@ -306,6 +310,9 @@ def test_operands_of_other_kinds():
     with pytest.raises(ValueError, match="group_sizes must be int32"):
         sizes = jnp.zeros(1, jnp.int32)
         quantized_grouped_matmul(jnp.zeros((2, 8)), jnp.zeros((2, 8, 4), jnp.int8), jnp.zeros((2, 1, 4)), None, sizes)
+    with pytest.raises(ValueError, match=r"quantized_grouped_matmul: bias must be \(2, 4\) or None, got \(4,\)"):
+        given = jnp.zeros((2, 8)), jnp.zeros((2, 8, 4), jnp.int8), jnp.zeros((2, 1, 4)), None, jnp.zeros(2, jnp.int32)
+        quantized_grouped_matmul(*given, jnp.zeros(4))
     for out, bias in ((4, jnp.zeros((2, 2))), (3, None)):
         given = jnp.zeros((2, 8)), jnp.zeros((2, 8, out), jnp.int8), jnp.zeros((2, 1, out)), None
         with pytest.raises(ValueError, match="outputs must be even, and bias"):

@@ -1,0 +1,82 @@
+"""What products of a step need, by the model's own count, against counts by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jaxengine.check.roofline import product_work
+from jaxengine.check.shapes import SHAPES, model_config
+from models.build import Build
+from models.config.experts import ExpertsConfig
+from models.registry import build_model
+from pallas_kernels.kv.pages import KVPages, KVSpec, alloc
+from scheduler.buckets import Bucket
+from sharding.layout import GATHER, RAGGED, MeshLayout
+from tests.models.tiny import with_attention
+
+
+def pool_of(spec: KVSpec, layout: str) -> KVPages:
+    return jax.eval_shape(lambda: alloc(spec, layout=layout))
+
+
+def test_few_rows_of_an_expert_are_a_tile():
+    """Three tokens to two experts of eight each: six experts with a row each, which a tensor core multiplies as 16."""
+    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
+    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
+    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
+    model, of_an_expert = build_model(config, Build("bfloat16")), 2 * 3 * 1024 * 32
+    pools = [pool_of(KVSpec(8, 16, 8, 128, 128, "bfloat16"), layout) for layout in ("cpu", "gpu")]
+    plain, tiled = (product_work(model, Bucket(3, 3), "bfloat16", pool).flops for pool in pools)
+    assert tiled - plain == 6 * (16 - 1) * of_an_expert
+    plain, tiled = (product_work(model, Bucket(64, 3), "bfloat16", pool).flops for pool in pools)
+    assert tiled == plain
+
+
+def test_rows_that_experts_are_filled_up_with_are_counted():
+    """Of 2,048 tokens on four devices 1,024 rows are a device's, 512 of each expert, which may have seven more each."""
+    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
+    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
+    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
+    model = build_model(config, Build("bfloat16", MeshLayout(2, 1, 2, True, GATHER)))
+    on_cpus, on_tpus = (
+        product_work(
+            model, Bucket(1024, 3), "bfloat16", pool_of(KVSpec(8, 16, 8, 128, 128, "bfloat16"), layout)
+        ).row_bytes
+        for layout in ("cpu", "tpu")
+    )
+    matrices = (1024 + 2 * 32) + (32 + 1024)
+    assert on_tpus - on_cpus == 2 * 7 * (2 * matrices + 1024 * 8)
+
+
+def test_keys_made_of_latents_are_counted():
+    """Of 128 heads on eight devices, eight at a time: latents go in twice, keys and values of 16 heads come out."""
+    model = build_model(model_config("deepseek-v3:1"), Build("bfloat16", MeshLayout(model=8)))
+    pools = [pool_of(KVSpec(8, 128, 1, 576, 512, "bfloat16", values_in_keys=True), layout) for layout in ("cpu", "tpu")]
+    for num_tokens, made in ((512, 0), (1024, 1024 * (2 * 576 + 16 * (128 + 64 + 128)))):
+        plain, more = (product_work(model, Bucket(num_tokens, 8), "bfloat16", pool).row_bytes for pool in pools)
+        assert more - plain == 2 * made
+
+
+def test_a_block_of_rows_and_all_tokens_are_counted_where_devices_have_experts():
+    """Of 6 tokens on four devices 3 rows are a device's, and 12 at most: one block. Others are sent rows."""
+    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
+    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
+    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
+    gathers, sends = (
+        product_work(
+            build_model(config, Build("bfloat16", MeshLayout(2, 1, 2, True, backend))), Bucket(3, 3), "bfloat16"
+        ).row_bytes
+        for backend in (GATHER, RAGGED)
+    )
+    matrices = (1024 + 2 * 32) + (32 + 1024)
+    assert gathers - sends == 2 * (12 - 3) * matrices + 1024 * (6 * (2 + 4) + 12 * 8)
+
+
+def test_states_are_read_and_written_once():
+    """Of Qwen3-Next: 32 matrices of 128 x 128 in float32 and three tokens of 8,192 channels, over two devices."""
+    model = build_model(model_config("qwen3-next-80b-a3b:4"), Build("bfloat16", MeshLayout(attn=4, model=2)))
+    of_one = 4 * 32 * 128 * 128 + 2 * 3 * 8192
+    for bucket in (Bucket(5, 5), Bucket(64, 5)):
+        assert product_work(model, bucket, "bfloat16").state_bytes == 3 * 2 * 5 * of_one // 2
