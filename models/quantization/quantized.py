@@ -32,7 +32,7 @@ from pallas_kernels.matmul.microscaled import microscaled_rows
 from pallas_kernels.matmul.nibbles import code_parts
 from pallas_kernels.matmul.quantized import quantized_gated_matmul, quantized_grouped_matmul, quantized_matmul
 from pallas_kernels.matmul.quantized_table import quantized_table_matmul
-from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows
+from pallas_kernels.matmul.rounding import RoundedRows, dynamic_scales, largest_values, rounded_rows, static_scales
 from sharding.collectives import gather_parts, largest_of_parts, shard_index
 
 # Kinds of tensors that no file has: what models.weights.quantized makes of those that it has.
@@ -160,7 +160,7 @@ class QuantizedWeight(nnx.Module):
             assert self.activation.group is not None
             return microscaled_rows(x, self.activation.group, dtype, kind=self.activation.scales, whole=static_scale)
         if static_scale is not None:
-            return rounded_rows(x, static_scale, dtype)
+            return rounded_rows(x, static_scales(x, static_scale, dtype), dtype)
         largest = self._largest(x, x.shape[1])
         if self.activation.bound is not None:
             largest = jnp.minimum(largest, self.activation.bound)

@@ -84,6 +84,13 @@ def dynamic_scales(largest: jax.Array, dtype: str, *, kind: str = FLOAT32) -> ja
     return jnp.where(scales > power, 2 * power, power)
 
 
+def static_scales(x: jax.Array, scales: jax.Array, dtype: str) -> jax.Array:
+    """Scales f32 [M, 1] or [1, 1] that rows x [M, in] are told; NaN of rows with NaN, which no integer is."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return scales
+    return jnp.where(jnp.any(jnp.isnan(x), axis=1, keepdims=True), jnp.nan, scales)
+
+
 def held_scales(largest: jax.Array, dtype: str, *, kind: str, whole: jax.Array | None) -> jax.Array:
     """Scales of few bits as they are held: those of E4M3 times `whole`, f32 that goes with them, and 0 for what is less
     than half of the least."""

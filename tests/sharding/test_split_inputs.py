@@ -45,7 +45,7 @@ def compare() -> None:
             weight = scheme.declare((*stack, 64, 24), (Source(name, 24),), axes, **options)
             for kind, array in arrays.items():
                 setattr(weight, kind, nnx.Param(array))
-            y = weight.grouped_matmul(x, sizes, jnp.float32) if stack else weight.matmul(x)
+            y = weight.grouped_matmul(x, sizes, None, jnp.float32) if stack else weight.matmul(x)
             return reduce_tokens(y, "ffn")
 
         def part(array):

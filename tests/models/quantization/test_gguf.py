@@ -140,7 +140,7 @@ def matrix(linear) -> np.ndarray:
     if codes.ndim == 2:
         return np.asarray(weight.matmul(rows))
     sizes = [jnp.array([size if n == each else 0 for n in range(len(codes))], jnp.int32) for each in range(len(codes))]
-    return np.stack([np.asarray(weight.grouped_matmul(rows, each, jnp.float32)) for each in sizes])
+    return np.stack([np.asarray(weight.grouped_matmul(rows, each, None, jnp.float32)) for each in sizes])
 
 
 def same_matrices(path: str, rtol: float) -> None:

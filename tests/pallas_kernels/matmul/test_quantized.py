@@ -156,20 +156,6 @@ def test_numbers_at_the_ends_of_float32(dtype):
             assert error(got / sizes, exact / sizes) < ERROR, (rounding, name)
 
 
-@pytest.mark.parametrize("rounding", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("num_scales", [1, 3])
-def test_a_row_that_is_not_finite_is_known_by_its_product(num_scales, rounding):
-    """Also of int8, which has no code for it; other rows know nothing of it."""
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((70, 96)), jnp.float32).at[5, 50].set(jnp.nan).at[8, 50].set(-jnp.inf)
-    matrix, scales, _ = matrix_of(rng, 96, 40, num_scales, rounding, False)
-    rounded = rounded_rows(x, dynamic_scales(largest_values(x, 96 // num_scales), rounding), rounding)
-    for function, name in DENSE.items():
-        finite = np.isfinite(compiled(function, "bfloat16")(*rounded, jnp.asarray(matrix), scales, None))
-        assert finite.any(axis=1).tolist() == finite.all(axis=1).tolist(), name
-        assert np.flatnonzero(~finite.any(axis=1)).tolist() == [5, 8], name
-
-
 @pytest.mark.parametrize("op", ["quantized_matmul", "quantized_grouped_matmul"])
 def test_a_tpu_without_kernel_has_no_float16(op):
     """Groups of 32 inputs do not fill its registers: XLA's product, of rows and a matrix in float32."""
