@@ -54,6 +54,7 @@ _TRIVIAL = frozenset(("parameter", "constant", "bitcast", "tuple", "get-tuple-el
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-<>]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-<>]+) = (.*?) ([\w\-]+)\((.*)$")
+_MEMORY = re.compile(r":?S\(\d+\)(SC\([^)]*\))?")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _FUSED = re.compile(r"calls=%?([\w.\-<>]+)")
 _CALLED = re.compile(
@@ -202,13 +203,23 @@ def copies(module: Module, precious: Precious) -> list[str]:
         name = precious.weights.get(instruction.elements) or precious.states.get(
             instruction.type_text.lstrip("(").partition("{")[0]
         )
-        if name is not None and _only_moves(module, instruction) and _from_parameter(body, instruction, given):
+        if name is None or not _only_moves(module, instruction) or _is_put_back(body, instruction):
+            continue
+        if _from_parameter(body, instruction, given):
             found.append(f"{name}: {_brief(instruction)}")
     return found
 
 
 def _brief(instruction: Instruction) -> str:
     return f"{instruction.opcode} {instruction.name} {instruction.type_text}"[:160]
+
+
+def _is_put_back(body: Iterable[Instruction], instruction: Instruction) -> bool:
+    """Whether what was brought onto the chip goes back as it was, to make room: bytes moved, and counted as such."""
+    if instruction.opcode != "copy-start" or not any(each.fast for each in body if each.name in instruction.operands):
+        return False
+    far, near = (_MEMORY.sub("", shape[0]) for shape in list(_SHAPE.finditer(instruction.type_text))[:2])
+    return far == near
 
 
 def _keeps_place(module: Module, instruction: Instruction) -> bool:

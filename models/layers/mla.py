@@ -91,7 +91,9 @@ class LatentAttention(nnx.Module):
             kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
         o = self._attend((q, q_rope), keys[:, 0], kv, ragged, step)
         with jax.named_scope("o_proj"):
-            return self.out(o.reshape(x.shape[0], -1), step.rows), kv
+            # Else XLA:TPU turns them by token in float32, where what comes next works in that.
+            o = lax.optimization_barrier(o.reshape(x.shape[0], -1))
+            return self.out(o, step.rows), kv
 
     def _attend(
         self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs
@@ -127,6 +129,4 @@ class LatentAttention(nnx.Module):
         with jax.named_scope("ragged_paged_attention"):
             o = ragged_paged_attention(latent_q, kv, ragged, spec=self.spec, q_rest=q[1], schedule=schedule)
         with jax.named_scope("values"):
-            values = self.w_uv.batched_matmul(cast(jax.Array, o), contract=1).astype(latent_q.dtype)
-            # Else XLA:TPU turns them by token in float32, where what comes next works in that.
-            return lax.optimization_barrier(values)
+            return self.w_uv.batched_matmul(cast(jax.Array, o), contract=1).astype(latent_q.dtype)

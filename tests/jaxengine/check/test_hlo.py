@@ -28,6 +28,11 @@ FUSED_SELECT = FUSED_SCATTER.replace("ROOT %s", "%s").replace(
 )
 W = "%w = f32[32,16]{1,0} parameter(0)"
 PREFETCH = "%c = (bf16[32,16]{1,0:T(8,128)S(1)}, bf16[32,16]{1,0}, u32[]) copy-start(%w)"
+PUT_BACK = [
+    PREFETCH,
+    "%d = f32[32,16]{1,0:T(8,128)S(1)} copy-done(%c)",
+    "%e = (f32[32,16]{1,0:T(8,128)}, f32[32,16]{1,0:T(8,128)S(1)}, u32[]) copy-start(%d)",
+]
 REFORMAT = "%u = ((f32[32,16]{1,0}), f32[32,16]{0,1}, (s32[4]{0})) async-update(%start, %w)"
 OFFLOADED_COPY = """%called (o: f32[32,16]) -> f32[32,16] {
   %o = f32[32,16]{1,0} parameter(0)
@@ -61,6 +66,9 @@ FUSION = "%f = f32[64,4,8]{2,1,0} fusion(%p, %q), kind=kLoop, calls=%fused"
         # A prefetch into on-chip memory.
         ([W, PREFETCH], "", []),
         ([W, PREFETCH, "%d = f32[32,16]{1,0:S(1)} copy-done(%c)", "%e = f32[32,16]{0,1} copy(%d)"], "", ["weight"]),
+        # Put back to make room; turned meanwhile.
+        ([W, *PUT_BACK], "", []),
+        ([W, *(line.replace("{1,0:T(8,128)}", "{0,1:T(8,128)}") for line in PUT_BACK)], "", ["weight"]),
         # What a loop is given, which is no weight where it lies on the chip.
         (CARRIED, "", ["weight"]),
         ([line.replace(":T(8,128)", ":T(8,128)S(1)") for line in CARRIED], "", []),
