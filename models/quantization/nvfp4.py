@@ -57,8 +57,8 @@ class Nvfp4(InOrder):
         module.read("weight_scale", "float8_e4m3fn", slice(0, 1))
         for kind in (self.whole, *(() if self.activation is None else (self.rows,))):
             value = module.read(kind).reshape(1)[0]
-            if not value > 0 or not np.isfinite(value):
-                raise module.fail(kind, f"must be finite and > 0, got {value}")
+            if not value >= np.finfo(np.float32).tiny or not np.isfinite(value):
+                raise module.fail(kind, f"must be finite and > 0, no subnormal number, got {value}")
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
         first, last, _ = columns.indices(module.shape[1])

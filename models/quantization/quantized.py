@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from models.config.fields import ModelConfigError
 from models.quantization.online import Rounded
 from models.quantization.plain import Plain
 from models.quantization.scheme import Weight
@@ -281,11 +282,12 @@ class Quantized:
             tensor = "weight" if isinstance(self.stored, Rounded) else VALUES
             return Plain(tensor).declare(shape, sources, axes, dtype=dtype, num_experts=num_experts, table=table)
         stored, own = self.stored, shape[-2] // input_parts
-        group = stored.activation.group if stored.activation is not None else None
+        group, size = stored.activation.group if stored.activation is not None else None, shape[-2]
+        what = f"{sources[0].name.replace('{layer}', '*').replace('{expert}', '*')}: {stored.format}: {size} inputs"
+        if stored.activation is not None and stored.activation.microscaled and group is not None and size % group:
+            raise ModelConfigError(f"quantization_config: {what} are no multiple of the {group} that share a scale")
         if input_parts > 1 and group is not None and own % group:
-            text = (
-                f"{shape[-2]} inputs, which are rounded {group} at a time, cannot be split over {input_parts} devices"
-            )
-            raise ValueError(f"{sources[0].name}: {stored.format}: {text}")
+            text = f"which are rounded {group} at a time, cannot be split over {input_parts} devices"
+            raise ValueError(f"{what}, {text}")
         options: dict[str, Any] = {"dtype": dtype, "num_experts": num_experts, "input_parts": input_parts}
         return QuantizedWeight(stored, shape, sources, axes, **options)

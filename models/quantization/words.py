@@ -78,6 +78,10 @@ class AwqGemm(Words):
 
     def check(self, module: StoredModule) -> None:
         module.read("qweight", "int32", slice(0, 1))
+        if self.has_zeros or not module.has("qzeros"):
+            return
+        if np.any(self._columns(module, "qzeros", slice(None), slice(None)) != self.half):
+            raise module.fail("qzeros", f"zero points must all be {self.half}, for the configuration has none")
 
     def codes(self, module: StoredModule, rows: slice, columns: slice) -> np.ndarray:
         return self.signed(self._columns(module, "qweight", rows, columns)).T

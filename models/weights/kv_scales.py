@@ -19,6 +19,7 @@ _OF_KEYS = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", 
 _OF_VALUES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale")
 KV_SCALES = tuple(f".self_attn.{name}" for name in dict.fromkeys((*_OF_KEYS, *_OF_VALUES)))
 STORED_FOR = "float8_e4m3fn"
+_LEAST = np.finfo(np.float32).tiny  # devices take less for 0
 
 # A code that saturates is wrong by what is cut off. Numbers of fp8 are as exact at half the range, those of int8 not.
 _HEADROOM = {"float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 1.0}
@@ -42,7 +43,7 @@ def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
     numbers so small that devices would take their scale for 0, and divide by it."""
     most = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
     scales = (largest * (_HEADROOM[dtype] / most)).astype(np.float32)
-    return np.where(scales >= np.finfo(np.float32).tiny, scales, np.float32(1))
+    return np.where(scales >= _LEAST, scales, np.float32(1))
 
 
 class KVShape(NamedTuple):
@@ -91,8 +92,8 @@ def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], sha
         if values.size not in (1, shape.num_heads):
             text = f"must hold one scale or one for each of {shape.num_heads} kv heads, got {values.size}"
             raise ModelFileError(source.path, text, candidates[0])
-        if not (np.isfinite(values) & (values > 0)).all():
-            raise ModelFileError(source.path, "must hold finite scales above 0", candidates[0])
+        if not (np.isfinite(values) & (values >= _LEAST)).all():
+            raise ModelFileError(source.path, f"must hold finite scales of at least {_LEAST:.2g}", candidates[0])
         scales[layer] = values
     return scales
 

@@ -209,11 +209,20 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
             tied_copy = True
         elif name.startswith(model.checkpoint_names.tower if config.tower is None else config.tower.unused):
             continue
-        elif not name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES)) and not name.startswith(predicting):
+        elif not (name.endswith((*IGNORABLE_SUFFIXES, *KV_SCALES)) or name.startswith(predicting)):
+            if _is_zero_bias(source, name):
+                continue
             raise ModelFileError(source.path, "the model has no use for this tensor", name)
     if rope_factors:
         _check_rope_factors(source, model, rope_factors)
     return tied_copy
+
+
+def _is_zero_bias(source: WeightSource, name: str) -> bool:
+    """Whether it is one of the biases that AutoGPTQ writes for every module, of zeros where a model has none."""
+    module, _, kind = name.rpartition(".")
+    quantized = source.modules if isinstance(source, QuantizedSource) else {}
+    return kind == "bias" and module in quantized and not np.any(source.read(name))
 
 
 def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:

@@ -123,10 +123,10 @@ class QuantizedSource(WrappedSource):
                 if f"{names[0]}.{kind}" not in self._shapes:
                     continue
                 first = self._of_inputs(f"{names[0]}.{kind}")
-                if kind == INPUT_SCALE and not (np.isfinite(first) & (first > 0)).all():
-                    raise ModelFileError(
-                        self.path, f"the scale of inputs must be finite and > 0, got {first}", names[0]
-                    )
+                # Devices take subnormal numbers for 0, and divide by it.
+                if kind == INPUT_SCALE and not (np.isfinite(first) & (first >= np.finfo(np.float32).tiny)).all():
+                    text = f"the scale of inputs must be finite and > 0, no subnormal number, got {first}"
+                    raise ModelFileError(self.path, text, names[0])
                 for name in names[1:]:
                     if not np.array_equal(first, self._of_inputs(f"{name}.{kind}")):
                         what = "order of inputs (g_idx)" if kind == ORDER else "static scale of inputs"

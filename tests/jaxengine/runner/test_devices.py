@@ -17,6 +17,9 @@ from models.config.attention import LayerAttention
 from models.config.experts import ExpertsConfig
 from models.config.model_config import ModelConfig
 from models.config.rope import Rope
+from models.quantization.eight_bits import BLOCK, EightBits
+from models.quantization.rules import LINEAR, Quantization
+from models.quantization.stored import Activation
 from sharding.layout import MESH_AXES, RAGGED, MeshLayout
 from sharding.mesh import make_mesh
 from sharding.stages import Stage
@@ -81,6 +84,17 @@ def test_sizes_that_do_not_divide_the_model(options, message):
     resolved = config(**options)
     with pytest.raises(ConfigError, match=message):
         build_split(MODEL, resolved, resolved.mesh_layout(MODEL), Stage(0, 4))
+
+
+def test_sizes_that_cut_what_is_rounded_together():
+    """96 inputs in groups of 16 are split over 1, 2, 3 and 6 devices, without groups over 4 as well."""
+    rounded = Activation("float8_e4m3fn", 16)
+    stored = EightBits("fp8", "float8_e4m3fn", BLOCK, rounded, (16, 16))
+    model = replace(MODEL, quantization=Quantization("fp8", (((LINEAR,), stored),)))
+    resolved = EngineConfig.from_options(tensor_parallel_size=4).resolved(model, PLATFORMS["cpu"])
+    said = r"tensor_parallel_size is 4; allowed: 1, 2, 3, 6 for this model .model.layers.\*.mlp.down_proj: fp8: 96 inputs"
+    with pytest.raises(ConfigError, match=said):
+        build_split(model, resolved, resolved.mesh_layout(model), Stage(0, 4))
 
 
 @pytest.mark.parametrize(

@@ -66,23 +66,24 @@ DAMAGE = [
     ),
     ("fp8 tensor static", f"{Q}.activation_scale", lambda a: a * 2, "must have the same static scale of inputs"),
     ("fp8 tensor static", f"{DOWN}.activation_scale", lambda a: a * 0, "scale of inputs must be finite and > 0"),
+    ("fp8 tensor static", f"{DOWN}.activation_scale", lambda a: a * 0 + 1e-40, "no subnormal number, got .1.*e-40"),
     ("ct packed 4", f"{Q}.weight_scale", lambda a: a[:, :1], r"shape must be \(64, 2\) for .*, got \(64, 1\)"),
     ("ct packed 4", f"{Q}.weight_shape", lambda a: a + 1, r"must be \(64, 64\), got \(65, 65\)"),
     ("ct packed 4", f"{Q}.weight_packed", lambda a: a.astype(np.int64), "must hold int32, got int64"),
     ("ct nvfp4", f"{Q}.weight_packed", lambda a: a.view(np.int8), "must hold uint8, got int8"),
     ("ct nvfp4", f"{Q}.weight_scale", lambda a: a.astype(np.float32), "must hold float8_e4m3fn, got float32"),
-    ("ct nvfp4", f"{Q}.weight_global_scale", lambda a: a * 0, "must be finite and > 0, got 0.0"),
+    ("ct nvfp4", f"{Q}.weight_global_scale", lambda a: a * 0, "must be finite and > 0, .* got 0.0"),
     ("ct mxfp4", f"{Q}.weight_packed", lambda a: a.view(np.int8), "must hold uint8, got int8"),
     ("ct mxfp4", f"{Q}.weight_scale", lambda a: a[:, :1], r"shape must be \(64, 2\) for .*, got \(64, 1\)"),
     ("ct mxfp4", f"{Q}.weight_scale", lambda a: a * 0 + 255, "255 stands for no number .at"),
     ("ct nvfp4 rows", f"{Q}.input_global_scale", None, "is missing .at .*input_global_scale"),
-    ("ct nvfp4 rows", f"{Q}.input_global_scale", lambda a: a * np.inf, "must be finite and > 0, got inf .at"),
+    ("ct nvfp4 rows", f"{Q}.input_global_scale", lambda a: a * np.inf, "must be finite and > 0, .* got inf .at"),
     ("ct nvfp4 rows", f"{Q}.input_global_scale", lambda a: a * 2, "must have the same static scale of inputs"),
     ("ct mxfp8 rows", f"{Q}.weight_scale", lambda a: a * 0 + 255, "255 stands for no number .at"),
     ("ct mxfp8 rows", f"{Q}.weight", lambda a: a.view(np.int8), "must hold float8_e4m3fn, got int8"),
     ("modelopt fp8", f"{Q}.input_scale", None, "is missing .at .*input_scale"),
     ("modelopt fp8 block", f"{Q}.weight_scale", lambda a: a[:, 0], r"must be \(1, 1\) or \(1, 1, 1, 1\) for"),
-    ("modelopt nvfp4", f"{DOWN}.input_scale", lambda a: a * 0, "must be finite and > 0, got 0.0 .at .*input_scale"),
+    ("modelopt nvfp4", f"{DOWN}.input_scale", lambda a: a * 0, "must be finite and > 0, .* got 0.0 .at .*input_scale"),
     ("modelopt nvfp4", f"{Q}.weight_scale_2", None, "is missing .at .*weight_scale_2"),
     ("awq", f"{Q}.qzeros", None, "is missing"),
     ("awq", f"{Q}.scales", with_nan, "3 of 128 scales are not finite"),
@@ -145,6 +146,37 @@ def test_zero_points_of_three_bits_as_two_writers_have_them(tmp_path):
         other = np.broadcast_to(fours - ones, words.shape).reshape(tensors[name].shape)
         tensors[name] = np.ascontiguousarray(other).view(np.int32)
     load_params(model, ArraySource(tensors))
+
+
+def test_zero_points_of_awq_where_there_are_to_be_none(tmp_path):
+    """Words that hold the middle of the range say nothing; others were the weights of another model."""
+    _, tensors = opened(tmp_path, "awq")
+    model = build_model(read_hf(settings(**FORMATS["awq"][0] | {"zero_point": False})), Build("float32"))
+    with pytest.raises(ModelFileError, match="zero points must all be 8, for the configuration has none .at .*qzeros"):
+        load_params(model, ArraySource(tensors))
+    words = np.array([0x88888888], np.uint32).view(np.int32)[0]
+    halves = {name: np.full_like(tensors[name], words) for name in tensors if name.endswith("qzeros")}
+    load_params(model, ArraySource(tensors | halves))
+
+
+@pytest.mark.parametrize("name", ["gptq 4", "awq"])
+def test_biases_of_zeros(tmp_path, name):
+    """AutoGPTQ writes one of each module, whether the model has it or not."""
+    model, tensors = opened(tmp_path, name)
+    biases = {module.replace("scales", "bias"): np.zeros(64, np.float16) for module in tensors if "scales" in module}
+    load_params(model, ArraySource(tensors | biases))
+    biases[f"{Q}.bias"] = np.eye(64, dtype=np.float16)[3]
+    with pytest.raises(ModelFileError, match=f"the model has no use for this tensor .at {Q}.bias"):
+        load_params(model, ArraySource(tensors | biases))
+    with pytest.raises(ModelFileError, match=r"the model has no use for this tensor .at model.norm.bias"):
+        load_params(model, ArraySource(tensors | {"model.norm.bias": np.zeros(64, np.float16)}))
+
+
+@pytest.mark.parametrize("name", ["ct nvfp4 rows", "ct mxfp8 rows"])
+def test_inputs_that_leave_a_group_of_rounded_ones_cut(name):
+    config = CONFIG | {"intermediate_size": 104, "quantization_config": FORMATS[name][0]}
+    with pytest.raises(ModelConfigError, match=r"model.layers.\*.mlp.down_proj: .*104 inputs are no multiple of the"):
+        build_model(read_hf(config), Build("float32"))
 
 
 def test_a_tensor_of_a_module_that_is_not_quantised(tmp_path):

@@ -77,8 +77,12 @@ def test_latents_have_those_of_keys_only():
             {"0.self_attn.v_scale": None, "1.self_attn.v_scale": None},
             "though the checkpoint has others .at model.layers.0.self_attn.v_scale",
         ),
-        ({"0.self_attn.k_scale": 0.0}, "must hold finite scales above 0 .at model.layers.0.self_attn.k_scale"),
-        ({"0.self_attn.k_scale": np.nan}, "finite scales above 0"),
+        (
+            {"0.self_attn.k_scale": 0.0},
+            "finite scales of at least 1.2e-38 .at model.layers.0.self_attn.k_scale",
+        ),
+        ({"0.self_attn.k_scale": np.nan}, "finite scales of at least"),
+        ({"0.self_attn.k_scale": 1e-40}, "finite scales of at least"),
         ({"0.self_attn.k_scale": [1.0, 1.0, 1.0]}, "one for each of 2 kv heads, got 3"),
     ],
 )
