@@ -91,7 +91,7 @@ class LatentAttention(nnx.Module):
             kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
         o = self._attend((q, q_rope), keys[:, 0], kv, ragged, step)
         with jax.named_scope("o_proj"):
-            # Else XLA:TPU turns them by token in float32, where what comes next works in that.
+            # Else XLA:TPU turns results of heads by token in float32, where what comes next works in that.
             o = lax.optimization_barrier(o.reshape(x.shape[0], -1))
             return self.out(o, step.rows), kv
 
