@@ -91,17 +91,16 @@ class LatentAttention(nnx.Module):
             kv = kv_cache_update(kv, keys, None, ragged.slot_mapping, schedule=pages.update_schedule)
         o = self._attend((q, q_rope), keys[:, 0], kv, ragged, step)
         with jax.named_scope("o_proj"):
-            # Else XLA:TPU turns results of heads by token in float32, where what comes next works in that.
-            o = lax.optimization_barrier(o.reshape(x.shape[0], -1))
             return self.out(o, step.rows), kv
 
     def _attend(
         self, q: tuple[jax.Array, jax.Array], keys: jax.Array, kv: KVPages, ragged: RaggedBatch, step: StepInputs
     ) -> jax.Array:
-        """Values [T, N, Hv] of queries without rope and with it, [T, N, .] each; keys: of this step, [T, C + R]."""
-        if (made := step.made) is None:
-            return self._absorbed(q, kv, ragged, step.schedule)
+        """Values [T, N * Hv] of queries without rope and with it, [T, N, .] each; keys: of this step, [T, C + R]."""
         num_tokens, num_heads = q[0].shape[:2]
+        # Without the barriers XLA:TPU turns results of heads by token in float32, where what comes next works in that.
+        if (made := step.made) is None:
+            return lax.optimization_barrier(self._absorbed(q, kv, ragged, step.schedule)).reshape(num_tokens, -1)
 
         def nothing():
             return jnp.zeros((num_tokens, num_heads, self.latent.v_head_dim), keys.dtype)
@@ -120,10 +119,11 @@ class LatentAttention(nnx.Module):
                 weights, sizes = (self.w_uk, self.w_uv), {"latent": self.latent, "spec": self.spec}
                 return attend_made(o, q, keys, weights, kv, ragged.page_table, made, **sizes)
 
-        return lax.cond(made.rows.num_seqs > 0, both, lambda: self._absorbed(q, kv, ragged, step.schedule))
+        o = lax.cond(made.rows.num_seqs > 0, both, lambda: self._absorbed(q, kv, ragged, step.schedule))
+        return lax.optimization_barrier(o.reshape(num_tokens, -1))
 
     def _absorbed(self, q: tuple[jax.Array, jax.Array], kv: KVPages, ragged: RaggedBatch, schedule: Any) -> jax.Array:
-        """The same of all rows, by attention to latents."""
+        """Values [T, N, Hv] of all rows, by attention to latents."""
         with jax.named_scope("absorb"):
             latent_q = self.w_uk.batched_matmul(q[0], contract=0).astype(q[0].dtype)
         with jax.named_scope("ragged_paged_attention"):
