@@ -105,13 +105,11 @@ def join_tokens(x: jax.Array, axis: str, num_tokens: int) -> jax.Array:
     return lax.all_gather(x, over, axis=0, tiled=True)[:num_tokens] if over else x
 
 
-def exchange_rows(
-    x: jax.Array, out: jax.Array, sizes: jax.Array, axis: str, *, step: int = 1, back: bool = False
-) -> jax.Array:
+def exchange_rows(x: jax.Array, out: jax.Array, sizes: jax.Array, axis: str, *, back: bool = False) -> jax.Array:
     """Rows to the devices that hold their groups, or back to where they came from: a ragged all-to-all.
 
     The parts of `axis`, on n > 1 devices, are G / n groups each, in order. A sender's rows are sorted by group; those
-    that a device gets are sorted by group, and within a group by sender; each group begins at a multiple of `step`.
+    that a device gets are sorted by group, and within a group by sender.
 
     Args:
       x: [N, ...], a sender's rows or, with `back`, those that it got; what follows them goes nowhere.
@@ -127,8 +125,8 @@ def exchange_rows(
     me, own = lax.axis_index(over), groups // devices
     # Where a device's rows of a group begin: with itself, and with the group's device.
     sent = jnp.cumsum(sizes, axis=1) - sizes
-    whole = filled_up(jnp.sum(sizes, axis=0), step).reshape(devices, own)
-    got = (jnp.cumsum(whole, axis=1) - whole).reshape(groups) + jnp.cumsum(sizes, axis=0) - sizes
+    by_group = sizes.T.reshape(devices, own * devices)
+    got = (jnp.cumsum(by_group, axis=1) - by_group).reshape(groups, devices).T
 
     def of_me(table: jax.Array) -> jax.Array:
         return table[me]
@@ -159,11 +157,6 @@ def exchange_rows(
             return _copy_slices(parts, out, packed(theirs(sizes)), theirs(sizes), theirs(then))
 
     return lax.platform_dependent(x, out, cpu=padded, tpu=ragged)
-
-
-def filled_up(sizes: jax.Array, step: int) -> jax.Array:
-    """Sizes as multiples of `step`: none smaller."""
-    return sizes + -sizes % step if step > 1 else sizes
 
 
 def stack_parts(x: jax.Array, axis: str) -> jax.Array:

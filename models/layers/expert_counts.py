@@ -59,12 +59,13 @@ def rows_of_experts(model: Any, num_tokens: int, platform: str) -> ExpertRows | 
 
 
 def expert_rows(layer: MixtureOfExperts, mesh: MeshLayout, num_tokens: int, platform: str) -> ExpertRows | None:
-    """Of the device with the first experts, for steps of `num_tokens` on each rank; None where XLA multiplies.
+    """Of the device with the first experts, for steps of `num_tokens` on each rank; None where XLA multiplies, or rows
+    are sent between devices.
 
     platform: a row of `pallas_kernels.registry`.
     """
     kernel = group_kernel(platform)
-    if kernel is None:
+    if kernel is None or layer.sends_rows:
         return None
     experts, num_tokens = layer.experts, num_tokens * mesh.ranks_sharing(layer.axis)
     own = experts.num_experts // mesh.num_shards("experts") if layer.axis == "experts" else experts.num_experts

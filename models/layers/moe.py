@@ -35,7 +35,6 @@ from pallas_kernels.matmul.grouped import group_step
 from pallas_kernels.zeros import zeros_in_layer
 from sharding.collectives import (
     exchange_rows,
-    filled_up,
     gather_tokens,
     join_tokens,
     keep_tokens,
@@ -245,8 +244,8 @@ class MixtureOfExperts(nnx.Module):
 
         Of n devices with the same tokens each takes T / n of them and gathers the others' results, which is less to
         exchange than the sum of the results would be. Padding goes nowhere. A device may be picked for all tokens of
-        all N devices, so that it has room for N * ceil(T / n) * min(k, experts of a device) rows; it goes through them
-        in blocks as `_own_experts` does, and leaves results in their place.
+        all N devices, so that it has room for N * ceil(T / n) * min(k, experts of a device) rows of D and of twice the
+        experts' intermediate size; `_gather_tokens` has rows for all tokens and k.
         """
         k, num_tokens, own = self.experts.num_per_token, x.shape[0], self._num_own
         with jax.named_scope("group"):
@@ -254,30 +253,18 @@ class MixtureOfExperts(nnx.Module):
             ids = share_tokens(ids, self.axis, fill=self.experts.num_experts)
             order = jnp.argsort(ids.ravel(), stable=True)
             sizes = stack_parts(tokens_per_expert(ids, self.experts.num_experts), self.axis)
-            average = x.shape[0] * k
-            step = group_step(average, own)
-            most, block = rows_of_own(sizes.shape[0] * x.shape[0], k, own, average, step)
-            room = lax.empty((most + -most % block, x.shape[1]), x.dtype)
-            rows = exchange_rows(self._inputs(x, weights, order), room, sizes, self.axis, step=step)
+            room = lax.empty((sizes.shape[0] * x.shape[0] * min(k, own), x.shape[1]), x.dtype)
+            rows = exchange_rows(self._inputs(x, weights, order), room, sizes, self.axis)
             own_sizes = lax.dynamic_slice_in_dim(jnp.sum(sizes, axis=0), shard_index(self.axis) * own, own)
 
             def sent(slots: jax.Array) -> jax.Array:
                 slots = share_tokens(slots, self.axis, fill=-1)[order // k]
-                return exchange_rows(slots, jnp.full(len(rows), -1, slots.dtype), sizes, self.axis, step=step)
+                return exchange_rows(slots, jnp.full(rows.shape[0], -1, slots.dtype), sizes, self.axis)
 
             adapters = _of_rows(adapters, sent)
-
-        def multiply_block(first: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
-            def part(array: jax.Array) -> jax.Array:
-                return lax.dynamic_slice_in_dim(array, first, block)
-
-            y = self._multiply(part(rows), sizes, _of_rows(adapters, part))
-            return lax.dynamic_update_slice_in_dim(rows, y, first, 0)
-
-        y = in_blocks(filled_up(own_sizes, step), most, block, multiply_block, rows)
+        y = self._multiply(rows, own_sizes, adapters)
         with jax.named_scope("combine"):
-            room = jnp.zeros((order.size, y.shape[1]), y.dtype)
-            y = exchange_rows(y, room, sizes, self.axis, step=step, back=True)
+            y = exchange_rows(y, jnp.zeros((order.size, y.shape[1]), y.dtype), sizes, self.axis, back=True)
             return join_tokens(self._mix(y, weights, order).astype(x.dtype), self.axis, num_tokens)
 
     def _inputs(self, x: jax.Array, weights: jax.Array, order: jax.Array) -> jax.Array:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +19,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from models.build import Build
-from models.layers.expert_rows import in_blocks
 from models.layers.moe import ExpertLoad, MixtureOfExperts
 from models.layers.rows import Rows
 from sharding.collectives import exchange_rows, join_tokens, share_tokens
@@ -54,23 +52,19 @@ def sizes_of() -> dict[str, np.ndarray]:
     }
 
 
-def by_hand(x: np.ndarray, sizes: np.ndarray, step: int) -> np.ndarray:
-    """Rows [DEVICES, MOST, WIDTH] as the devices get them, [DEVICES, room_for(step), WIDTH]."""
-    got = np.full((DEVICES, room_for(step), WIDTH), EMPTY, x.dtype)
+def by_hand(x: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Rows [DEVICES, MOST, WIDTH] as the devices get them, [DEVICES, DEVICES * MOST, WIDTH]."""
+    got = np.full((DEVICES, DEVICES * MOST, WIDTH), EMPTY, x.dtype)
     begin = np.cumsum(sizes, axis=1) - sizes
     for device in range(DEVICES):
-        place = 0
-        for group in range(device * OWN, (device + 1) * OWN):
-            place = -(-place // step) * step
-            for sender in range(DEVICES):
-                first, count = begin[sender, group], sizes[sender, group]
-                got[device, place : place + count] = x[sender, first : first + count]
-                place += count
+        rows = [
+            x[sender, begin[sender, group] : begin[sender, group] + sizes[sender, group]]
+            for group in range(device * OWN, (device + 1) * OWN)
+            for sender in range(DEVICES)
+        ]
+        rows = np.concatenate(rows)
+        got[device, : len(rows)] = rows
     return got
-
-
-def room_for(step: int) -> int:
-    return DEVICES * MOST + OWN * (step - 1)
 
 
 class AsOnTPU:
@@ -99,18 +93,19 @@ def check_rows() -> None:
     """Every row lands where it should, and comes back to where it was; nothing else is touched."""
     x = np.arange(DEVICES * MOST * WIDTH, dtype=np.float32).reshape(DEVICES, MOST, WIDTH)
 
-    def both(x, sizes, step):
-        rows = exchange_rows(x, jnp.full((room_for(step), WIDTH), EMPTY), sizes, "experts", step=step)
-        return rows, exchange_rows(2 * rows, jnp.full((MOST, WIDTH), EMPTY), sizes, "experts", step=step, back=True)
+    def both(x, sizes):
+        rows = exchange_rows(x, jnp.full((DEVICES * MOST, WIDTH), EMPTY), sizes, "experts")
+        return rows, exchange_rows(2 * rows, jnp.full((MOST, WIDTH), EMPTY), sizes, "experts", back=True)
 
-    layouts = (MeshLayout(data=2, attn=2, model=2), 1), (MeshLayout(data=8), 8), (MeshLayout(attn=2, model=4), 1)
-    for layout, step in layouts:
-        specs = {"in_specs": (ALL, PartitionSpec()), "out_specs": (ALL, ALL), "check_vma": False}
-        mapped = jax.jit(jax.shard_map(partial(both, step=step), mesh=make_mesh(layout), **specs))
+    for layout in (MeshLayout(data=2, attn=2, model=2), MeshLayout(data=8), MeshLayout(attn=2, model=4)):
+        mapped = jax.jit(
+            jax.shard_map(
+                both, mesh=make_mesh(layout), in_specs=(ALL, PartitionSpec()), out_specs=(ALL, ALL), check_vma=False
+            )
+        )
         for name, sizes in sizes_of().items():
             rows, returned = mapped(x.reshape(-1, WIDTH), sizes)
-            wanted = by_hand(x, sizes, step)
-            np.testing.assert_array_equal(np.asarray(rows).reshape(DEVICES, -1, WIDTH), wanted, name)
+            np.testing.assert_array_equal(np.asarray(rows).reshape(DEVICES, -1, WIDTH), by_hand(x, sizes), name)
             sent = np.arange(MOST) < sizes.sum(axis=1)[:, None]
             wanted = np.where(sent[..., None], 2 * x, EMPTY)
             np.testing.assert_array_equal(np.asarray(returned).reshape(x.shape), wanted, name)
@@ -137,13 +132,11 @@ def check_shares() -> None:
 
 
 def check_layer() -> None:
-    """The layer gives what one device gives, also where devices cannot share tokens evenly, experts are filled up and
-    rows are gone through in blocks; padding goes nowhere."""
+    """The layer gives what one device gives, also where devices cannot share tokens evenly; padding goes nowhere."""
     plain, x = make_layer(), tokens(20)
     is_token = np.arange(20) % 5 > 0
     expected, expected_load = oracle(plain, x[is_token])
-    cases = ({"model": 8}, 1), ({"data": 4}, 4), ({"data": 2, "model": 4}, 1), ({"data": 2, "attn": 2, "model": 2}, 8)
-    for sizes, step in cases:
+    for sizes in ({"model": 8}, {"data": 4}, {"data": 2, "model": 4}, {"data": 2, "attn": 2, "model": 2}):
         layout = MeshLayout(**sizes, expert_parallel=True, all2all_backend=RAGGED)
         layer = MixtureOfExperts(CONFIG, source="m", build=Build(jnp.float32, layout))
         assert layer.sends_rows
@@ -156,17 +149,10 @@ def check_layer() -> None:
             is_leaf=lambda leaf: isinstance(leaf, nnx.Param),
         )
 
-        def run(state, x, is_token, graph=graph, step=step):
+        def run(state, x, is_token, graph=graph):
             layer = nnx.merge(graph, state)
-            with (
-                mock.patch("models.layers.moe.exchange_rows", wraps=exchange_rows) as spied,
-                mock.patch("models.layers.moe.group_step", lambda *_: step),
-                mock.patch("models.layers.moe.in_blocks", wraps=in_blocks) as blocks,
-                mock.patch("models.layers.expert_rows._LEAST_ROWS", 1 if step > 1 else 128),
-            ):
+            with mock.patch("models.layers.moe.exchange_rows", wraps=exchange_rows) as spied:
                 y = layer(x, Rows(is_token))
-            _, most, block, *_ = blocks.call_args.args
-            assert (most > block) == (step > 1)
             return y, nnx.pop(layer, ExpertLoad)["load"][...][None], jnp.sum(spied.call_args.args[2])
 
         batch = PartitionSpec(RULES["batch"])
