@@ -63,8 +63,7 @@ class Build:
 
         Raises ModelConfigError where one product is made of modules that are stored differently.
         """
-        names = [source.name.replace("{layer}", str(self.layer)) for source in sources]
-        chosen = {name: self.scheme(name) for name in names}
+        chosen = self._schemes(sources)
         schemes = {*chosen.values()}
         if len(schemes) != 1:
             kept = ", ".join(f"{name} as {getattr(scheme, 'stored', 'it is')}" for name, scheme in chosen.items())
@@ -72,6 +71,15 @@ class Build:
         parts = 1 if table or axes[-2] is None else self.mesh.num_shards(axes[-2])
         options: dict[str, Any] = {"num_experts": num_experts, "table": table, "input_parts": parts}
         return schemes.pop().declare(shape, sources, axes, dtype=self.dtype, **options)
+
+    def stores_alike(self, sources: Sequence[Source]) -> bool:
+        """Whether the modules of these sources are stored in one way, so that they can be one product."""
+        return len({*self._schemes(sources).values()}) == 1
+
+    def _schemes(self, sources: Sequence[Source]) -> dict[str, Scheme]:
+        """How each of the modules is stored, by its name in the checkpoint."""
+        names = [source.name.replace("{layer}", str(self.layer)) for source in sources]
+        return {name: self.scheme(name) for name in names}
 
     def for_table(self) -> Build:
         """What a token table is built for: stored as it is, unless the scheme says how tables are, too."""

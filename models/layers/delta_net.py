@@ -38,7 +38,8 @@ class GatedDeltaNet(nnx.Module):
 
     Heads are split over devices, whole heads of keys with the values that they serve.
 
-    inputs: the checkpoint modules of q, k, v, z, beta and of what the decay is made of.
+    inputs: the checkpoint modules of q, k, v, z, beta and of what the decay is made of. They are one product, or two
+      where the last two are stored in another way: a checkpoint that quantises the others may leave them as they are.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class GatedDeltaNet(nnx.Module):
         inputs = [part._replace(group=group) for part, group in zip(inputs, groups, strict=True)]
         self.ends = tuple(np.cumsum([part.rows // devices for part in inputs]).tolist())
         self.num_k_heads, self.num_v_heads = state.num_k_heads // devices, state.num_v_heads // devices
-        self.inputs = Linear(hidden_size, inputs, axes=("embed", "heads"), build=build)
+        num_joined = len(inputs) if build.stores_alike(inputs) else len(inputs) - 2
+        joined, apart = inputs[:num_joined], inputs[num_joined:]
+        self.inputs = Linear(hidden_size, joined, axes=("embed", "heads"), build=build)
+        self.gates = Linear(hidden_size, apart, axes=("embed", "heads"), build=build) if apart else None
         convolved = parts_of(f"{source}.conv1d.weight", state.key_size, state.key_size, state.value_size)
         convolved = tuple(part._replace(group=group) for part, group in zip(convolved, groups, strict=False))
         channels = sum(part.rows for part in convolved)
@@ -75,6 +79,8 @@ class GatedDeltaNet(nnx.Module):
         with jax.named_scope("inputs"):
             q_end, k_end, v_end, z_end, beta_end, _ = self.ends
             inputs = self.inputs(x, step.rows)
+            if self.gates is not None:
+                inputs = jnp.concatenate([inputs, self.gates(x, step.rows)], axis=1)
             mixed, z, beta, decay = jnp.split(inputs, (v_end, z_end, beta_end), axis=1)
         with jax.named_scope("causal_conv"):
             mixed, windows = causal_conv(mixed, self.conv[...], windows, rows)

@@ -110,6 +110,11 @@ CASES |= {
 CASES |= {
     "int8 tp2 pp2": ("int8", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "int8 tp2 dp2 ep": ("int8", {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}),
+    "gates apart tp2": ("gates_apart", {"tensor_parallel_size": 2}),
+    "gates apart tp2 dp2 ep": (
+        "gates_apart",
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    ),
     "awq tp2 pp2": ("awq", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
 # Drafts of whatever came before, right and wrong; the run on one device has none.

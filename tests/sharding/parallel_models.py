@@ -141,6 +141,10 @@ INT8 = MOE | {
     }
 }
 AWQ = DENSE | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
+# States whose beta and decay are not quantised, and so are a product of their own.
+GATES_APART = STATES | {
+    "quantization_config": AWQ["quantization_config"] | {"modules_to_not_convert": ["in_proj_ba"]},
+}
 MODELS = {
     "dense": DENSE,
     "tied": DENSE | {"num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -158,4 +162,5 @@ MODELS = {
     "mamba2": MAMBA2,
     "int8": INT8,
     "awq": AWQ,
+    "gates_apart": GATES_APART,
 }

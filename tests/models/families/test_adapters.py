@@ -65,8 +65,8 @@ def test_rows_with_and_without_an_adapter(name, recorded, thorough, tmp_path):
                 is_out_first = model.checkpoint_names.stacked_experts.out_first
                 weights[key] = (weights[key] + (change if is_out_first else change.swapaxes(1, 2))).astype(np.float32)
         save_file(weights, tmp_path / "model.safetensors")
-        merged = PagedRun(_loaded(build_model(case.config, Build("float32")), tmp_path / "model.safetensors"))
-        with_adapter = PagedRun(_with_slot(_loaded(model, folder), read_adapter(tmp_path, targets, 4, "float32"), 1))
+        merged = PagedRun(loaded(build_model(case.config, Build("float32")), tmp_path / "model.safetensors"))
+        with_adapter = PagedRun(with_slot(loaded(model, folder), read_adapter(tmp_path, targets, 4, "float32"), 1))
         prompts = {str(index): prompt for index, prompt in enumerate(case.prompts)}
         sizes = {"num_tokens": padded(sum(map(len, prompts.values())))}
         wanted = merged.step(prompts, **sizes)
@@ -89,7 +89,7 @@ def test_adapters_of_experts_that_peft_has_made(name, recorded, thorough):
         model = build_model(case.config, Build("float32", lora=SPEC))
         adapter = read_adapter(PEFT / name, targets_of([model]), 4, "float32")
         assert adapter.rank == (3 if name == "qwen2_moe" else 2)
-        run = PagedRun(_with_slot(_loaded(model, folder), adapter, 2))
+        run = PagedRun(with_slot(loaded(model, folder), adapter, 2))
         prompts = {str(index): prompt for index, prompt in enumerate(case.prompts)}
         found = run.step(prompts, num_tokens=padded(sum(map(len, prompts.values()))), adapters={"0": 2})
         with np.load(PEFT / name / "golden.npz", allow_pickle=False) as golden:
@@ -113,14 +113,14 @@ def stacked_experts(weights, model):
     return {layer: {part: parts[part] for part in JOINED} for layer, parts in found.items()}
 
 
-def _loaded(model, path):
+def loaded(model, path):
     source = SafetensorsCheckpoint(path)
     nnx.update(model, with_pools(model, load_params(model, source), None))
     source.close()
     return model
 
 
-def _with_slot(model, adapter, slot):
+def with_slot(model, adapter, slot):
     pools = list(declared_pools(model))
     leaves, tree = jax.tree.flatten(nnx.state(model))
     arrays, new = [leaves[pool.index] for pool in pools], [slot_values(pool, SPEC, adapter.matrices) for pool in pools]
