@@ -11,6 +11,7 @@ from jaxengine.commands.new_folder import new_folder
 from jaxengine.config.engine_config import ConfigError, EngineConfig
 from jaxengine.config.platforms import PLATFORMS
 from jaxengine.runner.devices import build_split, choose_devices, choose_stages, load_weights
+from jaxengine.runner.kv_scales import stored_scales
 from jaxengine.runner.open import ProgressBar, kernel_platform, picture_sizes
 from models.weights.lora_pools import targets_of
 from models.weights.merged import MergedSource
@@ -50,6 +51,7 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
     layout = resolved.mesh_layout(source.config)
     stage = choose_stages(source.config, resolved, layout)[0]
     model, mesh = build_split(source.config, resolved, layout, stage), make_mesh(layout, devices)
+    scales = stored_scales(source)
     if merge_lora is not None:
         assert source.weights is not None and not isinstance(source.weights, Path)
         targets = targets_of([build_split(source.config, replace(resolved, enable_lora=True), layout, stage)])
@@ -60,4 +62,4 @@ def convert(config: EngineConfig, folder: Path, merge_lora: Path | None = None) 
             params = load_weights(source, model, mesh, resolved, bar.update)
         source.close()
         print(f"writing {folder}", file=sys.stderr)
-        save_checkpoint(part, params, model, mesh=mesh, files=source.files_beside_weights())
+        save_checkpoint(part, params, model, mesh=mesh, files=source.files_beside_weights(), kv_scales=scales)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,17 @@ from models.config.model_config import ModelConfig
 from models.registry import model_for_hf
 from models.weights.errors import ModelFileError
 from models.weights.files import read_object
-from models.weights.kv_scales import STORED_FOR, KVScales, KVShape, read_scales, scales_for
+from models.weights.kv_scales import (
+    BEYOND,
+    STORED_FOR,
+    KVScales,
+    KVShape,
+    of_object,
+    read_scales,
+    scales_for,
+    to_object,
+)
+from models.weights.orbax import load_scales
 from models.weights.renamed import RenamedSource
 from scheduler.request import POOLED, Request
 from scheduler.scheduler import Scheduler
@@ -36,9 +45,6 @@ from scheduler.token_params import TokenParams
 logger = logging.getLogger(__name__)
 
 _NUM_TOKENS = 512  # of random text, where nothing else is measured
-# No model's magnitudes: a product of two such is beyond float32.
-_BEYOND = 1e30
-_KEYS, _VALUES = "largest_keys", "largest_values"
 
 
 def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None:
@@ -53,19 +59,30 @@ def known_scales(source: ModelSource, config: ResolvedConfig) -> KVScales | None
         return KVScales(ones, None if shape.values_in_keys else ones)
     if config.kv_cache_scales not in (AUTO, CALIBRATE):
         return scales_of(read_largest(Path(config.kv_cache_scales), shape), config.kv_cache_dtype)
-    if config.kv_cache_scales == CALIBRATE or source.weights is None or isinstance(source.weights, Path):
+    if config.kv_cache_scales == CALIBRATE:
         return None
-    names = model_for_hf(source.config.architecture).checkpoint_names
-    found = read_scales(RenamedSource(source.weights, names), shape)
+    found = stored_scales(source)
     if found is not None and config.kv_cache_dtype != STORED_FOR:
         logger.info("the checkpoint's scales of keys and values are for %s: measured instead", STORED_FOR)
         return None
     return found
 
 
+def stored_scales(source: ModelSource) -> KVScales | None:
+    """Those of the checkpoint, converted or not, for codes of STORED_FOR; None where it has none. Raises
+    ModelFileError."""
+    if source.weights is None:
+        return None
+    shape = _shape(source.config)
+    if isinstance(source.weights, Path):
+        return load_scales(source.weights, shape)
+    names = model_for_hf(source.config.architecture).checkpoint_names
+    return read_scales(RenamedSource(source.weights, names), shape)
+
+
 def scales_of(largest: KVScales, dtype: str) -> KVScales:
     """From the largest magnitudes."""
-    return KVScales(scales_for(largest.k, dtype), None if largest.v is None else scales_for(largest.v, dtype))
+    return largest.each(lambda magnitudes: scales_for(magnitudes, dtype))
 
 
 def measure(
@@ -118,7 +135,7 @@ def measure(
             k[layers] = np.maximum(k[layers], keys)
             if values is not None:
                 v[layers] = np.maximum(v[layers], values)
-        if not (k.max() < _BEYOND and v.max() < _BEYOND):
+        if not (k.max() < BEYOND and v.max() < BEYOND):
             layer = int(np.argmax(np.maximum(k, v).max(axis=1)))
             text = f"keys or values of layer {layer} are not finite after prompt {number}: its weights are damaged"
             raise ModelFileError(config.model or "the embedded model", text)
@@ -141,11 +158,9 @@ def _run(runner: ModelRunner, prompt: np.ndarray) -> None:
 
 
 def write_largest(path: Path, largest: KVScales) -> None:
-    """A file that `read_largest` reads: of keys and of values a list of heads for each layer. ConfigError, where it
-    cannot be written."""
-    kinds = {_KEYS: largest.k} | ({} if largest.v is None else {_VALUES: largest.v})
+    """A file that `read_largest` reads. ConfigError, where it cannot be written."""
     try:
-        path.write_text(json.dumps({name: kind.tolist() for name, kind in kinds.items()}) + "\n")
+        path.write_text(json.dumps(to_object(largest)) + "\n")
     except OSError as error:
         problem = f"output {str(path)!r} cannot be written ({error.strerror})"
         raise ConfigError.because("output", problem, "name a file in a folder with room") from None
@@ -160,25 +175,11 @@ def read_largest(path: Path, shape: KVShape) -> KVScales:
     if content is None:
         problem = f"kv_cache_scales {str(path)!r} cannot be read ({why})"
         raise ConfigError.because("kv_cache_scales", problem, "give a file that `jaxengine calibrate` wrote")
-    names = [_KEYS, *([] if shape.values_in_keys else [_VALUES])]
-    kinds = [_numbers(content.get(name), shape) for name in names]
-    if content.keys() != set(names) or any(kind is None for kind in kinds):
-        needed = f"{' and '.join(names)} of {shape.num_heads} heads in {shape.num_layers} layers"
-        problem = f"kv_cache_scales {str(path)!r} is not of this model, which needs {needed}"
-        raise ConfigError.because("kv_cache_scales", problem, "calibrate this one")
-    k, *v = (kind for kind in kinds if kind is not None)
-    return KVScales(k, v[0] if v else None)
-
-
-def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
-    """f32[layers, K] of magnitudes; None for anything else."""
-    if not isinstance(rows, list) or len(rows) != shape.num_layers:
-        return None
-    for row in rows:
-        numbers = isinstance(row, list) and len(row) == shape.num_heads and {*map(type, row)} <= {int, float}
-        if not numbers or not all(0 <= number < _BEYOND for number in row):
-            return None
-    return np.array(rows, np.float32)
+    try:
+        return of_object(content, shape)
+    except ValueError as error:
+        problem = f"kv_cache_scales {str(path)!r} is not of this model, which needs {error}"
+        raise ConfigError.because("kv_cache_scales", problem, "calibrate this one") from None
 
 
 def _shape(config: ModelConfig) -> KVShape:

@@ -1,12 +1,14 @@
 """Scales of cached keys and values: what a code stands for, in each layer and kv head.
 
 A checkpoint may have them, one number for a layer or one for each kv head, for codes of float8_e4m3fn: those of
-compressed-tensors, AutoFP8 and ModelOpt do. Knows nothing of pools.
+compressed-tensors, AutoFP8 and ModelOpt do. A file of ours holds the largest magnitudes that they are made of. Knows
+nothing of pools.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +21,13 @@ _OF_KEYS = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", 
 _OF_VALUES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale")
 KV_SCALES = tuple(f".self_attn.{name}" for name in dict.fromkeys((*_OF_KEYS, *_OF_VALUES)))
 STORED_FOR = "float8_e4m3fn"
-_LEAST = np.finfo(np.float32).tiny  # devices take less for 0
 
 # A code that saturates is wrong by what is cut off. Numbers of fp8 are as exact at half the range, those of int8 not.
 _HEADROOM = {"float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 1.0}
+# No model's magnitudes: a product of two such is beyond float32.
+BEYOND = 1e30
+_TINY = np.finfo(np.float32).tiny
+_LARGEST_KEYS, _LARGEST_VALUES = "largest_keys", "largest_values"
 
 
 class KVScales(NamedTuple):
@@ -35,15 +40,30 @@ class KVScales(NamedTuple):
     v: np.ndarray | None
 
     def of_layers(self, layers: list[int]) -> KVScales:
-        return KVScales(self.k[layers], None if self.v is None else self.v[layers])
+        return self.each(lambda kind: kind[layers])
+
+    def each(self, made: Callable[[np.ndarray], np.ndarray]) -> KVScales:
+        """What is made of those of keys, and of those of values where there are any."""
+        return KVScales(made(self.k), None if self.v is None else made(self.v))
 
 
 def scales_for(largest: np.ndarray, dtype: str) -> np.ndarray:
-    """Scales with which the largest magnitudes f32[layers, K] fit into codes; 1 where nothing but zeros was seen, or
+    """Scales with which the largest magnitudes [layers, K] fit into codes, f32; 1 where nothing but zeros was seen, or
     numbers so small that devices would take their scale for 0, and divide by it."""
+    scales = (largest.astype(np.float64) / _codes(dtype)).astype(np.float32)
+    return np.where(scales >= _TINY, scales, np.float32(1))
+
+
+def largest_for(scales: np.ndarray, dtype: str) -> np.ndarray:
+    """The magnitudes of which `scales_for` makes these scales, bit for bit, if they are normal numbers: f64, which
+    float32 would round."""
+    return scales.astype(np.float64) * _codes(dtype)
+
+
+def _codes(dtype: str) -> float:
+    """What the largest magnitude is, in scales."""
     most = 127.0 if dtype == "int8" else float(jnp.finfo(dtype).max)
-    scales = (largest * (_HEADROOM[dtype] / most)).astype(np.float32)
-    return np.where(scales >= _LEAST, scales, np.float32(1))
+    return most / _HEADROOM[dtype]
 
 
 class KVShape(NamedTuple):
@@ -59,6 +79,34 @@ class KVShape(NamedTuple):
     paged: tuple[int, ...]
     num_heads: int
     values_in_keys: bool
+
+
+def to_object(largest: KVScales) -> dict[str, Any]:
+    """Largest magnitudes as a file has them: of keys and of values a list of heads for each layer."""
+    values = {} if largest.v is None else {_LARGEST_VALUES: largest.v.tolist()}
+    return {_LARGEST_KEYS: largest.k.tolist()} | values
+
+
+def of_object(content: dict[str, Any], shape: KVShape) -> KVScales:
+    """Largest magnitudes, f64, of what `to_object` made. Raises ValueError, which says what a file of this model
+    holds."""
+    names = [_LARGEST_KEYS, *([] if shape.values_in_keys else [_LARGEST_VALUES])]
+    kinds = [_numbers(content.get(name), shape) for name in names]
+    if content.keys() != set(names) or any(kind is None for kind in kinds):
+        raise ValueError(f"{' and '.join(names)} of {shape.num_heads} heads in {shape.num_layers} layers")
+    k, *v = (kind for kind in kinds if kind is not None)
+    return KVScales(k, v[0] if v else None)
+
+
+def _numbers(rows: Any, shape: KVShape) -> np.ndarray | None:
+    """f64[layers, K] of magnitudes; None for anything else."""
+    if not isinstance(rows, list) or len(rows) != shape.num_layers:
+        return None
+    for row in rows:
+        numbers = isinstance(row, list) and len(row) == shape.num_heads and {*map(type, row)} <= {int, float}
+        if not numbers or not all(0 <= number < BEYOND for number in row):
+            return None
+    return np.array(rows, np.float64)
 
 
 def read_scales(source: WeightSource, shape: KVShape) -> KVScales | None:
@@ -92,8 +140,9 @@ def _read_kind(source: WeightSource, names: set[str], kind: tuple[str, ...], sha
         if values.size not in (1, shape.num_heads):
             text = f"must hold one scale or one for each of {shape.num_heads} kv heads, got {values.size}"
             raise ModelFileError(source.path, text, candidates[0])
-        if not (np.isfinite(values) & (values >= _LEAST)).all():
-            raise ModelFileError(source.path, f"must hold finite scales of at least {_LEAST:.2g}", candidates[0])
+        if not ((values >= _TINY) & (largest_for(values, STORED_FOR) < BEYOND)).all():
+            text = "must hold finite scales above 0 that float32 can multiply with"
+            raise ModelFileError(source.path, text, candidates[0])
         scales[layer] = values
     return scales
 

@@ -1,8 +1,9 @@
 """Checkpoints in our own layout: weights as they lie on the devices; a second load neither transposes nor joins.
 
 A folder holds layout.json (what the weights were arranged for), the configuration and tokenizer files it was made from,
-and weights/ (written and read with orbax-checkpoint, each process its own parts). The order inside joined weights
-depends on how many devices they are split over (declare.ParamDecl): another number is refused, all else is free.
+weights/ (written and read with orbax-checkpoint, each process its own parts) and kv_cache_scales.json where the
+checkpoint has scales of keys and values. The order inside joined weights depends on how many devices they are split
+over (declare.ParamDecl): another number is refused, all else is free.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from models.causal_lm import CausalLM
 from models.weights.declare import DeclaredParam, declared_params
 from models.weights.errors import ModelFileError
 from models.weights.files import read_object
+from models.weights.kv_scales import STORED_FOR, KVScales, KVShape, largest_for, of_object, scales_for, to_object
 from models.weights.parts import num_parts, put, sharding_of
 
 LAYOUT_FILE = "layout.json"
 WEIGHTS_FOLDER = "weights"
+# A file as `jaxengine calibrate` writes it. The layout says whether it belongs to the checkpoint: one of this name may
+# have come from the folder that was converted.
+SCALES_FILE, HAS_SCALES = "kv_cache_scales.json", "kv_cache_scales"
 FORMAT = "jaxengine-weights-2"
 MAX_LAYOUT_BYTES = 64 << 20
 # Of weights on their way between files and devices: host memory beyond the weights themselves.
@@ -38,7 +43,13 @@ CONCURRENT_GB = 4
 
 
 def save_checkpoint(
-    folder: Path, params: nnx.State, model: CausalLM, *, mesh: Mesh | None = None, files: Iterable[Path] = ()
+    folder: Path,
+    params: nnx.State,
+    model: CausalLM,
+    *,
+    mesh: Mesh | None = None,
+    files: Iterable[Path] = (),
+    kv_scales: KVScales | None = None,
 ) -> None:
     """Writes a folder that load_checkpoint reads. Every process of the mesh calls it, with one and the same folder.
 
@@ -47,6 +58,7 @@ def save_checkpoint(
       params: of load_params for this model and mesh.
       model: abstract, whole (no pipeline stage).
       files: copied into the folder: configuration and tokenizer.
+      kv_scales: the checkpoint's of keys and values, of all layers.
 
     Raises ValueError for a stage, ModelFileError for a folder that holds something or cannot be written.
     """
@@ -63,6 +75,8 @@ def save_checkpoint(
         "mesh": {} if mesh is None else dict(mesh.shape),
         "weights": {param.name: _arrangement(param, mesh) for param in declared},
     }
+    if kv_scales is not None:
+        layout[HAS_SCALES] = True
     held = dict(nnx.to_flat_state(params))
     arrays = {param.name: held[param.path].get_value() for param in declared}
     try:
@@ -77,6 +91,9 @@ def save_checkpoint(
         if jax.process_index() == 0:
             for file in files:
                 shutil.copyfile(file, folder / file.name)
+            if kv_scales is not None:
+                largest = kv_scales.each(lambda scales: largest_for(scales, STORED_FOR))
+                (folder / SCALES_FILE).write_text(json.dumps(to_object(largest)) + "\n")
             # Last: a folder without it is not a checkpoint.
             (folder / LAYOUT_FILE).write_text(json.dumps(layout, indent=1))
         ocp.multihost.sync_global_processes("the folder is complete")
@@ -166,7 +183,24 @@ def read_layout(folder: Path) -> dict[str, Any]:
         raise ModelFileError(path, f"format must be {FORMAT!r}; convert the model again")
     if not isinstance(layout.get("weights"), dict) or not isinstance(layout.get("mesh"), dict):
         raise ModelFileError(path, "must hold objects mesh and weights")
+    if not isinstance(layout.get(HAS_SCALES, False), bool):
+        raise ModelFileError(path, f"{HAS_SCALES} must be true, false or absent")
     return layout
+
+
+def load_scales(folder: Path, shape: KVShape) -> KVScales | None:
+    """The scales of keys and values that save_checkpoint was given, for codes of STORED_FOR; None where it was given
+    none. Raises ModelFileError for a folder that is none, and where its file of scales is missing or damaged."""
+    if not read_layout(folder).get(HAS_SCALES, False):
+        return None
+    path, content = folder / SCALES_FILE, read_object(folder, SCALES_FILE)
+    if content is None:
+        raise ModelFileError(path, f"cannot be read: there is no such file, though {LAYOUT_FILE} says there is")
+    try:
+        largest = of_object(content, shape)
+    except ValueError as error:
+        raise ModelFileError(path, f"must hold {error}; convert the model again") from None
+    return largest.each(lambda magnitudes: scales_for(magnitudes, STORED_FOR))
 
 
 def _arrangement(param: DeclaredParam, mesh: Mesh | None) -> dict[str, Any]:

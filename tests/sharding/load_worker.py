@@ -24,8 +24,9 @@ from models.config.rope import Rope
 from models.registry import build_model
 from models.weights.declare import DeclaredParam, Source, declared_params
 from models.weights.dummy import dummy_params
+from models.weights.kv_scales import KVScales, KVShape
 from models.weights.load import load_params
-from models.weights.orbax import load_checkpoint, save_checkpoint
+from models.weights.orbax import load_checkpoint, load_scales, save_checkpoint
 from models.weights.safetensors import SafetensorsCheckpoint
 from sharding.layout import MeshLayout
 from sharding.mesh import make_mesh
@@ -238,7 +239,10 @@ def load_as_one_of_two(folder: Path, number: int, port: str) -> None:
     params = dummy_params(model, mesh=mesh)
     plain = tensors_of(DENSE, dummy_params(build_model(DENSE, Build(jnp.float32))))
     check_parts(DENSE, layout, mesh, params, plain)
-    save_checkpoint(folder / "converted", params, model, mesh=mesh)
+    scales = KVScales(*np.random.default_rng(0).random((2, 2, 4), np.float32))
+    save_checkpoint(folder / "converted", params, model, mesh=mesh, kv_scales=scales)
+    read = load_scales(folder / "converted", KVShape(2, (0, 1), 4, values_in_keys=False))
+    np.testing.assert_array_equal(read, scales)
     check_parts(DENSE, layout, mesh, load_checkpoint(folder / "converted", model, mesh=mesh), plain)
     numbers = {"read": source.bytes_read, "grown": grown, "own": own}
     print(json.dumps(numbers | {"largest": max(tensor.nbytes for tensor in tensors.values())}))

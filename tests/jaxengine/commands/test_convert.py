@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxengine import LLM, SamplingParams
+from jaxengine.checkpoint.model_source import open_model
 from jaxengine.commands.cli import main
-from jaxengine.config.engine_config import ConfigError
+from jaxengine.config.engine_config import ConfigError, EngineConfig
+from jaxengine.runner.kv_scales import read_largest, stored_scales
 from models.build import Build
 from models.registry import build_model, read_folder
 from models.weights.errors import ModelFileError
+from models.weights.kv_scales import KVScales, KVShape, scales_for
 from models.weights.load import load_params
-from models.weights.orbax import load_checkpoint
+from models.weights.orbax import SCALES_FILE, load_checkpoint
 from models.weights.safetensors import SafetensorsCheckpoint
 from sharding.layout import ONE_DEVICE
 from sharding.mesh import make_mesh
@@ -37,6 +45,7 @@ def test_a_converted_model_is_the_same_model(tiny_options, tmp_path, make_llm, c
     converted = {**tiny_options, "model": str(folder)}
     assert tokens(LLM(**converted)) == tokens(make_llm())
     assert tokens(LLM(**converted, load_format="orbax")) == tokens(make_llm())
+    assert not (folder / SCALES_FILE).exists() and "kv_cache_scales" not in (folder / "layout.json").read_text()
 
     assert main(["convert", str(folder), "--model", source, "--disable-log-stats"]) == 2
     assert "exists; a checkpoint is written to a new folder" in capsys.readouterr().err
@@ -113,3 +122,100 @@ def assert_same_weights(folder, model):
     assert len(jax.tree.leaves(stored)) == len(jax.tree.leaves(read))
     assert all(map(np.array_equal, jax.tree.leaves(stored), jax.tree.leaves(read)))
     return read
+
+
+KV_SHAPE = KVShape(num_layers=2, paged=(0, 1), num_heads=2, values_in_keys=False)
+CONVERT = ["--disable-log-stats", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def with_scales(tmp_path_factory) -> tuple[Path, Path, KVScales]:
+    """A checkpoint whose cache is to be of fp8, so coarse that tokens show it; the same, converted; its scales."""
+    folder = tmp_path_factory.mktemp("scales")
+    model, converted = quantized_models.write(folder, "ct int channel", num_layers=2), folder / "converted"
+    config = json.loads((model / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (model / "config.json").write_text(json.dumps(config))
+    # One of a layer, one of each head, and numbers that are not those of fewer bits.
+    scales = KVScales(np.float32([[0.9, 0.9], [0.7, 1 / 3]]), np.float32([[0.8, 0.8], [0.1, 0.1]]))
+    stored = {
+        "0.self_attn.k_scale": [0.9],
+        "1.self_attn.k_proj.k_scale": [0.7, 1 / 3],
+        "0.self_attn.v_scale": [0.8],
+        "1.self_attn.v_proj.output_scale": [0.1],
+    }
+    tensors = load_file(model / "model.safetensors")
+    tensors |= {f"model.layers.{name}": np.float32(values) for name, values in stored.items()}
+    save_file(tensors, model / "model.safetensors")
+    # Of a file that has the name by chance nothing is taken.
+    (model / SCALES_FILE).write_text("{}")
+    assert main(["convert", str(model), str(converted), *CONVERT]) == 0
+    return model, converted, scales
+
+
+def test_scales_of_keys_and_values(with_scales, tmp_path):
+    """A converted model's cache is the checkpoint's, bit for bit."""
+    model, converted, scales = with_scales
+    steps = {"cudagraph_capture_sizes": [], "prefill_sizes": []}
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 48, "max_num_seqs": 2}
+    options |= {"compilation_config": steps, "disable_log_stats": True}
+    ours, theirs = (LLM(str(folder), **options) for folder in (converted, model))
+    for llm in (ours, theirs):
+        assert llm.core.runner.config.kv_cache_dtype == "float8_e4m3fn"
+        kv = llm.core.runner._stages[0]._kv
+        np.testing.assert_array_equal(kv.k_scale, scales.k)
+        np.testing.assert_array_equal(kv.v_scale, scales.v)
+    assert tokens(ours) == tokens(theirs)
+    # A file for `kv_cache_scales` as any other, and what is converted again keeps it.
+    largest = read_largest(converted / SCALES_FILE, KV_SHAPE)
+    np.testing.assert_array_equal(scales_for(largest.k, "float8_e4m3fn"), scales.k)
+    assert main(["convert", str(converted), str(tmp_path / "again"), *CONVERT]) == 0
+    again = stored_scales(open_model(EngineConfig(model=str(tmp_path / "again"), skip_tokenizer_init=True)))
+    assert again is not None and np.array_equal(again.k, scales.k) and np.array_equal(again.v, scales.v)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: there is no such file, though layout.json says there is"),
+        ('{"largest_keys": [[1, 2', "not JSON"),
+        ('{"largest_keys": [[1, 2], [3, 4]]}', "must hold largest_keys and largest_values of 2 heads in 2 layers"),
+        ('{"largest_keys": [[1, 2], [3, NaN]], "largest_values": [[1, 2], [3, 4]]}', "must hold largest_keys"),
+    ],
+)
+def test_scales_that_are_missing_or_damaged(with_scales, tmp_path, content, said):
+    converted = shutil.copytree(with_scales[1], tmp_path / "converted")
+    (converted / SCALES_FILE).unlink()
+    if content is not None:
+        (converted / SCALES_FILE).write_text(content)
+    source = open_model(EngineConfig(model=str(converted), skip_tokenizer_init=True))
+    with pytest.raises(ModelFileError, match=f"{SCALES_FILE}: {said}"):
+        stored_scales(source)
+
+
+def test_scales_that_cannot_be_used_are_known_before_weights_are_read(with_scales, tmp_path, monkeypatch, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes((with_scales[0] / "config.json").read_bytes())
+    tensors = load_file(with_scales[0] / "model.safetensors")
+    tensors.pop("model.layers.0.self_attn.v_scale")
+    save_file(tensors, model / "model.safetensors")
+    monkeypatch.setattr("jaxengine.commands.convert.load_weights", lambda *_: pytest.fail("weights are read"))
+    assert main(["convert", str(model), str(tmp_path / "converted"), *CONVERT]) == 2
+    assert "though other layers have theirs (at model.layers.0.self_attn.v_scale)" in capsys.readouterr().err
+    assert not (tmp_path / "converted").exists()
+
+
+def test_a_disk_that_is_full_before_the_scales(with_scales, tmp_path, monkeypatch, capsys):
+    write_text = Path.write_text
+
+    def full(path, *content, **options):
+        if path.name == SCALES_FILE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(path, *content, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["convert", str(with_scales[0]), str(tmp_path / "converted"), *CONVERT]) == 2
+    assert "converted.part: cannot be written: [Errno 28] No space left" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

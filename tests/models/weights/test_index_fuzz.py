@@ -9,13 +9,15 @@ import shutil
 import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from models.build import Build
 from models.registry import build_model, read_folder
 from models.weights.errors import ModelFileError
+from models.weights.kv_scales import KVScales, KVShape
 from models.weights.load import load_params
-from models.weights.orbax import load_checkpoint, save_checkpoint
+from models.weights.orbax import load_checkpoint, load_scales, save_checkpoint
 from models.weights.safetensors import SafetensorsCheckpoint
 from tests.models.damage import damaged_bytes, damaged_value
 
@@ -72,7 +74,9 @@ def test_damaged_layouts_of_our_own(tmp_path, checkpoints, thorough):
     source = checkpoints / "llama"
     model = build_model(read_folder(source), Build(jnp.float32))
     whole, folder = tmp_path / "whole", tmp_path / "damaged"
-    save_checkpoint(whole, load_params(model, SafetensorsCheckpoint(source)), model)
+    shape = KVShape(2, (0, 1), 2, values_in_keys=False)
+    scales = KVScales(*np.ones((2, 2, 2), np.float32))
+    save_checkpoint(whole, load_params(model, SafetensorsCheckpoint(source)), model, kv_scales=scales)
     load_checkpoint(whole, model)
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
     count, num_refused = 1000 if thorough else 40, 0
@@ -85,7 +89,7 @@ def test_damaged_layouts_of_our_own(tmp_path, checkpoints, thorough):
             file.write_text(json.dumps(damaged_value(json.loads(raw), rng)))
         except ValueError:  # not one of its notes, but data
             file.write_bytes(damaged_bytes(raw, rng))
-        num_refused += refused(number, lambda: load_checkpoint(folder, model))
+        num_refused += refused(number, lambda: (load_scales(folder, shape), load_checkpoint(folder, model)))
         shutil.rmtree(folder)
     assert 0 < num_refused < count
     gc.collect()  # futures that orbax leaves behind, each of which complains when it goes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from models.weights.errors import ModelFileError
-from models.weights.kv_scales import KVScales, KVShape, read_scales, scales_for
+from models.weights.kv_scales import KVScales, KVShape, largest_for, of_object, read_scales, scales_for, to_object
 
 SHAPE = KVShape(num_layers=2, paged=(0, 1), num_heads=2, values_in_keys=False)
 LATENT = SHAPE._replace(num_heads=1, values_in_keys=True)
@@ -77,12 +79,10 @@ def test_latents_have_those_of_keys_only():
             {"0.self_attn.v_scale": None, "1.self_attn.v_scale": None},
             "though the checkpoint has others .at model.layers.0.self_attn.v_scale",
         ),
-        (
-            {"0.self_attn.k_scale": 0.0},
-            "finite scales of at least 1.2e-38 .at model.layers.0.self_attn.k_scale",
-        ),
-        ({"0.self_attn.k_scale": np.nan}, "finite scales of at least"),
-        ({"0.self_attn.k_scale": 1e-40}, "finite scales of at least"),
+        ({"0.self_attn.k_scale": 0.0}, "must hold finite scales above 0 .* .at model.layers.0.self_attn.k_scale"),
+        ({"0.self_attn.k_scale": np.nan}, "finite scales above 0"),
+        ({"0.self_attn.k_scale": 1e-40}, "finite scales above 0 that float32 can multiply with"),
+        ({"0.self_attn.k_scale": 1e28}, "finite scales above 0 that float32 can multiply with"),
         ({"0.self_attn.k_scale": [1.0, 1.0, 1.0]}, "one for each of 2 kv heads, got 3"),
     ],
 )
@@ -102,3 +102,15 @@ def test_the_largest_fits_into_codes(dtype):
     assert (codes <= most * 1.0001).all() and (codes[largest > 0] >= most / 2.01).all()
     assert (scales_for(np.float32([[1e-44, 1e-37]]), dtype) == 1).all(), "of them a device makes 0"
     assert KVScales(scales, None).of_layers([1]).k.tolist() == scales[1:].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_a_file_of_largest_magnitudes_keeps_every_bit_of_scales(dtype):
+    """Those of any float32, which has no number for all of their magnitudes."""
+    bits = np.random.default_rng(0).integers(1 << 23, 211 << 23, (2, 1 << 12), np.uint32)
+    bits[0, :2] = 1 << 23, (211 << 23) - 1
+    scales = KVScales(bits.view(np.float32), None)
+    shape = SHAPE._replace(num_heads=bits.shape[1], values_in_keys=True)
+    written = json.loads(json.dumps(to_object(scales.each(lambda kind: largest_for(kind, dtype)))))
+    read = of_object(written, shape).each(lambda kind: scales_for(kind, dtype))
+    assert np.array_equal(read.k.view(np.uint32), bits)
