@@ -34,6 +34,8 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
         suffixes=(
             (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
             (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+            (".block_sparse_moe.input_linear.weight_scale_inv", ".block_sparse_moe.experts.gate_up_proj_scale_inv"),
+            (".block_sparse_moe.output_linear.weight_scale_inv", ".block_sparse_moe.experts.down_proj_scale_inv"),
         ),
         squeezed=(".conv1d.weight",),
         stacked_experts=StackedExperts(out_first=True),

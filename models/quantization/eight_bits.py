@@ -36,7 +36,7 @@ class EightBits(InOrder):
 
     def tensors(self, module: StoredModule) -> Mapping[str, tuple[Shape, ...]]:
         out, size = module.shape
-        shapes: tuple[Shape, ...] = SCALAR if self.strategy == TENSOR else ((out, 1), (out,))
+        shapes: tuple[Shape, ...] = (*SCALAR, (1, 1)) if self.strategy == TENSOR else ((out, 1), (out,))
         if self.block is not None:
             shapes = ((num_groups(out, self.block[0]), num_groups(size, self.block[1])),)
         needed: dict[str, tuple[Shape, ...]] = {"weight": ((out, size),), module.first_of(*_SCALES): shapes}
@@ -53,7 +53,8 @@ class EightBits(InOrder):
         }
 
     def check(self, module: StoredModule) -> None:
-        module.read("weight", self.dtype, slice(0, 1))
+        # One number: of a stack of experts, a row of [out, in] may be a column of all rows.
+        module.read("weight", self.dtype, slice(0, 1), slice(0, 1))
         for kind in ("weight_zero_point", "input_zero_point"):
             if module.has(kind) and np.any(module.source.read(module.tensor(kind)).astype(np.float32)):
                 raise module.fail(kind, "must be all zeros, for the configuration says symmetric")

@@ -74,9 +74,10 @@ def load_params(
     params = list(declared_params(model_abstract))
     source = RenamedSource(source, names := model_abstract.checkpoint_names)
     if names.stacked_experts is not None and (experts := model_abstract.config.experts) is not None:
-        as_stored = isinstance(model_abstract.build.scheme, Quantization)
+        scheme = model_abstract.build.scheme
         stacked = of_shapes(names.stacked_experts, source, model_abstract.config.hidden_size)
-        source = StackedSource(source, stacked, experts.num_experts, as_stored=as_stored)
+        scheme = scheme if isinstance(scheme, Quantization) else None
+        source = StackedSource(source, stacked, experts.num_experts, scheme=scheme)
     for param in params:
         num_parts(param, mesh)
     whole = _whole(model_abstract)

@@ -6,14 +6,21 @@
     NAME.experts.down_proj_bias      [E, D]              experts.{e}.down_proj.bias [D]
 
 or matrices [2F, D] and [D, F], as linear layers have them, or, in MXFP4 (OCP Microscaling Formats 1.0),
-`gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and so for `down_proj`. Knows
-nothing of file formats.
+`gate_up_proj_blocks` [E, 2F, D / 32, 16] and `gate_up_proj_scales` [E, 2F, D / 32], and so for `down_proj`. In e4m3, as
+transformers has it ("fp8"), matrices have scales beside them that lie as they do, and perhaps one of inputs:
+
+    NAME.experts.gate_up_proj_scale_inv         [E, D / columns, 2F / rows] of blocks, or [E, 1, 1]
+    NAME.experts.gate_up_proj_activation_scale  [E]
+
+which are read as experts.{e}.gate_proj.weight_scale_inv [F / rows, D / columns] and .activation_scale [1].
+
+Knows nothing of file formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +29,15 @@ from models.weights.errors import ModelFileError
 from models.weights.source import WHOLE, StackedExperts, WeightSource, WrappedSource
 
 GATE_UP, DOWN, BLOCKS, SCALES, BIAS = "gate_up_proj", "down_proj", "_blocks", "_scales", "_bias"
+SCALE_INV, INPUT_SCALE = "_scale_inv", "_activation_scale"
+# Ends of the names of stacks that are read: their axes, and what an expert has of them.
+_KINDS = {
+    "": (3, "weight"),
+    BIAS: (2, "bias"),
+    BLOCKS: (4, "weight"),
+    SCALE_INV: (3, "weight_scale_inv"),
+    INPUT_SCALE: (1, "activation_scale"),
+}
 # Four bits: a sign, two bits of exponent, one of mantissa.
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # Of a byte, the low half first: [256, 2].
@@ -35,7 +51,7 @@ class _Part(NamedTuple):
     """
 
     stack: str
-    kind: str  # "weight", "bias", BLOCKS or SCALES
+    kind: str  # an end of a stack's name, one of _KINDS, or SCALES
     expert: int
     first: int
     step: int
@@ -53,15 +69,22 @@ def of_shapes(stacked: StackedExperts, source: WeightSource, hidden_size: int) -
 class StackedSource(WrappedSource):
     """The WeightSource of a checkpoint whose experts are stacked; one that has no such tensors is as it is.
 
-    as_stored: MXFP4 is handed out as it is, experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] in place of
-    .weight, and so for the others.
+    scheme: how modules are stored, of a model that is kept quantised: MXFP4 is then handed out as it is,
+    experts.{e}.down_proj.blocks [D, F / 2] and .scales [D, F / 32] in place of .weight, and so for the others.
 
-    Raises ModelFileError for stacks of other shapes than `num_experts` experts have.
+    Raises ModelFileError for stacks of other shapes than `num_experts` experts have, and of other kinds.
     """
 
-    def __init__(self, source: WeightSource, stacked: StackedExperts, num_experts: int, *, as_stored: bool = False):
+    def __init__(
+        self,
+        source: WeightSource,
+        stacked: StackedExperts,
+        num_experts: int,
+        *,
+        scheme: Callable[[str], Any] | None = None,
+    ):
         super().__init__(source)
-        self._as_stored = as_stored
+        self._scheme = scheme
         self._stacked, self._num_experts = stacked, num_experts
         self._parts: dict[str, _Part | None] = {}
         self._last: tuple[tuple, np.ndarray] | None = None
@@ -85,9 +108,11 @@ class StackedSource(WrappedSource):
             return self._source.read(name, rows, columns)
         first, last, _ = rows.indices(part.shape[0])
         own = slice(part.first + first * part.step, part.first + (last - 1) * part.step + 1)
-        if part.kind == "bias":
+        if part.kind == BIAS:
             return self._source.read(part.stack, slice(part.expert, part.expert + 1), own)[0, :: part.step]
-        if self._as_stored and part.kind in (BLOCKS, SCALES):
+        if part.kind == INPUT_SCALE:
+            return self._source.read(part.stack, slice(part.expert, part.expert + 1))
+        if self._scheme is not None and part.kind in (BLOCKS, SCALES):
             held = self._source.read(part.stack + part.kind, slice(part.expert, part.expert + 1), own)[0, :: part.step]
             return held.reshape(len(held), -1)[:, columns]
         if part.kind == BLOCKS:
@@ -103,33 +128,56 @@ class StackedSource(WrappedSource):
     def _add(self, name: str, prefix: str, end: str) -> None:
         """The parts of one stack."""
         stem = GATE_UP if end.startswith(GATE_UP) else DOWN
-        kinds = {stem: "weight", stem + BIAS: "bias", stem + BLOCKS: BLOCKS}
+        kind = end.removeprefix(stem)
+        if kind not in _KINDS:
+            known = ", ".join(f"{stem}{each}" for each in (*_KINDS, SCALES))
+            text = f"is no tensor of stacked experts that is read: these are {known}"
+            raise ModelFileError(self.path, text, name)
+        rank, called = _KINDS[kind]
         shape = tuple(self._source.shape(name))
-        ranks = {"weight": 3, "bias": 2, BLOCKS: 4}
-        kind = kinds.get(end)
-        if kind is None or len(shape) != ranks[kind] or shape[0] != self._num_experts:
-            text = f"must be a stack of the matrices or biases of {self._num_experts} experts, got shape {shape}"
+        if len(shape) != rank or shape[0] != self._num_experts:
+            what = "scales" if kind in (SCALE_INV, INPUT_SCALE) else "matrices or biases"
+            text = f"must be a stack of the {what} of {self._num_experts} experts, got shape {shape}"
             raise ModelFileError(self.path, text, name)
         if kind == BLOCKS:
             self._check_scales(name.removesuffix(BLOCKS) + SCALES, shape)
-        matrix = shape[1:] if self._stacked.out_first else shape[:0:-1]
-        out = {"weight": matrix[0], "bias": shape[1], BLOCKS: shape[1]}[kind]
-        inner = {"weight": matrix[1:], "bias": (), BLOCKS: (32 * shape[2],) if len(shape) > 2 else ()}[kind]
+        out, *inner = self._matrix(shape) if kind in ("", SCALE_INV) else shape[1:] or (1,)
+        if kind == BLOCKS:
+            inner = [32 * shape[2]]
         modules = ("gate_proj", "up_proj") if stem == GATE_UP else (DOWN,)
-        if out % len(modules):
+        # One scale for all rows is that of gate and of up.
+        share = out == 1 and kind in (SCALE_INV, INPUT_SCALE)
+        if out % len(modules) and not share:
             raise ModelFileError(self.path, f"gate and up must be equally many rows, got {out} between them", name)
         interleaved = self._stacked.interleaved and len(modules) == 2
-        rows = out // len(modules)
+        if kind == SCALE_INV and len(modules) == 2 and not share:
+            self._check_border(name, f"{prefix}.0.{modules[0]}", out)
+        rows = 1 if share else out // len(modules)
         for expert in range(self._num_experts):
             for number, module in enumerate(modules):
-                first, step = (number, 2) if interleaved else (number * rows, 1)
+                first, step = (0, 1) if share else (number, 2) if interleaved else (number * rows, 1)
                 part = _Part(name.removesuffix(BLOCKS), kind, expert, first, step, (rows, *inner))
                 tensor = f"{prefix}.{expert}.{module}"
-                if kind == BLOCKS and self._as_stored:
+                if kind == BLOCKS and self._scheme is not None:
                     self._parts[f"{tensor}.blocks"] = part._replace(shape=(rows, inner[0] // 2))
                     self._parts[f"{tensor}.scales"] = part._replace(kind=SCALES, shape=(rows, inner[0] // 32))
                 else:
-                    self._parts[f"{tensor}.{'bias' if kind == 'bias' else 'weight'}"] = part
+                    self._parts[f"{tensor}.{called}"] = part
+
+    def _matrix(self, stack: tuple[int, ...]) -> tuple[int, ...]:
+        """[out, in] of an expert, of a stack [E, ...] of matrices or of the scales of their blocks."""
+        return stack[1:] if self._stacked.out_first else stack[:0:-1]
+
+    def _check_border(self, name: str, module: str, num_blocks: int) -> None:
+        """A stack may be cut into blocks as a whole, or gate and up each. Refuses blocks that may have rows of both."""
+        stack = name.removesuffix(SCALE_INV)
+        stored = getattr(None if self._scheme is None else self._scheme(module), "stored", None)
+        if (block := getattr(stored, "block", None)) is None or stack not in set(self._source.names()):
+            return  # refused for what is missing, or for its shape
+        rows = self._matrix(tuple(self._source.shape(stack)))[0]
+        if self._stacked.interleaved or (rows // 2 % block[0] and num_blocks == -(-rows // block[0])):
+            text = f"blocks of {block[0]} of the {rows} rows of gate and up have rows of both, which is not read"
+            raise ModelFileError(self.path, text, name)
 
     def _check_scales(self, name: str, blocks: tuple[int, ...]) -> None:
         scales = tuple(self._source.shape(name)) if name in set(self._source.names()) else None

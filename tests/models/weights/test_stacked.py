@@ -158,7 +158,11 @@ def test_a_whole_checkpoint_in_mxfp4(tmp_path):
         ("gate_up_proj", np.zeros((4, SIZE, FFN)), "a stack of the matrices or biases of 3 experts"),
         ("gate_up_proj", np.zeros((3, SIZE)), "a stack of the matrices"),
         ("gate_up_proj", np.zeros((3, SIZE, 9)), "gate and up must be equally many rows, got 9"),
-        ("gate_up_proj_what", np.zeros((3, SIZE, 8)), "a stack of the matrices"),
+        (
+            "gate_up_proj_what",
+            np.zeros((3, SIZE, 8)),
+            "is no tensor of stacked experts that is read: these are gate_up",
+        ),
         ("down_proj_blocks", np.zeros((3, SIZE, 1, 16), np.uint8), "MXFP4 must have blocks"),
         ("down_proj_blocks", np.zeros((3, SIZE, 1, 8), np.uint8), "MXFP4 must have blocks"),
         ("down_proj_bias", np.zeros((3, SIZE, 1)), "a stack of the matrices"),
