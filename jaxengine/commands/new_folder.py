@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
         except OSError as error:
             raise ModelFileError(folder, f"cannot be written: {error}") from error
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            if part.exists():
+                _remove(part)
+
+
+def _remove(part: Path) -> None:
+    """Also what threads of a library that failed write meanwhile: the folder is to stay away for a while."""
+    away = 0
+    for _ in range(100):
+        away = 0 if part.exists() else away + 1
+        if away == 4:
+            return
+        shutil.rmtree(part, ignore_errors=True)
+        time.sleep(0.05)
 
 
 @contextmanager

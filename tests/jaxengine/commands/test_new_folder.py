@@ -6,6 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -74,4 +78,22 @@ def test_a_full_disk_is_one_message(tmp_path):
     *before, last = ended.stderr.splitlines()
     assert last.startswith(f"jaxengine: error: {tmp_path / 'out.part'}: cannot be written: ValueError: ")
     assert not any("Traceback" in line or "ERROR" in line for line in before), before
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_of_what_threads_write_after_a_failure(tmp_path):
+    """As a library's that has more files under way when one of them fails."""
+
+    def write_on(part: Path) -> None:
+        for number in range(60):
+            with suppress(OSError):  # while the folder is removed
+                (part / "weights").mkdir(parents=True, exist_ok=True)
+                (part / "weights" / str(number)).write_bytes(b"0")
+            time.sleep(0.005)
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RuntimeError), new_folder(tmp_path / "out") as part:
+            writing = pool.submit(write_on, part)
+            raise RuntimeError
+        writing.result()
     assert not list(tmp_path.iterdir())
