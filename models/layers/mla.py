@@ -55,20 +55,13 @@ class LatentAttention(nnx.Module):
         norm = partial(RMSNorm, eps=LATENT_EPS, build=build)
         self.q_norm = None if q_rank is None else norm(q_rank, source=f"{source}.q_a_layernorm")
         self.kv_norm = norm(rank, source=f"{source}.kv_a_layernorm")
-
-        def in_turns(name: str, *sizes: int) -> tuple[Source, ...]:
-            """Parts of a checkpoint's module in which they take turns: so many rows of each for every head."""
-            firsts = (sum(sizes[:index]) for index in range(len(sizes)))
-            turns = {"tensor_rows": heads * sum(sizes), "stride": sum(sizes)}
-            return tuple(
-                Source(f"{source}.{name}", heads * size, group=size, first=first, **turns)
-                for size, first in zip(sizes, firsts, strict=True)
-            )
-
-        # Apart, so that no head has to be taken in two.
-        q = in_turns("q_proj" if q_rank is None else "q_b_proj", nope, latent.qk_rope_head_dim)
-        self.q = Linear(q_rank or hidden_size, q, axes=("embed", "heads"), build=build)
-        of_keys, of_values = in_turns("kv_b_proj", nope, value)
+        q_dim = nope + latent.qk_rope_head_dim
+        q = Source(f"{source}.{'q_proj' if q_rank is None else 'q_b_proj'}", heads * q_dim, group=q_dim)
+        self.q = Linear(q_rank or hidden_size, (q,), axes=("embed", "heads"), build=build)
+        # The checkpoint's rows take turns: those of a head's keys, those of its values.
+        turns = {"tensor_rows": heads * (nope + value), "stride": nope + value}
+        of_keys = Source(f"{source}.kv_b_proj", heads * nope, group=nope, **turns)
+        of_values = Source(f"{source}.kv_b_proj", heads * value, group=value, first=nope, **turns)
         self.w_uk = build.weight((heads * nope, rank), (of_keys,), ("heads", "latent"), table=True)
         self.w_uv = build.weight((heads * value, rank), (of_values,), ("heads", "latent"), table=True)
         out = (Source(f"{source}.o_proj", hidden_size),)
@@ -83,10 +76,8 @@ class LatentAttention(nnx.Module):
                 self.down(x, step.rows), (q_rank, q_rank + latent.kv_lora_rank), axis=1
             )
             q = self.q(x if self.q_norm is None else self.q_norm(q_latent), step.rows)
-            q, q_rope = (
-                part.reshape(x.shape[0], spec.num_q_heads, -1)
-                for part in jnp.split(q, (spec.num_q_heads * latent.qk_nope_head_dim,), axis=-1)
-            )
+            q = q.reshape(x.shape[0], spec.num_q_heads, -1)
+            q, q_rope = jnp.split(q, (latent.qk_nope_head_dim,), axis=-1)
             kv_latent = self.kv_norm(kv_latent)
             k_rope = k_rope[:, None]
         if step.rope is not None:
