@@ -92,7 +92,7 @@ def test_sizes_that_cut_what_is_rounded_together():
     stored = EightBits("fp8", "float8_e4m3fn", BLOCK, rounded, (16, 16))
     model = replace(MODEL, quantization=Quantization("fp8", (((LINEAR,), stored),)))
     resolved = EngineConfig.from_options(tensor_parallel_size=4).resolved(model, PLATFORMS["cpu"])
-    said = r"tensor_parallel_size is 4; allowed: 1, 2, 3, 6 for this model .model.layers.\*.mlp.down_proj: fp8: 96 inputs"
+    said = r"size is 4; allowed: 1, 2, 3, 6 for this model .model.layers.\*.mlp.down_proj: fp8: 96 inputs"
     with pytest.raises(ConfigError, match=said):
         build_split(model, resolved, resolved.mesh_layout(model), Stage(0, 4))
 
