@@ -85,7 +85,7 @@ def made_numbers(attention: LayerAttention, num_heads: int, num_tokens: int) -> 
     assert latent is not None
     groups = num_heads // _heads_at_once(num_heads)
     width = latent.kv_lora_rank + latent.qk_rope_head_dim
-    made = width - latent.kv_lora_rank + latent.qk_nope_head_dim + latent.v_head_dim
+    made = latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim
     return num_tokens * (groups * width + num_heads * made)
 
 
