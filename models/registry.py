@@ -283,7 +283,7 @@ def tensor_sizes(config: ModelConfig, mesh_for: Callable[[int], MeshLayout], lim
         try:
             model = nnx.eval_shape(lambda mesh=mesh: model_class(config, _as_stored(config, Build("bfloat16", mesh))))
         except ValueError:
-            continue  # a group of inputs that are rounded together would be cut
+            continue  # it cannot be built so: above all, inputs that are rounded together would be parted
         if all(param.splits_over(mesh) for param in declared_params(model)):
             sizes.append(size)
     return sizes

@@ -125,7 +125,8 @@ class Products:
 def product_work(model: Any, bucket: Bucket, dtype: str, kv: KVPages | None = None) -> Products:
     """Of a forward pass of an abstract model, every rank with a bucket of tokens of its own.
 
-    kv: the pool, abstract, on whose platform products are of whole tiles; None for what no platform adds.
+    kv: the pool, abstract, whose layout names the platform: kernels there multiply whole tiles of rows, and may make
+      keys of latents. None counts nothing of the kind.
     """
     config, mesh, itemsize = model.config, model.mesh, jnp.dtype(dtype).itemsize
     weight_bytes = reached_bytes = expert_bytes = quantized_bytes = flops = row_bytes = 0

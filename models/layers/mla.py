@@ -98,7 +98,9 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """Values [T, N * Hv] of queries without rope and with it, [T, N, .] each; keys: of this step, [T, C + R]."""
         num_tokens, num_heads = q[0].shape[:2]
-        # Without the barriers XLA:TPU turns results of heads by token in float32, where what comes next works in that.
+        # Results of heads are turned, to lie token by token, in the model's dtype: without the barriers XLA:TPU does it
+        # in float32 where the product that follows rounds them in that. Many are turned before their barrier, which
+        # also keeps what follows out of the branches; few behind it, on the chip.
         if (made := step.made) is None:
             return lax.optimization_barrier(self._absorbed(q, kv, ragged, step.schedule)).reshape(num_tokens, -1)
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from models.quantization.stored import InOrder, Shape, StoredModule, num_groups, unpacked
 
-# A word of AWQ's holds columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, the lowest bits first; so column c is in place:
 # Zero points of 4 less one as GPTQModel before version 7 wrote them: it took the words' ones in the wrong order.
 _HALF_OF_THREE_BITS = np.array([0, 0xB6DB6DB7, 0x49249249], np.uint32)
+# A word of AWQ's holds columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, the lowest bits first; so column c is in place:
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 

@@ -222,8 +222,10 @@ def _check_names(model: CausalLM, source: WeightSource) -> bool:
 def _is_zero_bias(source: WeightSource, name: str) -> bool:
     """Whether it is one of the biases that AutoGPTQ writes for every module, of zeros where a model has none."""
     module, _, kind = name.rpartition(".")
-    quantized = source.modules if isinstance(source, QuantizedSource) else {}
-    return kind == "bias" and module in quantized and not np.any(source.read(name))
+    if kind != "bias" or not isinstance(source, QuantizedSource) or module not in source.modules:
+        return False
+    out, _ = source.modules[module][1].shape
+    return tuple(source.shape(name)) == (out,) and not np.any(source.read(name))
 
 
 def _needed_tensors(model: CausalLM) -> dict[str, tuple[int, ...]]:

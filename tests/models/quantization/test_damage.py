@@ -76,6 +76,8 @@ DAMAGE = [
     ("ct mxfp4", f"{Q}.weight_packed", lambda a: a.view(np.int8), "must hold uint8, got int8"),
     ("ct mxfp4", f"{Q}.weight_scale", lambda a: a[:, :1], r"shape must be \(64, 2\) for .*, got \(64, 1\)"),
     ("ct mxfp4", f"{Q}.weight_scale", lambda a: a * 0 + 255, "255 stands for no number .at"),
+    ("ct nvfp4", f"{Q}.weight_global_scale", lambda a: a * 0 + 1e-40, "must be finite and > 0, no subnormal number"),
+    ("ct nvfp4 rows", f"{Q}.input_global_scale", lambda a: a * 0 + 1e-40, "> 0, no subnormal number, got .*e-4. .at"),
     ("ct nvfp4 rows", f"{Q}.input_global_scale", None, "is missing .at .*input_global_scale"),
     ("ct nvfp4 rows", f"{Q}.input_global_scale", lambda a: a * np.inf, "must be finite and > 0, .* got inf .at"),
     ("ct nvfp4 rows", f"{Q}.input_global_scale", lambda a: a * 2, "must have the same static scale of inputs"),
@@ -163,11 +165,12 @@ def test_zero_points_of_awq_where_there_are_to_be_none(tmp_path):
 def test_biases_of_zeros(tmp_path, name):
     """AutoGPTQ writes one of each module, whether the model has it or not."""
     model, tensors = opened(tmp_path, name)
-    biases = {module.replace("scales", "bias"): np.zeros(64, np.float16) for module in tensors if "scales" in module}
+    scales = {name: array for name, array in tensors.items() if name.endswith("scales")}
+    biases = {name.replace("scales", "bias"): np.zeros(array.shape[1], np.float16) for name, array in scales.items()}
     load_params(model, ArraySource(tensors | biases))
-    biases[f"{Q}.bias"] = np.eye(64, dtype=np.float16)[3]
-    with pytest.raises(ModelFileError, match=f"the model has no use for this tensor .at {Q}.bias"):
-        load_params(model, ArraySource(tensors | biases))
+    for bias in (np.eye(64, dtype=np.float16)[3], np.zeros(3, np.float16)):
+        with pytest.raises(ModelFileError, match=f"the model has no use for this tensor .at {Q}.bias"):
+            load_params(model, ArraySource(tensors | biases | {f"{Q}.bias": bias}))
     with pytest.raises(ModelFileError, match=r"the model has no use for this tensor .at model.norm.bias"):
         load_params(model, ArraySource(tensors | {"model.norm.bias": np.zeros(64, np.float16)}))
 
