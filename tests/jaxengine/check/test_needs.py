@@ -16,6 +16,14 @@ from scheduler.buckets import Bucket
 from sharding.layout import GATHER, RAGGED, MeshLayout
 from tests.models.tiny import with_attention
 
+# One layer of eight experts of 32, two of each token.
+EXPERTS = dataclasses.replace(
+    with_attention(SHAPES["qwen3-0.6b"], num_layers=1),
+    architecture="Qwen3MoeForCausalLM",
+    vocab_size=1024,
+    experts=ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32),
+)
+
 
 def pool_of(spec: KVSpec, layout: str) -> KVPages:
     return jax.eval_shape(lambda: alloc(spec, layout=layout))
@@ -23,10 +31,7 @@ def pool_of(spec: KVSpec, layout: str) -> KVPages:
 
 def test_few_rows_of_an_expert_are_a_tile():
     """Three tokens to two experts of eight each: six experts with a row each, which a tensor core multiplies as 16."""
-    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
-    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
-    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
-    model, of_an_expert = build_model(config, Build("bfloat16")), 2 * 3 * 1024 * 32
+    model, of_an_expert = build_model(EXPERTS, Build("bfloat16")), 2 * 3 * 1024 * 32
     pools = [pool_of(KVSpec(8, 16, 8, 128, 128, "bfloat16"), layout) for layout in ("cpu", "gpu")]
     plain, tiled = (product_work(model, Bucket(3, 3), "bfloat16", pool).flops for pool in pools)
     assert tiled - plain == 6 * (16 - 1) * of_an_expert
@@ -36,16 +41,9 @@ def test_few_rows_of_an_expert_are_a_tile():
 
 def test_rows_that_experts_are_filled_up_with_are_counted():
     """Of 2,048 tokens on four devices 1,024 rows are a device's, 512 of each expert, which may have seven more each."""
-    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
-    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
-    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
-    model = build_model(config, Build("bfloat16", MeshLayout(2, 1, 2, True, GATHER)))
-    on_cpus, on_tpus = (
-        product_work(
-            model, Bucket(1024, 3), "bfloat16", pool_of(KVSpec(8, 16, 8, 128, 128, "bfloat16"), layout)
-        ).row_bytes
-        for layout in ("cpu", "tpu")
-    )
+    model = build_model(EXPERTS, Build("bfloat16", MeshLayout(2, 1, 2, True, GATHER)))
+    pools = [pool_of(KVSpec(8, 16, 8, 128, 128, "bfloat16"), layout) for layout in ("cpu", "tpu")]
+    on_cpus, on_tpus = (product_work(model, Bucket(1024, 3), "bfloat16", pool).row_bytes for pool in pools)
     matrices = (1024 + 2 * 32) + (32 + 1024)
     assert on_tpus - on_cpus == 2 * 7 * (2 * matrices + 1024 * 8)
 
@@ -61,12 +59,9 @@ def test_keys_made_of_latents_are_counted():
 
 def test_a_block_of_rows_and_all_tokens_are_counted_where_devices_have_experts():
     """Of 6 tokens on four devices 3 rows are a device's, and 12 at most: one block. Others are sent rows."""
-    experts = ExpertsConfig(num_experts=8, num_per_token=2, intermediate_size=32)
-    config = with_attention(SHAPES["qwen3-0.6b"], num_layers=1)
-    config = dataclasses.replace(config, architecture="Qwen3MoeForCausalLM", vocab_size=1024, experts=experts)
     gathers, sends = (
         product_work(
-            build_model(config, Build("bfloat16", MeshLayout(2, 1, 2, True, backend))), Bucket(3, 3), "bfloat16"
+            build_model(EXPERTS, Build("bfloat16", MeshLayout(2, 1, 2, True, backend))), Bucket(3, 3), "bfloat16"
         ).row_bytes
         for backend in (GATHER, RAGGED)
     )
