@@ -102,7 +102,7 @@ def main() -> None:
     drafting = LLM(**options, speculative_config=method | {"num_speculative_tokens": args.drafts})
     if args.always:
         widest = max(drafting.core.config.widths)
-        drafting.core.engine.scheduler.draft_width.choose = lambda num_rows, runs: widest
+        drafting.core.engine.scheduler.extension("drafts").width.choose = lambda num_rows, runs: widest
     grammars = {"json": {"json": ORDER, "disable_any_whitespace": True}, "json edit": {"json": TEXTS}}
     common = {"temperature": args.temperature, "seed": 1, "max_tokens": args.max_tokens, "ignore_eos": True}
     rows = []

@@ -88,13 +88,9 @@ DELTA_COLUMNS = ("row", "column", "page")
 class StepLayout:
     """Where each field of a step's message lies in its flat int32 buffer.
 
-    Of a step with pictures there is also `media` [1 or 4, T]: the row of the encoder's pool that stands for each token,
-    -1 for none, and where layers turn queries and keys by these a token's places in time, height and width, -1 where
-    they follow from its position.
-
     Fields, in order: `header` [len(HEADER)], whose `features` is the union of what the step's requests need (bits of
     scheduler.token_params, the same for all ranks), `rows` [len(ROW_COLUMNS), S], `token_ids` [T] and `deltas`
-    [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new. In a row, `start` >= 0 sets the slot's number
+    [len(DELTA_COLUMNS), num_deltas], the page-table entries that are new, then `sections`. In a row, `start` >= 0 sets the slot's number
     of computed tokens and -1 goes on from the one kept on the device; `sample` is 1 when the row ends at its last known
     token, 2 when moreover each token behind its first is the only one allowed in its place, 3 when these are guesses
     and each place has a mask of its own; `next_token` is the prompt token after the chunk, -1 where there is none. A
@@ -106,13 +102,13 @@ class StepLayout:
       num_tokens: T.
       num_seqs: S.
       num_deltas: page-table entries that fit in one message.
-      num_media: rows of `media`, 0 in a step without pictures.
+      sections: names of what extensions send, and how many i32 values a token each has: fields [values, T].
     """
 
     num_tokens: int
     num_seqs: int
     num_deltas: int
-    num_media: int = 0
+    sections: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def _fields(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
@@ -121,7 +117,7 @@ class StepLayout:
             "rows": (len(ROW_COLUMNS), self.num_seqs),
             "token_ids": (self.num_tokens,),
             "deltas": (len(DELTA_COLUMNS), self.num_deltas),
-            "media": (self.num_media, self.num_tokens),
+            **{name: (values, self.num_tokens) for name, values in self.sections},
         }
         fields, end = {}, 0
         for name, shape in shapes.items():
@@ -133,7 +129,7 @@ class StepLayout:
     @property
     def size(self) -> int:
         """Number of int32 in the message."""
-        return self._fields["media"][0].stop
+        return max(where.stop for where, _ in self._fields.values())
 
     def view(self, buffer: Any, name: str) -> Any:
         """The field `name` of a message, in its shape: a view for numpy, a static slice under jit."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from scheduler.encoder_rows import Encode
 from scheduler.request import Request
 
 
@@ -41,14 +40,11 @@ class ScheduledBatch:
       next_tokens: for each row after the decodes, the known token that follows its chunk, or -1.
       deltas: page-table entries the device does not have yet.
       admitted: requests that took a slot in this step.
-      encodes: pictures to be encoded before the step.
-      embeds: i32[num_tokens], the row of the encoders' pool that stands for each token, -1 for none; None where no row
-        has any, or needs places.
-      places: i32[3, num_tokens], rope_positions of those that the device does not know, else -1; None as `embeds`.
-      is_forced: bool[n] of a step with drafts, rows that have none, or none but tokens that must be right; else empty.
-      is_guided: bool[n] likewise, rows whose drafts are guesses under a grammar: each place has a mask of its own.
-      features: union of the features of the rows; of those that score prompts, only where this step has tokens of one
-        whose successors are known.
+      sections: what extensions say of the step to the engine, by capability; those with nothing to say have no entry.
+      message: likewise what they send the device: i32[n, num_tokens], a message section of the capability's name.
+      choice: i32[n], the message's `sample` where it is more than that of `sample` (models.forward_batch.StepLayout).
+      features: union of the features of the rows; PROMPT_FEATURES only where a known prompt token follows one of the
+        step's.
     """
 
     slots: np.ndarray
@@ -65,11 +61,9 @@ class ScheduledBatch:
     deltas: PageDeltas
     admitted: list[Request]
     features: int
-    encodes: list[Encode] = field(default_factory=list)
-    embeds: np.ndarray | None = None
-    places: np.ndarray | None = None
-    is_forced: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
-    is_guided: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
+    sections: dict[str, Any] = field(default_factory=dict)
+    message: dict[str, np.ndarray] = field(default_factory=dict)
+    choice: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -91,9 +85,9 @@ class ScheduledStep:
     features: int = field(init=False)
 
     @property
-    def has_media(self) -> bool:
-        """Whether some token is not what its id says, or not in the place that its position says."""
-        return any(batch.embeds is not None for batch in self.batches)
+    def sections(self) -> tuple[str, ...]:
+        """Names of the message sections that some rank fills, in order."""
+        return tuple(sorted({name for batch in self.batches for name in batch.message}))
 
     def __post_init__(self):
         self.num_rows = self.num_tokens = self.features = 0

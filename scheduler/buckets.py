@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 # Tokens of a step whose decodes have several each: where the products of so many rows take longer than reading the
-# weights, a draft costs about what it saves.
+# weights, a further token costs about what it saves.
 MAX_WIDE_TOKENS = 256
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
     """A compiled shape: T tokens over S sequences. Decode-only steps have one token a sequence, T = S; wide ones have
-    `width`, its last token and drafts, T = S * width. With `media` tokens may be embeddings of pictures."""
+    `width`, T = S * width. `sections` are the names of the message sections that the step has besides its own."""
 
     num_tokens: int
     num_seqs: int
     width: int = 1
-    media: bool = False
+    sections: tuple[str, ...] = ()
 
     @property
     def decode_only(self) -> bool:
@@ -30,7 +30,7 @@ class Bucket:
             return f"decode S={self.num_seqs} W={self.width}"
         if self.decode_only:
             return f"decode S={self.num_seqs}"
-        return f"mixed T={self.num_tokens} S={self.num_seqs}" + " with pictures" * self.media
+        return " with ".join([f"mixed T={self.num_tokens} S={self.num_seqs}", *self.sections])
 
 
 class Buckets:
@@ -41,9 +41,9 @@ class Buckets:
       mixed_sizes: token counts for steps with prefill; max_num_batched_tokens is added. Every mixed bucket has room
         for min(T - 1, max_num_seqs) sequences: a rank's T tokens, of which one row has two, cannot have more. The
         largest has room for max_num_seqs, which another rank may decode meanwhile.
-      widths: tokens that a decode may have in steps without prefill, beside 1; each for as many sequences as
+      widths: tokens that a decode may have in steps without prefill, besides 1; each for as many sequences as
         `most_wide` says.
-      media: each mixed bucket is there for steps with pictures, too.
+      sections: names of message sections; each mixed bucket is there once more for steps with all of them.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Buckets:
         mixed_sizes: Iterable[int],
         widths: Iterable[int] = (),
         *,
-        media: bool = False,
+        sections: tuple[str, ...] = (),
     ):
         for name, sizes, limit in (
             ("decode_sizes", decode_sizes := list(decode_sizes), max_num_seqs),
@@ -69,9 +69,9 @@ class Buckets:
         largest = max(max_num_batched_tokens, max_num_seqs + 1)
         tokens = sorted({*(size for size in mixed_sizes if size > 1), largest}) if max_num_batched_tokens > 1 else []
         self.mixed = tuple(Bucket(size, min(size - 1, max_num_seqs)) for size in tokens)
-        self.media = tuple(replace(bucket, media=True) for bucket in self.mixed if media)
-        # The shapes whose steps can score prompts; a prompt fed token by token makes the others do where that is all.
-        self.scored = (*self.mixed, *self.media) or self.decode
+        self.with_sections = tuple(replace(bucket, sections=sections) for bucket in self.mixed if sections)
+        # The shapes of steps with prompt tokens; decode-only ones where prompts are fed token by token.
+        self.prompt = (*self.mixed, *self.with_sections) or self.decode
         self._decode_sizes = [bucket.num_seqs for bucket in self.decode]
         self._mixed_sizes = [bucket.num_tokens for bucket in self.mixed]
         self._wide_sizes: dict[int, list[int]] = {}
@@ -83,10 +83,10 @@ class Buckets:
         )
 
     def __iter__(self) -> Iterator[Bucket]:
-        return iter(self.decode + self.mixed + self.media + self.wide)
+        return iter(self.decode + self.mixed + self.with_sections + self.wide)
 
     def __len__(self) -> int:
-        return len(self.decode) + len(self.mixed) + len(self.media) + len(self.wide)
+        return len(self.decode) + len(self.mixed) + len(self.with_sections) + len(self.wide)
 
     def sample_size(self, bucket: Bucket) -> int:
         """Rows of logits that a step of the bucket gives, at least its S: the sampler is compiled for few sizes.
@@ -103,21 +103,21 @@ class Buckets:
         return Bucket(size * width, size, width)
 
     def round_up(
-        self, num_tokens: int, num_seqs: int, *, mixed: bool = False, scored: bool = False, media: bool = False
+        self, num_tokens: int, num_seqs: int, *, mixed: bool = False, prompt: bool = False, sections: bool = False
     ) -> Bucket:
         """The smallest bucket that holds `num_tokens` tokens over `num_seqs` sequences of at least one token each.
 
         mixed: some sequence has more than one token although the counts, each the largest of any rank, do not show it.
-        scored: the step scores prompts. media: it has pictures.
+        prompt: PROMPT_FEATURES act on its prompt tokens. sections: it has message sections besides its own.
         """
         if not 1 <= num_seqs <= min(num_tokens, self.max_num_seqs) or num_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"a step of {num_tokens} tokens over {num_seqs} sequences; allowed are 1 to {self.max_num_seqs} "
                 f"sequences of at least one token and {self.max_num_batched_tokens} tokens in all"
             )
-        if num_tokens == num_seqs and not (mixed or media) and not (scored and self.mixed):
+        if num_tokens == num_seqs and not (mixed or sections) and not (prompt and self.mixed):
             return self.decode[bisect.bisect_left(self._decode_sizes, num_seqs)]
-        buckets = self.media if media else self.mixed
+        buckets = self.with_sections if sections else self.mixed
         return buckets[bisect.bisect_left(self._mixed_sizes, max(num_tokens, num_seqs + 1))]
 
 

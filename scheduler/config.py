@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-
-from scheduler.request import Request
+from typing import Any, Protocol
 
 # Who is next: the first to come, the lowest priority, or the client that was served least.
 POLICIES = ("fcfs", "priority", "fair")
 
-# (known tokens i32[n], most) -> i32[m], drafts of what comes next.
-Draft = Callable[[np.ndarray, int], np.ndarray]
-# (request, tokens of its output, most) -> the tokens, at most so many, that must stand behind these; None where it is
-# not known that there are any, and they may be guessed.
-Forced = Callable[[Request, int, int], Sequence[int] | None]
+
+class ExtensionOptions(Protocol):
+    """What an optional capability is started with: a frozen dataclass of its file in `scheduler/extensions`."""
+
+    def extension(self) -> Any:
+        """Makes its `SchedulerExtension` for one scheduler."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,16 +32,9 @@ class SchedulerConfig:
       num_snapshots: states of prefixes that are kept, for models with states; 0 where there are none to keep.
       num_micro_batches: steps in flight that share no request, one for each pipeline stage; 1: a request's next step
         may be scheduled while its last token is still being computed.
-      widths: tokens that a decode may have in a step without prefill, beside 1 (scheduler.buckets): drafts behind its
-        last token, of which some may turn out to be right.
-      guesses: whether there are drafts beside those that must be right.
-      draft: makes guesses where the host does; None where the device does.
-      forced: tells what must come next of requests with MASK, where that is known; None where none has any drafts.
-      guided: where it is not, these requests have guesses, which the device makes, and a mask for each of their places.
-      num_adapters: adapters (LoRA) that may run at once; 0 where requests have none.
-      num_encoder_rows: embeddings of pictures that a rank keeps (scheduler.encoder_rows), 0 for a model that sees none;
-        max_encoder_patches: patches of pictures that a rank encodes in one step at most; whole_pictures: no picture is
-        cut by chunks.
+      widths: tokens that a decode may have in a step without prefill, besides 1 (scheduler.buckets): its last token and
+        others of which some may turn out to be right.
+      extensions: the optional capabilities that the engine was started with.
     """
 
     num_pages: int
@@ -59,14 +51,7 @@ class SchedulerConfig:
     windows: tuple[int | None, ...] = (None,)
     num_snapshots: int = 0
     widths: tuple[int, ...] = ()
-    guesses: bool = True
-    draft: Draft | None = None
-    forced: Forced | None = None
-    guided: bool = False
-    num_adapters: int = 0
-    num_encoder_rows: int = 0
-    max_encoder_patches: int = 0
-    whole_pictures: bool = False
+    extensions: tuple[ExtensionOptions, ...] = ()
 
     @property
     def num_tables(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from models.forward_batch import StepLayout
 from scheduler.batch import PageDeltas, ScheduledBatch, ScheduledStep
 from scheduler.buckets import Bucket, Buckets
-from scheduler.token_params import PROMPT_LOGPROBS
+from scheduler.token_params import PROMPT_FEATURES
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Packer:
       buckets: the closed set of shapes.
       page_size: tokens a page holds; bounds the page-table entries a step can bring.
       num_groups: cache groups, each with a page table of its own.
-      with_places: messages of steps with pictures have the places of tokens.
+      sections: i32 values a token of the message sections that a bucket may name.
     """
 
     buckets: Buckets
     page_size: int
     num_ranks: int = 1
     num_groups: int = 1
-    with_places: bool = False
+    sections: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def layouts(self) -> dict[Bucket, StepLayout]:
@@ -72,8 +72,8 @@ class Packer:
                 max([batch.num_tokens for batch in batches]),
                 num_rows,
                 mixed=max([batch.num_tokens - batch.num_rows for batch in batches]) > 0,
-                scored=step.features & PROMPT_LOGPROBS > 0,
-                media=step.has_media,
+                prompt=step.features & PROMPT_FEATURES > 0,
+                sections=bool(step.sections),
             )
         layout = self.layouts[bucket]
         buffer = self._empty[bucket].copy()
@@ -102,18 +102,15 @@ class Packer:
         slot, num_scheduled, start, sample, next_token = layout.view(message, "rows")
         slot[:num_rows] = batch.slots
         num_scheduled[:num_rows] = batch.num_scheduled
-        sample[:num_rows] = batch.sample
-        sample[: len(batch.is_forced)] += batch.is_forced + 2 * batch.is_guided
+        sample[:num_rows] = batch.sample if batch.choice is None else batch.choice
         start[:num_rows] = batch.start
         if batch.decode_token_ids is not None:
             layout.view(message, "token_ids")[: len(batch.decode_token_ids)] = batch.decode_token_ids
         if first < num_rows:
             next_token[first:num_rows] = batch.next_tokens
             layout.view(message, "token_ids")[first : batch.num_tokens] = np.concatenate(batch.token_ids)
-        if batch.embeds is not None:
-            media = layout.view(message, "media")
-            media[0, : batch.num_tokens] = batch.embeds
-            media[1:, : batch.num_tokens] = batch.places if self.with_places else 0
+        for name, section in batch.message.items():
+            layout.view(message, name)[:, : batch.num_tokens] = section
         count = min(len(batch.deltas.rows), layout.num_deltas)
         if count:
             layout.view(message, "deltas")[:, :count] = [column[:count] for column in batch.deltas]
@@ -123,8 +120,8 @@ class Packer:
         num_deltas = bucket.num_seqs * -(-bucket.width // self.page_size)
         if not bucket.decode_only and bucket.width == 1:
             num_deltas += bucket.num_tokens // self.page_size
-        num_media = bucket.media * (4 if self.with_places else 1)
-        return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas, num_media)
+        sections = tuple((name, self.sections[name]) for name in bucket.sections)
+        return StepLayout(bucket.num_tokens, bucket.num_seqs, self.num_groups * num_deltas, sections)
 
     @cached_property
     def _empty(self) -> dict[Bucket, np.ndarray]:

@@ -8,21 +8,20 @@ of the line of waiting requests or of other ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from scheduler.batch import PageDeltas, ScheduledBatch, StepResult
 from scheduler.config import SchedulerConfig
-from scheduler.decode_drafts import DecodeDrafts
-from scheduler.encoder_rows import EncoderRows
-from scheduler.end import End
+from scheduler.extension import RankExtension
 from scheduler.pages.groups import PageTables
 from scheduler.pages.snapshots import Hits
 from scheduler.request import Request, RequestStatus
-from scheduler.results import Results
+from scheduler.results import End, Results
 from scheduler.slots import Slots
-from scheduler.token_params import ADAPTER, PROMPT_LOGPROBS
+from scheduler.token_params import PROMPT_FEATURES
 
 
 class Offer(NamedTuple):
@@ -47,6 +46,7 @@ class Rank:
     Attributes:
       budget: tokens that the step being put together has left; 0 for a rank that preempted, which admits nobody.
       preempted: requests that lost their slot in this step.
+      decodes: i64[n], slots that feed the token sampled last in this step.
     """
 
     def __init__(self, config: SchedulerConfig, index: int = 0):
@@ -54,10 +54,8 @@ class Rank:
         self.index = index
         self.pages = PageTables(config)
         self.pool = self.pages.pool
-        self._snapshots = self.pages.snapshots
         self.slots = Slots(config.max_num_seqs)
-        sizes = config.num_encoder_rows, config.max_encoder_patches
-        self.encoder_rows = EncoderRows(*sizes, whole=config.whole_pictures)
+        self._extensions: list[RankExtension] = []
         self.budget = 0
         self.preempted: list[Request] = []
         self._results = Results(self.slots, index, config.max_model_len)
@@ -69,12 +67,15 @@ class Rank:
         for column in self._decode_columns:
             column.flags.writeable = False
         # The step being put together.
-        self._decodes = np.empty(0, np.int64)
-        self._drafts = DecodeDrafts(config, self.slots)
+        self.decodes = np.empty(0, np.int64)
         self._prefills: list[tuple[int, int]] = []
         self._admitted: list[Request] = []
         # Free pages that the running requests still need for tokens that are known already.
         self._num_promised = 0
+
+    def extend(self, extensions: Sequence[RankExtension]) -> None:
+        """Has extensions take part from the next step on."""
+        self._extensions += extensions
 
     @property
     def num_tokens(self) -> int:
@@ -96,11 +97,9 @@ class Rank:
     def begin(self, num_in_flight: int) -> None:
         """Starts a step with the rows of running requests. num_in_flight: steps whose tokens are not known yet."""
         self._num_steps += 1
-        self.encoder_rows.begin_step()
-        if self._snapshots is not None:
-            self._snapshots.begin_step()
         self._admitted, self.preempted = [], []
-        self._drafts.begin()
+        for extension in self._extensions:
+            extension.begin()
         # What their last chunks have left behind; decodes give back as they grow.
         for slot, _ in self._prefills:
             self.pages.give_back(slot, int(self.slots.num_computed[slot]))
@@ -114,9 +113,9 @@ class Rank:
             self.budget = 0
         for slot, count in prefills:
             self._register_pages(slot, int(self.slots.num_computed[slot]) + count, count)
-        self._decodes, self._prefills = decodes, prefills
-        # Where no prefill has its place, either none is left or the step has no tokens for anybody, or no pictures.
-        is_waiting = prefills or self.encoder_rows.num_rows
+        self.decodes, self._prefills = decodes, prefills
+        # Without prefills either none is left, or the step has no tokens for them, or an extension has deferred them.
+        is_waiting = prefills or self._extensions
         self._num_promised = sum(self._num_missing(slot) for slot in self._unfed().tolist()) if is_waiting else 0
 
     def offer(self, request: Request) -> Offer | None:
@@ -129,9 +128,7 @@ class Rank:
         known = request.known_token_ids()
         hits = self._cached_pages(request, known)
         cached = hits.num_columns * self.config.page_size
-        count = self.encoder_rows.reach(request.media, cached, self._chunk(len(known) - cached))
-        if self._snapshots is not None:
-            count = min([count, *(border - cached for border in self._snapshots.borders(hits, len(known)))])
+        count = self._chunk(request, cached, len(known) - cached, hits)
         if not count or (count < len(known) - cached and not self.config.enable_chunked_prefill):
             return None
         need = self.config.most_pages(len(known)) - sum(map(len, hits.pages))
@@ -143,15 +140,13 @@ class Rank:
         s, (known, hits, cached, count) = self.slots, offer
         limit = min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)
         request.rank = self.index
-        features = request.params.features | (ADAPTER if request.adapter is not None else 0)
-        slot = s.take(request, known, cached, limit, features)
+        slot = s.take(request, known, cached, limit)
         request.status = RequestStatus.RUNNING
-        self.encoder_rows.take(slot, request.media, cached, count)
         self.pages.begin(slot, hits)
         self.pages.grow(slot, cached + count)
-        if self._snapshots is not None:
-            digest = request.page_hashes[hits.num_columns - 1] if hits.num_columns else None
-            self._snapshots.begin(slot, digest, self._snapshots.borders(hits, len(known)))
+        for extension in self._extensions:
+            extension.reserve(request, cached, count)
+            extension.admit(request, len(known), hits)
         self._register_pages(slot, cached + count, count)
         self._admitted.append(request)
         self._prefills.append((slot, count))
@@ -162,71 +157,48 @@ class Rank:
     @property
     def num_decodes(self) -> int | None:
         """Decodes of the step being put together, None where it has other rows."""
-        return None if self._prefills else len(self._decodes)
-
-    def look_ahead(self, most: int) -> np.ndarray:
-        """How many drafts each decode has that must be right, i32[n], at most so many; -1 where they are guesses."""
-        return self._drafts.look_ahead(self._decodes, most)
-
-    def widen(self, width: int) -> int:
-        """Gives decodes, the step's only rows, up to `width` tokens: the last one and drafts. The most that one has.
-
-        0 where pages do not suffice: nobody is preempted for a draft. `look_ahead` was asked before. `num_computed` and
-        `num_tokens` count drafts as right until the step's tokens come.
-        """
-        slots, pages = self._decodes, self.pages
-        widths = self._drafts.widen(slots, width)
-        ends = self.slots.num_computed[slots] + widths
-        if pages.num_missing_of(slots, ends) > self.pool.num_free:
-            return 0
-        pages.grow_to(slots, ends)
-        return int(widths.max(initial=0))
-
-    def narrow(self) -> None:
-        """Takes back what `widen` gave, but for the pages."""
-        self._drafts.begin()
+        return None if self._prefills else len(self.decodes)
 
     def commit(self) -> ScheduledBatch:
         """Counts the step as done and describes it."""
-        # Chunks that the model may attend to in another form than short ones come last (models.layers.mla_made).
-        s, decodes, prefills = self.slots, self._decodes, sorted(self._prefills, key=lambda chunk: chunk[1])
+        s, batch = self.slots, self._batch()
+        for extension in self._extensions:
+            extension.complete(batch)
+        slots, num_decode = batch.slots, batch.num_decode
+        s.num_computed[slots] += batch.num_scheduled
+        s.num_tokens[slots[:num_decode]] += batch.num_scheduled[:num_decode]
+        if num_decode < batch.num_rows:
+            s.num_tokens[slots[num_decode:]] += batch.sample[num_decode:]
+        return batch
+
+    def _batch(self) -> ScheduledBatch:
+        """The step's rows, one token for each decode."""
+        s, decodes = self.slots, self.decodes
+        # Long chunks come last: the model may attend to their keys in another form (models.layers.mla_made).
+        prefills = sorted(self._prefills, key=lambda chunk: chunk[1])
         num_decode, num_rows = len(decodes), len(decodes) + len(prefills)
         slots, counts, start, sample = decodes, *(column[:num_rows] for column in self._decode_columns)
         if prefills:
             tail = np.array(prefills, np.int64)
             slots, counts, start, sample = np.concatenate([decodes, tail[:, 0]]), *map(np.copy, (counts, start, sample))
             counts[num_decode:] = tail[:, 1]
-        num_tokens = num_decode + sum([count for _, count in prefills])
-        widths = self._drafts.widths
-        if widths is not None:
-            counts, num_tokens = widths, int(widths.sum())
-        known_ids = None
+        decode_token_ids = None
         if self.config.num_micro_batches > 1:
-            known_ids = s.last_token_ids(decodes)
+            decode_token_ids = s.last_token_ids(decodes)
             s.last_step[slots] = self._num_steps
-            if self.config.widths:  # stages do not hear which drafts were right
-                start = start.copy()
-                start[:num_decode] = s.num_computed[decodes]
-        token_ids, next_tokens, scores = [], [], False
-        embeds = places = None
-        if prefills:
-            chunks = [(s.requests[slot].media, int(s.num_computed[slot]), count) for slot, count in prefills]
-            embeds, places = self.encoder_rows.inputs(chunks, num_tokens)
-        taken = {request.slot for request in self._admitted}
+        token_ids, next_tokens, unused = [], [], PROMPT_FEATURES
+        admitted = {request.slot for request in self._admitted}
         for row, (slot, count) in enumerate(prefills, num_decode):
             known, computed = s.known[slot], int(s.num_computed[slot])
             assert known is not None
             token_ids.append(known[computed : computed + count])
             following = computed + count < s.num_prompt[slot]
-            scores |= bool(s.features[slot] & PROMPT_LOGPROBS) and computed + 1 < s.num_prompt[slot]
             next_tokens.append(int(known[computed + count]) if following else -1)
+            if computed + 1 < s.num_prompt[slot]:
+                unused &= ~int(s.features[slot])
             sample[row] = computed + count >= s.num_fed[slot]
-            if slot in taken:
+            if slot in admitted:
                 start[row] = computed
-            self.encoder_rows.passed(slot, computed + count)
-        s.num_computed[slots] += counts
-        s.num_tokens[slots] += sample if widths is None else counts
-        features = int(np.bitwise_or.reduce(s.features[slots], initial=0))
         return ScheduledBatch(
             slots=slots,
             num_scheduled=counts,
@@ -234,19 +206,14 @@ class Rank:
             sample=sample,
             epochs=s.epoch[slots],
             num_rows=num_rows,
-            num_tokens=num_tokens,
+            num_tokens=num_decode + sum([count for _, count in prefills]),
             num_decode=num_decode,
-            decode_token_ids=self._drafts.token_ids(known_ids),
+            decode_token_ids=decode_token_ids,
             token_ids=token_ids,
             next_tokens=next_tokens,
             deltas=PageDeltas.concatenate(self.pages.take_deltas()),
             admitted=self._admitted,
-            features=features if scores else features & ~PROMPT_LOGPROBS,
-            encodes=self.encoder_rows.encodes,
-            embeds=embeds,
-            places=places,
-            is_forced=self._drafts.is_forced,
-            is_guided=self._drafts.is_guided,
+            features=int(np.bitwise_or.reduce(s.features[slots], initial=0)) & ~unused,
         )
 
     def update(
@@ -274,7 +241,8 @@ class Rank:
                 self._register_pages(slot, written)
         s.release(slot)
         self.pages.release(slot)
-        self.encoder_rows.release(slot)
+        for extension in self._extensions:
+            extension.release(slot)
 
     def _schedule_decodes(self, num_in_flight: int) -> np.ndarray:
         """Slots that feed their last token, i64[n]; each has a page for it."""
@@ -320,11 +288,9 @@ class Rank:
                 break
             if not s.active[slot]:
                 continue
-            computed = int(s.num_computed[slot])
-            media, count = s.requests[slot].media, self._chunk(int(s.num_fed[slot]) - computed)
-            count = self.encoder_rows.reach(media, computed, count)
-            count = count if self._snapshots is None else self._snapshots.cut(slot, computed, count)
-            if not count:  # its next picture is for a later step
+            request, computed = s.requests[slot], int(s.num_computed[slot])
+            count = self._chunk(request, computed, int(s.num_fed[slot]) - computed)
+            if not count:  # deferred
                 continue
             need = self.pages.num_missing(slot, computed + count)
             while need > self.pool.num_free and s.active[slot]:
@@ -332,7 +298,8 @@ class Rank:
             if not s.active[slot]:
                 break
             self.pages.grow(slot, computed + count)
-            self.encoder_rows.take(slot, media, computed, count)
+            for extension in self._extensions:
+                extension.reserve(request, computed, count)
             scheduled.append((slot, count))
             self.budget -= count
         return scheduled
@@ -357,9 +324,12 @@ class Rank:
         may_grow = s.active & (s.limit > self.pages.num_columns * self.config.page_size)
         return self.pages.num_to_grow(np.flatnonzero(may_grow))
 
-    def _chunk(self, remaining: int) -> int:
-        limit = self.config.long_prefill_token_threshold or remaining
-        return min(remaining, self.budget, limit)
+    def _chunk(self, request: Request, start: int, remaining: int, hits: Hits | None = None) -> int:
+        """Tokens of a request, from `start` on, that the step computes; hits: as RankExtension.chunk has it."""
+        count = min(remaining, self.budget, self.config.long_prefill_token_threshold or remaining)
+        for extension in self._extensions:
+            count = extension.chunk(request, start, count, hits)
+        return count
 
     def _cached_pages(self, request: Request, known: np.ndarray) -> Hits:
         """Pages that hold a prefix of `known`; at least one token is left to compute."""
@@ -371,12 +341,13 @@ class Rank:
         return self.pages.lookup(hashes[: (len(known) - 1) // self.config.page_size])
 
     def _register_pages(self, slot: int, num_computed: int, count: int = 0) -> None:
-        """Makes pages findable whose tokens this step computes, and the state behind the last of `count` tokens."""
+        """Makes pages findable whose tokens are computed, `count` of them by the step being put together."""
         request = self.slots.requests[slot]
         assert request is not None
         self.pages.register(slot, request.page_hashes, num_computed)
-        if self._snapshots is not None:
-            self._snapshots.keep(slot, request.page_hashes, num_computed, count)
+        if count:
+            for extension in self._extensions:
+                extension.register(request, num_computed, count)
 
     def _preempt(self, slot: int) -> None:
         """Takes a slot's pages away; its request is to wait and be computed again."""

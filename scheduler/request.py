@@ -5,11 +5,14 @@ from __future__ import annotations
 import enum
 import hashlib
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler.media import Media
-from scheduler.token_params import TokenParams
+from scheduler.token_params import ADAPTER, TokenParams
+
+if TYPE_CHECKING:
+    from scheduler.media import Media
 
 # Why a request ended whose row could not be sampled: its stop_reason.
 NOT_FINITE = "logits are not finite"
@@ -35,6 +38,11 @@ class Wait(enum.IntEnum):
     MASK = 1
     TOKEN = 2
     ADAPTER = 3
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the request waits apart from the line, so that nobody waits behind it."""
+        return self in (Wait.MASK, Wait.ADAPTER)
 
 
 class FinishReason(enum.StrEnum):
@@ -125,6 +133,11 @@ class Request:
     finished_time: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def features(self) -> int:
+        """Optional parts of a step that the request needs (scheduler.token_params)."""
+        return self.params.features | (ADAPTER if self.adapter is not None else 0)
 
     @property
     def num_prompt_tokens(self) -> int:

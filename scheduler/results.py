@@ -6,13 +6,31 @@ Knows nothing of pages or of what runs next.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from scheduler.batch import ScheduledBatch, StepResult, TokenRows
-from scheduler.end import End
-from scheduler.request import Request, RequestStatus, Wait
+from scheduler.request import NOT_FINITE, FinishReason, Request, RequestStatus, Wait
 from scheduler.slots import Slots
 from scheduler.token_params import LAST_TOKEN, LOGPROBS
+
+
+class End(NamedTuple):
+    """A request that its last token ended, and why."""
+
+    request: Request
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+    @classmethod
+    def by(cls, request: Request, token: int, stopped: bool) -> End:
+        """The end that a token brings; stopped: it is one of those that stop the request; below 0: it was none."""
+        if token < 0:
+            return cls(request, FinishReason.ERROR, NOT_FINITE)
+        if stopped:
+            return cls(request, FinishReason.STOP, None if token in request.eos_token_ids else token)
+        return cls(request, FinishReason.LENGTH)
 
 
 class Results:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
-from scheduler.adapters import AdapterSlots, few_run, running_adapters
 from scheduler.batch import ScheduledStep, StepResult
-from scheduler.buckets import most_wide
 from scheduler.config import SchedulerConfig
-from scheduler.draft_width import DraftWidth
 from scheduler.errors import RequestError
 from scheduler.policy.fair import FairQueue
 from scheduler.policy.waiting import WaitingQueue
 from scheduler.rank import Offer, Rank
 from scheduler.request import FinishReason, Request, RequestStatus, Wait
-from scheduler.token_params import ADAPTER, FEW_ADAPTERS
+from scheduler.scheduler_extension import SchedulerExtension
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +42,8 @@ class Scheduler:
 
     Attributes:
       ranks: pages and slots.
-      adapters: those on the devices.
       num_preemptions, num_prefix_queries, num_prefix_hits: over all ranks; the latter two in tokens.
-      draft_width: chooses how many tokens decodes have, where they may have drafts.
+      extensions: the optional capabilities that take part.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -59,12 +56,18 @@ class Scheduler:
         self._fair = FairQueue(config.num_ranks, config.max_num_seqs) if config.policy == "fair" else None
         self._waiting = WaitingQueue(config.policy) if self._fair is None else self._fair
         self._held: set[Request] = set()
-        self.adapters = AdapterSlots(config.num_adapters)
         self._num_arrived = 0
         self._num_in_flight = 0
         self._deadlines: list[tuple[float, int, Request]] = []
-        limits = config.max_num_seqs, config.max_num_batched_tokens
-        self.draft_width = DraftWidth({width: most_wide(width, *limits) for width in config.widths})
+        self.extensions: list[SchedulerExtension] = [options.extension() for options in config.extensions]
+        for extension in self.extensions:
+            extension.start(self.ranks)
+        for index, rank in enumerate(self.ranks):
+            rank.extend([extension.ranks[index] for extension in self.extensions if extension.ranks])
+
+    def extension(self, name: str) -> Any:
+        """The extension of a capability that the engine was started with."""
+        return next(extension for extension in self.extensions if extension.name == name)
 
     @property
     def num_running(self) -> int:
@@ -119,7 +122,7 @@ class Scheduler:
         return 1.0 - self.num_free_pages / self.num_pages
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; one whose mask is not there yet waits apart, so that nobody waits behind it.
+        """Queues a request; one that must wait for what it needs waits apart (`Wait.is_apart`).
 
         Raises:
           RequestError: the id is taken, or the prompt leaves no room for a token. Nothing has changed then.
@@ -163,21 +166,21 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request))
         self._enqueue(request)
 
-    def hold(self, request: Request) -> None:
-        """Takes the slot of a request whose mask does not come: nobody is to wait for it.
+    def hold(self, request: Request, wait: Wait) -> None:
+        """Takes the slot of a request that must wait apart: nobody is to wait for it.
 
         What it has computed stays in the prefix cache. A token that a step in flight samples for it is dropped, so no
         other may be in flight.
         """
         self.ranks[request.rank].release(request.slot)
-        request.status, request.wait = RequestStatus.PREEMPTED, Wait.MASK
+        request.status, request.wait = RequestStatus.PREEMPTED, wait
         self._enqueue(request)
         if self._fair is not None:
             self._fair.take_back_output(request)
             self._fair.stop(request)
 
     def release(self, request: Request) -> None:
-        """Lets a request run that waits for its mask or its adapter, if it does."""
+        """Puts a request that waits apart back in line."""
         if request in self._held:
             self._held.remove(request)
             request.wait = Wait.NONE
@@ -212,40 +215,21 @@ class Scheduler:
             rank.begin(self._num_in_flight)
             for request in rank.preempted:
                 self._requeue(request)
-        waiting = self._assign_adapters()
+        self._release_ready()
         if len(self._waiting):
+            num_held = len(self._held)
             expired += self._admit(now)
-            if len(self.adapters.waiting) > waiting:
-                self._assign_adapters()
-        width = self._widen() if self.config.widths else 1
+            if len(self._held) > num_held:
+                self._release_ready()
+        width = max([extension.decode_width() for extension in self.extensions], default=1)
         step = ScheduledStep([rank.commit() for rank in self.ranks], expired, width)
-        if step.features & ADAPTER:
-            columns = [rank.slots.adapter[batch.slots] for rank, batch in zip(self.ranks, step.batches, strict=True)]
-            if few_run(len(self.adapters), columns):
-                step.features |= FEW_ADAPTERS
+        for extension in self.extensions:
+            extension.complete(step)
         if self._fair is not None:
             for index, batch in enumerate(step.batches):
                 self._fair.charge_outputs(index, batch.slots[batch.sample])
         self._num_in_flight += step.num_rows > 0
         return step
-
-    def _widen(self) -> int:
-        """Tokens of a decode of the step being put together: more than one where it has nothing but decodes."""
-        counts = [rank.num_decodes for rank in self.ranks]
-        rows = [count for count in counts if count is not None]
-        if len(rows) < len(counts):
-            self.draft_width.prefilled()
-            return 1
-        if not self.draft_width.has_any(max(rows)):
-            return 1
-        runs = [rank.look_ahead(self.config.widths[-1] - 1) for rank in self.ranks]
-        width = self.draft_width.choose(max(rows), np.concatenate(runs))
-        most = [rank.widen(width) if width > 1 else 1 for rank in self.ranks]
-        if width == 1 or max(most) <= 1 or any(count and not given for count, given in zip(rows, most, strict=True)):
-            for rank in self.ranks:
-                rank.narrow()
-            return 1
-        return min(each for each in self.config.widths if each >= max(most))
 
     def update(
         self,
@@ -279,11 +263,6 @@ class Scheduler:
         for rank in self.ranks:
             rank.pages.reset_prefix_cache()
 
-    def reset_encoder_cache(self) -> None:
-        """Forgets the embeddings of pictures that no running request needs."""
-        for rank in self.ranks:
-            rank.encoder_rows.clear()
-
     def _expire(self, now: float) -> list[Request]:
         expired = []
         while self._deadlines and self._deadlines[0][0] < now:
@@ -300,9 +279,10 @@ class Scheduler:
         """
         failed = []
         while (request := self._waiting.first()) is not None and request.wait is Wait.NONE:
-            if request.adapter is not None and not self.adapters.admits(request):
+            wait = next((wait for each in self.extensions if (wait := each.admits(request))), Wait.NONE)
+            if wait is not Wait.NONE:
                 self._waiting.remove(request)
-                request.wait = Wait.ADAPTER
+                request.wait = wait
                 self._held.add(request)
                 continue
             place = self._place(request)
@@ -326,14 +306,11 @@ class Scheduler:
                     self.num_prefix_hits += request.num_cached_tokens
         return failed
 
-    def _assign_adapters(self) -> int:
-        """Gives slots to adapters that are waited for, and lets those run whose adapters have come; who waits still."""
-        if not self.adapters.waiting:
-            return 0
-        columns = [rank.slots.adapter for rank in self.ranks]
-        for request in self.adapters.assign(running_adapters(len(self.adapters), columns)):
-            self.release(request)
-        return len(self.adapters.waiting)
+    def _release_ready(self) -> None:
+        """Puts requests back in line that extensions let run."""
+        for extension in self.extensions:
+            for request in extension.ready():
+                self.release(request)
 
     def _place(self, request: Request) -> tuple[Rank, Offer] | None:
         """The rank that is to run a request, and what it offers; None if none can now."""
@@ -346,8 +323,8 @@ class Scheduler:
         return rank.num_tokens + len(offer.known) - offer.num_cached
 
     def _enqueue(self, request: Request) -> None:
-        """Into the line, or beside it while its mask is not there."""
-        if request.wait is Wait.MASK:
+        """Puts a request in line, or apart from it."""
+        if request.wait.is_apart:
             self._held.add(request)
         else:
             self._waiting.push(request)

@@ -50,7 +50,6 @@ class Slots:
         self.per_step = column(np.bool_, False)
         self.tag = column(np.int64)
         self.features = column(np.int32)
-        self.adapter = column(np.int32, -1)
         self._stop_ids = np.full((STOP_COLUMNS, max_num_seqs), -1, np.int32)
         self._num_stop_columns = 0  # that requests use
         self._has_many_stop_ids = column(np.bool_, False)
@@ -67,7 +66,7 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request: Request, known: np.ndarray, num_computed: int, limit: int, features: int) -> int:
+    def take(self, request: Request, known: np.ndarray, num_computed: int, limit: int) -> int:
         """Gives `request` a slot. `known` are the tokens to feed, of which `num_computed` have their KV already.
 
         Where a value of the request fits no column, that raises, and the slot is free as before.
@@ -86,8 +85,7 @@ class Slots:
         self.last_token_time[slot] = request.last_token_time
         self.per_step[slot] = request.per_step
         self.tag[slot] = request.tag
-        self.features[slot] = features
-        self.adapter[slot] = -1 if request.adapter is None else request.adapter_slot
+        self.features[slot] = request.features
         stop_ids = request.stop_token_ids
         has_many = len(stop_ids) > STOP_COLUMNS
         self._stop_ids[:, slot] = -1
@@ -116,7 +114,6 @@ class Slots:
         request.slot = -1
         self.requests[slot] = self.known[slot] = None
         self.active[slot] = False
-        self.adapter[slot] = -1
         self._has_many_stop_ids[slot] = False
         self._many_stop_ids.pop(slot, None)
         self.epoch[slot] += 1

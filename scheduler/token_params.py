@@ -16,6 +16,8 @@ from functools import cached_property
 # scheduler's to set.
 RANDOM, TRUNCATION, PENALTIES, BIAS, MASK, LOGPROBS, PROMPT_LOGPROBS, LAST_TOKEN = (1 << bit for bit in range(8))
 ADAPTER, FEW_ADAPTERS = 1 << 8, 1 << 9
+# Features that act on prompt tokens whose successor is known.
+PROMPT_FEATURES = PROMPT_LOGPROBS
 # Entries of a token's logprobs at most: whatever samples sorts out as many as an engine may be asked for.
 MAX_LOGPROBS = 1024
 

@@ -36,7 +36,12 @@ APART = {
         "pallas_kernels.tuned",
         "pallas_kernels.tuned_products",
     ),
-    "scheduler:loop": ("scheduler.scheduler", "scheduler.rank"),
+    "scheduler:loop": (
+        "scheduler.scheduler",
+        "scheduler.scheduler_extension",
+        "scheduler.rank",
+        "scheduler.extension",
+    ),
 }
 # Room -> the rooms it may import, set apart by blanks; the ground floor first.
 ROOMS = {
@@ -78,12 +83,13 @@ ROOMS = {
     "scheduler.pages": "scheduler",
     "scheduler.policy": "scheduler",
     "scheduler:loop": "scheduler scheduler.pages scheduler.policy",
+    "scheduler.extensions": "models scheduler scheduler.pages scheduler:loop",
     "jaxengine:base": "",
     "jaxengine.workers": "jaxengine:base",
     "jaxengine.grammars": "scheduler jaxengine.workers",
     "jaxengine.sampling": "sharding scheduler",
     "jaxengine.tokens": "models.weights:declarations scheduler jaxengine.workers",
-    "jaxengine.config": "sharding models.config scheduler",
+    "jaxengine.config": "sharding models.config scheduler scheduler.extensions",
     "jaxengine.media:what": "scheduler jaxengine.config",
     "jaxengine.media.processors": "models.config models.weights:declarations scheduler jaxengine.media:what",
     "jaxengine.media": ("models.weights:declarations scheduler jaxengine:base jaxengine.config jaxengine.media:what"),
@@ -96,13 +102,13 @@ ROOMS = {
     "jaxengine.parsers": "jaxengine.config",
     "jaxengine.runner": (
         "sharding models.config models.weights:declarations models.quantization models models.layers models:registry "
-        "models.weights scheduler scheduler.pages scheduler:loop jaxengine.sampling jaxengine.config jaxengine.drafts "
-        "jaxengine.checkpoint jaxengine.media:registry"
+        "models.weights scheduler scheduler.pages scheduler:loop scheduler.extensions jaxengine.sampling "
+        "jaxengine.config jaxengine.drafts jaxengine.checkpoint jaxengine.media:registry"
     ),
     "jaxengine.cluster": "scheduler jaxengine:base jaxengine.config jaxengine.runner",
     "jaxengine.engine": (
-        "scheduler scheduler:loop jaxengine.grammars jaxengine.sampling jaxengine.config jaxengine.drafts "
-        "jaxengine.runner"
+        "scheduler scheduler:loop scheduler.extensions jaxengine.grammars jaxengine.sampling jaxengine.config "
+        "jaxengine.drafts jaxengine.runner"
     ),
     "jaxengine.requests": (
         "models.config scheduler jaxengine.tokens jaxengine.config jaxengine.media:what jaxengine.media "
@@ -118,8 +124,8 @@ ROOMS = {
     ),
     "jaxengine.server": "scheduler jaxengine.config jaxengine.parsers jaxengine.requests jaxengine.api",
     "jaxengine.bench": (
-        "scheduler scheduler:loop jaxengine:base jaxengine.config jaxengine.checkpoint jaxengine.runner "
-        "jaxengine.engine jaxengine.requests jaxengine.api jaxengine"
+        "scheduler scheduler:loop scheduler.extensions jaxengine:base jaxengine.config jaxengine.checkpoint "
+        "jaxengine.runner jaxengine.engine jaxengine.requests jaxengine.api jaxengine"
     ),
     "jaxengine.server.link": (
         "scheduler jaxengine.config jaxengine.media:what jaxengine.checkpoint jaxengine.engine jaxengine.requests "

@@ -87,11 +87,15 @@ class _Steps:
         import numpy as np
 
         from scheduler.config import SchedulerConfig
+        from scheduler.extensions.drafts import DraftOptions
+        from scheduler.extensions.pictures import PictureOptions
         from scheduler.packing import Packer
         from scheduler.scheduler import Scheduler
 
         generator = np.random.default_rng(0)
         max_model_len = PROMPT_TOKENS + PAGE_SIZE + longest + 1
+        extensions = [PictureOptions(ENCODER_ROWS, ENCODER_ROWS, mrope=True)] if sees else []
+        extensions += [DraftOptions()] if width > 1 else []
         self.config = SchedulerConfig(
             num_pages=num_seqs * len(windows) * -(-max_model_len // PAGE_SIZE),
             page_size=PAGE_SIZE,
@@ -100,11 +104,11 @@ class _Steps:
             max_model_len=max_model_len,
             windows=windows,
             widths=(width,) if width > 1 else (),
-            num_encoder_rows=ENCODER_ROWS if sees else 0,
-            max_encoder_patches=ENCODER_ROWS if sees else 0,
+            extensions=tuple(extensions),
         )
+        sections = {"pictures": 4} if sees else {}
         self.scheduler = _with_drafts(Scheduler(self.config), width)
-        self.packer = Packer(_buckets(self.config), PAGE_SIZE, num_groups=len(windows), with_places=sees)
+        self.packer = Packer(_buckets(self.config, sections), PAGE_SIZE, num_groups=len(windows), sections=sections)
         self.requests = _requests(generator, longest, turnover)
         for _ in range(num_seqs):
             self.scheduler.add_request(next(self.requests))
@@ -206,7 +210,7 @@ def sampled(tokens: Any, counts: Any, number: int, width: int) -> tuple[Any, Any
 def _with_drafts(scheduler: Any, width: int) -> Any:
     """The scheduler, all of whose decodes are to have this width: what pays is not what is measured."""
     if width > 1:
-        scheduler.draft_width.choose = lambda num_rows, runs: width
+        scheduler.extension("drafts").width.choose = lambda num_rows, runs: width
     return scheduler
 
 
@@ -245,7 +249,7 @@ class FreeRunner:
 
         self.packer, self.buckets, self.compiles = packer, packer.buckets, CompileWatch()
         self.vocab_size, self.num_ranks, self.windows = 32_000, 1, config.windows
-        self.pools, self.keeps_history, self.has_places = False, bool(config.widths), config.num_encoder_rows > 0
+        self.pools, self.keeps_history, self.has_places = False, bool(config.widths), bool(packer.sections)
         self.encoder = object() if self.has_places else None
         self.plan = SimpleNamespace(num_pages=config.num_pages)
         self.config = SimpleNamespace(
@@ -276,11 +280,11 @@ class FreeRunner:
     def set_rope_deltas(self, slots: Any, deltas: Any) -> None: ...
 
 
-def _buckets(config):
+def _buckets(config, sections=()):
     from scheduler.buckets import Buckets
 
     limits = config.max_num_seqs, config.max_num_batched_tokens
-    return Buckets(*limits, [], [], widths=config.widths, media=config.num_encoder_rows > 0)
+    return Buckets(*limits, [], [], widths=config.widths, sections=tuple(sections))
 
 
 def _requests(generator, longest: int, turnover: int):

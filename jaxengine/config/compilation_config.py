@@ -69,7 +69,7 @@ class CompilationConfig:
         max_num_batched_tokens: int,
         widths: tuple[int, ...],
         *,
-        media: bool = False,
+        sections: tuple[str, ...] = (),
     ) -> Buckets:
         """The shapes under these limits of one rank, and the platform's where no sizes were given."""
         decode, prefill = self.cudagraph_capture_sizes, self.prefill_sizes
@@ -78,6 +78,6 @@ class CompilationConfig:
         if prefill is None:
             prefill = tuple(size for size in platform.prefill_sizes if size < max_num_batched_tokens)
         try:
-            return Buckets(max_num_seqs, max_num_batched_tokens, decode, prefill, widths, media=media)
+            return Buckets(max_num_seqs, max_num_batched_tokens, decode, prefill, widths, sections=sections)
         except ValueError as error:
             raise ConfigError("compilation_config", self, str(error)) from None

@@ -101,7 +101,7 @@ def check_encoder(options: EncoderOptions) -> None:
 def settle_encoder(
     chosen: Mapping[str, Any], model: ModelConfig, platform: Platform, sizes: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
-    """num_encoder_rows, max_encoder_patches and whole_pictures of ResolvedConfig.
+    """num_encoder_rows, max_encoder_patches, whole_pictures and uses_mrope of ResolvedConfig.
 
     chosen: the other fields. sizes: (embeddings, patches) of the largest item of each kind that requests may bring,
     none where the model sees nothing. Raises ConfigError.
@@ -132,4 +132,5 @@ def settle_encoder(
         raise ConfigError.because("limit_mm_per_prompt", problem, _BLIND)
     rows = chosen["encoder_cache_size"] or max(2 * most_rows, chosen["max_num_batched_tokens"])
     patches = -(-most_patches // tower.unit) * tower.unit
-    return {"num_encoder_rows": rows, "max_encoder_patches": patches, "whole_pictures": whole}
+    limits = {"num_encoder_rows": rows, "max_encoder_patches": patches}
+    return {**limits, "whole_pictures": whole, "uses_mrope": model.sees_places}

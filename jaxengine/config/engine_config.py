@@ -16,6 +16,7 @@ from jaxengine.config.chat_template import read_chat_template
 from jaxengine.config.compilation_config import CompilationConfig
 from jaxengine.config.encoder import EncoderOptions, check_encoder, settle_encoder
 from jaxengine.config.errors import ConfigError
+from jaxengine.config.extensions import extension_options
 from jaxengine.config.kv_cache import KV_CACHE_DTYPES, check_scales, kv_dtype
 from jaxengine.config.lora import LoraOptions, check_lora, check_lora_model
 from jaxengine.config.multimodal import READERS, MediaOptions
@@ -338,7 +339,8 @@ class ResolvedConfig(EngineConfig):
 
     Attributes:
       default_seq_tokens: Platform.seq_tokens, where the user leaves the size of the KV pool to the platform.
-      num_encoder_rows, max_encoder_patches, whole_pictures: as SchedulerConfig has them.
+      num_encoder_rows, max_encoder_patches, whole_pictures, uses_mrope: as scheduler.extensions.pictures.PictureOptions
+        has them.
     """
 
     max_model_len: int = 0
@@ -351,6 +353,7 @@ class ResolvedConfig(EngineConfig):
     num_encoder_rows: int = 0
     max_encoder_patches: int = 0
     whole_pictures: bool = False
+    uses_mrope: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -367,12 +370,12 @@ class ResolvedConfig(EngineConfig):
         """Whether the size of the KV pool is said outright."""
         return self.num_gpu_blocks_override is not None or self.kv_cache_memory_bytes is not None
 
-    def buckets(self, platform: Platform, *, media: bool = False) -> Buckets:
-        """The shapes to compile; media: also those of steps with pictures."""
+    def buckets(self, platform: Platform, *, sections: tuple[str, ...] = ()) -> Buckets:
+        """The shapes to compile; sections: message sections that some steps have besides their own."""
         # A prompt of one token is all that steps without prompts have to do where nothing is generated.
         platform = platform if self.runner == "generate" else dataclasses.replace(platform, decode_sizes=())
         limits = self.max_num_seqs, self.max_num_batched_tokens, self.widths
-        return self.compilation_config.buckets(platform, *limits, media=media)
+        return self.compilation_config.buckets(platform, *limits, sections=sections)
 
     def scheduler_config(
         self, num_pages: int, num_ranks: int = 1, windows: tuple[int | None, ...] = (None,)
@@ -393,8 +396,5 @@ class ResolvedConfig(EngineConfig):
             windows=windows,
             num_snapshots=self.num_state_snapshots,
             widths=self.widths,
-            num_adapters=self.max_loras if self.enable_lora else 0,
-            num_encoder_rows=self.num_encoder_rows,
-            max_encoder_patches=self.max_encoder_patches,
-            whole_pictures=self.whole_pictures,
+            extensions=extension_options(self),
         )

@@ -1,7 +1,7 @@
 """The adapters that requests may name: read, kept in the host's memory, and brought to their slots on the devices.
 
 Files are read, and matrices sent, on a thread; between two steps one program puts them into the pools. Which adapter
-has which slot is the scheduler's affair (scheduler.adapters).
+has which slot is the scheduler's affair (scheduler.extensions.adapters).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from jaxengine.runner.model_runner import ModelRunner
 from models.weights.errors import ModelFileError
 from models.weights.peft import AdapterWeights, read_adapter
-from scheduler.adapters import AdapterSlots
 from scheduler.batch import ScheduledStep
 from scheduler.errors import RequestError, UnknownAdapterError, show_value
+from scheduler.extensions.adapters import AdapterSlots
 from scheduler.request import Adapter, Request
 
 # Adapters that may be loaded, and names they may have.

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from models.config.tower import TowerConfig
-from scheduler.encoder_rows import Encode
+from scheduler.extensions.pictures import Encode
 from sharding.collectives import gather_parts
 
 # The column that says whose a patch is (models.config.tower): numbered within an item, and then within a call.

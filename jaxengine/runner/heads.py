@@ -292,7 +292,7 @@ HEADS = {
         arguments=("params", "hidden", "targets"),
         changes=(),
         output=TokenLogprobs,
-        size_of=lambda buckets, bucket: bucket.num_tokens if bucket in buckets.scored else None,
+        size_of=lambda buckets, bucket: bucket.num_tokens if bucket in buckets.prompt else None,
     ),
     POOL: Head(
         make_pool,

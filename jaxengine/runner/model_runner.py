@@ -44,7 +44,7 @@ from models.layers.lora import product_forms
 from models.quantization.table import weight_rows
 from models.weights.lora_pools import AdapterTargets, Matrices, targets_of
 from scheduler.buckets import Bucket
-from scheduler.encoder_rows import Encode
+from scheduler.extensions.pictures import Encode
 from scheduler.media import EMBEDS
 from scheduler.packing import StepInput, delta_chunks
 from scheduler.token_params import ADAPTER, FEW_ADAPTERS
@@ -95,7 +95,7 @@ class ModelRunner:
         self._has_mask = np.zeros_like(self._has_bias)
         self._adapter = np.full(len(self._has_bias), -1, np.int32)
         self._rope_delta = np.zeros(len(self._has_bias), np.int32)
-        self.has_places = stages[0].programs.packer.with_places
+        self.has_places = stages[0].programs.model.config.sees_places
         encoder = stages[0].programs.encoder
         self.encoder = None if encoder is None else encoder.layout
         return_free_memory()

@@ -191,7 +191,7 @@ class StageRunner:
         arguments = (self._params, self._kv, self._state.slots, last_token, message)
         if hidden is not None:
             arguments = (*arguments, self._receive(hidden))
-        elif bucket.media:
+        elif bucket.sections:
             arguments = (*arguments, self._encoder_rows)
         self._kv, slots, output = self._forwards[bucket](*arguments)
         self._state = self._state._replace(slots=slots)

@@ -168,6 +168,7 @@ def unpack(
     elif last_token is not None:
         token_ids = jnp.where(token_ids >= 0, token_ids, last_token[index][row])
 
+    pictures = layout.view(buffer, "pictures") if layout.sections else None
     batch = ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -175,18 +176,20 @@ def unpack(
         ragged=tuple(ragged),
         state_rows=_state_rows(state, slot, count, start, is_new, ragged[0]),
         adapters=_adapters(state, jnp.where(valid, index[row], num_slots), header["features"]),
-        media=MediaRows(media_rows, layout.view(buffer, "media")[0]) if layout.num_media else None,
-        rope_positions=_rope_positions(state, positions, index[row], layout.view(buffer, "media")),
+        media=None if pictures is None else MediaRows(media_rows, pictures[0]),
+        rope_positions=_rope_positions(state, positions, index[row], pictures),
     )
     return state, batch, Rows(slot, count, start, sample, next_token), header, drafts
 
 
-def _rope_positions(state: SlotState, positions: jax.Array, slot: jax.Array, media: jax.Array) -> jax.Array | None:
-    """Of ForwardBatch; positions, slot: i32[T], media: the message's field."""
+def _rope_positions(
+    state: SlotState, positions: jax.Array, slot: jax.Array, pictures: jax.Array | None
+) -> jax.Array | None:
+    """Of ForwardBatch; positions, slot: i32[T], pictures: the message's section."""
     if state.rope_delta is None:
         return None
     own = positions + state.rope_delta[slot]
-    return own if media.shape[0] == 0 else jnp.where(media[1:] >= 0, media[1:], own)
+    return own if pictures is None else jnp.where(pictures[1:] >= 0, pictures[1:], own)
 
 
 def _adapters(state: SlotState, slot: jax.Array, features: jax.Array) -> Adapters | None:

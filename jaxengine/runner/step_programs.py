@@ -87,8 +87,9 @@ class StepPrograms:
         self._num_slots, self._num_snapshots = config.max_num_seqs, config.num_state_snapshots
         num_tables = len(paged_groups(self.groups)) + (self._num_snapshots > 0)
         self._sees, self._places = model.config.tower is not None, model.config.sees_places
-        buckets, num_ranks = config.buckets(platform, media=self._sees), model.mesh.num_ranks
-        self.packer = Packer(buckets, config.block_size, num_ranks, num_tables, self._places)
+        sections = {"pictures": 4 if self._places else 1} if self._sees else {}
+        buckets, num_ranks = config.buckets(platform, sections=tuple(sections)), model.mesh.num_ranks
+        self.packer = Packer(buckets, config.block_size, num_ranks, num_tables, sections)
         self.encoder: EncoderPrograms | None = None
         if model.config.tower is not None and model.stage.is_first:
             parts = 1 if model.build.split_tower else model.mesh.model
@@ -152,7 +153,7 @@ class StepPrograms:
         params: the model's leaves, arrays or shapes; kv: as `kv_shapes` gives it. Of a stage that is not the last the
         third result is hidden states.
         """
-        stage, num_logits, scores = self.model.stage, self.num_logits(bucket), bucket in self.packer.buckets.scored
+        stage, num_logits, scores = self.model.stage, self.num_logits(bucket), bucket in self.packer.buckets.prompt
         layout = self.packer.layouts[bucket]
         proposer = self._proposer if bucket.width > 1 else None
         takes_drafts = self._takes_drafts and bucket.width > 1
@@ -164,7 +165,7 @@ class StepPrograms:
         message = self.message_shape(bucket)
         hidden = self._hidden(bucket.num_tokens)
         more = [] if stage.is_first else [hidden]
-        if bucket.media and self.encoder is not None:
+        if bucket.sections and self.encoder is not None:
             more = [self.encoder.rows]
         arguments = (abstract_params(params), kv, state.slots, last_token, message, *more)
         output: Any = hidden

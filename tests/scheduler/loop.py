@@ -8,11 +8,30 @@ import numpy as np
 
 from scheduler.buckets import Buckets, most_wide
 from scheduler.config import SchedulerConfig
+from scheduler.extensions.adapters import AdapterOptions
+from scheduler.extensions.drafts import DraftOptions
+from scheduler.extensions.pictures import PictureOptions
+from scheduler.extensions.snapshots import SnapshotOptions
 from scheduler.packing import Packer
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from scheduler.token_params import TokenParams
 from tests.scheduler.fake_device import POISON, VOCAB_SIZE, FakeDevice, expected_output
+
+DRAFTS = ("guesses", "draft", "forced", "guided")
+
+
+def scheduler_config(*, pictures=None, num_adapters=0, **options) -> SchedulerConfig:
+    """pictures: PictureOptions; options: fields of SchedulerConfig, and of DraftOptions where there are `widths`."""
+    drafts = {name: options.pop(name) for name in DRAFTS if name in options}
+    extensions = [] if pictures is None else [pictures]
+    if options.get("num_snapshots"):
+        extensions.append(SnapshotOptions())
+    if num_adapters:
+        extensions.append(AdapterOptions(num_adapters))
+    if options.get("widths"):
+        extensions.append(DraftOptions(**drafts))
+    return SchedulerConfig(extensions=tuple(extensions), **options)
 
 
 class Loop:
@@ -31,16 +50,17 @@ class Loop:
         self.depth = max(1 if sync else 2, changes.get("num_micro_batches", 1))
         self.slack = (max(changes.get("widths", (1,))) - 1) * self.depth
         changes["windows"] = tuple(None if window is None else window + self.slack for window in windows)
-        self.config = SchedulerConfig(**{**options, **changes})
+        self.config = scheduler_config(**{**options, **changes})
         self.scheduler = Scheduler(self.config)
         self.num_widths = 0
         if self.config.widths:
-            self.scheduler.draft_width.choose = self.choose_width
+            self.scheduler.extension("drafts").width.choose = self.choose_width
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        sees = self.config.num_encoder_rows > 0
+        pictures: PictureOptions | None = changes.get("pictures")
+        sections = {} if pictures is None else {"pictures": 4 if pictures.mrope else 1}
         decodes = [size for size in (1, 2, 4) if size < seqs]
-        buckets = Buckets(seqs, tokens, decodes, [4], self.config.widths, media=sees)
-        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables, sees)
+        buckets = Buckets(seqs, tokens, decodes, [4], self.config.widths, sections=tuple(sections))
+        self.packer = Packer(buckets, self.config.page_size, self.config.num_ranks, self.config.num_tables, sections)
         pipelined = self.config.num_micro_batches > 1
         self.device = FakeDevice(self.packer, self.config, forgetful=pipelined, windows=windows)
         self.in_flight: deque = deque()

@@ -32,8 +32,8 @@ def test_round_up_is_total(max_num_seqs, more, decode, mixed, data):
     assert bucket.decode_only == (num_tokens == num_seqs)
     for each in buckets:
         assert each.num_seqs <= buckets.sample_size(each) <= 2 * each.num_seqs
-    scored = buckets.round_up(num_tokens, num_seqs, scored=True)
-    assert scored in buckets.scored and scored.num_tokens >= num_tokens and scored.num_seqs >= num_seqs
+    scored = buckets.round_up(num_tokens, num_seqs, prompt=True)
+    assert scored in buckets.prompt and scored.num_tokens >= num_tokens and scored.num_seqs >= num_seqs
     if max_tokens > 1:  # else no rank can have a row of two
         mixed = buckets.round_up(num_tokens, num_seqs, mixed=True)
         assert mixed in set(buckets) and not mixed.decode_only

@@ -82,8 +82,8 @@ def test_what_a_model_that_sees_adds_is_told(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["sees"] is True and isinstance(found["results"][0]["more"], float)
     steps = host._Steps(2, 100, 0, sees=True)
-    assert steps.packer.with_places and any(bucket.media for bucket in steps.packer.buckets)
-    assert not steps.packer.pack(steps.scheduler.schedule(0.0)).bucket.media
+    assert steps.packer.sections and any(bucket.sections for bucket in steps.packer.buckets)
+    assert not steps.packer.pack(steps.scheduler.schedule(0.0)).bucket.sections
 
 
 def test_decodes_have_drafts_where_asked_for(tmp_path, capsys):

@@ -303,7 +303,7 @@ def test_what_is_refused(case, tight):
 def step_of_text(llm: LLM) -> tuple[dict[str, int], str]:
     """Of steps without pictures: how many numbers each is told, and the smallest one as it is given to XLA."""
     runner, (stage,) = llm.core.runner, llm.core.runner._stages
-    buckets = [bucket for bucket in runner.buckets if not bucket.media]
+    buckets = [bucket for bucket in runner.buckets if not bucket.sections]
     program = stage.programs.forward(min(buckets), stage._params, stage.programs.kv_shapes(8))
     lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
     return {str(bucket): runner.packer.layouts[bucket].size for bucket in buckets}, lowered.as_text()
@@ -320,7 +320,7 @@ def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
     # With places in three dimensions a slot has the distance of its text behind its pictures.
     assert (program == own_program) != tight.core.runner.has_places
     assert llm.core.inputs.media is None and llm.core.runner.encoder is None
-    assert not any(bucket.media for bucket in llm.core.runner.buckets) and llm.core.runner.plan.embeddings == 0
+    assert not any(bucket.sections for bucket in llm.core.runner.buckets) and llm.core.runner.plan.embeddings == 0
     with pytest.raises(RequestError, match="limit_mm_per_prompt"):
         llm.generate({"prompt": "w1", "multi_modal_data": {"image": np.zeros((20, 20, 3), np.uint8)}}, use_tqdm=False)
     name = next(name for name, each in case.prompts.items() if not any(each["multi_modal_data"].values()))

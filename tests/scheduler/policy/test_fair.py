@@ -246,7 +246,7 @@ def test_a_token_that_is_dropped_for_a_late_mask_is_charged_once(caching):
             # The engine lets no other step of its be in flight.
             while len(loop.in_flight) > 1:
                 loop.finished += loop.scheduler.update(*loop.in_flight.popleft()).finished
-            loop.scheduler.hold(late)
+            loop.scheduler.hold(late, Wait.MASK)
             held += 1
         elif late.slot < 0 and late.wait is Wait.MASK:
             loop.scheduler.release(late)

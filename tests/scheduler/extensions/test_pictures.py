@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.encoder_rows import EncoderRows
+from scheduler.extensions.pictures import EncoderRows, PictureOptions
 from scheduler.media import Media, MediaItem
 from scheduler.request import FinishReason
 from tests.scheduler.fake_device import VOCAB_SIZE
@@ -46,26 +46,29 @@ def random_media(rng: np.random.Generator, length: int) -> Media | None:
 class SeeingLoop(Loop):
     """Writes what is encoded, and looks whether each token of each step finds its own picture there."""
 
-    def __init__(self, **changes):
-        super().__init__(num_encoder_rows=NUM_ROWS, max_encoder_patches=MAX_PATCHES, **changes)
+    def __init__(self, *, whole: bool = False, **changes):
+        super().__init__(pictures=PictureOptions(NUM_ROWS, MAX_PATCHES, whole=whole, mrope=True), **changes)
+        self.whole, self.pools = whole, self.scheduler.extension("pictures").rows
         self.embeddings = [np.full(NUM_ROWS, None, object) for _ in self.scheduler.ranks]
         self.num_encoded = 0
 
     def check(self, step):
         super().check(step)
         for rank, batch, held in zip(self.scheduler.ranks, step.batches, self.embeddings, strict=True):
-            assert sum(each.item.num_patches for each in batch.encodes) <= MAX_PATCHES
-            written = np.concatenate([each.rows for each in batch.encodes]) if batch.encodes else np.empty(0)
+            encodes = batch.sections.get("pictures", [])
+            assert sum(each.item.num_patches for each in encodes) <= MAX_PATCHES
+            written = np.concatenate([each.rows for each in encodes]) if encodes else np.empty(0)
             assert len(np.unique(written)) == len(written), "two pictures in one row"
-            for each in batch.encodes:
+            for each in encodes:
                 self.num_encoded += 1
                 held[each.rows] = [(each.item.digest, row) for row in range(each.item.num_rows)]
-            rows = rank.encoder_rows
+            rows = self.pools[rank.index]
             assert 0 <= rows.num_used <= rows.num_kept <= NUM_ROWS
             self.check_tokens(rank, batch, held)
 
     def check_tokens(self, rank, batch, held):
         end, sees = batch.num_decode, False
+        section = batch.message.get("pictures")
         for row in range(batch.num_decode, batch.num_rows):
             slot, count = int(batch.slots[row]), int(batch.num_scheduled[row])
             first, end = end, end + count
@@ -81,22 +84,22 @@ class SeeingLoop(Loop):
                 }
             )
             places_of = [] if media is None else [set(each.positions.tolist()) for each in media.items]
-            if rank.config.whole_pictures:
+            if self.whole:
                 assert not any({start + count - 1, start + count} <= each for each in places_of), "half a picture"
             behind = media is None or start >= media.end
             sees |= not behind
-            if batch.embeds is None:
+            if section is None:
                 assert behind, "a step without what a token needs"
                 continue
             for token in range(count):
-                embed, position = int(batch.embeds[first + token]), start + token
+                embed, position = int(section[0, first + token]), start + token
                 assert (held[embed] if embed >= 0 else None) == wanted.get(position)
                 known = not behind and media.rope_positions is not None and position < request.num_prompt_tokens
                 places = media.rope_positions[:, position].tolist() if known else [-1] * 3
-                assert batch.places[:, first + token].tolist() == places
-        assert sees == (batch.embeds is not None)
-        if batch.embeds is not None:
-            assert (batch.embeds[: batch.num_decode] == -1).all() and (batch.places[:, : batch.num_decode] == -1).all()
+                assert section[1:, first + token].tolist() == places
+        assert sees == (section is not None)
+        if section is not None:
+            assert (section[:, : batch.num_decode] == -1).all()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -121,7 +124,7 @@ def test_every_token_finds_its_picture(num_ranks, num_pages):
         if request.finish_reason != "abort" and request.media is None:
             check_output(request)
         assert request.finish_reason in ("abort", "length", "stop")
-    ranks = [rank.encoder_rows for rank in loop.scheduler.ranks]
+    ranks = loop.pools
     assert loop.num_encoded and sum(each.num_hits for each in ranks) > 20
     assert [each.num_used for each in ranks] == [0] * num_ranks, "somebody who has gone still needs a picture"
     assert num_pages == 64 or loop.scheduler.num_preemptions > 3
@@ -136,8 +139,8 @@ def test_a_picture_that_came_before_is_not_encoded_again():
         loop.scheduler.add_request(make(index, [1, *[PLACEHOLDER] * 8, 2], 2, media=Media((item("a", range(1, 9)),))))
         loop.run()
     assert loop.num_encoded == 1
-    (rank,) = loop.scheduler.ranks
-    assert (rank.encoder_rows.num_queries, rank.encoder_rows.num_hits) == (3, 2)
+    (rows,) = loop.pools
+    assert (rows.num_queries, rows.num_hits) == (3, 2)
 
 
 def test_a_known_prefix_needs_no_picture():
@@ -149,7 +152,7 @@ def test_a_known_prefix_needs_no_picture():
         loop.scheduler.add_request(request)
         loop.run()
         cached.append((request.num_cached_tokens, loop.num_encoded))
-        loop.scheduler.ranks[0].encoder_rows.clear()
+        loop.scheduler.extension("pictures").reset_cache()
     assert cached == [(0, 1), (8, 1), (0, 2)]
 
 
@@ -190,7 +193,7 @@ def test_a_chunk_ends_before_a_picture_that_has_no_room():
 
 
 def test_whole_pictures_in_a_crowd():
-    rng, loop = np.random.default_rng(0), SeeingLoop(whole_pictures=True, num_pages=20)
+    rng, loop = np.random.default_rng(0), SeeingLoop(whole=True, num_pages=20)
     requests = []
     for index in range(60):
         length = int(rng.integers(2, 50))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler.draft_width import MOST_RETRY_STEPS, RETRY_STEPS, TRIALS, DraftWidth
+from scheduler.extensions.draft_width import MOST_RETRY_STEPS, RETRY_STEPS, TRIALS, DraftWidth
+from scheduler.extensions.drafts import DraftSection
 from scheduler.request import FinishReason, RequestStatus
 from scheduler.token_params import MASK, Grammar, TokenParams
 from tests.scheduler.fake_device import VOCAB_SIZE, expected_output, guess, next_token
@@ -104,17 +105,19 @@ def test_what_must_come_costs_no_guess(changes):
         step = loop.step()
         for rank, batch in enumerate(step.batches):
             counts, rows = batch.num_scheduled, batch.num_rows if step.width > 1 else 0
-            assert len(batch.is_forced) == len(batch.is_guided) == rows
+            section = batch.sections.get("drafts", DraftSection(np.empty(0, np.bool_), np.empty(0, np.bool_)))
+            is_forced, is_guided = section
+            assert len(is_forced) == len(is_guided) == rows
             masked = rank_features(loop, rank, batch)[:rows] & MASK > 0
-            assert (batch.is_guided == masked & ~batch.is_forced & (counts[:rows] > 1)).all()
-            num_guided += int(batch.is_guided.sum())
-            for row in np.flatnonzero(batch.is_forced):
+            assert (is_guided == masked & ~is_forced & (counts[:rows] > 1)).all()
+            num_guided += int(is_guided.sum())
+            for row in np.flatnonzero(is_forced):
                 first = int(counts[:row].sum()) + 1
                 own = batch.decode_token_ids[first : first + counts[row] - 1] if counts[row] > 1 else ()
                 assert batch.features & MASK and (np.array(own) >= 0).all()
                 assert results[-1][1][rank][row] == counts[row]  # what must come is what comes there
-            if len(batch.is_forced):
-                num_both += (counts[batch.is_forced] > 1).any() and (counts[~batch.is_forced] > 1).any()
+            if len(is_forced):
+                num_both += (counts[is_forced] > 1).any() and (counts[~is_forced] > 1).any()
     for request in requests:
         check_output(request)
     assert max(map(len, given)) == 7 and loop.scheduler.num_preemptions > 0
@@ -129,7 +132,7 @@ def rank_features(loop, rank, batch):
 def test_a_rank_without_decodes_joins_in():
     draft = lambda known, count: np.full(count, next_token(known), np.int32)  # noqa: E731
     loop = Loop(num_ranks=2, num_micro_batches=2, widths=(4,), draft=draft)
-    loop.scheduler.draft_width.choose = lambda num_rows, runs: 4
+    loop.scheduler.extension("drafts").width.choose = lambda num_rows, runs: 4
     request = make("a", [1, 2, 3], 12)
     loop.scheduler.add_request(request)
     loop.run()
@@ -151,7 +154,7 @@ def test_a_run_of_accepted_tokens_is_cut_where_the_request_ends():
     tokens = expected_output(prompt, 20)
     for fields, count in (({"stop_token_ids": (tokens[6],)}, tokens.index(tokens[6]) + 1), ({"max_tokens": 7}, 7)):
         loop = Loop(widths=(8,))
-        loop.scheduler.draft_width.choose = lambda num_rows, runs: 8
+        loop.scheduler.extension("drafts").width.choose = lambda num_rows, runs: 8
         loop.device.rng = type("Right", (), {"random": lambda self: 0.0})()
         request = make("a", prompt, **{"max_tokens": 20, "per_step": True, **fields})
         loop.scheduler.add_request(request)
@@ -164,7 +167,7 @@ def test_a_run_of_accepted_tokens_is_cut_where_the_request_ends():
 def test_only_accepted_full_pages_are_found():
     """All drafts are wrong: what is found afterwards are the pages of the tokens that came."""
     loop = Loop(widths=(8,))
-    loop.scheduler.draft_width.choose = lambda num_rows, runs: 8
+    loop.scheduler.extension("drafts").width.choose = lambda num_rows, runs: 8
     loop.device.rng = type("Wrong", (), {"random": lambda self: 1.0, "integers": lambda self, most: 0})()
     prompt = np.arange(5, dtype=np.int32)
     first = make("a", prompt, 10)
@@ -181,7 +184,7 @@ def test_only_accepted_full_pages_are_found():
 
 def test_min_tokens_and_what_the_host_prepares_go_token_by_token():
     loop = Loop(widths=(4,))
-    loop.scheduler.draft_width.choose = lambda num_rows, runs: 4
+    loop.scheduler.extension("drafts").width.choose = lambda num_rows, runs: 4
     loop.scheduler.add_request(make("a", [1, 2], 20, params=TokenParams(temperature=0, min_tokens=6)))
     loop.scheduler.add_request(make("b", [1, 3], 20, params=TokenParams(temperature=0, bad_words=((1, 2),))))
     loop.scheduler.add_request(make("c", [1, 4], 20, params=TokenParams(temperature=0, logit_bias={1: 2.0})))

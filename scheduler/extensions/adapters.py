@@ -6,13 +6,30 @@ recently used first. A request whose adapter has none waits beside the line, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from models.forward_batch import are_few
-from scheduler.request import Adapter, Request, RequestStatus
+from scheduler.batch import ScheduledStep
+from scheduler.extension import RankExtension
+from scheduler.pages.snapshots import Hits
+from scheduler.rank import Rank
+from scheduler.request import Adapter, Request, RequestStatus, Wait
+from scheduler.scheduler_extension import SchedulerExtension
+from scheduler.token_params import ADAPTER, FEW_ADAPTERS
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Adapters (LoRA) that may run at once."""
+
+    num_slots: int
+
+    def extension(self) -> Adapters:
+        return Adapters(self.num_slots)
 
 
 @dataclass(eq=False)
@@ -192,3 +209,51 @@ def running_adapters(num_slots: int, columns: Iterable[np.ndarray]) -> np.ndarra
     for column in columns:
         running[column] = True
     return running[:-1]
+
+
+class Adapters(SchedulerExtension):
+    """Admits requests whose adapters are on the devices.
+
+    Attributes:
+      slots: of the devices' pools.
+    """
+
+    name: ClassVar[str] = "adapters"
+    ranks: Sequence[RankAdapters]
+
+    def __init__(self, num_slots: int):
+        self.slots = AdapterSlots(num_slots)
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = [RankAdapters(rank.config.max_num_seqs) for rank in ranks]
+
+    def admits(self, request: Request) -> Wait:
+        return Wait.NONE if request.adapter is None or self.slots.admits(request) else Wait.ADAPTER
+
+    def ready(self) -> Iterable[Request]:
+        if not self.slots.waiting:
+            return ()
+        return self.slots.assign(running_adapters(len(self.slots), [rank.column for rank in self.ranks]))
+
+    def complete(self, step: ScheduledStep) -> None:
+        if step.features & ADAPTER:
+            columns = [rank.column[batch.slots] for rank, batch in zip(self.ranks, step.batches, strict=True)]
+            if few_run(len(self.slots), columns):
+                step.features |= FEW_ADAPTERS
+
+
+class RankAdapters(RankExtension):
+    """Where the adapters of one rank's slots are.
+
+    Attributes:
+      column: i32[max_num_seqs], a slot of the devices' pools; -1 for none.
+    """
+
+    def __init__(self, max_num_seqs: int):
+        self.column = np.full(max_num_seqs, -1, np.int32)
+
+    def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        self.column[request.slot] = -1 if request.adapter is None else request.adapter_slot
+
+    def release(self, slot: int) -> None:
+        self.column[slot] = -1

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.config import SchedulerConfig
 from scheduler.request import Adapter, FinishReason, Request, RequestStatus
 from scheduler.scheduler import Scheduler
 from scheduler.token_params import ADAPTER, TokenParams
+from tests.scheduler.loop import scheduler_config
 
-CONFIG = SchedulerConfig(
+CONFIG = scheduler_config(
     num_pages=64, page_size=4, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, num_adapters=2
 )
 A, B, C = (Adapter(name, name.encode() * 32) for name in "ABC")
@@ -40,17 +40,17 @@ class Rig:
         """The ids of the requests with rows in a step."""
         step = self.scheduler.schedule()
         if load:
-            self.loads += [adapter.name for _, adapter in self.scheduler.adapters.loads]
-            for slot, adapter in self.scheduler.adapters.loads:
-                self.scheduler.adapters.loaded(slot, adapter)
-            self.scheduler.adapters.loads.clear()
+            self.loads += [adapter.name for _, adapter in self.scheduler.extension("adapters").slots.loads]
+            for slot, adapter in self.scheduler.extension("adapters").slots.loads:
+                self.scheduler.extension("adapters").slots.loaded(slot, adapter)
+            self.scheduler.extension("adapters").slots.loads.clear()
         ids = []
         for rank, batch in zip(self.scheduler.ranks, step.batches, strict=True):
             for slot in batch.slots.tolist():
                 owner = rank.slots.requests[slot]
                 ids.append(owner.request_id)
                 if owner.adapter is not None:
-                    assert self.scheduler.adapters.owners[owner.adapter_slot] is owner.adapter
+                    assert self.scheduler.extension("adapters").slots.owners[owner.adapter_slot] is owner.adapter
                     assert rank.slots.features[slot] & ADAPTER
         if step.num_rows:
             tokens = [np.full(batch.num_rows, 5, np.int32) for batch in step.batches]
@@ -74,7 +74,7 @@ def test_a_request_waits_for_its_adapter_and_nobody_behind_it():
     rig.add(request("a", A), request("plain"))
     assert rig.step(load=False) == ["plain"]
     assert rig.scheduler.num_waiting == 1 and rig.scheduler.num_deferred == 1
-    assert [adapter for _, adapter in rig.scheduler.adapters.loads] == [A]
+    assert [adapter for _, adapter in rig.scheduler.extension("adapters").slots.loads] == [A]
     assert rig.step() == ["plain"] and rig.loads == ["A"]
     assert rig.step() == ["a", "plain"]
 
@@ -88,7 +88,7 @@ def test_slots_in_use_are_kept_and_the_least_recently_used_is_given_away():
     rig.add(request("c", C))
     rig.run()
     assert rig.loads == ["A", "B", "C"]
-    assert {each.name for each in rig.scheduler.adapters.owners} == {"A", "C"}
+    assert {each.name for each in rig.scheduler.extension("adapters").slots.owners} == {"A", "C"}
     rig.add(request("long", A, 40), request("long c", C, 40))
     rig.step()
     rig.add(request("b", B, 1))
@@ -114,7 +114,7 @@ def test_a_crowd_of_one_adapter_does_not_keep_another_waiting_for_ever():
 
 
 def test_a_preempted_request_comes_back_to_its_adapter():
-    config = SchedulerConfig(
+    config = scheduler_config(
         num_pages=12, page_size=4, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=48, num_adapters=2
     )
     rig = Rig(config)
@@ -149,7 +149,7 @@ def test_whoever_is_aborted_while_waiting_leaves_nothing():
     rig.add(waiting)
     rig.step()
     rig.scheduler.finish(waiting, FinishReason.ABORT)
-    assert not rig.scheduler.adapters.waiting and rig.scheduler.num_waiting == 0
+    assert not rig.scheduler.extension("adapters").slots.waiting and rig.scheduler.num_waiting == 0
     rig.add(request("a2", A))
     rig.step()
     assert "a2" in rig.step()
@@ -162,7 +162,7 @@ def test_random_crowds_always_end(policy):
     rng = np.random.default_rng(3)
     adapters = [None, *(Adapter(name, name.encode()) for name in "ABCDE")]
     rig = Rig(
-        SchedulerConfig(
+        scheduler_config(
             num_pages=24,
             page_size=4,
             max_num_seqs=4,
@@ -182,7 +182,7 @@ def test_random_crowds_always_end(policy):
             alive = list(rig.scheduler.requests)
             rig.scheduler.finish(alive[rng.integers(len(alive))], FinishReason.ABORT)
     rig.run(20000)
-    assert not rig.scheduler.adapters.waiting
+    assert not rig.scheduler.extension("adapters").slots.waiting
 
 
 def test_digests_of_pages_begin_with_the_adapter():

@@ -1,4 +1,4 @@
-"""The rank's pool of embeddings of pictures: which rows hold which picture, for whom, and what is to be encoded.
+"""The pool of embeddings of pictures: which rows hold which picture, for whom, and which pictures a step encodes.
 
 A picture is encoded in the step whose chunk first reaches it, before that step's forward pass, and its rows are kept as
 long as a running request has tokens of it to compute; then until others need the room, least recently used first, so
@@ -8,11 +8,41 @@ that the next request with the same picture finds them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from scheduler.batch import ScheduledBatch
+from scheduler.extension import RankExtension
 from scheduler.media import Media, MediaItem
+from scheduler.pages.snapshots import Hits
+from scheduler.rank import Rank
+from scheduler.request import Request
+from scheduler.scheduler_extension import SchedulerExtension
+from scheduler.slots import Slots
+
+NAME = "pictures"
+
+
+@dataclass(frozen=True)
+class PictureOptions:
+    """A model that sees.
+
+    Attributes:
+      num_rows: embeddings that a rank keeps.
+      max_patches: patches that a rank encodes in one step at most.
+      whole: a step computes all of a picture's remaining tokens or none.
+      mrope: messages carry M-RoPE positions.
+    """
+
+    num_rows: int
+    max_patches: int
+    whole: bool = False
+    mrope: bool = False
+
+    def extension(self) -> Pictures:
+        return Pictures(self)
 
 
 class Encode(NamedTuple):
@@ -98,21 +128,26 @@ class EncoderRows:
             self._users[item.digest].add(slot)
             own[item.digest] = max(item.end, own.get(item.digest, 0))
 
-    def inputs(
-        self, chunks: Sequence[tuple[Media | None, int, int]], num_tokens: int
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """`embeds` and `places` of a step (scheduler.batch), whose last tokens are those of the chunks: what belongs to
-        their prompts, first token, number of tokens."""
-        embeds = places = None
+    def message(
+        self, chunks: Sequence[tuple[Media | None, int, int]], num_tokens: int, *, mrope: bool
+    ) -> np.ndarray | None:
+        """The pictures' section of a step's message, i32[1, num_tokens] or with M-RoPE i32[4, num_tokens]: the pool row
+        of each token, -1 for none, and mrope_positions of those that the device does not know, else -1.
+
+        chunks: the step's last tokens, as (pictures of the prompt, first token, number of tokens). None where no
+        token needs the section.
+        """
+        section = None
         end = num_tokens - sum(count for _, _, count in chunks)
         for media, start, count in chunks:
             first, end = end, end + count
             if media is not None and start < media.end:
-                if embeds is None or places is None:
-                    embeds, places = np.full(num_tokens, -1, np.int32), np.full((3, num_tokens), -1, np.int32)
-                embeds[first:end] = self.index(media, start, count)
-                places[:, first:end] = media.places(start, count)
-        return embeds, places
+                if section is None:
+                    section = np.full((4 if mrope else 1, num_tokens), -1, np.int32)
+                section[0, first:end] = self.index(media, start, count)
+                if mrope:
+                    section[1:, first:end] = media.places(start, count)
+        return section
 
     def index(self, media: Media, start: int, count: int) -> np.ndarray:
         """i32[count], the rows of tokens whose pictures are there, -1 for those without one."""
@@ -170,3 +205,64 @@ class EncoderRows:
 def _within(media: Media, start: int, count: int) -> list[MediaItem]:
     """Items that have embeddings among these tokens, in order."""
     return [item for item in media.items if item.begin < start + count and item.end > start]
+
+
+class Pictures(SchedulerExtension):
+    """The pools of all ranks."""
+
+    name: ClassVar[str] = NAME
+    ranks: Sequence[RankPictures]
+
+    def __init__(self, options: PictureOptions):
+        self._options = options
+
+    @property
+    def rows(self) -> list[EncoderRows]:
+        """The pool of each rank."""
+        return [rank.rows for rank in self.ranks]
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = [RankPictures(self._options, rank.slots) for rank in ranks]
+
+    def reset_cache(self) -> None:
+        for rows in self.rows:
+            rows.clear()
+
+
+class RankPictures(RankExtension):
+    """One rank's pool in its schedule. A batch's section lists what is to be encoded before its forward pass."""
+
+    def __init__(self, options: PictureOptions, slots: Slots):
+        self.rows = EncoderRows(options.num_rows, options.max_patches, whole=options.whole)
+        self._slots = slots
+        self._mrope = options.mrope
+
+    def begin(self) -> None:
+        self.rows.begin_step()
+
+    def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        return self.rows.reach(request.media, start, count)
+
+    def reserve(self, request: Request, start: int, count: int) -> None:
+        self.rows.take(request.slot, request.media, start, count)
+
+    def complete(self, batch: ScheduledBatch) -> None:
+        if self.rows.encodes:
+            batch.sections[NAME] = self.rows.encodes
+        slots = batch.slots[batch.num_decode :].tolist()
+        if not slots:
+            return
+        counts = batch.num_scheduled[batch.num_decode :].tolist()
+        starts = self._slots.num_computed[slots].tolist()
+        chunks = [
+            (self._slots.requests[slot].media, start, count)
+            for slot, start, count in zip(slots, starts, counts, strict=True)
+        ]
+        message = self.rows.message(chunks, batch.num_tokens, mrope=self._mrope)
+        if message is not None:
+            batch.message[NAME] = message
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            self.rows.passed(slot, start + count)
+
+    def release(self, slot: int) -> None:
+        self.rows.release(slot)

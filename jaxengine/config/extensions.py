@@ -1,0 +1,29 @@
+"""Which optional capabilities of the scheduler a config starts. Others are not imported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scheduler.config import ExtensionOptions
+
+if TYPE_CHECKING:
+    from jaxengine.config.engine_config import ResolvedConfig
+
+
+def extension_options(config: ResolvedConfig) -> tuple[ExtensionOptions, ...]:
+    """Options of the capabilities that follow from the config alone; drafts depend on the engine's grammars, too."""
+    options: list[ExtensionOptions] = []
+    if config.num_encoder_rows:
+        from scheduler.extensions.pictures import PictureOptions
+
+        sizes = config.num_encoder_rows, config.max_encoder_patches
+        options.append(PictureOptions(*sizes, whole=config.whole_pictures, mrope=config.uses_mrope))
+    if config.num_state_snapshots:
+        from scheduler.extensions.snapshots import SnapshotOptions
+
+        options.append(SnapshotOptions())
+    if config.enable_lora:
+        from scheduler.extensions.adapters import AdapterOptions
+
+        options.append(AdapterOptions(config.max_loras))
+    return tuple(options)

@@ -1,0 +1,226 @@
+"""The drafts of one rank's decodes in the step being put together: how many each has, and those that the host knows.
+
+A draft is a guess, made where the proposer is, or a token that must be right: a grammar allows no other in its place.
+Knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from scheduler.batch import ScheduledBatch
+from scheduler.buckets import most_wide
+from scheduler.extension import RankExtension
+from scheduler.extensions.draft_width import DraftWidth
+from scheduler.rank import Rank
+from scheduler.request import Request
+from scheduler.scheduler_extension import SchedulerExtension
+from scheduler.slots import Slots
+from scheduler.token_params import LAST_TOKEN, MASK
+
+NAME = "drafts"
+
+# (known tokens i32[n], most) -> i32[m], proposed tokens that follow them.
+Draft = Callable[[np.ndarray, int], np.ndarray]
+# (request, tokens of its output, most) -> at most so many tokens that must follow these; None where it is not known
+# whether there are any, and they may be proposed.
+Forced = Callable[[Request, int, int], Sequence[int] | None]
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How drafts are found; SchedulerConfig.widths says how many a decode may have.
+
+    Attributes:
+      guesses: whether there are other drafts than those that a grammar fixes.
+      draft: proposes on the host; None where the device does.
+      forced: what a grammar fixes for requests with MASK; None where these have no drafts.
+      guided: requests with MASK may have drafts of the device where `forced` finds none, each under a mask of its own.
+    """
+
+    guesses: bool = True
+    draft: Draft | None = None
+    forced: Forced | None = None
+    guided: bool = False
+
+    def extension(self) -> Drafts:
+        return Drafts(self)
+
+
+class DraftSection(NamedTuple):
+    """How the rows of a step with drafts choose, bool[n] each.
+
+    Attributes:
+      is_forced: rows without drafts, and those whose drafts a grammar fixes.
+      is_guided: rows whose drafts are proposed under a grammar, with a mask for each.
+    """
+
+    is_forced: np.ndarray
+    is_guided: np.ndarray
+
+
+_NONE = np.empty(0, np.bool_)
+
+
+class DecodeDrafts:
+    """For each step `begin`; then, where decodes may be widened, `look_ahead` and `widen`.
+
+    Attributes:
+      widths: tokens of each decode, its last one and drafts, i32[n]; None: one.
+    """
+
+    def __init__(self, options: DraftOptions, slots: Slots):
+        self._options = options
+        self._slots = slots
+        self.widths: np.ndarray | None = None
+        # As `look_ahead` gives them, the tokens of these by row, and all that the host has, by row.
+        self._runs = np.empty(0, np.int32)
+        self._masked = _NONE
+        self._forced: dict[int, Sequence[int]] = {}
+        self._known: dict[int, Sequence[int] | np.ndarray] = {}
+
+    @property
+    def is_forced(self) -> np.ndarray:
+        """Of a step with drafts which decodes have no guesses, bool[n]; else empty."""
+        return _NONE if self.widths is None else self._runs >= 0
+
+    @property
+    def is_guided(self) -> np.ndarray:
+        """Of a step with drafts which decodes have guesses under a grammar, bool[n]; else empty."""
+        return _NONE if self.widths is None else self._masked & (self._runs < 0) & (self.widths > 1)
+
+    def begin(self) -> None:
+        """Every decode has one token."""
+        self.widths = None
+
+    def look_ahead(self, decodes: np.ndarray, most: int) -> np.ndarray:
+        """How many drafts each of the slots i64[n] has that must be right, i32[n], at most so many; -1 where any would
+        be guesses.
+
+        A request whose next choice the host must prepare has none but those that its grammar leaves no choice, or
+        guesses where the configuration lets it; without guesses no request has others.
+        """
+        s = self._slots
+        self._masked = s.features[decodes] & MASK > 0
+        # min_tokens forbids stop tokens up to a place that must be known.
+        is_early = s.num_tokens[decodes] < s.min_stop[decodes]
+        is_prepared = (s.features[decodes] & (MASK | LAST_TOKEN) > 0) | is_early
+        has_none = is_prepared | (not self._options.guesses)
+        self._runs, self._forced = np.where(has_none, 0, -1).astype(np.int32), {}
+        if self._options.forced is not None:
+            for row in np.flatnonzero(self._masked & ~is_early).tolist():
+                slot = decodes[row]
+                room, num_output = s.limit[slot] - s.num_tokens[slot], s.num_tokens[slot] - s.num_prompt[slot]
+                tokens = self._options.forced(s.requests[slot], int(num_output), min(most, int(room) - 1))
+                if tokens is not None:
+                    self._forced[row], self._runs[row] = tokens, len(tokens)
+                elif self._options.guided:
+                    self._runs[row] = -1
+        return self._runs
+
+    def widen(self, decodes: np.ndarray, width: int) -> np.ndarray:
+        """Gives the decodes that `look_ahead` was asked of up to `width` tokens each; `widths`."""
+        s = self._slots
+        widths = np.minimum(s.limit[decodes] - s.num_tokens[decodes], width)
+        self.widths = np.where(self._runs < 0, widths, 1 + np.minimum(self._runs, width - 1))
+        self._known = {row: tokens[: width - 1] for row, tokens in self._forced.items() if tokens}
+        if self._options.draft is not None:
+            for row in np.flatnonzero(self._runs < 0).tolist():
+                tokens = self._options.draft(s.known_token_ids(decodes[row]), int(self.widths[row]) - 1)
+                self._known[row], self.widths[row] = tokens, 1 + len(tokens)
+        return self.widths
+
+    def token_ids(self, last: np.ndarray | None) -> np.ndarray | None:
+        """The decodes' tokens as ScheduledBatch has them; `last` ones i32[n], None where the device knows these."""
+        if self.widths is None or (last is None and not self._known):
+            return last
+        first = np.cumsum(self.widths, dtype=np.int64) - self.widths
+        tokens = np.full(int(self.widths.sum()), -1, np.int32)
+        tokens[first] = -1 if last is None else last
+        for row, drafts in self._known.items():
+            tokens[first[row] + 1 : first[row] + 1 + len(drafts)] = drafts
+        return tokens
+
+
+class Drafts(SchedulerExtension):
+    """Chooses how many tokens the decodes of a step have, over all ranks.
+
+    Attributes:
+      width: measures which widths pay.
+    """
+
+    name: ClassVar[str] = NAME
+    ranks: Sequence[RankDrafts]
+
+    def __init__(self, options: DraftOptions):
+        self._options = options
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        config = ranks[0].config
+        limits = config.max_num_seqs, config.max_num_batched_tokens
+        self.width = DraftWidth({width: most_wide(width, *limits) for width in config.widths})
+        self._widths = config.widths
+        self.ranks = [RankDrafts(self._options, rank) for rank in ranks]
+
+    def decode_width(self) -> int:
+        """More than 1 only where the step has nothing but decodes, and every rank has pages for its own."""
+        counts = [each.rank.num_decodes for each in self.ranks]
+        rows = [count for count in counts if count is not None]
+        if len(rows) < len(counts):
+            self.width.prefilled()
+            return 1
+        if not self.width.has_any(max(rows)):
+            return 1
+        runs = [each.look_ahead(self._widths[-1] - 1) for each in self.ranks]
+        width = self.width.choose(max(rows), np.concatenate(runs))
+        most = [each.widen(width) if width > 1 else 1 for each in self.ranks]
+        if width == 1 or max(most) <= 1 or any(count and not given for count, given in zip(rows, most, strict=True)):
+            for each in self.ranks:
+                each.begin()
+            return 1
+        return min(each for each in self._widths if each >= max(most))
+
+
+class RankDrafts(RankExtension):
+    """The drafts of one rank's decodes."""
+
+    def __init__(self, options: DraftOptions, rank: Rank):
+        self.rank = rank
+        self._drafts = DecodeDrafts(options, rank.slots)
+
+    def begin(self) -> None:
+        self._drafts.begin()
+
+    def look_ahead(self, most: int) -> np.ndarray:
+        """Drafts of each decode that a grammar fixes, i32[n], at most `most`; -1 where they are proposed."""
+        return self._drafts.look_ahead(self.rank.decodes, most)
+
+    def widen(self, width: int) -> int:
+        """Gives decodes, the step's only rows, up to `width` tokens: the last one and drafts. The most that one has.
+
+        0 where pages do not suffice: nobody is preempted for a draft. `look_ahead` was called before.
+        """
+        slots, pages = self.rank.decodes, self.rank.pages
+        widths = self._drafts.widen(slots, width)
+        ends = self.rank.slots.num_computed[slots] + widths
+        if pages.num_missing_of(slots, ends) > self.rank.pool.num_free:
+            return 0
+        pages.grow_to(slots, ends)
+        return int(widths.max(initial=0))
+
+    def complete(self, batch: ScheduledBatch) -> None:
+        """Drafts count as right until the step's results come: `Results.take` takes back those that were not."""
+        if self.rank.config.num_micro_batches > 1:  # stages do not hear which drafts were right
+            batch.start = batch.start.copy()
+            batch.start[: batch.num_decode] = self.rank.slots.num_computed[batch.slots[: batch.num_decode]]
+        widths = self._drafts.widths
+        if widths is None:
+            return
+        batch.num_scheduled, batch.num_tokens = widths, int(widths.sum())
+        batch.decode_token_ids = self._drafts.token_ids(batch.decode_token_ids)
+        batch.sections[NAME] = section = DraftSection(self._drafts.is_forced, self._drafts.is_guided)
+        batch.choice = 1 + section.is_forced + 2 * section.is_guided

@@ -1,0 +1,53 @@
+"""Keeps states of prefixes, for models whose layers keep a state of each sequence: prefills stop where one is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from scheduler.extension import RankExtension
+from scheduler.pages.snapshots import Hits, Snapshots
+from scheduler.rank import Rank
+from scheduler.request import Request
+from scheduler.scheduler_extension import SchedulerExtension
+
+
+@dataclass(frozen=True)
+class SnapshotOptions:
+    """SchedulerConfig.num_snapshots says how many there are."""
+
+    def extension(self) -> KeptStates:
+        return KeptStates()
+
+
+class KeptStates(SchedulerExtension):
+    """The snapshots of all ranks."""
+
+    name: ClassVar[str] = "snapshots"
+
+    def start(self, ranks: Sequence[Rank]) -> None:
+        self.ranks = [_RankStates(rank.pages.snapshots) for rank in ranks if rank.pages.snapshots is not None]
+
+
+class _RankStates(RankExtension):
+    """Passes a rank's schedule on to its snapshots."""
+
+    def __init__(self, snapshots: Snapshots):
+        self._snapshots = snapshots
+
+    def begin(self) -> None:
+        self._snapshots.begin_step()
+
+    def chunk(self, request: Request, start: int, count: int, hits: Hits | None = None) -> int:
+        if hits is None:
+            return self._snapshots.cut(request.slot, start, count)
+        borders = self._snapshots.borders(hits, len(request.known_token_ids()))
+        return min([count, *(border - start for border in borders)])
+
+    def admit(self, request: Request, num_known: int, hits: Hits) -> None:
+        digest = request.page_hashes[hits.num_columns - 1] if hits.num_columns else None
+        self._snapshots.begin(request.slot, digest, self._snapshots.borders(hits, num_known))
+
+    def register(self, request: Request, num_computed: int, count: int) -> None:
+        self._snapshots.keep(request.slot, request.page_hashes, num_computed, count)
