@@ -39,6 +39,7 @@ ENGINE_OPTIONS = (
     "max_num_batched_encoder_tokens",
     "encoder_cache_size",
     "limit_mm_per_prompt",
+    "language_model_only",
     "speculative_config",
     "enable_lora",
     "max_loras",

@@ -32,6 +32,7 @@ class MediaOptions:
     Attributes:
       limit_mm_per_prompt: most images and videos of one prompt, {"image": 2, "video": 0} or image=2,video=0; as vLLM a
         dict with count and the sizes to be ready for instead of a number. 999 where nothing is said.
+      language_model_only: take text alone, whatever limit_mm_per_prompt says; the towers are not loaded.
       allowed_media_domains: hosts from which pictures may be fetched over http and https; "*" for all. None by default.
         Private addresses are only asked where they are named here as addresses, not by a name that leads to them.
       allowed_local_media_path: the folder from which file:// may be read; "" for none.
@@ -49,6 +50,7 @@ class MediaOptions:
     """
 
     limit_mm_per_prompt: Mapping[str, Any] | str | None = None
+    language_model_only: bool = False
     allowed_media_domains: tuple[str, ...] = field(default=(), metadata={"nargs": "+"})
     allowed_local_media_path: str = ""
     media_loading_thread_count: int = 8
@@ -62,7 +64,7 @@ class MediaOptions:
 
     def mm_limit(self, modality: str) -> int:
         """Most items of a modality in one prompt."""
-        return self._limits(modality).get("count", MAX_ITEMS)
+        return 0 if self.language_model_only else self._limits(modality).get("count", MAX_ITEMS)
 
     def mm_size(self, modality: str) -> tuple[int, int] | None:
         """Height and width of a modality's largest item, where limit_mm_per_prompt says them."""

@@ -34,11 +34,10 @@ HARMLESS: dict[str, str] = {
     "disable_custom_all_reduce": _XLA,
     "disable_nccl_for_dp_synchronization": _XLA,
     "distributed_executor_backend": _EXECUTOR,
-    "fail_on_environ_validation": "no option is read from the environment",
+    "fail_on_environ_validation": "JAXENGINE_CACHE_DIR is the one option that the environment may set",
     "ignore_patterns": "only the files that are needed are downloaded",
     "jit_monitor_mode": "nothing is compiled while serving, and jaxengine:compilations_since_ready counts",
     "jit_monitor_verbose": "nothing is compiled while serving, and jaxengine:compilations_since_ready counts",
-    "language_model_only": "there are no other parts than the language model",
     "max_parallel_loading_workers": _LOADER,
     "optimization_level": _COMPILED,
     "prefix_caching_hash_algo": "prefixes are known by SHA-256",
@@ -202,7 +201,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 _HARMLESS_SWITCHES = """
     aggregate_engine_logging allow_deprecated_quantization disable_cascade_attn disable_custom_all_reduce
     disable_log_requests disable_nccl_for_dp_synchronization fail_on_environ_validation jit_monitor_verbose
-    language_model_only trust_remote_code use_tqdm_on_load use_v2_block_manager
+    trust_remote_code use_tqdm_on_load use_v2_block_manager
     cohere_is_reasoning_model disable_frontend_multiprocessing disable_uvicorn_access_log enable_log_deltas
     enable_offline_docs enable_prompt_tokens_details enable_request_id_headers enable_server_load_tracking
     log_error_stack

@@ -32,6 +32,12 @@ def test_limits_on_a_command_line(given):
     assert config == EngineConfig(limit_mm_per_prompt={"image": 2, "video": 0, "audio": 0})
 
 
+def test_language_model_only_means_limits_of_zero():
+    for words in (("--language-model-only",), ("--language-model-only", "--limit-mm-per-prompt", "image=2")):
+        config = from_words(*words)
+        assert config.mm_limit("image") == config.mm_limit("video") == 0
+
+
 def test_limits_with_sizes():
     config = EngineConfig(limit_mm_per_prompt={"image": {"count": 2, "width": 512, "height": 256}})
     assert config.mm_limit("image") == 2 and config.mm_size("image") == (256, 512)

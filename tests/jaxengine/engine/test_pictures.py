@@ -106,7 +106,7 @@ def check_idle(llm: LLM) -> None:
     scheduler = llm.core.engine.scheduler
     assert llm.core.runner.compiles.count == 0
     assert scheduler.num_free_pages == scheduler.num_pages
-    assert all(rank.encoder_rows.num_used == 0 for rank in scheduler.ranks)
+    assert all(rows.num_used == 0 for rows in scheduler.extension("pictures").rows)
 
 
 @pytest.fixture(
@@ -131,7 +131,7 @@ def test_a_crowd_answers_as_transformers_did(case, tight):
     scheduler, counts = tight.core.engine.scheduler, [len(answer) for answer in wanted]
     first = answers(tight, [*case.prompts.values()] * 3, counts)
     assert first == wanted
-    rows = scheduler.ranks[0].encoder_rows
+    rows = scheduler.extension("pictures").rows[0]
     assert rows.num_queries > rows.num_hits > 0
     check_idle(tight)
     hits = scheduler.num_prefix_hits
@@ -162,7 +162,7 @@ def test_pictures_of_any_size_and_their_neighbours(case, tight):
 
 def test_a_picture_seen_before_is_not_encoded_again(case, tight):
     prompt = next(each for each in case.prompts.values() if each["multi_modal_data"].get("image"))
-    rows = tight.core.engine.scheduler.ranks[0].encoder_rows
+    rows = tight.core.engine.scheduler.extension("pictures").rows[0]
     tight.core.engine.scheduler.reset_prefix_cache()
     answers(tight, [prompt], [2])
     for reset in (False, True):
@@ -182,7 +182,7 @@ def test_the_processor_is_told_of_one_prompt(case, tight):
     write, picture = llm.core.inputs.media.processor.placeholder, picture_checkpoints.picture(3, 24, 40)
     prompt = {"prompt": write("image"), "multi_modal_data": {"image": [picture]}}
     small = {**prompt, "mm_processor_kwargs": {"min_pixels": 64, "max_pixels": 256}}
-    rows = llm.core.engine.scheduler.ranks[0].encoder_rows
+    rows = llm.core.engine.scheduler.extension("pictures").rows[0]
     before = rows.num_queries - rows.num_hits
     lengths = [len(each.prompt_token_ids) for each in llm.generate([small, prompt, small], GREEDY, use_tqdm=False)]
     assert lengths[0] == lengths[2] < lengths[1] and rows.num_queries - rows.num_hits <= before + 2
@@ -201,7 +201,8 @@ def test_the_processor_is_told_of_one_prompt(case, tight):
 def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Prompts with what the tower made of their pictures in the place of these, as far as a family takes it, and their
     answers. Nothing of it is kept."""
-    rank, processor = llm.core.engine.scheduler.ranks[0], llm.core.inputs.media.processor
+    (pool,) = llm.core.engine.scheduler.extension("pictures").rows
+    processor = llm.core.inputs.media.processor
     grids = any(kind.__name__ == "GridProcessor" for kind in type(processor).__mro__)
     most, unit = np.inf if grids else processor.most_given, processor.tower.unit  # squares of one picture
     made = {
@@ -217,7 +218,7 @@ def embedded(case: Case, llm: LLM) -> tuple[list[dict[str, Any]], list[list[int]
             llm.reset_mm_cache()
             llm.reset_prefix_cache()
             answers(llm, [{"prompt": case.write("image"), "multi_modal_data": {"image": [picture]}}], [1])
-            ((_, kept),) = rank.encoder_rows._rows.items()
+            ((_, kept),) = pool._rows.items()
             values = np.asarray(llm.core.runner._stages[0]._encoder_rows, np.float32)[kept]
             rows.append({"image_embeds": values, "image_grid_thw": list(item.grid)} if grids else values)
         given.append({**prompt, "multi_modal_data": {**prompt["multi_modal_data"], "image": rows}})
@@ -313,7 +314,8 @@ def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
     """It has no tower then, and no programs for pictures; steps of text are the same in a model that does."""
     if case.name not in QUICK and not thorough:
         pytest.skip("as another family's: --thorough")
-    blind = {**OPTIONS, **options_of(case), "limit_mm_per_prompt": "image=0,video=0", "enforce_eager": True}
+    says = {"language_model_only": True, "limit_mm_per_prompt": {"image": 2}}
+    blind = {**OPTIONS, **options_of(case), **says, "enforce_eager": True}
     llm = LLM(str(case.folder), **blind)
     (sizes, program), (own_sizes, own_program) = step_of_text(llm), step_of_text(tight)
     assert sizes == own_sizes
@@ -321,7 +323,7 @@ def test_a_model_that_is_not_to_see(case, tight, executables_dir, thorough):
     assert (program == own_program) != tight.core.runner.has_places
     assert llm.core.inputs.media is None and llm.core.runner.encoder is None
     assert not any(bucket.sections for bucket in llm.core.runner.buckets) and llm.core.runner.plan.embeddings == 0
-    with pytest.raises(RequestError, match="limit_mm_per_prompt"):
+    with pytest.raises(RequestError, match="language_model_only"):
         llm.generate({"prompt": "w1", "multi_modal_data": {"image": np.zeros((20, 20, 3), np.uint8)}}, use_tqdm=False)
     name = next(name for name, each in case.prompts.items() if not any(each["multi_modal_data"].values()))
     assert answers(llm, [case.prompts[name]["prompt"]], [4]) == [case.answers[name][:4]]

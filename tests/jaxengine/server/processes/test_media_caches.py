@@ -162,7 +162,7 @@ def test_what_is_sent_and_kept(core, tmp_path, kind, changes, count):
             await one.engine.utility("reset_mm_cache")
             assert (await one.engine.utility("mm_cache"))["engine_bytes"] == 0
             assert cache is None or cache.num_bytes == 0
-            assert core.engine.scheduler.ranks[0].encoder_rows.num_kept == 0
+            assert core.engine.scheduler.extension("pictures").rows[0].num_kept == 0
             await one.engine.utility("reset_prefix_cache")
             assert await one.ask(shown) == answer
             assert (await one.metrics())["vllm:mm_cache_hits",] == after["vllm:mm_cache_hits",]
@@ -191,7 +191,7 @@ def test_in_one_process(core):
         "engine_bytes": PIXELS,
     }
     llm.reset_mm_cache()
-    assert core.inputs.media.cache.num_bytes == core.engine.scheduler.ranks[0].encoder_rows.num_kept == 0
+    assert core.inputs.media.cache.num_bytes == core.engine.scheduler.extension("pictures").rows[0].num_kept == 0
     assert ask() == answer
     after = {metric.name: metric.value for metric in llm.get_metrics()}
     assert after["vllm:mm_cache_queries"] - before["vllm:mm_cache_queries"] == 3
