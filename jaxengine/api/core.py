@@ -76,7 +76,7 @@ class EngineCore:
                 logger.info("adapters of %s: %s", row["modules"], row["forms"])
             logger.info("memory of a device:\n%s", self.runner.plan.table())
         self.engine = Engine(self.runner, _request_masks(self.inputs, self.runner))
-        self._refused: list[tuple[str, RequestError]] = []
+        self._rejected: list[tuple[str, RequestError]] = []
         self.metrics = Metrics(self.engine, log_stats=not config.disable_log_stats)
         self._processor = make_processor(self.inputs)
 
@@ -153,7 +153,7 @@ class EngineCore:
         return self._process(EngineOutput(finished=running))
 
     def step(self) -> list[AnyOutput]:
-        """Runs one step; returns the outputs it brought. `take_refused` tells of requests that end without one."""
+        """Runs one step; returns the outputs it brought. `pop_rejected` returns the requests that ended without one."""
         return self._process(self.advance())
 
     def advance(self) -> EngineOutput:
@@ -171,10 +171,10 @@ class EngineCore:
         self.metrics.stepped()
         return output
 
-    def take_refused(self) -> list[tuple[str, RequestError]]:
+    def pop_rejected(self) -> list[tuple[str, RequestError]]:
         """Requests that `step` has found not to be servable since the last call, by id, and their callers' errors."""
-        refused, self._refused = self._refused, []
-        return refused
+        rejected, self._rejected = self._rejected, []
+        return rejected
 
     def text_spans(self) -> list[tuple[float, float, int]]:
         """When text was made of tokens here: (start, end, outputs), seconds of time.monotonic, the last ones."""
@@ -221,16 +221,16 @@ class EngineCore:
             for sibling in siblings:
                 self.engine.finish(sibling, FinishReason.ABORT)
             if request_id is not None:
-                self._refused.append((request_id, error))
+                self._rejected.append((request_id, error))
         outputs = self._processor.process(result, time.monotonic(), self._stop)
         for request in result.finished:
-            self.engine.count_end(request)
+            self.engine.record_finish(request)
         return [*outputs]
 
     def _stop(self, request: Request, text: str, num_tokens: int) -> None:
         """A stop string was found."""
         self.engine.finish(request, FinishReason.STOP, text)
-        self.engine.count_end(request, FinishReason.STOP, num_tokens)
+        self.engine.record_finish(request, FinishReason.STOP, num_tokens)
 
 
 def _request_masks(inputs: InputProcessor, runner: ModelRunner) -> RequestMasks | None:

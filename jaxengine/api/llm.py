@@ -375,7 +375,7 @@ class LLM:
         for output in self.core.step():
             if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
                 call.outputs[output.request_id] = output
-        for request_id, error in self.core.take_refused():
+        for request_id, error in self.core.pop_rejected():
             if (call := self._calls.pop(request_id, None)) is not None:
                 call.error = call.error or error
 

@@ -44,7 +44,7 @@ class Engine:
 
     Attributes:
       stats, request_stats, media_stats, bucket_use, timeline: what was counted about steps and requests.
-      untold: requests that have ended and are counted once it is known what their text says (`count_end`).
+      uncounted: requests that have ended, and whose end `record_finish` has not counted yet.
       adapters: that requests may name; None without room for any.
       busy_since: when the first request came after a time without any.
     """
@@ -71,7 +71,7 @@ class Engine:
         self._max_in_flight = runner.config.max_in_flight
         self._in_flight: deque[InFlight] = deque()
         self._idle_since = self.busy_since = time.monotonic()
-        self.untold: set[Request] = set()
+        self.uncounted: set[Request] = set()
         self.adapters = AdapterStore(runner) if runner.config.enable_lora else None
         self._rows = SlotRows(runner, self.scheduler, masks, proposer)
 
@@ -100,15 +100,20 @@ class Engine:
             self.scheduler.finish(request, reason, stop_reason)
             self._ended(request)
 
-    def count_end(self, request: Request, reason: FinishReason | None = None, num_output: int | None = None) -> None:
-        """Counts a request of `untold` by what its caller was told: as it ended here, or so, after so many tokens."""
-        if request not in self.untold:
+    def record_finish(
+        self, request: Request, reason: FinishReason | None = None, num_output: int | None = None
+    ) -> None:
+        """Counts the end of a request of `uncounted` as its caller saw it.
+
+        reason: default as it ended here; num_output: tokens that the caller got, default all that are known.
+        """
+        if request not in self.uncounted:
             return
-        self.untold.remove(request)
+        self.uncounted.remove(request)
         assert request.finish_reason is not None
         num_known = min(len(request.output_token_ids), request.max_tokens)
         num_output = num_known if num_output is None else num_output
-        self.stats.count_untold(num_known - num_output)
+        self.stats.count_undelivered(num_known - num_output)
         self.request_stats.observe_end(request, reason or request.finish_reason, num_output)
 
     def step(self) -> EngineOutput:
@@ -302,9 +307,9 @@ class Engine:
         if self.masks is not None:
             self.masks.drop(request)
         request.finished_time = time.monotonic()
-        self.untold.add(request)
+        self.uncounted.add(request)
         if not request.text_ends or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            self.count_end(request)
+            self.record_finish(request)
         self.timeline.ended(request)
 
     def _advance(self, masks: RequestMasks, request: Request, token_id: int) -> None:

@@ -146,17 +146,17 @@ class StepStats:
     page_slots_used: int = 0
     page_slots_empty: int = 0
     drafts: DraftStats = field(default_factory=DraftStats)
-    _num_untold_tokens: int = 0
+    _num_undelivered_tokens: int = 0
 
     def count_generated(self, num_tokens: int) -> None:
         """Tokens came, less those counted before that no caller was told of: a counter never goes back."""
-        untold = min(num_tokens, self._num_untold_tokens)
-        self._num_untold_tokens -= untold
-        self.num_generated_tokens += num_tokens - untold
+        undelivered = min(num_tokens, self._num_undelivered_tokens)
+        self._num_undelivered_tokens -= undelivered
+        self.num_generated_tokens += num_tokens - undelivered
 
-    def count_untold(self, num_tokens: int) -> None:
-        """So many tokens that have been counted came after their request's text had ended."""
-        self._num_untold_tokens += num_tokens
+    def count_undelivered(self, num_tokens: int) -> None:
+        """Takes tokens back that were counted but came after their request's text had ended."""
+        self._num_undelivered_tokens += num_tokens
 
 
 @dataclass

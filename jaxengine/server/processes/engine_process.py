@@ -206,7 +206,7 @@ class EngineServer:
             request = client.requests.get(handle)
             if request is None:
                 continue
-            if reason is FinishReason.ABORT and request not in self.core.engine.untold:
+            if reason is FinishReason.ABORT and request not in self.core.engine.uncounted:
                 self.core.engine.finish(request, reason)
                 self._aborted.append(request)
             else:
@@ -246,7 +246,7 @@ class EngineServer:
                 self._served = True
                 self._tell("served")
             for request in output.finished:
-                if request not in self.core.engine.untold or messages.owner_of(request)[0] not in self._by_number:
+                if request not in self.core.engine.uncounted or messages.owner_of(request)[0] not in self._by_number:
                     self._settle(request)
         for request, _ in output.refused:
             self._forget(request)
@@ -282,7 +282,7 @@ class EngineServer:
 
     def _settle(self, request: Request, reason: FinishReason | None = None, num_tokens: int | None = None) -> None:
         """Forgets a request whose end its caller knows: as the engine ended it, or so."""
-        self.core.engine.count_end(request, reason, num_tokens)
+        self.core.engine.record_finish(request, reason, num_tokens)
         self._forget(request)
 
     def _forget(self, request: Request) -> None:

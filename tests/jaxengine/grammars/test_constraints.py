@@ -189,7 +189,7 @@ def test_abort_and_deadline_while_the_grammar_compiles(chat_llm):
     reasons = {name: output.outputs[0].finish_reason for name, output in outputs.items()}
     assert reasons == {"aborted": "abort", "late": "abort", "good": "stop"}
     assert outputs["good"].outputs[0].text == "aa"
-    assert core.take_refused() == []
+    assert core.pop_rejected() == []
 
 
 def test_grammars_that_compile_slowly_are_served_apart_and_alike(chat_llm, monkeypatch):

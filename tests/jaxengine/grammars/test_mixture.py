@@ -49,7 +49,7 @@ def test_a_mixture(chat_llm):
             step()
     while core.has_unfinished:
         step()
-    assert len(finished) == NUM_REQUESTS and core.take_refused() == []
+    assert len(finished) == NUM_REQUESTS and core.pop_rejected() == []
     assert core.runner.compiles.count == 0
     assert core.engine.scheduler.num_free_pages == core.engine.scheduler.num_pages
     assert not core.engine.masks._keys and not core.engine.masks.worker._sequences
