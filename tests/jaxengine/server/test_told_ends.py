@@ -78,7 +78,7 @@ def test_an_engine_in_a_process_of_its_own(server):
         text = answer(client)[0]["text"]
         stop, before, ends = text[len(text) // 2 :][:4], metrics_of(server), []
         ends = [answer(client, stop=stop, max_tokens=n) for n in LENGTHS]
-        # The engine has heard of all ends before it ends this one, which has at least as many tokens as were not delivered.
+        # The engine has heard of all ends before it ends this one, which has at least as many tokens as no caller got.
         answer(client)
     after = metrics_of(server)
 
